@@ -1,0 +1,55 @@
+# Every target prepares .venv by itself: Python 3.10+ and make are all it takes.
+
+PYTHON ?= python3
+# The tested version, installed before everything else so that nothing pulls another build. Any arguments of
+# `pip install` will do, such as the path of a wheel.
+TORCH  ?= torch==2.13.0
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+CODE  := src tests benchmarks $(wildcard demo examples)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench test-long format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## train on 4 processes, resume on 2 and on 1, compare
+	@$(BIN)/python demo/run.py
+
+test: lint  ## lint, type-check and run the tests
+	@echo "== pytest"
+	@$(BIN)/python -m pytest
+
+lint: $(READY)  ## ruff and mypy
+	@echo "== ruff check"
+	@$(BIN)/ruff check $(CODE)
+	@echo "== ruff format --check"
+	@$(BIN)/ruff format --check $(CODE)
+	@echo "== mypy"
+	@$(BIN)/mypy
+
+test-long: $(READY)  ## the tests marked long (minutes, not seconds)
+	@$(BIN)/python -m pytest -m long
+
+bench: $(READY)  ## measure save and load against stock torch
+	@$(BIN)/python benchmarks/run.py
+
+format: $(READY)  ## rewrite the code in the house format
+	@$(BIN)/ruff check --fix $(CODE)
+	@$(BIN)/ruff format $(CODE)
+
+clean:  ## remove .venv and everything the tools left behind
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last: an interrupted set-up starts over.
+$(READY): pyproject.toml
+	@echo "== preparing $(VENV) ($(TORCH); a few minutes the first time)"
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("holdfast needs Python 3.10 or newer; set PYTHON=...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@

@@ -1,0 +1,155 @@
+"""One process of a training job: FSDP2 under torchrun, a plain module when started alone.
+
+The part worth reading is `Training`: its `state_dict` and `load_state_dict` are all a program has to offer.
+`dcp.save` and `dcp.load` do the rest, whatever the number of processes. `run.py` starts this script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fingerprint import Fingerprint, fingerprint
+from model import CONTEXT, GLOBAL_BATCH, Speller, batch_slice
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import holdfast.dcp as dcp
+
+PEAK_LR = 4e-3
+LR_PERIOD = 30  # longer than the run, so that the learning rate still moves at the last step
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process's place among the processes of its job."""
+
+    rank: int
+    size: int
+    distributed: bool
+
+    @classmethod
+    def join(cls) -> World:
+        if not dist.is_torchelastic_launched():
+            return cls(rank=0, size=1, distributed=False)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        return cls(rank=dist.get_rank(), size=dist.get_world_size(), distributed=True)
+
+    def leave(self) -> None:
+        if self.distributed:
+            dist.destroy_process_group()
+
+    def mean(self, value: torch.Tensor) -> float:
+        if self.distributed:
+            dist.all_reduce(value)
+        return value.item() / self.size
+
+    def tell(self, event: str, *facts: object) -> None:
+        """Report progress to the runner, once per job."""
+        if self.rank == 0:
+            print("::" + event, *facts, flush=True)
+
+
+class Training:
+    """Everything that has to survive a restart: model, optimizer, scheduler and step counter."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.model = Speller()
+        if world.distributed:
+            mesh = init_device_mesh("cpu", (world.size,))
+            for block in self.model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+        self.optimizer = AdamW(self.model.parameters(), lr=PEAK_LR)
+        self.scheduler = CosineAnnealingLR(self.optimizer, T_max=LR_PERIOD)
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": self.scheduler.state_dict(),
+            "step": self.step,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.step = state["step"]
+
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint(self.model, self.optimizer, self.scheduler, self.step)
+
+    def advance(self) -> float:
+        """Train one step and return the loss over the global batch."""
+        self.step += 1
+        inputs, targets = batch_slice(self.step, self.world.rank, self.world.size)
+        loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.model.tokens_seen += GLOBAL_BATCH * CONTEXT
+        return self.world.mean(loss.detach())
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    world = World.join()
+    training = Training(world)
+    report: dict[str, Any] = {"losses": {}}
+    world.tell("ready", sum(parameter.numel() for parameter in training.model.parameters()))
+
+    if args.load is not None:
+        report["fresh"] = training.fingerprint()
+        started = time.perf_counter()
+        dcp.load({"training": training}, checkpoint_id=args.load)
+        world.tell("loaded", time.perf_counter() - started)
+        report["loaded"] = training.fingerprint()
+
+    while training.step < args.steps:
+        loss = training.advance()
+        report["losses"][training.step] = loss
+        world.tell("step", training.step, loss)
+
+        if args.save is not None and training.step == args.save_at:
+            report["saved"] = training.fingerprint()
+            started = time.perf_counter()
+            dcp.save({"training": training}, checkpoint_id=args.save)
+            world.tell("saved", time.perf_counter() - started)
+
+    if world.rank == 0:
+        args.report.write_text(json.dumps(report), encoding="utf-8")
+    world.leave()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, required=True, help="of the initial weights")
+    parser.add_argument("--steps", type=int, required=True, help="train until this step")
+    parser.add_argument("--save", type=Path, help="write a checkpoint here ...")
+    parser.add_argument("--save-at", type=int, help="... after this step")
+    parser.add_argument("--load", type=Path, help="start from this checkpoint")
+    parser.add_argument("--report", type=Path, required=True, help="write losses and fingerprints here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

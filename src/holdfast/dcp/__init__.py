@@ -1,0 +1,49 @@
+"""A drop-in for ``torch.distributed.checkpoint``: the same names, arguments and files, without its traps.
+
+>>> import tempfile, torch
+>>> import holdfast.dcp as dcp                                # was: import torch.distributed.checkpoint as dcp
+>>> model, path = torch.nn.Linear(2, 3), tempfile.mkdtemp()
+>>> metadata = dcp.save({"model": model}, checkpoint_id=path)
+>>> dcp.load({"model": model}, checkpoint_id=path)
+
+The modules below this package carry the names that they have in torch. They only re-export; the engine is in
+``holdfast.saving``, ``holdfast.loading`` and what these build on.
+"""
+
+from holdfast.dcp.api import CheckpointException
+from holdfast.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from holdfast.dcp.filesystem import FileSystemReader, FileSystemWriter
+from holdfast.dcp.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from holdfast.dcp.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from holdfast.dcp.state_dict_loader import load, load_state_dict
+from holdfast.dcp.state_dict_saver import save, save_state_dict
+from holdfast.dcp.storage import StorageReader, StorageWriter
+
+__all__ = [
+    "BytesStorageMetadata",
+    "CheckpointException",
+    "ChunkStorageMetadata",
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "FileSystemReader",
+    "FileSystemWriter",
+    "LoadPlan",
+    "LoadPlanner",
+    "Metadata",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
+    "StorageReader",
+    "StorageWriter",
+    "TensorStorageMetadata",
+    "WriteItem",
+    "load",
+    "load_state_dict",
+    "save",
+    "save_state_dict",
+]

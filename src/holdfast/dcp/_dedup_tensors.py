@@ -1,0 +1,11 @@
+"""The older way to remove copies: the first rank that has an item writes it."""
+
+from holdfast.planning.dedup import dedup_save_plans
+from holdfast.planning.plan import SavePlan
+
+__all__ = ["dedup_tensors"]
+
+
+def dedup_tensors(all_plans: list[SavePlan]) -> list[SavePlan]:
+    """Leave each item in the plan of the lowest rank that holds it."""
+    return dedup_save_plans(list(all_plans), save_to_lowest_rank=True)

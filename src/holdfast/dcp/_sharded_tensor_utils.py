@@ -1,0 +1,5 @@
+"""Nested ShardedTensors as flat ones."""
+
+from holdfast.planning.sharded_tensors import flatten_sharded_tensors as _flatten_sharded_tensors
+
+__all__ = ["_flatten_sharded_tensors"]

@@ -1,0 +1,47 @@
+"""The planners that are used when none is given, and the functions that they consist of."""
+
+from holdfast.metadata import ChunkStorageMetadata, Metadata
+from holdfast.planning.boxes import Box, first_overlap, out_of_bounds
+from holdfast.planning.global_plan import create_default_global_save_plan
+from holdfast.planning.global_plan import validate_global_plan as _validate_global_plan
+from holdfast.planning.load_planner import (
+    DefaultLoadPlanner,
+    create_default_global_load_plan,
+    create_default_local_load_plan,
+)
+from holdfast.planning.load_planner import EmptyStateDictLoadPlanner as _EmptyStateDictLoadPlanner
+from holdfast.planning.save_planner import DefaultSavePlanner, create_default_local_save_plan
+
+__all__ = [
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "_EmptyStateDictLoadPlanner",
+    "_check_box_bounds",
+    "_check_box_overlap",
+    "_create_default_local_metadata",
+    "_validate_global_plan",
+    "create_default_global_load_plan",
+    "create_default_global_save_plan",
+    "create_default_local_load_plan",
+    "create_default_local_save_plan",
+]
+
+
+def _create_default_local_metadata(state_dict: dict[str, object]) -> Metadata:
+    """The index that a flat state would have if this rank saved it alone."""
+    _, metadata = create_default_global_save_plan([create_default_local_save_plan(state_dict, True)])
+    return metadata
+
+
+def _check_box_overlap(box0: ChunkStorageMetadata, box1: ChunkStorageMetadata) -> bool:
+    """Whether two chunks share an element."""
+    return first_overlap([_box(box0), _box(box1)]) is not None
+
+
+def _check_box_bounds(outer_box_size: tuple[int, ...], inner_box: ChunkStorageMetadata) -> bool:
+    """Whether a chunk lies inside of a tensor of the given size."""
+    return not out_of_bounds([_box(inner_box)], tuple(outer_box_size))
+
+
+def _box(chunk: ChunkStorageMetadata) -> Box:
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))

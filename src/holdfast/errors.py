@@ -1,0 +1,156 @@
+"""One exception class per cause, each with fields to act on and a message that ends in what to do next.
+
+Every class here survives pickling, because errors travel between ranks. ``HoldfastError`` catches all of them
+except ``CheckpointException``, which is what a *collective* call raises on every rank: it carries the errors of
+the ranks that failed.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+WRAPPED_EXCEPTION = tuple[BaseException, traceback.StackSummary]
+
+
+class HoldfastError(Exception):
+    """Base of all single-cause errors. Fields are plain attributes, listed by each subclass."""
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields = fields
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def __str__(self) -> str:
+        # KeyError and OSError print their arguments in their own way; a mixed-in base must not change the text.
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.fields)
+
+
+def _rebuild(cls: type[HoldfastError], message: str, fields: dict[str, Any]) -> HoldfastError:
+    return cls(message, **fields)
+
+
+class CheckpointNotFoundError(HoldfastError, FileNotFoundError):
+    """Nothing that could be loaded is at this path. Fields: ``path``."""
+
+    path: str
+
+
+class CheckpointExistsError(HoldfastError, RuntimeError):
+    """A committed checkpoint is in the way and overwriting was forbidden. Fields: ``path``."""
+
+    path: str
+
+
+class DamagedCheckpointError(HoldfastError):
+    """Stored bytes are not the bytes that were saved. Fields: ``file``, ``key``, ``expected``, ``found``."""
+
+    file: str
+    key: str | None
+    expected: Any
+    found: Any
+
+
+class UnsupportedVersionError(HoldfastError):
+    """A checkpoint of a format that this version of Holdfast cannot read. Fields: ``file``, ``version``."""
+
+    file: str
+    version: str
+
+
+class UnsafePathError(HoldfastError):
+    """A name inside a checkpoint points outside of it. Fields: ``name``."""
+
+    name: str
+
+
+class RefusedPickleError(HoldfastError):
+    """A stored value would need code that Holdfast does not run by itself. Fields: ``key``, ``global_name``."""
+
+    key: str | None
+    global_name: str
+
+
+class StateMismatchError(HoldfastError, RuntimeError, ValueError):
+    """The checkpoint and the state to load into do not fit; lists every problem of this rank at once.
+
+    Fields: ``missing`` (keys), ``shapes`` (key to ``(saved, current)``), ``dtypes`` (key to ``(saved, current)``),
+    ``kinds`` (key to text), ``uncovered`` (key to text).
+    """
+
+    missing: Sequence[str]
+    shapes: Mapping[str, tuple[Any, Any]]
+    dtypes: Mapping[str, tuple[Any, Any]]
+    kinds: Mapping[str, str]
+    uncovered: Mapping[str, str]
+
+
+class ReplicaMismatchError(HoldfastError, ValueError):
+    """Ranks hold different things under one key, of which only one can be stored. Fields: ``keys`` (key to text)."""
+
+    keys: Mapping[str, str]
+
+
+class InvalidPlanError(HoldfastError, ValueError):
+    """The chunks that the ranks want to write do not tile a tensor exactly. Fields: ``problems``."""
+
+    problems: Sequence[str]
+
+
+class UnsupportedTensorError(HoldfastError, ValueError):
+    """A tensor of a kind that has no bytes to store. Fields: ``key``, ``kind``."""
+
+    key: str
+    kind: str
+
+
+class IncompleteSaveError(HoldfastError, RuntimeError):
+    """Planned items were not written, so nothing was committed. Fields: ``missing`` (item names)."""
+
+    missing: Sequence[str]
+
+
+class RankDisagreementError(HoldfastError, RuntimeError):
+    """Ranks of one call look at different checkpoints. Fields: ``views`` (rank to text)."""
+
+    views: Mapping[int, str]
+
+
+class RemoteError(HoldfastError):
+    """Stands in for an exception of another rank that could not travel. Fields: ``type_name``, ``text``."""
+
+    type_name: str
+    text: str
+
+
+class CheckpointException(Exception):
+    """A collective step failed; raised on every rank with the errors of all ranks that failed.
+
+    ``msg`` is the name of the step (``"plan"``, ``"write"`` or ``"read"``). ``failures`` maps each failing rank to its
+    exception and stack. Unlike the class of the same name in torch this is an ``Exception``, so that ``except
+    Exception`` in a training loop sees it.
+    """
+
+    def __init__(self, msg: str, failures: dict[int, WRAPPED_EXCEPTION]) -> None:
+        super().__init__(msg, failures)
+        self._failures = failures
+
+    @property
+    def failures(self) -> dict[int, WRAPPED_EXCEPTION]:
+        """The exception and stack of every rank that failed."""
+        return self._failures
+
+    def __str__(self) -> str:
+        parts = [f"CheckpointException ranks:{self._failures.keys()}\n"]
+        for rank, (error, stack) in self._failures.items():
+            parts.append(f"Traceback (most recent call last): (RANK {rank})\n")
+            if stack is not None:
+                parts.extend(traceback.format_list(stack))
+            parts.extend(traceback.format_exception_only(type(error), value=error))
+        return "".join(parts)

@@ -1,0 +1,143 @@
+"""The load flow: read the index on every rank, agree on it, plan, read.
+
+Nothing of the state changes before every rank has a plan that covers all that its state asks for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from typing import Any, NamedTuple
+
+from holdfast.coordination.collectives import Collectives
+from holdfast.errors import CheckpointNotFoundError, HoldfastError, RankDisagreementError, StateMismatchError
+from holdfast.metadata import STATE_DICT_TYPE, Metadata
+from holdfast.planning.plan import LoadPlan
+from holdfast.planning.planner import LoadPlanner
+from holdfast.saving import set_up_storage
+from holdfast.storage.contract import StorageReader
+
+logger = logging.getLogger(__name__)
+
+
+def load_state(state_dict: STATE_DICT_TYPE, reader: StorageReader, planner: LoadPlanner, ranks: Collectives) -> None:
+    """Load into ``state_dict`` with all ranks of ``ranks``."""
+    started = time.perf_counter()
+    _Load(state_dict, reader, planner, ranks).run()
+    logger.info("loaded in %.3f s", time.perf_counter() - started)
+
+
+class _View(NamedTuple):
+    """Which checkpoint a rank looks at. All ranks must look at the same."""
+
+    saved_rank_by_rank: bool
+    save_id: str | None
+
+    def __str__(self) -> str:
+        kind = "indexes of single ranks" if self.saved_rank_by_rank else "an index of all ranks"
+        return f"{kind}, save {self.save_id}"
+
+
+class _Load:
+    """One load. Its methods are the steps, in the order in which they happen."""
+
+    def __init__(
+        self, state_dict: STATE_DICT_TYPE, reader: StorageReader, planner: LoadPlanner, ranks: Collectives
+    ) -> None:
+        self.state_dict = state_dict
+        self.reader = reader
+        self.planner = planner
+        self.ranks = ranks
+        self.saved_rank_by_rank = False
+
+    def run(self) -> None:
+        """All steps."""
+        metadata = self._agree_on_index()
+        if self.saved_rank_by_rank:
+            plan = self.ranks.all_gather_status("plan", lambda: self._plan_own_part(metadata))
+        else:
+            plan = self.ranks.reduce_scatter("plan", lambda: self._plan_locally(metadata), self._plan_globally)
+        self.ranks.all_gather("read", lambda: self._read(plan))
+
+    def _agree_on_index(self) -> Metadata:
+        """Read the index. Ranks that see different checkpoints (a stale mount, a save going on) must not go on."""
+        metadata: list[Metadata] = []
+
+        def look() -> _View:
+            metadata.append(self._read_index())
+            stored = metadata[0].storage_meta
+            # Where ranks saved for themselves other writers give each part an id of its own.
+            comparable = stored is not None and not self.saved_rank_by_rank
+            return _View(self.saved_rank_by_rank, stored.save_id if comparable and stored else None)
+
+        views = self.ranks.all_gather("plan", look)
+        if len(set(views)) > 1:
+            self.ranks.all_gather_status("plan", lambda: _refuse_different_views(views))
+        return metadata[0]
+
+    def _read_index(self) -> Metadata:
+        try:
+            return self.reader.read_metadata()
+        except Exception as whole_failed:
+            # An index that is there and cannot be read must not be replaced by whatever else lies around.
+            unreadable = isinstance(whole_failed, HoldfastError) and not isinstance(whole_failed, FileNotFoundError)
+            if unreadable or "kwargs" not in inspect.signature(self.reader.read_metadata).parameters:
+                raise
+            try:
+                own = self.reader.read_metadata(rank=self.ranks.rank)
+            except Exception as own_failed:
+                merged = self._merged_index(own_failed)
+                if merged is None:
+                    raise whole_failed from None
+                own = merged
+        self.saved_rank_by_rank = True
+        return own
+
+    def _merged_index(self, cause: Exception) -> Metadata | None:
+        """The index of all ranks' parts together, if the reader can make one."""
+        merge: Any = getattr(self.reader, "read_merged_rank_metadata", None)
+        if merge is None or not isinstance(cause, FileNotFoundError):
+            return None
+        try:
+            merged: Metadata = merge(self.ranks.rank)
+        except CheckpointNotFoundError:
+            return None
+        return merged
+
+    def _plan_own_part(self, metadata: Metadata) -> LoadPlan:
+        """Plan with this rank's own part of the checkpoint; with all parts if that is not enough."""
+        try:
+            plan = self._plan_locally(metadata)
+        except StateMismatchError as error:
+            merge: Any = getattr(self.reader, "read_merged_rank_metadata", None)
+            if merge is None or not (error.missing or error.uncovered):
+                raise
+            plan = self._plan_locally(merge(self.ranks.rank))
+        return self._plan_globally([plan])[0]
+
+    def _plan_locally(self, metadata: Metadata) -> LoadPlan:
+        self.planner.set_up_planner(self.state_dict, metadata, self.ranks.is_coordinator)
+        set_up_storage(
+            self.reader.set_up_storage_reader,
+            metadata,
+            self.ranks.is_coordinator,
+            rank=self.ranks.rank,
+            use_collectives=not self.saved_rank_by_rank,
+        )
+        return self.reader.prepare_local_plan(self.planner.create_local_plan())
+
+    def _plan_globally(self, local_plans: list[LoadPlan]) -> list[LoadPlan]:
+        return self.reader.prepare_global_plan(self.planner.create_global_plan(local_plans))
+
+    def _read(self, plan: LoadPlan) -> None:
+        self.reader.read_data(self.planner.finish_plan(plan), self.planner).wait()
+
+
+def _refuse_different_views(views: list[_View]) -> None:
+    seen = {rank: str(view) for rank, view in enumerate(views)}
+    raise RankDisagreementError(
+        f"the ranks look at different checkpoints: {seen}. Wait until a running save has finished and all ranks see "
+        "the same files, then load again.",
+        views=seen,
+    )

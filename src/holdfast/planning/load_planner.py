@@ -1,0 +1,285 @@
+"""The default load planners: fill the state that is given, or build one from what the checkpoint holds."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from holdfast import settings
+from holdfast.errors import StateMismatchError
+from holdfast.formats.dcp.values import decode_value
+from holdfast.metadata import (
+    STATE_DICT_TYPE,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from holdfast.notices import warn_caller
+from holdfast.planning.load_problems import LoadProblems, unloaded_under
+from holdfast.planning.materialize import materialize
+from holdfast.planning.plan import LoadPlan, ReadItem
+from holdfast.planning.planner import LoadPlanner
+from holdfast.planning.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
+from holdfast.planning.tensors import create_chunk_list, find_state_dict_object, on_this_rank
+from holdfast.planning.trees import FlatState, Location, ObjectPath, flat_name, flatten, flatten_v_2_3, set_element
+from holdfast.settings import Strictness
+
+logger = logging.getLogger(__name__)
+
+_MOST_SHOWN = 10
+
+
+class DefaultLoadPlanner(LoadPlanner):
+    """Fills tensors in place and replaces values.
+
+    Subclasses change what is loaded by overriding ``create_local_plan``, ``lookup_tensor`` or ``transform_tensor``.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        allow_pickle: bool | None = None,
+        dtype_change: Strictness | None = None,
+    ) -> None:
+        if dtype_change is not None:
+            settings.check("dtype_change", dtype_change)
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+        self.allow_partial_load = allow_partial_load
+        self.allow_pickle = allow_pickle
+        self.dtype_change = dtype_change
+        self.original_state_dict: STATE_DICT_TYPE = {}
+        self.state_dict: STATE_DICT_TYPE = {}
+        self.mappings: dict[str, ObjectPath] = {}
+        self.metadata: Metadata | None = None
+        self.is_coordinator = False
+        self._locations: dict[str, Location] = {}
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Flatten the state, give meta tensors memory, and fall back to old key rules if the checkpoint is old."""
+        materialize(state_dict)
+        self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+        if self.flatten_state_dict:
+            flat = _flatten_like(state_dict, metadata)
+            self.state_dict, self.mappings, self._locations = flat.values, flat.paths, flat.locations
+        else:
+            self.state_dict = dict(state_dict)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Read items for all that the state asks for, or one error with everything that does not fit."""
+        if self.metadata is None:
+            raise AssertionError("the planner has no metadata; set_up_planner comes first")
+        plan = plan_load(
+            self.state_dict,
+            self.metadata,
+            strict=not self.allow_partial_load,
+            dtype_change=self.dtype_change or settings.current().dtype_change,
+        )
+        if self.is_coordinator and self.flatten_state_dict:
+            self._tell_what_stays_behind(self.metadata)
+        return plan
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Every rank reads what it asked for."""
+        return create_default_global_load_plan(global_plan)
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Take this rank's part."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Decode a stored value and put it where the state has it, under the key that the state uses."""
+        fqn = read_item.dest_index.fqn
+        decoded = self.decode(fqn, value)
+        current = self.state_dict.get(fqn)
+        if isinstance(current, torch.Tensor) and isinstance(decoded, (bool, int, float, complex)):
+            _fill_with_number(fqn, current.detach(), decoded)
+            return
+        self.state_dict[fqn] = decoded
+        if self.flatten_state_dict:
+            place = self._locations.get(fqn) or self.mappings.get(fqn) or (fqn,)
+            set_element(self.original_state_dict, place, decoded)
+        else:
+            self.original_state_dict[fqn] = decoded
+
+    def decode(self, fqn: str, value: io.BytesIO) -> Any:
+        """The value behind its stored form. Its bytes were checked when they were read."""
+        allowed = settings.current().allow_pickle if self.allow_pickle is None else self.allow_pickle
+        return decode_value(value.getvalue(), source="the checkpoint", key=fqn, allow_pickle=allowed)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The region of the destination that the item fills."""
+        return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """The data is already in place."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The local tensor that ``index`` names."""
+        found: torch.Tensor = find_state_dict_object(self.state_dict, index)
+        return found
+
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of ``tensor`` that the item fills."""
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    def _tell_what_stays_behind(self, metadata: Metadata) -> None:
+        """Warn of stored state below the asked-for keys that has no place: a fresh optimizer is the usual case."""
+        left = unloaded_under(self.original_state_dict, self.state_dict, metadata)
+        if left:
+            shown = ", ".join(left[:_MOST_SHOWN]) + (", …" if len(left) > _MOST_SHOWN else "")
+            warn_caller(
+                f"{len(left)} key(s) of the checkpoint have no place in the state given and are not loaded: {shown}. "
+                "If this is optimizer state, the optimizer must have state tensors before loading "
+                "(get_optimizer_state_dict makes them)."
+            )
+
+
+def plan_load(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: bool, dtype_change: Strictness) -> LoadPlan:
+    """Plan the load of a flat state; all that does not fit is raised together."""
+    stored = metadata.state_dict_metadata
+    problems = LoadProblems(stored)
+    items: list[ReadItem] = []
+    for fqn, target in state_dict.items():
+        entry = stored.get(fqn)
+        if entry is None:
+            if strict:
+                problems.missing.append(fqn)
+            else:
+                logger.info("partial load: '%s' is not in the checkpoint and stays as it is", fqn)
+        elif isinstance(entry, BytesStorageMetadata):
+            if isinstance(target, torch.Tensor) and target.numel() != 1:
+                problems.kinds[fqn] = "is a tensor in the state but a plain value in the checkpoint"
+            items.append(create_read_item_for_bytes(fqn))
+        elif not isinstance(target, torch.Tensor):
+            problems.kinds[fqn] = (
+                f"is a {type(target).__name__} in the state but a tensor of size {list(entry.size)} in the checkpoint; "
+                "put a tensor of that size there"
+            )
+        elif entry.size != target.size():
+            problems.shapes[fqn] = (entry.size, target.size())
+        elif on_this_rank(target):
+            if entry.properties.dtype != target.dtype:
+                problems.note_dtype(fqn, entry.properties.dtype, target.dtype)
+            items.extend(_fill(fqn, entry, target, problems))
+    problems.raise_or_warn(dtype_change)
+    return LoadPlan(items)
+
+
+def _fill(fqn: str, entry: TensorStorageMetadata, target: torch.Tensor, problems: LoadProblems) -> list[ReadItem]:
+    try:
+        return create_read_items_for_chunk_list(fqn, entry, create_chunk_list(target))
+    except StateMismatchError as error:
+        problems.uncovered.update(error.uncovered)
+        return []
+
+
+def _fill_with_number(fqn: str, target: torch.Tensor, number: complex) -> None:
+    """Put a stored number into a tensor of one element, if it stays the same number there."""
+    stored = torch.tensor(number).dtype
+    if not torch.can_cast(stored, target.dtype):
+        problems = LoadProblems([])
+        problems.note_dtype(fqn, stored, target.dtype)
+        problems.raise_or_warn("warn")
+    target.fill_(number)
+
+
+def create_default_local_load_plan(state_dict: dict[str, Any], metadata: Metadata, strict: bool = True) -> LoadPlan:
+    """What this rank reads to fill a flat state."""
+    return plan_load(state_dict, metadata, strict=strict, dtype_change=settings.current().dtype_change)
+
+
+def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:
+    """Every rank reads what it asked for."""
+    return all_plans
+
+
+def _flatten_like(state_dict: STATE_DICT_TYPE, metadata: Metadata | None) -> FlatState:
+    """Flatten as the checkpoint did: keys of torch 2.3 and before look different for values in nested dicts."""
+    flat = flatten(state_dict)
+    if metadata is None:
+        return flat
+    unmatched = metadata.state_dict_metadata.keys() - flat.values.keys()
+    if unmatched and not flat.values.keys() <= metadata.state_dict_metadata.keys():
+        old = flatten_v_2_3(state_dict)
+        if unmatched & old.values.keys():
+            return old
+    return flat
+
+
+class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
+    """Builds the state from the checkpoint itself: whole tensors in CPU memory, values as stored.
+
+    ``keys`` selects what is loaded: full keys, or the beginnings of paths (``"model"``, ``"model.layer1"``).
+    """
+
+    def __init__(self, keys: Iterable[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        self.keys = None if keys is None else {keys} if isinstance(keys, str) else set(keys)
+        super().__init__(*args, **kwargs)
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Fill the given (empty) dict with places for all that is selected."""
+        # The flow sets a planner up again when one rank's part of a checkpoint turns out not to be enough.
+        if state_dict and state_dict is not self.original_state_dict:
+            raise AssertionError("this planner builds the state itself and needs an empty dict to begin with")
+        if metadata is None:
+            raise AssertionError("this planner builds the state from metadata, and none was given")
+        state_dict.clear()
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+        self.original_state_dict = state_dict
+        self.state_dict, self.mappings, self._locations = {}, {}, {}
+        if not self.allow_partial_load:
+            self._refuse_unknown_keys(metadata)
+        for fqn, entry in metadata.state_dict_metadata.items():
+            if not self._should_include_key(fqn, metadata):
+                continue
+            place: Any = "<to be loaded>"
+            if isinstance(entry, TensorStorageMetadata):
+                place = torch.empty(entry.size, dtype=entry.properties.dtype)
+            path = _stored_path(fqn, metadata) if self.flatten_state_dict else (fqn,)
+            set_element(state_dict, path, place)
+            self.state_dict[fqn] = place
+            self.mappings[fqn] = self._locations[fqn] = path
+
+    def _should_include_key(self, key: str, metadata: Metadata) -> bool:
+        """Whether a stored key is selected, by its full name or by the beginning of its path."""
+        return self.keys is None or not self.keys.isdisjoint(_names_for(key, metadata))
+
+    def _refuse_unknown_keys(self, metadata: Metadata) -> None:
+        known = {name for key in metadata.state_dict_metadata for name in _names_for(key, metadata)}
+        problems = LoadProblems(sorted(known))
+        problems.missing.extend(sorted((self.keys or set()) - known))
+        problems.raise_or_warn("off")
+
+    def _tell_what_stays_behind(self, metadata: Metadata) -> None:
+        """What was not selected is meant to stay behind."""
+
+
+def _stored_path(fqn: str, metadata: Metadata) -> ObjectPath:
+    """Where a key was in the state that was saved; at the top if the checkpoint does not tell."""
+    paths = metadata.planner_data
+    path: ObjectPath = paths.get(fqn, (fqn,)) if isinstance(paths, Mapping) else (fqn,)
+    return path
+
+
+def _names_for(fqn: str, metadata: Metadata) -> set[str]:
+    """The names that select a stored key: its own, and those of all that it lies in."""
+    path = _stored_path(fqn, metadata)
+    return {fqn, *(flat_name(path[:length]) for length in range(1, len(path) + 1))}

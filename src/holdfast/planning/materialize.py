@@ -1,0 +1,60 @@
+"""Memory for tensors on the meta device, which describe a state without holding it."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.distributed_c10d import _get_pg_default_device
+from torch.distributed.tensor import DTensor
+
+from holdfast.planning.trees import Location, ObjectPath, flat_name, opens_list, set_element, walk
+
+
+def materialize(state_dict: MutableMapping[str, Any]) -> None:
+    """Replace every meta tensor of a nested state by an empty one with memory; touch nothing else."""
+    found: dict[Location, torch.Tensor] = {}
+
+    def look(path: ObjectPath, location: Location, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            found[location] = _with_memory(flat_name(path), value)
+
+    walk(state_dict, look, opens_list)
+    for location, memory in found.items():
+        set_element(state_dict, location, memory)
+
+
+def _with_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, ShardedTensor):
+        raise RuntimeError(  # noqa: TRY004 - the type that callers know from torch
+            f"'{name}' is a ShardedTensor on the meta device, which cannot be given memory; use a DTensor"
+        )
+    memory: torch.Tensor
+    if isinstance(tensor, DTensor):
+        device = torch.device(tensor.device_mesh.device_type)
+        memory = DTensor.from_local(
+            torch.empty_like(tensor._local_tensor, device=_current(device)),
+            device_mesh=tensor.device_mesh,
+            placements=tensor.placements,
+            shape=tensor.size(),
+            stride=tensor.stride(),
+        )
+    else:
+        memory = torch.empty_like(tensor, device=_default_device())
+    return torch.nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else memory
+
+
+def _default_device() -> torch.device:
+    initialized: bool = dist.is_available() and dist.is_initialized()
+    return _current(_get_pg_default_device()) if initialized else torch.device("cpu")
+
+
+def _current(device: torch.device) -> torch.device:
+    """The accelerator that this process uses, for a device type without an index."""
+    index: int | None = device.index  # torch's annotation forgets devices without one
+    if device.type == "cpu" or index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())

@@ -1,0 +1,76 @@
+"""Resharding: which parts of which stored chunks go into which local chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from holdfast.errors import StateMismatchError
+from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from holdfast.planning.boxes import Box, overlaps, uncovered
+from holdfast.planning.plan import LoadItemType, ReadItem
+
+
+def create_read_items_for_chunk_list(
+    fqn: str, checkpoint_md: TensorStorageMetadata, local_chunks: list[ChunkStorageMetadata]
+) -> list[ReadItem]:
+    """Read items that fill ``local_chunks`` from the stored chunks of the tensor.
+
+    Raises if a part of a local chunk is in none of the stored ones: it would silently keep its old content.
+    """
+    targets, sources = _boxes(local_chunks), _boxes(checkpoint_md.chunks)
+    found = overlaps(targets, sources)
+    _refuse_holes(fqn, checkpoint_md, targets, sources, found)
+    items = []
+    for target_position, source_position, start, lengths in found:
+        target, source = targets[target_position], sources[source_position]
+        items.append(
+            ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=MetadataIndex(fqn, target.offsets, target_position),
+                dest_offsets=_relative(start, target.offsets),
+                storage_index=MetadataIndex(fqn, source.offsets, source_position),
+                storage_offsets=_relative(start, source.offsets),
+                lengths=torch.Size(lengths),
+            )
+        )
+    return items
+
+
+def create_read_item_for_bytes(fqn: str) -> ReadItem:
+    """A read item for a value that is not a tensor."""
+    index, nowhere = MetadataIndex(fqn), torch.Size([0])
+    return ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere)
+
+
+def _refuse_holes(
+    fqn: str,
+    stored: TensorStorageMetadata,
+    targets: Sequence[Box],
+    sources: Sequence[Box],
+    found: Sequence[tuple[int, int, Any, Any]],
+) -> None:
+    touching: list[list[Box]] = [[] for _ in targets]
+    for target_position, source_position, _, _ in found:
+        touching[target_position].append(sources[source_position])
+    for target, pieces in zip(targets, touching, strict=True):
+        hole = uncovered(target, pieces)
+        if hole is not None:
+            text = (
+                f"no stored chunk covers the region at offsets {list(hole.offsets)} of sizes {list(hole.sizes)} "
+                f"(the checkpoint has {len(stored.chunks)} chunk(s) of a tensor of size {list(stored.size)}). "
+                "The checkpoint is incomplete: load another one, or all ranks' files of it."
+            )
+            raise StateMismatchError(
+                f"{fqn}: {text}", missing=[], shapes={}, dtypes={}, kinds={}, uncovered={fqn: text}
+            )
+
+
+def _boxes(chunks: Sequence[ChunkStorageMetadata]) -> list[Box]:
+    return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+
+
+def _relative(start: Sequence[int], origin: Sequence[int]) -> torch.Size:
+    return torch.Size([position - base for position, base in zip(start, origin, strict=True)])

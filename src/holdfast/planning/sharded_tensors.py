@@ -1,0 +1,92 @@
+"""ShardedTensors: the local shards of one, also when shards are ShardedTensors themselves.
+
+FSDP1 over tensor parallelism makes such nested ones: the outer shard is this rank's part of the parameter, the inner
+one this rank's part of that. What counts is the sum of the offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.remote_device import _remote_device
+
+from holdfast.metadata import STATE_DICT_TYPE
+from holdfast.planning.trees import set_element, traverse_state_dict
+
+
+class LocalShard(NamedTuple):
+    """Data of this rank and the box of the full tensor that it is."""
+
+    offsets: torch.Size
+    sizes: torch.Size
+    tensor: torch.Tensor
+
+
+def local_shards(tensor: ShardedTensor) -> Iterator[LocalShard]:
+    """All data that this rank holds of ``tensor``."""
+    for shard in tensor.local_shards():
+        offsets = torch.Size(shard.metadata.shard_offsets)
+        if not isinstance(shard.tensor, ShardedTensor):
+            yield LocalShard(offsets, torch.Size(shard.metadata.shard_sizes), shard.tensor)
+            continue
+        for inner in local_shards(shard.tensor):
+            shifted = torch.Size([outer + own for outer, own in zip(offsets, inner.offsets, strict=True)])
+            yield LocalShard(shifted, inner.sizes, inner.tensor)
+
+
+def flatten_sharded_tensors(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    """A copy of ``state_dict`` with every nested ShardedTensor replaced by a flat one.
+
+    A ShardedTensor without data on this rank is left out. Planners do not need this (they see through nesting by
+    themselves); it is for programs that look at the shards.
+    """
+    result: STATE_DICT_TYPE = {}
+
+    def visit(path: Any, value: Any) -> None:
+        if isinstance(value, ShardedTensor):
+            if not value.local_shards():
+                return
+            if isinstance(value.local_shards()[0].tensor, ShardedTensor):
+                value = _flat_copy(value)
+        set_element(result, path, value)
+
+    traverse_state_dict(state_dict, visit)
+    return result
+
+
+def _flat_copy(tensor: ShardedTensor) -> ShardedTensor:
+    shards = list(local_shards(tensor))
+    if len(tensor.local_shards()) != 1 or len(shards) != 1:
+        raise ValueError(f"a nested ShardedTensor has one shard on a rank, this one has {len(shards)}")
+    (mine,) = shards
+    rank = dist.get_rank()
+    own = ShardMetadata(list(mine.offsets), list(mine.sizes), _placement(rank, mine.tensor.device))
+    # The shards of the other ranks are not known here. A full description needs one shard per rank, so each of them
+    # is entered as an empty one behind the end; nothing that looks at local shards sees those.
+    others = [
+        ShardMetadata(list(tensor.size()), [0] * tensor.dim(), _placement(other, mine.tensor.device))
+        for other in range(dist.get_world_size())
+        if other != rank
+    ]
+    inner = tensor.local_shards()[0].tensor
+    assert isinstance(inner, ShardedTensor)
+    whole = ShardedTensorMetadata(
+        shards_metadata=[own, *others],
+        size=tensor.size(),
+        tensor_properties=inner.metadata().tensor_properties,
+    )
+    flat: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
+        [Shard(mine.tensor, own)], sharded_tensor_metadata=whole
+    )
+    return flat
+
+
+def _placement(rank: int, device: torch.device) -> _remote_device:
+    return _remote_device(f"rank:{rank}/{device}")

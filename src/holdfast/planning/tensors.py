@@ -1,0 +1,218 @@
+"""Tensor kinds: what each kind of tensor holds on this rank, as items to write, chunks to fill, and local data.
+
+Four kinds are known: plain tensors, DTensor, ShardedTensor, and any tensor subclass that speaks for itself through
+the ``__create_write_items__`` / ``__create_chunk_list__`` / ``__get_tensor_shard__`` protocol. Torch's own classes
+implement that protocol by returning torch's plan objects, so whatever a hook returns is taken over by its attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from holdfast.errors import UnsupportedTensorError
+from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from holdfast.planning.layouts import Piece, dtensor_pieces, is_replicated
+from holdfast.planning.plan import TensorWriteData, WriteItem, WriteItemType
+from holdfast.planning.sharded_tensors import LocalShard, local_shards
+
+WRITE_HOOK = "__create_write_items__"
+CHUNKS_HOOK = "__create_chunk_list__"
+SHARD_HOOK = "__get_tensor_shard__"
+
+
+def create_write_items(fqn: str, object: Any) -> list[WriteItem]:
+    """What this rank would write for ``object``; one BYTE_IO item if it is not a tensor."""
+    if not isinstance(object, torch.Tensor):
+        return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
+    if _speaks_for_itself(object, WRITE_HOOK):
+        return [_adopt_write_item(item) for item in getattr(object, WRITE_HOOK)(fqn, object)]
+    if isinstance(object, DTensor):
+        return _write_items_of_dtensor(fqn, object)
+    if isinstance(object, ShardedTensor):
+        return [_write_item_of_shard(fqn, object, shard) for shard in local_shards(object)]
+    refuse_if_it_has_no_bytes(fqn, object)
+    whole = ChunkStorageMetadata(torch.Size([0] * object.dim()), object.size())
+    return [_tensor_item(fqn, WriteItemType.TENSOR, object, whole, object.size())]
+
+
+def create_chunk_list(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
+    """The boxes of the logical tensor that this rank's part of ``tensor`` consists of."""
+    if _speaks_for_itself(tensor, CHUNKS_HOOK):
+        return [_adopt_chunk(chunk) for chunk in getattr(tensor, CHUNKS_HOOK)()]
+    if isinstance(tensor, DTensor):
+        local = local_tensor(tensor)
+        if hasattr(local, CHUNKS_HOOK) and on_this_rank(tensor):
+            return [_adopt_chunk(chunk) for chunk in getattr(local, CHUNKS_HOOK)()]
+        return [_chunk(piece.offsets, piece.sizes) for piece in dtensor_pieces(tensor)]
+    if isinstance(tensor, ShardedTensor):
+        return [ChunkStorageMetadata(shard.offsets, shard.sizes) for shard in local_shards(tensor)]
+    return [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())]
+
+
+def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
+    """The local data of the chunk that ``index`` names."""
+    if _speaks_for_itself(tensor, SHARD_HOOK):
+        return cast(torch.Tensor, getattr(tensor, SHARD_HOOK)(index))
+    if isinstance(tensor, DTensor):
+        local = local_tensor(tensor)
+        if hasattr(local, SHARD_HOOK):
+            return cast(torch.Tensor, getattr(local, SHARD_HOOK)(index))
+        return _local_part(local, dtensor_pieces(tensor), index)
+    if isinstance(tensor, ShardedTensor):
+        return _find_local_shard(tensor, index).tensor
+    if index.offset is not None and any(index.offset):
+        raise ValueError(
+            f"'{index.fqn}' is a plain tensor here, which has a chunk at the origin only; "
+            f"there is none at offset {tuple(index.offset)}"
+        )
+    return tensor
+
+
+def find_state_dict_object(state_dict: Mapping[str, Any], index: MetadataIndex) -> Any:
+    """The value, or the local part of the tensor, that ``index`` names in a flat state."""
+    if index.fqn not in state_dict:
+        raise ValueError(f"Could not find FQN: '{index.fqn}'")
+    value = state_dict[index.fqn]
+    if isinstance(value, torch.Tensor):
+        return find_tensor_shard(value, index)
+    if index.offset is not None:
+        raise ValueError(f"'{index.fqn}' is a {type(value).__name__}, not a tensor, and so has no chunks")
+    return value
+
+
+def may_be_replicated(value: Any) -> bool:
+    """Whether other ranks may hold the very same items for ``value``."""
+    if isinstance(value, DTensor):
+        return is_replicated(tuple(value.device_mesh.shape), value.placements)
+    return not isinstance(value, ShardedTensor)
+
+
+def on_this_rank(tensor: torch.Tensor) -> bool:
+    """False for a DTensor on a mesh that this rank is not part of."""
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """This rank's data of a DTensor, ready to be read."""
+    local = tensor._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def refuse_if_it_has_no_bytes(fqn: str, tensor: torch.Tensor) -> None:
+    """Raise for tensors whose content is not a dense array of elements."""
+    kind = None
+    if tensor.is_meta:
+        kind = "a tensor on the meta device, which has no data"
+    elif tensor.is_nested or tensor.layout != torch.strided:
+        kind = f"a tensor of layout {tensor.layout}"
+    elif _is_wrapper(tensor):
+        kind = f"of the tensor subclass {type(tensor).__module__}.{type(tensor).__qualname__}"
+    if kind is not None:
+        raise UnsupportedTensorError(
+            f"'{fqn}' is {kind}; only dense tensors can be stored. Convert it before saving, or let its class "
+            f"implement {WRITE_HOOK}, {CHUNKS_HOOK} and {SHARD_HOOK}.",
+            key=fqn,
+            kind=kind,
+        )
+
+
+def _is_wrapper(tensor: Any) -> bool:
+    """Whether a tensor subclass keeps its data in other tensors."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def _speaks_for_itself(tensor: torch.Tensor, hook: str) -> bool:
+    """Whether the tensor's class implements ``hook`` itself; DTensor's own implementation does not count."""
+    method = getattr(type(tensor), hook, None)
+    return method is not None and method is not getattr(DTensor, hook, None)
+
+
+def _write_items_of_dtensor(fqn: str, tensor: DTensor) -> list[WriteItem]:
+    pieces = dtensor_pieces(tensor)
+    if not pieces:
+        return []
+    local = local_tensor(tensor)
+    if hasattr(local, WRITE_HOOK):
+        return [_adopt_write_item(item) for item in getattr(local, WRITE_HOOK)(fqn, tensor)]
+    refuse_if_it_has_no_bytes(fqn, local)
+    return [
+        _tensor_item(fqn, WriteItemType.SHARD, local, _chunk(piece.offsets, piece.sizes), tensor.size())
+        for piece in pieces
+    ]
+
+
+def _write_item_of_shard(fqn: str, tensor: ShardedTensor, shard: LocalShard) -> WriteItem:
+    refuse_if_it_has_no_bytes(fqn, shard.tensor)
+    chunk = ChunkStorageMetadata(shard.offsets, shard.sizes)
+    return _tensor_item(fqn, WriteItemType.SHARD, shard.tensor, chunk, tensor.metadata().size)
+
+
+def _tensor_item(
+    fqn: str, kind: WriteItemType, local: torch.Tensor, chunk: ChunkStorageMetadata, full_size: torch.Size
+) -> WriteItem:
+    properties = TensorProperties.create_from_tensor(local)
+    return WriteItem(
+        MetadataIndex(fqn, chunk.offsets),
+        kind,
+        tensor_data=TensorWriteData(chunk, properties, torch.Size(full_size)),
+    )
+
+
+def _chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def _local_part(local: torch.Tensor, pieces: list[Piece], index: MetadataIndex) -> torch.Tensor:
+    if index.offset is None and len(pieces) == 1:
+        return local
+    for piece in pieces:
+        if index.offset is not None and tuple(piece.offsets) == tuple(index.offset):
+            for dim, (start, length) in enumerate(zip(piece.local_offsets, piece.sizes, strict=True)):
+                local = local.narrow(dim, start, length)
+            return local
+    held = [tuple(piece.offsets) for piece in pieces]
+    raise ValueError(f"'{index.fqn}' has chunks at offsets {held} on this rank, none at {index.offset}")
+
+
+def _find_local_shard(tensor: ShardedTensor, index: MetadataIndex) -> LocalShard:
+    if index.offset is None:
+        raise ValueError(f"'{index.fqn}' is a ShardedTensor: its chunks are found by offset, and none was given")
+    shards = list(local_shards(tensor))
+    for shard in shards:
+        if shard.offsets == index.offset:
+            return shard
+    held = [tuple(shard.offsets) for shard in shards]
+    raise ValueError(f"'{index.fqn}' has shards at offsets {held} on this rank, none at {tuple(index.offset)}")
+
+
+def _adopt_chunk(chunk: Any) -> ChunkStorageMetadata:
+    return chunk if isinstance(chunk, ChunkStorageMetadata) else _chunk(chunk.offsets, chunk.sizes)
+
+
+def _adopt_write_item(item: Any) -> WriteItem:
+    if isinstance(item, WriteItem):
+        return item
+    data = item.tensor_data
+    properties = data.properties
+    return WriteItem(
+        MetadataIndex(item.index.fqn, item.index.offset, item.index.index),
+        WriteItemType[item.type.name],
+        tensor_data=TensorWriteData(
+            _adopt_chunk(data.chunk),
+            TensorProperties(
+                properties.dtype,
+                properties.layout,
+                properties.requires_grad,
+                properties.memory_format,
+                properties.pin_memory,
+            ),
+            torch.Size(data.size),
+        ),
+    )

@@ -1,0 +1,145 @@
+"""The save flow: plan on every rank, agree, write on every rank, commit.
+
+Nothing here knows tensors, files or formats. The planner says what is written, the writer where; this module says in
+which order, and makes sure that all ranks succeed or fail together.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+import uuid
+from typing import Any
+
+from holdfast.coordination.collectives import Collectives
+from holdfast.errors import CheckpointException
+from holdfast.metadata import STATE_DICT_TYPE, Metadata
+from holdfast.notices import warn_caller
+from holdfast.planning.plan import SavePlan
+from holdfast.planning.planner import SavePlanner
+from holdfast.storage.contract import StorageWriter, WriteResult
+
+logger = logging.getLogger(__name__)
+
+
+def save_state(
+    state_dict: STATE_DICT_TYPE,
+    writer: StorageWriter,
+    planner: SavePlanner,
+    ranks: Collectives,
+    *,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Save ``state_dict`` with all ranks of ``ranks``; every rank gets the index of the whole checkpoint."""
+    started = time.perf_counter()
+    save = _Save(state_dict, writer, planner, ranks)
+    metadata = save.together() if use_collectives else save.each_for_itself()
+    logger.info("saved %d keys in %.3f s", len(metadata.state_dict_metadata), time.perf_counter() - started)
+    return metadata
+
+
+class _Save:
+    """One save. Its methods are the steps, in the order in which they happen."""
+
+    def __init__(
+        self, state_dict: STATE_DICT_TYPE, writer: StorageWriter, planner: SavePlanner, ranks: Collectives
+    ) -> None:
+        self.state_dict = state_dict
+        self.writer = writer
+        self.planner = planner
+        self.ranks = ranks
+        self.metadata: Metadata | None = None
+
+    def together(self) -> Metadata:
+        """The ranks plan together and commit one index."""
+        self.planner.peers = self.ranks.global_ranks()
+        try:
+            plan: SavePlan = self.ranks.reduce_scatter("plan", self._plan_locally, self._plan_globally)
+        except BaseException:
+            self._call_if_present(self.planner, "forget_cached_plans")
+            raise
+        try:
+            return self.ranks.all_reduce("write", lambda: self._write(plan), self._commit)
+        except CheckpointException:
+            if self.ranks.is_coordinator:
+                self._call_if_present(self.writer, "discard_unfinished")
+            raise
+
+    def each_for_itself(self) -> Metadata:
+        """Each rank commits an index of its own part, once all have written theirs."""
+        self.planner.peers = (self.ranks.rank,)
+        self._share_save_id()
+
+        def write_own_part() -> list[WriteResult]:
+            plan = self._plan_globally([self._plan_locally(use_collectives=False)])[0]
+            return self._write(plan)
+
+        try:
+            results = self.ranks.all_gather_status("write", write_own_part)
+        except CheckpointException:
+            self._call_if_present(self.writer, "discard_unfinished")
+            raise
+        metadata = self.ranks.all_gather_status("write", lambda: self._commit([results]))
+        world_size = self.ranks.world_size
+        self.ranks.broadcast("write", lambda: self._call_if_present(self.writer, "commit_rank_local", world_size))
+        self._call_if_present(self.writer, "sweep_rank_local", world_size)
+        return metadata
+
+    def _plan_locally(self, *, use_collectives: bool = True) -> SavePlan:
+        set_up_save_planner(self.planner, self.state_dict, self.writer.storage_meta(), self.ranks.is_coordinator)
+        set_up_storage(
+            self.writer.set_up_storage_writer,
+            self.ranks.is_coordinator,
+            rank=self.ranks.rank,
+            use_collectives=use_collectives,
+        )
+        return self.writer.prepare_local_plan(self.planner.create_local_plan())
+
+    def _plan_globally(self, local_plans: list[SavePlan]) -> list[SavePlan]:
+        plans, self.metadata = self.planner.create_global_plan(local_plans)
+        return self.writer.prepare_global_plan(plans)
+
+    def _write(self, plan: SavePlan) -> list[WriteResult]:
+        future = self.writer.write_data(self.planner.finish_plan(plan), self.planner)
+        future.wait()
+        return future.value()
+
+    def _commit(self, results: list[list[WriteResult]]) -> Metadata:
+        if self.metadata is None:
+            raise AssertionError("nothing was planned")
+        self.writer.finish(metadata=self.metadata, results=results)
+        return self.metadata
+
+    def _share_save_id(self) -> None:
+        """Give all ranks' parts one id, so that parts of different saves are told apart when they are loaded."""
+        save_id = self.ranks.broadcast("plan", lambda: str(uuid.uuid4()))
+        if hasattr(self.writer, "save_id"):
+            self.writer.save_id = save_id
+
+    @staticmethod
+    def _call_if_present(target: object, method: str, *args: Any) -> None:
+        """Call a method that our planners and writers have and other people's need not have."""
+        function = getattr(target, method, None)
+        if callable(function):
+            function(*args)
+
+
+def set_up_save_planner(
+    planner: SavePlanner, state_dict: STATE_DICT_TYPE, storage_meta: Any, is_coordinator: bool
+) -> None:
+    """Set up a planner, also one that was written before planners were told about the storage."""
+    if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+        planner.set_up_planner(state_dict=state_dict, storage_meta=storage_meta, is_coordinator=is_coordinator)
+        return
+    warn_caller(
+        f"{type(planner).__name__}.set_up_planner takes no storage_meta; planners should take "
+        "(state_dict, storage_meta=None, is_coordinator=False)"
+    )
+    planner.set_up_planner(state_dict, is_coordinator)  # type: ignore[arg-type]
+
+
+def set_up_storage(set_up: Any, *args: Any, **role: Any) -> None:
+    """Call a storage's set-up; it is told its role only if it takes ``kwargs``, since older storages do not."""
+    takes_role = "kwargs" in inspect.signature(set_up).parameters
+    set_up(*args, **(role if takes_role else {}))

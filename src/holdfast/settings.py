@@ -1,0 +1,97 @@
+"""Every knob in one place, with an environment variable and a context manager for each.
+
+Explicit arguments win over ``override``, which wins over the environment, which wins over the defaults.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+Strictness = Literal["off", "warn", "error"]
+
+_PREFIX = "HOLDFAST_"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The knobs. The environment variable of a field is ``HOLDFAST_`` and its name in capitals."""
+
+    allow_pickle: bool = False
+    """Unpickle stored values that need arbitrary code. Only for checkpoints whose authors you trust."""
+
+    replica_check: Strictness = "warn"
+    """What happens when ranks hold different values under one key, of which only one can be stored."""
+
+    dtype_change: Strictness = "warn"
+    """What happens when a tensor is loaded into another dtype of the same family (float to float, and so on)."""
+
+    verify: bool = True
+    """Check the CRC of everything that is read."""
+
+    def __post_init__(self) -> None:
+        for knob in fields(self):
+            check(knob.name, getattr(self, knob.name))
+
+
+def check(name: str, value: Any) -> None:
+    """Raise if the knob ``name`` does not take ``value``: a misspelt ``"error"`` must not pass for ``"off"``."""
+    accepted = (True, False) if isinstance(getattr(Settings, name), bool) else get_args(Strictness)
+    if value not in accepted:
+        raise ValueError(f"{name}={value!r} is not understood; use one of {list(accepted)}")
+
+
+def _from_environment() -> Settings:
+    changes: dict[str, Any] = {}
+    for knob in fields(Settings):
+        text = os.environ.get(_PREFIX + knob.name.upper())
+        if text is not None:
+            changes[knob.name] = _parse(knob.name, text, getattr(Settings, knob.name))
+    return Settings(**changes)
+
+
+def _parse(name: str, text: str, default: Any) -> Any:
+    lowered = text.strip().lower()
+    if isinstance(default, bool):
+        accepted = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
+    else:
+        accepted = {choice: choice for choice in get_args(Strictness)}
+    if lowered not in accepted:
+        raise ValueError(f"{_PREFIX}{name.upper()}={text!r} is not understood; use one of {sorted(accepted)}")
+    return accepted[lowered]
+
+
+_overrides: ContextVar[dict[str, Any] | None] = ContextVar("holdfast_settings", default=None)
+
+
+def current() -> Settings:
+    """The settings that hold here and now."""
+    return replace(_from_environment(), **(_overrides.get() or {}))
+
+
+@contextmanager
+def override(**changes: Any) -> Iterator[Settings]:
+    """Change settings inside a ``with`` block of this thread.
+
+    >>> with override(allow_pickle=True) as settings:
+    ...     settings.allow_pickle
+    True
+    """
+    token = _overrides.set({**(_overrides.get() or {}), **changes})
+    try:
+        yield current()
+    finally:
+        _overrides.reset(token)

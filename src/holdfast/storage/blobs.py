@@ -1,0 +1,95 @@
+"""One item as a blob: a torch.save archive whose bytes are sealed by CRCs that also stand in the index."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.errors import HoldfastError
+from holdfast.formats.dcp.archive import TensorArchive
+from holdfast.formats.dcp.storage_info import Seal
+from holdfast.planning.local_bytes import as_bytes
+from holdfast.planning.plan import WriteItem
+from holdfast.storage.transforms import WriterTransforms
+
+# Small enough that a piece is still in the cache when it is written after its CRC was taken.
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class WrittenBlob:
+    """What was written for an item."""
+
+    length: int
+    seal: Seal
+    dtype: torch.dtype | None
+    transform_descriptors: list[str] | None = None
+
+
+def write_blob(
+    stream: Any, item: WriteItem, data: torch.Tensor | io.BytesIO, transforms: WriterTransforms
+) -> WrittenBlob:
+    """Write the data of ``item`` at the stream's position."""
+    if isinstance(data, torch.Tensor):
+        _check_shape(item, data)
+        tensor = data.detach()
+        if transforms.extensions or tensor.is_quantized:
+            return _write_whole(stream, item, _archive_bytes(tensor), transforms, tensor.dtype)
+        return _write_tensor(stream, tensor)
+    if not isinstance(data, io.BytesIO):
+        raise HoldfastError(
+            f"'{item.index.fqn}': the planner resolved the item to a {type(data).__name__}; "
+            "resolve_data must return a tensor or a BytesIO"
+        )
+    return _write_whole(stream, item, data.getvalue(), transforms, None)
+
+
+def _write_tensor(stream: Any, tensor: torch.Tensor) -> WrittenBlob:
+    payload = as_bytes(tensor)
+    archive = TensorArchive(tensor.dtype, tuple(tensor.shape))
+    stream.write(archive.prefix)
+    payload_crc = 0
+    for start in range(0, payload.nbytes, _PIECE):
+        piece = payload[start : start + _PIECE]
+        payload_crc = zlib.crc32(piece, payload_crc)
+        stream.write(piece)
+    suffix = archive.suffix(payload_crc)
+    stream.write(suffix)
+    envelope_crc = zlib.crc32(suffix, zlib.crc32(archive.prefix))
+    seal = Seal(len(archive.prefix), payload.nbytes, payload_crc, envelope_crc)
+    return WrittenBlob(len(archive.prefix) + payload.nbytes + len(suffix), seal, tensor.dtype)
+
+
+def _write_whole(
+    stream: Any, item: WriteItem, data: bytes, transforms: WriterTransforms, dtype: torch.dtype | None
+) -> WrittenBlob:
+    recorded: list[str] | None = None
+    if transforms.extensions:
+        collected = io.BytesIO()
+        transformed, recorded = transforms.transform_save_stream(item, collected)
+        transformed.write(data)
+        transformed.close()
+        data = collected.getvalue()
+    stream.write(data)
+    return WrittenBlob(len(data), Seal(0, len(data), zlib.crc32(data), 0), dtype, recorded)
+
+
+def _archive_bytes(tensor: torch.Tensor) -> bytes:
+    collected = io.BytesIO()
+    if tensor.is_quantized:
+        torch.save(tensor.clone(), collected)
+    else:
+        _write_tensor(collected, tensor)
+    return collected.getvalue()
+
+
+def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
+    if item.tensor_data is not None and tensor.size() != item.tensor_data.chunk.sizes:
+        raise HoldfastError(
+            f"'{item.index.fqn}': the planner resolved the item to a tensor of shape {list(tensor.size())}, but the "
+            f"plan says {list(item.tensor_data.chunk.sizes)}; a planner that changes shapes must change the plan too"
+        )

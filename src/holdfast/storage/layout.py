@@ -1,0 +1,79 @@
+"""The names of files in a DCP checkpoint, and which of them belong to whom.
+
+A data file's name starts with the writing rank and a generation, an id that no other save has. So a save never opens
+a file of an earlier one, and what is left of a save that died can be told from everything else.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Collection, Iterable
+from pathlib import PurePath
+
+METADATA_NAME = ".metadata"
+DATA_SUFFIX = ".distcp"
+FORMAT_VERSION = "1.0.0"
+
+# `__3_0.distcp` is what other writers of the format use, `__3_1f00ba42_0.distcp` what we use.
+_DATA_FILE = re.compile(r"__(?P<rank>\d+)_(?:[0-9a-f]{8}_)?\d+\.distcp")
+_RANK_METADATA = re.compile(r"__(?P<rank>\d+)\.metadata")
+_TEMPORARY = re.compile(r"(?:\.metadata|__\d+\.metadata)(?:\.[0-9a-f]{8})?\.tmp")
+
+
+def new_generation() -> str:
+    """An id that no other save has."""
+    return uuid.uuid4().hex[:8]
+
+
+def data_prefix(rank: int, generation: str) -> str:
+    """How the names of a rank's data files start."""
+    return f"__{rank}_{generation}_"
+
+
+def metadata_name(rank: int | None) -> str:
+    """The index of the whole checkpoint, or of one rank's part in a checkpoint that was saved rank by rank."""
+    return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+
+
+def temporary_name(final_name: str, generation: str) -> str:
+    """Where an index is written before it gets its name."""
+    return f"{final_name}.{generation}.tmp"
+
+
+def rank_of_index(name: str) -> int | None:
+    """The rank of a rank's own index; None for other files."""
+    match = _RANK_METADATA.fullmatch(name)
+    return int(match["rank"]) if match else None
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a file holds data of a DCP checkpoint."""
+    return _DATA_FILE.fullmatch(name) is not None
+
+
+def stale_names(present: Iterable[str], in_use: Collection[str]) -> list[str]:
+    """Files of earlier saves that a new, committed one has made useless: data, rank indexes, unfinished indexes."""
+    return [
+        name
+        for name in (PurePath(path).name for path in present)
+        if name not in in_use and any(kind.fullmatch(name) for kind in (_DATA_FILE, _RANK_METADATA, _TEMPORARY))
+    ]
+
+
+def stale_names_of_rank(present: Iterable[str], in_use: Collection[str], rank: int, world_size: int) -> list[str]:
+    """The same where each rank saves for itself: data of this rank, and on rank 0 data of ranks that are no more."""
+    stale = []
+    for name in (PurePath(path).name for path in present):
+        match = _DATA_FILE.fullmatch(name)
+        if match is not None and name not in in_use:
+            owner = int(match["rank"])
+            if owner == rank or (rank == 0 and owner >= world_size):
+                stale.append(name)
+    return stale
+
+
+def names_of_generation(present: Iterable[str], generation: str) -> list[str]:
+    """The data files that the save of this generation wrote, on any rank."""
+    names = (PurePath(path).name for path in present)
+    return [name for name in names if is_data_file(name) and name.split("_")[3] == generation]

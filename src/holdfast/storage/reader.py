@@ -1,0 +1,324 @@
+"""Carries out load plans on files in DCP's format, ours or torch's.
+
+Every blob is read once, checked, and then handed to all items that need a part of it. What is checked: the CRCs that
+the index holds if we wrote the checkpoint (they notice a swapped file too), or else those in the archives themselves.
+"""
+
+from __future__ import annotations
+
+import io
+import uuid
+import zlib
+from collections import defaultdict
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from holdfast import settings
+from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastError
+from holdfast.formats.dcp.archive import read_tensor
+from holdfast.formats.dcp.index import decode_index
+from holdfast.formats.dcp.storage_info import _StorageInfo
+from holdfast.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from holdfast.planning.plan import LoadItemType, LoadPlan, ReadItem
+from holdfast.planning.planner import LoadPlanner
+from holdfast.storage import layout
+from holdfast.storage.contract import StorageReader
+from holdfast.storage.rank_local import merge_rank_metadata
+from holdfast.storage.transforms import ReaderTransforms, TransformRegistry
+from holdfast.stores.filesystem import AnyPath, FileSystemBase
+from holdfast.stores.local import FileSystem
+from holdfast.stores.windows import ReaderView
+
+
+class FileSystemReader(StorageReader):
+    """Reads DCP checkpoints from a file system."""
+
+    def __init__(
+        self,
+        path: AnyPath,
+        _extension_registry: TransformRegistry | None = None,
+        *,
+        allow_pickle: bool | None = None,
+        verify: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self.fs: FileSystemBase = FileSystem()
+        self.path = self.fs.init_path(path)
+        self.transforms = ReaderTransforms(_extension_registry)
+        self.allow_pickle = allow_pickle
+        self.verify = verify
+        self.storage_data: dict[MetadataIndex, _StorageInfo] = {}
+        self.load_id = str(uuid.uuid4())
+        self.rank: int | None = None
+        self.use_collectives = True
+        self._metadata: Metadata | None = None
+
+    @property
+    def checkpoint_id(self) -> AnyPath:
+        """Where the checkpoint is."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: AnyPath) -> bool:
+        """Whether this could be a local path."""
+        return FileSystem.validate_for_reading(checkpoint_id)
+
+    def reset(self, checkpoint_id: AnyPath | None = None) -> None:
+        """A new load begins."""
+        self.storage_data = {}
+        self._metadata = None
+        if checkpoint_id is not None and checkpoint_id != "":
+            self.path = self.fs.init_path(checkpoint_id)
+        self.load_id = str(uuid.uuid4())
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index of the whole checkpoint, or with ``rank=`` that of one rank's own part."""
+        name = layout.metadata_name(kwargs.get("rank"))
+        file = self._get_metadata_path(kwargs.get("rank"))
+        try:
+            with self.fs.create_stream(file, "rb") as stream:
+                data: bytes = stream.read()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointNotFoundError(self._what_is_here_instead(name), path=str(self.path)) from error
+        metadata = decode_index(data, source=str(file), allow_pickle=self._allows_pickle())
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_merged_rank_metadata(self, rank: int) -> Metadata:
+        """One index out of the indexes of all ranks, for a checkpoint that was saved rank by rank."""
+        present = self.fs.ls(self.path) if self.fs.exists(self.path) else []
+        found = [layout.rank_of_index(PurePath(path).name) for path in present]
+        parts = {other: self.read_metadata(rank=other) for other in found if other is not None}
+        if not parts:
+            raise CheckpointNotFoundError(self._what_is_here_instead(layout.METADATA_NAME), path=str(self.path))
+        return merge_rank_metadata(parts, rank)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn the index and the own role."""
+        self._metadata = metadata
+        self.storage_data = metadata.storage_data
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read all items. An error tells whether the state was already changed."""
+        applied = 0
+        try:
+            for file_name, blobs in self._by_file_and_blob(plan).items():
+                with self._opened(file_name, blobs) as stream:
+                    for info, items in blobs:
+                        self._read_blob(stream, info, items, planner)
+                        applied += len(items)
+        except Exception as error:
+            raise _told_how_far(error, applied, len(plan.items)) from error
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _get_metadata_path(self, rank: int | None = None) -> AnyPath:
+        return self.fs.concat_path(self.path, layout.metadata_name(rank))
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> ReaderView:
+        return ReaderView(file, sinfo.offset, sinfo.length)
+
+    def _by_file_and_blob(self, plan: LoadPlan) -> dict[str, list[tuple[_StorageInfo, list[ReadItem]]]]:
+        """The items of each blob together, the blobs of each file in the order in which they lie."""
+        by_index: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            by_index[item.storage_index].append(item)
+        files: dict[str, list[tuple[_StorageInfo, list[ReadItem]]]] = defaultdict(list)
+        for index, items in by_index.items():
+            info = self.storage_data.get(index)
+            if info is None:
+                raise DamagedCheckpointError(
+                    f"{self.path}: the index lists {_name(index)} but not where it is stored; the checkpoint was not "
+                    "saved completely. Load another one.",
+                    file=str(self.path),
+                    key=index.fqn,
+                    expected="a place in a file",
+                    found=None,
+                )
+            files[info.relative_path].append((info, items))
+        for blobs in files.values():
+            blobs.sort(key=lambda blob: blob[0].offset)
+        return files
+
+    def _opened(self, file_name: str, blobs: list[tuple[_StorageInfo, list[ReadItem]]]) -> Any:
+        file = self.fs.concat_path(self.path, file_name)
+        if not self.fs.exists(file):
+            key = blobs[0][1][0].storage_index.fqn
+            raise DamagedCheckpointError(
+                f"{file} is missing; '{key}' and {len(blobs) - 1} other stored item(s) are in it. Copy the file "
+                "back, or load another checkpoint.",
+                file=str(file),
+                key=key,
+                expected="a file",
+                found=None,
+            )
+        return self.fs.create_stream(file, "rb")
+
+    def _read_blob(self, stream: Any, info: _StorageInfo, items: list[ReadItem], planner: LoadPlanner) -> None:
+        index = items[0].storage_index
+        source = str(self.fs.concat_path(self.path, info.relative_path))
+        blob = self._slice_file(stream, info).read()
+        if len(blob) != info.length:
+            raise DamagedCheckpointError(
+                f"{source} ends {info.length - len(blob)} byte(s) too early: {_name(index)} should be the "
+                f"{info.length} bytes at {info.offset}. The file was cut off; copy it again, or load another one.",
+                file=source,
+                key=index.fqn,
+                expected=info.length,
+                found=len(blob),
+            )
+        if self._verifies() and info.seal is not None:
+            _check_seal(blob, info, source, index)
+        if info.transform_descriptors:
+            transformed = io.BytesIO(blob)
+            blob = self.transforms.transform_load_stream(items[0], info.transform_descriptors, transformed).read()
+        if items[0].type == LoadItemType.BYTE_IO:
+            for item in items:
+                planner.load_bytes(item, io.BytesIO(blob))
+            return
+        tensor = self._tensor_of(blob, info, source, index)
+        for item in items:
+            _copy_part(tensor, item, planner)
+
+    def _tensor_of(self, blob: bytes, info: _StorageInfo, source: str, index: MetadataIndex) -> torch.Tensor:
+        entry, chunk = self._stored_chunk(index)
+        seal = info.seal
+        if seal is not None and seal.payload_length < len(blob) and not info.transform_descriptors:
+            payload = memoryview(blob)[seal.payload_offset : seal.payload_offset + seal.payload_length]
+            tensor = _from_payload(payload, entry.properties.dtype, chunk)
+            if tensor is not None:
+                return tensor
+        tensor = read_tensor(blob, source=source, key=index.fqn, verify=self._verifies() and seal is None)
+        if tensor.size() != chunk.sizes:
+            raise DamagedCheckpointError(
+                f"{source}: {_name(index)} should be of shape {list(chunk.sizes)}, not {list(tensor.size())}. "
+                "The file belongs to another save; copy the right one, or load another checkpoint.",
+                file=source,
+                key=index.fqn,
+                expected=list(chunk.sizes),
+                found=list(tensor.size()),
+            )
+        return tensor
+
+    def _stored_chunk(self, index: MetadataIndex) -> tuple[TensorStorageMetadata, ChunkStorageMetadata]:
+        assert self._metadata is not None
+        entry = self._metadata.state_dict_metadata[index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        hinted = entry.chunks[index.index : index.index + 1] if index.index is not None else []
+        for chunk in [*hinted, *entry.chunks]:
+            if chunk.offsets == index.offset:
+                return entry, chunk
+        raise DamagedCheckpointError(
+            f"{self.path}: the index has no chunk {_name(index)}",
+            file=str(self.path),
+            key=index.fqn,
+            expected=index.offset,
+            found=None,
+        )
+
+    def _allows_pickle(self) -> bool:
+        return settings.current().allow_pickle if self.allow_pickle is None else self.allow_pickle
+
+    def _verifies(self) -> bool:
+        return settings.current().verify if self.verify is None else self.verify
+
+    def _what_is_here_instead(self, wanted: str) -> str:
+        here = f"no checkpoint at {self.path}: "
+        if not self.fs.exists(self.path):
+            return here + "the path does not exist. Check it for a typo, and that all ranks see the same disk."
+        try:
+            names = sorted(PurePath(path).name for path in self.fs.ls(self.path))
+        except OSError:
+            return here + "it is not a folder."
+        data = [name for name in names if layout.is_data_file(name)]
+        if data:
+            return here + f"it has {len(data)} data file(s) but no {wanted}, so the save was not finished."
+        inner = [
+            name for name in names if self.fs.exists(self.fs.concat_path(self.path, f"{name}/{layout.METADATA_NAME}"))
+        ]
+        if inner:
+            return here + f"but there are checkpoints inside of it: {', '.join(inner[-5:])}. Give one of those paths."
+        return here + f"there is no {wanted} in it ({len(names)} other file(s))."
+
+
+def _check_seal(blob: bytes, info: _StorageInfo, source: str, index: MetadataIndex) -> None:
+    seal = info.seal
+    assert seal is not None
+    end = seal.payload_offset + seal.payload_length
+    view = memoryview(blob)
+    found = (
+        zlib.crc32(view[seal.payload_offset : end]),
+        zlib.crc32(view[end:], zlib.crc32(view[: seal.payload_offset])),
+    )
+    expected = (seal.payload_crc, seal.envelope_crc)
+    if found != expected:
+        raise DamagedCheckpointError(
+            f"{source} is damaged: {_name(index)} (bytes {info.offset} to {info.offset + info.length}) has CRC "
+            f"{found[0]:08x}/{found[1]:08x} where the index says {expected[0]:08x}/{expected[1]:08x}. Copy the file "
+            "again, or load another checkpoint.",
+            file=source,
+            key=index.fqn,
+            expected=expected,
+            found=found,
+        )
+
+
+def _from_payload(payload: memoryview, dtype: torch.dtype, chunk: ChunkStorageMetadata) -> torch.Tensor | None:
+    """The tensor behind raw bytes; None if they are not what the index describes."""
+    if payload.nbytes != chunk.sizes.numel() * dtype.itemsize:
+        return None
+    if payload.nbytes == 0:
+        return torch.empty(chunk.sizes, dtype=dtype)
+    raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return raw.view(dtype).view(chunk.sizes)
+
+
+def _copy_part(stored: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        stored = stored.narrow(dim, start, length)
+    target = planner.resolve_tensor(item).detach()
+    if target.size() != stored.size():
+        raise HoldfastError(
+            f"'{item.dest_index.fqn}': the planner resolved the item to a tensor of shape {list(target.size())}, where "
+            f"the plan says {list(stored.size())}"
+        )
+    target.copy_(stored)
+    planner.commit_tensor(item, target)
+
+
+def _told_how_far(error: Exception, applied: int, total: int) -> Exception:
+    """The error, with a note of what already happened to the state."""
+    if applied == 0:
+        note = f"None of the {total} item(s) of this rank had been loaded."
+    else:
+        note = f"{applied} of {total} item(s) of this rank had been loaded already: the state is a mix of old and new."
+    if isinstance(error, HoldfastError):
+        error.message = f"{error.message} {note}"
+        return error
+    return HoldfastError(f"reading failed: {type(error).__name__}: {error}. {note}")
+
+
+def _name(index: MetadataIndex) -> str:
+    return f"'{index.fqn}'" + (f" at offsets {list(index.offset)}" if index.offset else "")

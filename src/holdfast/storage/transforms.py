@@ -1,0 +1,105 @@
+"""Stream transforms (compression and the like) between an item and its stored bytes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import IO, Any, Protocol, cast
+
+from holdfast.errors import HoldfastError
+from holdfast.planning.plan import ReadItem, WriteItem
+
+
+class StreamTransform(Protocol):
+    """What a transform must offer; see ``holdfast.dcp._extension``."""
+
+    def get_descriptor(self) -> str: ...
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]: ...
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]: ...
+
+
+class TransformRegistry(Protocol):
+    """Finds the transforms that an index names."""
+
+    def from_descriptor_list(self, descriptors: Sequence[str]) -> Sequence[StreamTransform]: ...
+
+
+class WriterTransforms:
+    """What the bytes of an item go through on their way into a file: the last transform sees them first."""
+
+    def __init__(self, extensions: Sequence[StreamTransform] | None = None) -> None:
+        self.extensions: list[StreamTransform] = list(extensions or [])
+
+    def transform_save_stream(self, write_item: WriteItem, raw_stream: io.IOBase) -> tuple[IO[bytes], list[str]]:
+        """The stream to write the item to, and how that is recorded in the index.
+
+        Whoever writes must close the stream, which completes the item and leaves ``raw_stream`` open.
+        """
+        chain: list[Any] = [_KeptOpen(raw_stream)]
+        for extension in self.extensions:
+            chain.append(extension.transform_to(chain[-1]))
+        # Recorded in the order in which the bytes pass.
+        return cast("IO[bytes]", _Chain(chain)), [extension.get_descriptor() for extension in reversed(self.extensions)]
+
+
+class ReaderTransforms:
+    """The way back from stored bytes to an item."""
+
+    def __init__(self, extension_registry: TransformRegistry | None = None) -> None:
+        self.extension_registry = extension_registry
+
+    def transform_load_stream(
+        self, read_item: ReadItem, transform_descriptors: Sequence[str], raw_stream: IO[bytes]
+    ) -> IO[bytes]:
+        """A stream of the item's own bytes: the transform that wrote last is undone first."""
+        if not transform_descriptors:
+            return raw_stream
+        if self.extension_registry is None:
+            raise HoldfastError(
+                f"'{read_item.storage_index.fqn}' went through {list(transform_descriptors)} when it was saved; give "
+                "the reader an extension registry that knows them"
+            )
+        stream = raw_stream
+        for extension in reversed(self.extension_registry.from_descriptor_list(transform_descriptors)):
+            stream = extension.transform_from(stream)
+        return stream
+
+
+class _KeptOpen(io.RawIOBase):
+    """Passes everything on but its end: transforms close what they write to, and a file holds many items."""
+
+    def __init__(self, raw_stream: Any) -> None:
+        super().__init__()
+        self._raw = raw_stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        self._raw.write(data)
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        if not self._raw.closed:
+            self._raw.flush()
+
+
+class _Chain(io.RawIOBase):
+    """Writes to the last of several streams, each of which writes to the one before; all end together."""
+
+    def __init__(self, streams: Sequence[Any]) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        self._streams[-1].write(data)
+        return memoryview(data).nbytes
+
+    def close(self) -> None:
+        if not self.closed:
+            for stream in reversed(self._streams):
+                stream.close()
+        super().close()

@@ -1,0 +1,323 @@
+"""Carries out save plans as files in DCP's format.
+
+The order of things is what makes it safe: data goes into files with names nobody used before, these and the folder
+are made durable, and only then the new index replaces the old one in one step. Whatever dies on the way, the folder
+holds either the old checkpoint or the new one; files that neither needs are removed after that.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+from torch.futures import Future
+
+from holdfast.errors import CheckpointExistsError, IncompleteSaveError
+from holdfast.formats.dcp.index import encode_index
+from holdfast.formats.dcp.storage_info import _StoragePrefix
+from holdfast.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from holdfast.notices import warn_caller
+from holdfast.planning.plan import SavePlan
+from holdfast.planning.planner import SavePlanner
+from holdfast.storage import layout
+from holdfast.storage.contract import StorageWriter, WriteResult
+from holdfast.storage.data_files import DataFile, ValueNeedingPickle, flush_to_disk, split_by_size_and_type, write_file
+from holdfast.storage.transforms import StreamTransform, WriterTransforms
+from holdfast.stores.filesystem import AnyPath, FileSystemBase
+from holdfast.stores.local import FileSystem
+
+logger = logging.getLogger(__name__)
+
+
+class SerializationFormat(Enum):
+    """How items are serialized."""
+
+    TORCH_SAVE = "torch_save"
+    SAFETENSORS = "safetensors"
+
+
+class _FileSystemWriter(StorageWriter):
+    """Writes DCP checkpoints to a file system."""
+
+    def __init__(
+        self,
+        path: AnyPath,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        overwrite: bool = True,
+        _extensions: Sequence[StreamTransform] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if thread_count < 1:
+            raise ValueError(f"thread_count is {thread_count}; it takes at least 1 thread to write")
+        if serialization_format is not SerializationFormat.TORCH_SAVE:
+            raise ValueError(
+                f"{type(self).__name__} writes {SerializationFormat.TORCH_SAVE} only: no reader of the format could "
+                f"load {serialization_format} from .distcp files"
+            )
+        self.fs: FileSystemBase = FileSystem()
+        self.path = self.fs.init_path(path)
+        self.single_file_per_rank = single_file_per_rank
+        self.sync_files = sync_files
+        self.thread_count = thread_count
+        self.per_thread_copy_ahead = per_thread_copy_ahead
+        self.overwrite = overwrite
+        self.serialization_format = serialization_format
+        self.transforms = WriterTransforms(_extensions)
+        self.save_id = str(uuid.uuid4())
+        self.is_coordinator = False
+        self.rank: int | None = None
+        self.use_collectives = True
+        self._generation = ""
+        self._in_use: set[str] = set()
+        self._present_before: set[str] = set()
+        self._may_be_committed = False
+
+    @property
+    def checkpoint_id(self) -> AnyPath:
+        """Where the checkpoint goes."""
+        return self.path
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Path and id of this save."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: AnyPath) -> bool:
+        """Whether the local file system takes this path."""
+        return FileSystem.validate_checkpoint_id(checkpoint_id)
+
+    def reset(self, checkpoint_id: AnyPath | None = None) -> None:
+        """A new save begins."""
+        if checkpoint_id is not None and checkpoint_id != "":
+            self.path = self.fs.init_path(checkpoint_id)
+        self.save_id = str(uuid.uuid4())
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn the own role."""
+        self.is_coordinator = is_coordinator
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
+        self._generation = layout.new_generation()
+        self._may_be_committed = False
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the folder. A rank that saves on its own also looks for an earlier checkpoint and names its files."""
+        self.fs.mkdir(self.path)
+        self._present_before = {PurePath(path).name for path in self._present()}
+        if self.use_collectives:
+            return plan
+        self._refuse_or_announce_overwriting()
+        return self._named(plan, self.rank or 0)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Look for an earlier checkpoint, once for all ranks, and give every rank's files unused names."""
+        if self.use_collectives:
+            self._refuse_or_announce_overwriting()
+        return [self._named(plan, rank) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write all items; every file is durable when this returns. The first error of any thread is raised."""
+        files = self._data_files(plan)
+        results: list[WriteResult] = []
+        try:
+            with ThreadPoolExecutor(max_workers=self.thread_count, thread_name_prefix="holdfast-write") as pool:
+                # Pulling results in order raises the first error; leaving the block waits for all threads.
+                for part in pool.map(lambda file: self._write_file(file, planner), files):
+                    results.extend(part)
+            if self.sync_files and files:
+                self.fs.sync_folder(self.path)
+        except BaseException:
+            self._remove(file.name for file in files)
+            raise
+        _warn_of_values_that_need_pickle(results)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def discard_unfinished(self) -> None:
+        """On the rank that commits, after a failure on any rank: remove what was written for this save.
+
+        Once the index may be in place nothing is removed any more, whatever fails after that.
+        """
+        if not self._may_be_committed:
+            self._remove(layout.names_of_generation(self._present(), self._generation))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit: check that everything was written, put the index in place, remove what it made useless."""
+        stored = [result for part in results for result in part]
+        metadata.storage_data = {result.index: result.storage_data for result in stored}
+        metadata.version = layout.FORMAT_VERSION
+        metadata.storage_meta = self.storage_meta()
+        _refuse_incomplete(metadata)
+        _record_real_dtypes(metadata, stored)
+        self._look_for_files(results)
+        self._publish(metadata)
+        self._in_use = {info.relative_path for info in metadata.storage_data.values()} | {self._index_name()}
+        if self.use_collectives:
+            self._remove(layout.stale_names(self._present_before, self._in_use))
+
+    def commit_rank_local(self, world_size: int) -> None:
+        """On rank 0, after every rank has put its own index in place: remove the indexes that would hide those.
+
+        Until this happens an earlier checkpoint of all ranks stays the one that is loaded.
+        """
+        outdated = [layout.METADATA_NAME]
+        for path in self._present():
+            rank = layout.rank_of_index(PurePath(path).name)
+            if rank is not None and rank >= world_size:
+                outdated.append(layout.metadata_name(rank))
+        for name in outdated:
+            file = self.fs.concat_path(self.path, name)
+            if self.fs.exists(file):
+                self.fs.rm_file(file)
+        self.fs.sync_folder(self.path)
+
+    def sweep_rank_local(self, world_size: int) -> None:
+        """On every rank, after ``commit_rank_local``: remove what only the earlier checkpoint needed."""
+        self._remove(layout.stale_names_of_rank(self._present_before, self._in_use, self.rank or 0, world_size))
+
+    def _index_name(self) -> str:
+        return layout.metadata_name(None if self.use_collectives else self.rank)
+
+    def _named(self, plan: SavePlan, rank: int) -> SavePlan:
+        if plan.storage_data is not None:
+            return plan
+        return replace(plan, storage_data=_StoragePrefix(layout.data_prefix(rank, self._generation)))
+
+    def _refuse_or_announce_overwriting(self) -> None:
+        found = [name for name in self._index_names() if self.fs.exists(self.fs.concat_path(self.path, name))]
+        if not found:
+            return
+        if not self.overwrite:
+            raise CheckpointExistsError(
+                f"Checkpoint already exists and self.overwrite=False. ({self.path}: {', '.join(found)}) "
+                "Save to another path, or allow overwriting.",
+                path=str(self.path),
+            )
+        warn_caller(
+            f"{self.path} holds a checkpoint ({', '.join(found)}), which this save will replace once it is complete"
+        )
+
+    def _index_names(self) -> Iterable[str]:
+        yield layout.METADATA_NAME
+        yield layout.metadata_name(0 if self.use_collectives else self.rank)
+
+    def _data_files(self, plan: SavePlan) -> list[DataFile]:
+        if self.single_file_per_rank:
+            groups = [group for group in split_by_size_and_type(self.thread_count, plan.items) if group]
+        else:
+            groups = [[item] for item in plan.items]
+        names = [f"{plan.storage_data.prefix}{number}{layout.DATA_SUFFIX}" for number in range(len(groups))]
+        return [
+            DataFile(self.fs.concat_path(self.path, name), name, group)
+            for name, group in zip(names, groups, strict=True)
+        ]
+
+    def _write_file(self, file: DataFile, planner: SavePlanner) -> list[WriteResult]:
+        return write_file(
+            self.fs.create_stream,
+            file,
+            planner,
+            self.transforms,
+            copy_ahead=self.per_thread_copy_ahead,
+            sync=self.sync_files,
+        )
+
+    def _look_for_files(self, results: list[list[WriteResult]]) -> None:
+        """The files must be where the index will say they are. Those of other ranks may be on disks we do not see."""
+        unseen = set()
+        for rank, part in enumerate(results):
+            for name in {result.storage_data.relative_path for result in part}:
+                if not self.fs.exists(self.fs.concat_path(self.path, name)):
+                    unseen.add((rank, name))
+        mine = [name for rank, name in unseen if rank == (self.rank or 0) or not self.use_collectives]
+        if mine:
+            raise IncompleteSaveError(
+                f"{self.path}: {', '.join(mine)} disappeared before the save was committed. Another save into the same "
+                "folder may have removed it; nothing was committed, save again to a folder of its own.",
+                missing=mine,
+            )
+        if unseen:
+            ranks = sorted({rank for rank, _ in unseen})
+            warn_caller(
+                f"rank {self.rank} does not see the files that ranks {ranks} wrote to {self.path}. If the path is not "
+                "on a disk that all ranks share, the checkpoint can only be loaded after bringing the files together."
+            )
+
+    def _publish(self, metadata: Metadata) -> None:
+        name = self._index_name()
+        temporary = self.fs.concat_path(self.path, layout.temporary_name(name, layout.new_generation()))
+        try:
+            with self.fs.create_stream(temporary, "wb") as stream:
+                stream.write(encode_index(metadata))
+                if self.sync_files:
+                    flush_to_disk(stream)
+            self._may_be_committed = True
+            self.fs.rename(temporary, self.fs.concat_path(self.path, name))
+        except BaseException:
+            with suppress(OSError):
+                self.fs.rm_file(temporary)
+            raise
+        if self.sync_files:
+            self.fs.sync_folder(self.path)
+
+    def _present(self) -> list[str]:
+        with suppress(OSError):
+            return self.fs.ls(self.path)
+        return []
+
+    def _remove(self, names: Iterable[str]) -> None:
+        """Remove files that no checkpoint needs, so a failure is only untidy."""
+        for name in names:
+            with suppress(OSError):
+                self.fs.rm_file(self.fs.concat_path(self.path, name))
+
+
+def _warn_of_values_that_need_pickle(results: list[WriteResult]) -> None:
+    found = [result for result in results if isinstance(result, ValueNeedingPickle)]
+    if found:
+        shown = ", ".join(f"'{result.index.fqn}' ({result.needs})" for result in found[:10])
+        warn_caller(
+            f"{len(found)} saved value(s) are objects that only pickle can rebuild: {shown}. Loading them will need "
+            "torch.serialization.add_safe_globals([TheClass]) or DefaultLoadPlanner(allow_pickle=True)."
+        )
+
+
+def _refuse_incomplete(metadata: Metadata) -> None:
+    """No index without every item that it promises."""
+    missing: list[str] = []
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            wanted = [MetadataIndex(key, chunk.offsets) for chunk in entry.chunks]
+        else:
+            wanted = [MetadataIndex(key)]
+        missing.extend(str(index) for index in wanted if index not in metadata.storage_data)
+    if missing:
+        raise IncompleteSaveError(
+            f"{len(missing)} planned item(s) were not written by any rank: {', '.join(missing[:10])}. "
+            "Nothing was committed; look for a writer that dropped them.",
+            missing=missing,
+        )
+
+
+def _record_real_dtypes(metadata: Metadata, results: Iterable[WriteResult]) -> None:
+    """A planner may have converted tensors on the way; the index tells what is really in the files."""
+    for result in results:
+        dtype = getattr(result, "dtype", None)
+        entry = metadata.state_dict_metadata.get(result.index.fqn)
+        if dtype is not None and isinstance(entry, TensorStorageMetadata) and entry.properties.dtype != dtype:
+            properties = replace(entry.properties, dtype=dtype)
+            metadata.state_dict_metadata[result.index.fqn] = replace(entry, properties=properties)

@@ -1,0 +1,286 @@
+"""The namespace as a whole: every name, signature, field and base class that stock's modules define is here too.
+
+Stock is asked by introspection, so that nothing depends on a hand-written list but the exceptions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+PACKAGE = ""
+MODULES = [
+    PACKAGE,
+    "api",
+    "metadata",
+    "planner",
+    "planner_helpers",
+    "default_planner",
+    "storage",
+    "filesystem",
+    "stateful",
+    "state_dict_saver",
+    "state_dict_loader",
+    "utils",
+    "_nested_dict",
+    "_traverse",
+    "_storage_utils",
+    "_dedup_save_plans",
+    "_dedup_tensors",
+    "resharding",
+    "_sharded_tensor_utils",
+]
+
+_LATER = "comes with asynchronous saves, Hugging Face files, extensions and optimizer helpers"
+_INSIDE = "an internal step of stock's implementation, which is divided differently here"
+
+# Every name of stock that is not here, and why. "Class.method" for members of classes.
+LEFT_OUT = {
+    "async_save": _LATER,
+    "AsyncCheckpointerType": _LATER,
+    "AsyncSaveResponse": _LATER,
+    "HuggingFaceStorageReader": _LATER,
+    "HuggingFaceStorageWriter": _LATER,
+    "QuantizedHuggingFaceStorageReader": _LATER,
+    "load_sharded_optimizer_state_dict": _LATER,
+    "FileSystemWriter.stage": _LATER,
+    "CUSTOM_METADATA_KEY": _LATER,
+    "DCP_VERSION_KEY": _LATER,
+    "FORMAT_KEY": _LATER,
+    "FORMAT_VALUE": _LATER,
+    "HF_DCP_VERSION": _LATER,
+    "init_logger": "a library must not install handlers on loggers, and importing stock's module does",
+    "_iterate_state_dict": "its contract is to replace what it does not know by None",
+    "_print_nested": _INSIDE,
+    "_OverlappingCpuLoader._done": _INSIDE,
+    "_OverlappingCpuLoader._drain": _INSIDE,
+    "_OverlappingCpuLoader._finish": _INSIDE,
+    "_FileSystemWriter._metadata_exists": _INSIDE,
+    "_FileSystemWriter._get_metadata_path": _INSIDE,
+    "_FileSystemWriter._write_data": _INSIDE,
+    "DefaultSavePlanner._create_global_plan": _INSIDE,
+    "DefaultSavePlanner._create_global_plan_with_caching": _INSIDE,
+    "DefaultSavePlanner._dedup_save_plans": _INSIDE,
+    "DefaultSavePlanner._finish_plan_with_caching": _INSIDE,
+}
+
+# Fields that our data classes have in addition. They come last, have defaults, and are ignored by code for stock.
+ADDED_FIELDS = {
+    "SavePlan": {"replica_digests"},
+    "_StorageInfo": {"seal"},
+}
+
+
+class Pair(NamedTuple):
+    """One thing in stock's module, and what our module has under its name."""
+
+    name: str
+    stock: Any
+    ours: Any
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def stock_module(name: str) -> ModuleType:
+    return importlib.import_module(f"torch.distributed.checkpoint.{name}".rstrip("."))
+
+
+def our_module(name: str) -> ModuleType:
+    return importlib.import_module(f"holdfast.dcp.{name}".rstrip("."))
+
+
+def names_of(module: ModuleType) -> Iterator[str]:
+    """What a module of stock offers: the names that it defines and its constants, not what it happens to import."""
+    for name, value in vars(module).items():
+        if name.startswith("__") or inspect.ismodule(value):
+            continue
+        if inspect.isclass(value) or inspect.isfunction(value):
+            is_offered = value.__module__ == module.__name__ or module.__name__.endswith(".checkpoint")
+        else:
+            is_offered = name.strip("_").isupper() or isinstance(value, (str, int, float))
+        if is_offered and name not in ("TYPE_CHECKING", "T", "R"):
+            yield name
+
+
+def pairs(*, classes: bool) -> list[Any]:
+    """All classes, or everything else, that stock's modules define and ours have too."""
+    found = {}
+    for module in MODULES:
+        for name in names_of(stock_module(module)):
+            value = getattr(stock_module(module), name)
+            if inspect.isclass(value) == classes and hasattr(our_module(module), name):
+                found[f"{module}.{name}".lstrip(".")] = Pair(name, value, getattr(our_module(module), name))
+    return [pytest.param(pair, id=key) for key, pair in found.items()]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_name_of_a_stock_module_is_in_ours(module: str) -> None:
+    expected = set(names_of(stock_module(module))) | set(getattr(stock_module(module), "__all__", []))
+
+    absent = sorted(name for name in expected - LEFT_OUT.keys() if not hasattr(our_module(module), name))
+
+    assert absent == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_what_a_module_declares_public_exists_and_includes_what_stock_declares(module: str) -> None:
+    ours = our_module(module)
+    declared = set(getattr(ours, "__all__", []))
+
+    assert [name for name in declared if not hasattr(ours, name)] == []
+    assert set(getattr(stock_module(module), "__all__", [])) - LEFT_OUT.keys() <= declared | vars(ours).keys()
+
+
+def test_the_exceptions_are_really_missing() -> None:
+    """An exception that was filled in must leave the list."""
+    present = {name for module in MODULES for name in names_of(our_module(module))}
+    members = {
+        f"{name}.{member}"
+        for module in MODULES
+        for name, value in vars(our_module(module)).items()
+        if inspect.isclass(value)
+        for member in dir(value)
+    }
+
+    assert sorted(LEFT_OUT.keys() & (present | members)) == []
+
+
+def normal(value: Any) -> Any:
+    """A default value in a form that can be compared between the namespaces."""
+    if isinstance(value, enum.Enum):
+        return type(value).__name__, value.name
+    if inspect.isfunction(value):
+        return "a function"
+    if value is dataclasses.MISSING or type(value).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":
+        return "a factory"
+    return value
+
+
+def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    return [
+        (parameter.name, parameter.kind, normal(parameter.default))
+        for parameter in inspect.signature(function).parameters.values()
+    ]
+
+
+def assert_callable_alike(stock: Any, ours: Any, added: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    """The same parameters in the same order; ours may have further ones, if they are keyword-only or known to us."""
+    expected, found = parameters(stock), parameters(ours)
+    variadic = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    extra = [p for p in found if p not in expected]
+    for name, kind, default in extra:
+        assert kind is inspect.Parameter.KEYWORD_ONLY or name in added, f"{name} is not a parameter of stock"
+        assert default is not inspect.Parameter.empty, f"{name} has no default"
+    assert [p for p in found if p in expected] == expected
+    assert [p[1] for p in found if p[1] in variadic] == [p[1] for p in expected if p[1] in variadic]
+
+
+@pytest.mark.parametrize("pair", pairs(classes=False))
+def test_functions_take_the_arguments_of_stock_and_constants_have_its_values(pair: Pair) -> None:
+    if inspect.isfunction(pair.stock):
+        assert_callable_alike(pair.stock, pair.ours)
+    elif isinstance(pair.stock, (str, int, float)):
+        assert pair.ours == pair.stock
+
+
+def _own_members(cls: type) -> Iterator[tuple[str, Any]]:
+    generated = {"__init__", "__repr__", "__eq__", "__hash__", "__setattr__", "__delattr__", "__new__"}
+    for name, value in vars(cls).items():
+        is_special = name.startswith("__") and name.endswith("__")
+        if not is_special or (name in {"__init__"} and not dataclasses.is_dataclass(cls) and name in generated):
+            yield name, value
+
+
+@pytest.mark.parametrize("pair", pairs(classes=True))
+def test_classes_have_the_constructor_methods_and_properties_of_stock(pair: Pair) -> None:
+    if issubclass(pair.stock, enum.Enum):
+        return
+    assert_callable_alike(pair.stock, pair.ours, ADDED_FIELDS.get(pair.name, set()))
+    for name, member in _own_members(pair.stock):
+        if f"{pair.name}.{name}" in LEFT_OUT or name.startswith("_abc") or "protocol" in name:
+            continue
+        assert hasattr(pair.ours, name), f"{pair.name}.{name} is missing"
+        if inspect.isroutine(member) and not isinstance(member, type):
+            assert type(inspect.getattr_static(pair.ours, name)) is type(member), name
+            assert_callable_alike(getattr(pair.stock, name), getattr(pair.ours, name))
+
+
+@pytest.mark.parametrize("pair", pairs(classes=True))
+def test_enums_have_the_members_and_values_of_stock(pair: Pair) -> None:
+    if issubclass(pair.stock, enum.Enum):
+        assert {m.name: m.value for m in pair.ours} == {m.name: m.value for m in pair.stock}
+
+
+@pytest.mark.parametrize("pair", pairs(classes=True))
+def test_data_classes_have_the_fields_of_stock_in_its_order(pair: Pair) -> None:
+    assert dataclasses.is_dataclass(pair.ours) == dataclasses.is_dataclass(pair.stock)
+    if not dataclasses.is_dataclass(pair.stock):
+        return
+    expected = [(f.name, normal(f.default), f.compare, f.hash) for f in dataclasses.fields(pair.stock)]
+    found = [(f.name, normal(f.default), f.compare, f.hash) for f in dataclasses.fields(pair.ours)]
+
+    assert found[: len(expected)] == expected
+    assert {field[0] for field in found[len(expected) :]} == ADDED_FIELDS.get(pair.name, set())
+    assert pair.ours.__dataclass_params__.frozen == pair.stock.__dataclass_params__.frozen
+
+
+@pytest.mark.parametrize("pair", pairs(classes=True))
+def test_a_subclass_must_implement_the_methods_that_it_must_implement_with_stock(pair: Pair) -> None:
+    assert getattr(pair.ours, "__abstractmethods__", set()) == getattr(pair.stock, "__abstractmethods__", set())
+
+
+def test_our_classes_derive_from_each_other_as_those_of_stock_do() -> None:
+    classes = [param.values[0] for param in pairs(classes=True)]
+
+    broken = [
+        f"{child.name} is no {parent.name}"
+        for child in classes
+        for parent in classes
+        if issubclass(child.stock, parent.stock) and not issubclass(child.ours, parent.ours)
+    ]
+
+    assert broken == []
+
+
+def test_checkpoint_exception_is_seen_by_except_exception_unlike_in_stock() -> None:
+    import holdfast.dcp as dcp
+
+    assert issubclass(dcp.CheckpointException, Exception)
+    assert dcp.CheckpointException.__mro__[1] is Exception
+
+
+def test_objects_of_a_save_and_a_load_have_the_attributes_that_they_have_in_stock(tmp_path) -> None:
+    def used(namespace: str) -> dict[str, set[str]]:
+        dcp = importlib.import_module(namespace)
+        folder = tmp_path / namespace
+        writer, reader = dcp.FileSystemWriter(folder), dcp.FileSystemReader(folder)
+        savers, loader = dcp.DefaultSavePlanner(), dcp.DefaultLoadPlanner()
+        dcp.save({"a": torch.ones(2)}, storage_writer=writer, planner=savers, no_dist=True)
+        dcp.load({"a": torch.ones(2)}, storage_reader=reader, planner=loader, no_dist=True)
+        ranks = importlib.import_module(f"{namespace}.utils")._DistWrapper(None, False, 0)
+        return {
+            kind: {name for name in vars(thing) if not name.startswith("_")}
+            for kind, thing in {
+                "writer": writer,
+                "reader": reader,
+                "save planner": savers,
+                "load planner": loader,
+                "ranks": ranks,
+                "write transforms": writer.transforms,
+                "read transforms": reader.transforms,
+            }.items()
+        }
+
+    stock, ours = used("torch.distributed.checkpoint"), used("holdfast.dcp")
+    stagers = {"type_check", "state_dict_cache"}  # of FileSystemWriter's role in asynchronous saves
+
+    assert {kind: names - ours[kind] - stagers for kind, names in stock.items()} == dict.fromkeys(stock, set())
