@@ -42,7 +42,7 @@ format: $(READY)  ## rewrite the code in the house format
 	@$(BIN)/ruff format $(CODE)
 
 clean:  ## remove .venv and everything the tools left behind
-	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .bench-*
 	@find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an interrupted set-up starts over.

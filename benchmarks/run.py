@@ -22,7 +22,9 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -33,9 +35,7 @@ from types import ModuleType
 import torch
 
 State = dict[str, torch.Tensor]
-Seconds = dict[
-    str, dict[str, dict[str, list[float]]]
-]  # workload -> operation -> contender -> one per repetition
+Seconds = dict[str, dict[str, dict[str, list[float]]]]  # workload -> operation -> contender -> one per repetition
 
 OPERATIONS = ("save", "load, cold", "load, cached")
 
@@ -74,6 +74,7 @@ Contender = Dcp | PlainFile
 
 def main() -> None:
     args = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # being stopped leaves no checkpoints behind
     silence()
     contenders = find_contenders()
     workloads = {
@@ -93,9 +94,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure save and load against stock torch.")
     parser.add_argument("--repetitions", type=int, default=7, help="measured repetitions (default: 7)")
     parser.add_argument("--megabytes", type=int, default=512, help="size of the large state (default: 512)")
-    parser.add_argument(
-        "--dir", type=Path, default=Path.cwd(), help="where to write; must be a disk, not tmpfs"
-    )
+    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where to write; must be a disk, not tmpfs")
     parser.add_argument("--json", type=Path, help="also write every measurement to this file")
     return parser.parse_args()
 

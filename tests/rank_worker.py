@@ -94,10 +94,13 @@ def _listen(connection: Connection, requests: queue.SimpleQueue[Request]) -> Non
 
 def _answer(request: Join | Call) -> Reply:
     try:
+        value = None
         if isinstance(request, Join):
-            return Returned(pickle.dumps(_join(request)))
+            _join(request)
+        else:
+            value = _call(request)
         # A rank that returned keeps its group until all have reported, so that nobody sees it hang up early.
-        return Returned(pickle.dumps(_call(request)))
+        return Returned(pickle.dumps(value))
     except BaseException as error:
         # A rank that raised leaves at once: those who wait for it in a collective fail now, not at a timeout.
         failed = Failed(type(error).__name__, str(error), traceback.format_exc(), _pickled(error))

@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,7 +34,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests import rank_worker
+from tests.rank_worker import DUMP_STACKS, Call, Join, Leave, Request, Returned, serve
 
 MAX_WORLD_SIZE = 4
 
@@ -114,28 +115,34 @@ class RankPool:
         return World(self, world_size)
 
     def run_raw(self, world_size: int, job: bytes, group_timeout: float | None, deadline: float) -> list[Outcome]:
-        self._runs += 1
         try:
             while len(self._workers) < world_size:
                 self._workers.append(_Worker(self._context, len(self._workers), Path(self._scratch.name)))
-            workers = self._workers[:world_size]
-            for worker in workers:
-                worker.send(
-                    rank_worker.Run(
-                        rank=worker.rank,
-                        world_size=world_size,
-                        number=self._runs,
-                        store_port=self._store.port,
-                        group_timeout=group_timeout,
-                        job=job,
-                    )
-                )
-            outcomes = _collect(workers, deadline)
+            outcomes = self._run(self._workers[:world_size], job, group_timeout, _Deadline(deadline))
         except BaseException:  # whatever interrupted the run left the workers in the middle of it
             self.kill()
             raise
         if any(outcome.error and outcome.error.is_fatal for outcome in outcomes):
             self.kill()
+        return outcomes
+
+    def _run(
+        self, workers: list[_Worker], job: bytes, group_timeout: float | None, deadline: _Deadline
+    ) -> list[Outcome]:
+        self._runs += 1
+        if group_timeout is not None:
+            timeout = timedelta(seconds=group_timeout)
+            for worker in workers:
+                worker.send(Join(worker.rank, len(workers), self._runs, self._store.port, timeout))
+            # No body starts before all have joined: gloo hangs when a rank dies while others still connect to it.
+            outcomes = _collect(workers, deadline)
+            if any(outcome.error for outcome in outcomes):
+                _leave(workers)
+                return outcomes
+        for worker in workers:
+            worker.send(Call(job))
+        outcomes = _collect(workers, deadline)
+        _leave(workers)
         return outcomes
 
     def kill(self) -> None:
@@ -204,15 +211,13 @@ class _Worker:
         self.connection: Connection
         self.connection, theirs = context.Pipe()
         self._stacks = scratch / f"stacks-{rank}"
-        self.process: BaseProcess = context.Process(
-            target=rank_worker.serve, args=(theirs, str(self._stacks)), name=f"rank-{rank}"
-        )
+        self.process: BaseProcess = context.Process(target=serve, args=(theirs, str(self._stacks)), name=f"rank-{rank}")
         self.process.start()
         assert self.process.pid is not None
         self.pid: int = self.process.pid
         theirs.close()  # ours alone now: when the worker dies, the pipe ends
 
-    def send(self, request: rank_worker.Run | rank_worker.Release) -> None:
+    def send(self, request: Request) -> None:
         try:
             self.connection.send(request)
         except OSError:  # it is dead, which shows when its answer is due
@@ -225,20 +230,20 @@ class _Worker:
         except (EOFError, ConnectionResetError):
             self.process.join(10)
             return Outcome(self.rank, error=Raised("RankDied", _describe_exit(self.process.exitcode)))
-        if isinstance(reply, rank_worker.Returned):
+        if isinstance(reply, Returned):
             return Outcome(self.rank, value=pickle.loads(reply.value))
         exception = None if reply.exception is None else pickle.loads(reply.exception)
         return Outcome(self.rank, error=Raised(reply.type_name, reply.message, reply.traceback, exception))
 
-    def late(self, deadline: float) -> Outcome:
+    def late(self, deadline: _Deadline) -> Outcome:
         """The outcome of a worker that has not reported in time."""
         try:
-            os.kill(self.pid, rank_worker.DUMP_STACKS)
+            os.kill(self.pid, DUMP_STACKS)
             time.sleep(0.2)  # the handler writes its file at once, unless the process is stopped
         except ProcessLookupError:  # it died this very moment
             pass
         stacks = self._stacks.read_text()
-        message = f"still running after {deadline:g} s"
+        message = f"still running after {deadline.seconds:g} s"
         return Outcome(self.rank, error=Raised("DeadlineExceeded", message, stacks))
 
     def kill(self) -> None:
@@ -250,19 +255,30 @@ class _Worker:
         self.connection.close()
 
 
-def _collect(workers: list[_Worker], deadline: float) -> list[Outcome]:
-    until = time.monotonic() + deadline
+class _Deadline:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+
+def _collect(workers: list[_Worker], deadline: _Deadline) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
     pending = list(workers)
-    while pending and (ready := wait([w.connection for w in pending], max(0.0, until - time.monotonic()))):
-        for worker in [w for w in pending if w.connection in ready]:
+    while pending and (ready := wait([worker.connection for worker in pending], deadline.left())):
+        for worker in [worker for worker in pending if worker.connection in ready]:
             outcomes[worker.rank] = worker.outcome()
             pending.remove(worker)
     for worker in pending:
         outcomes[worker.rank] = worker.late(deadline)
-    for worker in workers:
-        worker.send(rank_worker.Release())
     return [outcomes[worker.rank] for worker in workers]
+
+
+def _leave(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.send(Leave())
 
 
 def _describe_exit(code: int | None) -> str:

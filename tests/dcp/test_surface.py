@@ -78,6 +78,15 @@ ADDED_FIELDS = {
     "_StorageInfo": {"seal"},
 }
 
+# Type aliases belong to one module; other modules of stock have them because they import them.
+HOMES = {
+    "STATE_DICT_TYPE": "metadata",
+    "STORAGE_TYPES": "metadata",
+    "WRAPPED_EXCEPTION": "api",
+    "OBJ_PATH": "_traverse",
+    "FLATTEN_MAPPING": "_nested_dict",
+}
+
 
 class Pair(NamedTuple):
     """One thing in stock's module, and what our module has under its name."""
@@ -106,7 +115,8 @@ def names_of(module: ModuleType) -> Iterator[str]:
         if inspect.isclass(value) or inspect.isfunction(value):
             is_offered = value.__module__ == module.__name__ or module.__name__.endswith(".checkpoint")
         else:
-            is_offered = name.strip("_").isupper() or isinstance(value, (str, int, float))
+            is_at_home = HOMES.get(name) in (None, module.__name__.rpartition(".")[2])
+            is_offered = is_at_home and (name.isupper() or isinstance(value, (str, int, float)))
         if is_offered and name not in ("TYPE_CHECKING", "T", "R"):
             yield name
 
@@ -192,11 +202,10 @@ def test_functions_take_the_arguments_of_stock_and_constants_have_its_values(pai
         assert pair.ours == pair.stock
 
 
-def _own_members(cls: type) -> Iterator[tuple[str, Any]]:
-    generated = {"__init__", "__repr__", "__eq__", "__hash__", "__setattr__", "__delattr__", "__new__"}
+def members_of(cls: type) -> Iterator[tuple[str, Any]]:
+    """What a class of stock itself defines, without what Python adds to every class, enum or protocol."""
     for name, value in vars(cls).items():
-        is_special = name.startswith("__") and name.endswith("__")
-        if not is_special or (name in {"__init__"} and not dataclasses.is_dataclass(cls) and name in generated):
+        if not name.startswith(("__", "_abc")) and "protocol" not in name:
             yield name, value
 
 
@@ -205,11 +214,11 @@ def test_classes_have_the_constructor_methods_and_properties_of_stock(pair: Pair
     if issubclass(pair.stock, enum.Enum):
         return
     assert_callable_alike(pair.stock, pair.ours, ADDED_FIELDS.get(pair.name, set()))
-    for name, member in _own_members(pair.stock):
-        if f"{pair.name}.{name}" in LEFT_OUT or name.startswith("_abc") or "protocol" in name:
+    for name, member in members_of(pair.stock):
+        if f"{pair.name}.{name}" in LEFT_OUT:
             continue
         assert hasattr(pair.ours, name), f"{pair.name}.{name} is missing"
-        if inspect.isroutine(member) and not isinstance(member, type):
+        if inspect.isroutine(member):
             assert type(inspect.getattr_static(pair.ours, name)) is type(member), name
             assert_callable_alike(getattr(pair.stock, name), getattr(pair.ours, name))
 
@@ -283,4 +292,4 @@ def test_objects_of_a_save_and_a_load_have_the_attributes_that_they_have_in_stoc
     stock, ours = used("torch.distributed.checkpoint"), used("holdfast.dcp")
     stagers = {"type_check", "state_dict_cache"}  # of FileSystemWriter's role in asynchronous saves
 
-    assert {kind: names - ours[kind] - stagers for kind, names in stock.items()} == dict.fromkeys(stock, set())
+    assert {kind: absent for kind, names in stock.items() if (absent := names - ours[kind] - stagers)} == {}

@@ -117,14 +117,14 @@ def split_by_torch(full: torch.Tensor, mesh_shape, coordinate, placements) -> to
 
 def positive(placements: Iterable[Placement], ndim: int) -> list[Placement]:
     """The placements with dimensions counted from the front, as torch's inner functions want them."""
-    return [
-        p
-        if isinstance(p, Replicate)
-        else Shard(p.dim % ndim)
-        if isinstance(p, Shard)
-        else _StridedShard(p.dim % ndim, split_factor=p.split_factor)
-        for p in placements
-    ]
+    counted_from_front: list[Placement] = []
+    for placement in placements:
+        if isinstance(placement, _StridedShard):
+            placement = _StridedShard(placement.dim % ndim, split_factor=placement.split_factor)
+        elif isinstance(placement, Shard):
+            placement = Shard(placement.dim % ndim)
+        counted_from_front.append(placement)
+    return counted_from_front
 
 
 def left_to_right(placements: Sequence[Placement], ndim: int) -> dict[int, list[int]]:

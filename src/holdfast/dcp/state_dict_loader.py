@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from holdfast.coordination.collectives import Collectives
 from holdfast.dcp._storage_utils import _storage_setup
-from holdfast.dcp.utils import _api_bc_check, _is_stateful, _runs_alone, _sorted_keys
+from holdfast.dcp.utils import _api_bc_check, _is_stateful, _runs_alone, _sorted_keys, _state_of
 from holdfast.loading import load_state
 from holdfast.metadata import STATE_DICT_TYPE
 from holdfast.notices import warn_caller
@@ -116,7 +116,3 @@ def _load_state_dict_from_keys(
     state: dict[str, Any] = {}
     load_state(state, cast(StorageReader, reader), EmptyStateDictLoadPlanner(keys), ranks)
     return state
-
-
-def _state_of(value: Any) -> Any:
-    return value.state_dict() if _is_stateful(value) else value

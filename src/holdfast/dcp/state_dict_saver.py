@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch.distributed as dist
 
 from holdfast.coordination.collectives import Collectives
 from holdfast.dcp._storage_utils import _storage_setup
-from holdfast.dcp.utils import _api_bc_check, _is_stateful, _runs_alone, _sorted_keys
+from holdfast.dcp.utils import _api_bc_check, _runs_alone, _state_of
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.notices import warn_caller
 from holdfast.planning.planner import SavePlanner
@@ -99,8 +99,5 @@ def _save_state_dict(
 
 
 def _stateful_to_state_dict(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-    """The same dict with the state of every ``Stateful`` in its place. They are asked in the order of their keys."""
-    states: dict[str, Any] = {
-        key: state_dict[key].state_dict() for key in _sorted_keys(state_dict) if _is_stateful(state_dict[key])
-    }
-    return {key: states.get(key, value) for key, value in state_dict.items()}
+    """The same dict with the state of every ``Stateful`` in its place. They are asked in the order of the dict."""
+    return {key: _state_of(value) for key, value in state_dict.items()}

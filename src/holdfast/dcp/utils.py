@@ -146,6 +146,11 @@ def _is_stateful(value: Any) -> bool:
     return isinstance(value, Stateful) and not isinstance(value, type)
 
 
+def _state_of(value: Any) -> Any:
+    """The state of an object that has one; anything else as it is."""
+    return value.state_dict() if _is_stateful(value) else value
+
+
 def _sorted_keys(state_dict: STATE_DICT_TYPE) -> list[Any]:
     """Keys in an order that is the same on all ranks, also if they are of different types."""
     return sorted(state_dict, key=lambda key: (str(key), type(key).__name__))

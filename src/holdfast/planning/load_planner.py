@@ -95,9 +95,9 @@ class DefaultLoadPlanner(LoadPlanner):
         """Every rank reads what it asked for."""
         return create_default_global_load_plan(global_plan)
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Take this rank's part."""
-        return central_plan
+        return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Decode a stored value and put it where the state has it, under the key that the state uses."""
@@ -182,7 +182,7 @@ def plan_load(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: bool
 
 def _fill(fqn: str, entry: TensorStorageMetadata, target: torch.Tensor, problems: LoadProblems) -> list[ReadItem]:
     try:
-        return create_read_items_for_chunk_list(fqn, entry, create_chunk_list(target))
+        return create_read_items_for_chunk_list(fqn, entry, create_chunk_list(target, key=fqn))
     except StateMismatchError as error:
         problems.uncovered.update(error.uncovered)
         return []

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import torch
 
+_LESS_THAN_A_BYTE = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8))
+
+
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or its bytes if torch has no copy for its dtype (elements of fewer than 8 bits)."""
+    return tensor.view(torch.uint8) if tensor.dtype in _LESS_THAN_A_BYTE else tensor
+
 
 def as_plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as a contiguous, ordinary CPU tensor; the very same memory where it already is one."""
+    """The elements as a contiguous, ordinary CPU tensor; the very same memory where they already are one."""
     plain = tensor.detach()
     if type(plain) is not torch.Tensor:
         plain = plain.as_subclass(torch.Tensor)
     if plain.is_quantized:
         plain = plain.int_repr()
-    return plain.cpu().resolve_conj().resolve_neg().contiguous()
+    return copyable(plain).cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -20,4 +27,5 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     plain = as_plain_cpu(tensor)
     if plain.numel() == 0:
         return memoryview(b"")
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    # Not `reshape`: a single element may have any stride and count as contiguous, and could not be viewed as bytes.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -11,6 +11,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.distributed_c10d import _get_pg_default_device
 from torch.distributed.tensor import DTensor
 
+from holdfast.planning.sharded_tensors import local_shards
 from holdfast.planning.trees import Location, ObjectPath, flat_name, opens_list, set_element, walk
 
 
@@ -19,12 +20,18 @@ def materialize(state_dict: MutableMapping[str, Any]) -> None:
     found: dict[Location, torch.Tensor] = {}
 
     def look(path: ObjectPath, location: Location, value: Any) -> None:
-        if isinstance(value, torch.Tensor) and value.is_meta:
+        if isinstance(value, torch.Tensor) and _is_meta(value):
             found[location] = _with_memory(flat_name(path), value)
 
     walk(state_dict, look, opens_list)
     for location, memory in found.items():
         set_element(state_dict, location, memory)
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, ShardedTensor):  # it knows its own device only while it has exactly one shard here
+        return any(shard.tensor.is_meta for shard in local_shards(tensor))
+    return tensor.is_meta
 
 
 def _with_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:

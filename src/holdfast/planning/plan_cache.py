@@ -59,7 +59,7 @@ class PlanCache:
         complete = self._expand(all_plans)
         if not any(sent.usable for sent in all_plans) and not _copies_differ(complete):
             metadata = SavePlanner._cached_metadata[self.key]
-            return [SavePlan([], usable=False) for _ in all_plans], _fresh(metadata)
+            return [_note(sent) for sent in all_plans], _fresh(metadata)
         before = SavePlanner._cached_global_plan.get(self.key)
         global_plan, metadata = plan(complete)
         SavePlanner._cached_all_plans[self.key] = complete
@@ -69,7 +69,7 @@ class PlanCache:
             return global_plan, metadata
         answers = [
             # Only a rank that said "unchanged" is known to remember its last part of the plan.
-            SavePlan([], usable=False) if not sent.usable and signature(new) == signature(old) else new
+            _note(sent) if not sent.usable and signature(new) == signature(old) else new
             for sent, new, old in zip(all_plans, global_plan, before, strict=True)
         ]
         return answers, metadata
@@ -113,7 +113,8 @@ class PlanCache:
             note = sent.planner_data
             if known is None or not isinstance(note, Unchanged) or note.signature != signature(known):
                 raise self._out_of_step(f"rank {rank}")
-            complete.append(replace(known, replica_digests=sent.replica_digests))
+            # What is particular to this save comes with the note.
+            complete.append(replace(known, storage_data=sent.storage_data, replica_digests=sent.replica_digests))
         return complete
 
     def _out_of_step(self, who: str) -> InvalidPlanError:
@@ -122,6 +123,11 @@ class PlanCache:
             "remembered plans are dropped: save again, or turn plan caching off.",
             problems=["plan cache"],
         )
+
+
+def _note(sent: SavePlan) -> SavePlan:
+    """Tells a rank that its last plan holds, keeping what its storage has put down for this save."""
+    return SavePlan([], storage_data=sent.storage_data, usable=False)
 
 
 def _copies_differ(plans: list[SavePlan]) -> bool:

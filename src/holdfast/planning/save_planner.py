@@ -86,8 +86,10 @@ class DefaultSavePlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Remove copies, describe the checkpoint and prove that it is whole."""
         if self.enable_plan_caching:
-            return self._cache.plan_globally(all_plans, self._plan_globally)
-        return self._plan_globally(all_plans)
+            self.global_plan, self.metadata = self._cache.plan_globally(all_plans, self._plan_globally)
+        else:
+            self.global_plan, self.metadata = self._plan_globally(all_plans)
+        return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Take this rank's part."""
@@ -135,7 +137,8 @@ class DefaultSavePlanner(SavePlanner):
         digests: dict[MetadataIndex, bytes] = {}
         items = []
         for item in plan.items:
-            if may_be_replicated(self.state_dict[item.index.fqn]):
+            # A tensor that lists its items itself may name them differently from its key.
+            if item.index.fqn in self.state_dict and may_be_replicated(self.state_dict[item.index.fqn]):
                 print_ = fingerprint(find_state_dict_object(self.state_dict, item.index))
                 digests[item.index] = print_.digest
                 if item.type == WriteItemType.BYTE_IO:

@@ -14,6 +14,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.errors import UnsupportedTensorError
@@ -42,15 +43,15 @@ def create_write_items(fqn: str, object: Any) -> list[WriteItem]:
     return [_tensor_item(fqn, WriteItemType.TENSOR, object, whole, object.size())]
 
 
-def create_chunk_list(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
-    """The boxes of the logical tensor that this rank's part of ``tensor`` consists of."""
+def create_chunk_list(tensor: torch.Tensor, *, key: str = "") -> list[ChunkStorageMetadata]:
+    """The boxes of the logical tensor that this rank's part of ``tensor`` consists of. ``key`` is for messages."""
     if _speaks_for_itself(tensor, CHUNKS_HOOK):
         return [_adopt_chunk(chunk) for chunk in getattr(tensor, CHUNKS_HOOK)()]
     if isinstance(tensor, DTensor):
         local = local_tensor(tensor)
         if hasattr(local, CHUNKS_HOOK) and on_this_rank(tensor):
             return [_adopt_chunk(chunk) for chunk in getattr(local, CHUNKS_HOOK)()]
-        return [_chunk(piece.offsets, piece.sizes) for piece in dtensor_pieces(tensor)]
+        return [_chunk(piece.offsets, piece.sizes) for piece in dtensor_pieces(tensor, key=key)]
     if isinstance(tensor, ShardedTensor):
         return [ChunkStorageMetadata(shard.offsets, shard.sizes) for shard in local_shards(tensor)]
     return [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())]
@@ -64,7 +65,7 @@ def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tenso
         local = local_tensor(tensor)
         if hasattr(local, SHARD_HOOK):
             return cast(torch.Tensor, getattr(local, SHARD_HOOK)(index))
-        return _local_part(local, dtensor_pieces(tensor), index)
+        return _local_part(local, dtensor_pieces(tensor, key=index.fqn), index)
     if isinstance(tensor, ShardedTensor):
         return _find_local_shard(tensor, index).tensor
     if index.offset is not None and any(index.offset):
@@ -108,10 +109,12 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 def refuse_if_it_has_no_bytes(fqn: str, tensor: torch.Tensor) -> None:
     """Raise for tensors whose content is not a dense array of elements."""
     kind = None
-    if tensor.is_meta:
+    if is_lazy(tensor):
+        kind = "a lazy parameter, which has no shape yet"
+    elif tensor.is_meta:
         kind = "a tensor on the meta device, which has no data"
     elif tensor.is_nested or tensor.layout != torch.strided:
-        kind = f"a tensor of layout {tensor.layout}"
+        kind = f"a {'nested ' if tensor.is_nested else ''}tensor of layout {tensor.layout}"
     elif _is_wrapper(tensor):
         kind = f"of the tensor subclass {type(tensor).__module__}.{type(tensor).__qualname__}"
     if kind is not None:
@@ -124,8 +127,16 @@ def refuse_if_it_has_no_bytes(fqn: str, tensor: torch.Tensor) -> None:
 
 
 def _is_wrapper(tensor: Any) -> bool:
-    """Whether a tensor subclass keeps its data in other tensors."""
-    return bool(is_traceable_wrapper_subclass(tensor))
+    """Whether a tensor subclass keeps its data elsewhere than in memory of its own."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    if is_traceable_wrapper_subclass(tensor):
+        return True
+    try:
+        plain = tensor.detach()
+        return plain.numel() > 0 and torch.Tensor.data_ptr(plain) == 0
+    except Exception:  # a subclass may refuse anything, and one that does has nothing to offer us
+        return True
 
 
 def _speaks_for_itself(tensor: torch.Tensor, hook: str) -> bool:
@@ -135,12 +146,12 @@ def _speaks_for_itself(tensor: torch.Tensor, hook: str) -> bool:
 
 
 def _write_items_of_dtensor(fqn: str, tensor: DTensor) -> list[WriteItem]:
-    pieces = dtensor_pieces(tensor)
-    if not pieces:
+    if not on_this_rank(tensor):
         return []
     local = local_tensor(tensor)
     if hasattr(local, WRITE_HOOK):
         return [_adopt_write_item(item) for item in getattr(local, WRITE_HOOK)(fqn, tensor)]
+    pieces = dtensor_pieces(tensor, key=fqn)
     refuse_if_it_has_no_bytes(fqn, local)
     return [
         _tensor_item(fqn, WriteItemType.SHARD, local, _chunk(piece.offsets, piece.sizes), tensor.size())

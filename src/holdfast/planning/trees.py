@@ -89,21 +89,33 @@ def traverse_state_dict_v_2_3(
     state_dict: Any, visitor: Visitor, keep_traversing: Callable[[Any], bool] | None = is_tensor
 ) -> None:
     """The rules of torch 2.3 and before: mappings and lists without a tensor inside are leaves."""
-    for key, child in state_dict.items():
-        _descend_v_2_3((str(key),), child, visitor, keep_traversing)
+    _walk_v_2_3(state_dict, lambda path, _, value: visitor(path, value), keep_traversing)
+
+
+def _walk_v_2_3(
+    state: Any,
+    visit: Callable[[ObjectPath, Location, Any], None],
+    is_inner: Callable[[Any], bool] | None = is_tensor,
+) -> None:
+    for key, child in state.items():
+        _descend_v_2_3((str(key),), (key,), child, visit, is_inner)
 
 
 def _descend_v_2_3(
-    path: ObjectPath, value: Any, visitor: Visitor, keep_traversing: Callable[[Any], bool] | None
+    path: ObjectPath,
+    location: Location,
+    value: Any,
+    visit: Callable[[ObjectPath, Location, Any], None],
+    is_inner: Callable[[Any], bool] | None,
 ) -> None:
-    if isinstance(value, Mapping) and _holds_tensor(value, keep_traversing):
+    if isinstance(value, Mapping) and _holds_tensor(value, is_inner):
         for key, child in value.items():
-            _descend_v_2_3((*path, str(key)), child, visitor, keep_traversing)
-    elif isinstance(value, list) and _holds_tensor(value, keep_traversing):
+            _descend_v_2_3((*path, str(key)), (*location, key), child, visit, is_inner)
+    elif isinstance(value, list) and _holds_tensor(value, is_inner):
         for position, child in enumerate(value):
-            _descend_v_2_3((*path, position), child, visitor, keep_traversing)
+            _descend_v_2_3((*path, position), (*location, position), child, visit, is_inner)
     else:
-        visitor(path, value)
+        visit(path, location, value)
 
 
 def flat_name(path: ObjectPath) -> str:
@@ -139,22 +151,8 @@ def flatten(state_dict: Any) -> FlatState:
 def flatten_v_2_3(state_dict: Any) -> FlatState:
     """Flatten as torch 2.3 and before did."""
     flat = FlatState()
-
-    def locate(path: ObjectPath, value: Any) -> None:
-        flat.add(path, _real_location(state_dict, path), value)
-
-    traverse_state_dict_v_2_3(state_dict, locate)
+    _walk_v_2_3(state_dict, flat.add)
     return flat
-
-
-def _real_location(root: Any, path: ObjectPath) -> Location:
-    location: list[Any] = []
-    for item in path:
-        if isinstance(root, Mapping):
-            item = next(key for key in root if str(key) == item)
-        location.append(item)
-        root = root[item]
-    return tuple(location)
 
 
 def flatten_state_dict(state_dict: Any) -> tuple[dict[str, Any], dict[str, ObjectPath]]:

@@ -28,6 +28,7 @@ from holdfast.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
+from holdfast.planning.local_bytes import copyable
 from holdfast.planning.plan import LoadItemType, LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner
 from holdfast.storage import layout
@@ -304,8 +305,28 @@ def _copy_part(stored: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> No
             f"'{item.dest_index.fqn}': the planner resolved the item to a tensor of shape {list(target.size())}, where "
             f"the plan says {list(stored.size())}"
         )
-    target.copy_(stored)
+    try:
+        _fill(target, stored)
+    except RuntimeError as error:
+        raise HoldfastError(f"'{item.dest_index.fqn}' cannot be filled: {str(error).rstrip('.')}.") from error
     planner.commit_tensor(item, target)
+
+
+def _fill(target: torch.Tensor, stored: torch.Tensor) -> None:
+    if target.is_quantized and stored.is_quantized and _scale(target) != _scale(stored):
+        # Copying would bring the integers without the scale that gives them their meaning.
+        raise RuntimeError(f"it was saved with {_scale(stored)}, and the tensor to load into has {_scale(target)}")
+    if target.dtype == stored.dtype:
+        target, stored = copyable(target), copyable(stored)
+    target.copy_(stored)
+
+
+def _scale(tensor: torch.Tensor) -> str:
+    """How the integers of a quantized tensor are meant."""
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return f"scale {tensor.q_scale()} and zero point {tensor.q_zero_point()}"
+    scales, zeros = tensor.q_per_channel_scales().tolist(), tensor.q_per_channel_zero_points().tolist()
+    return f"scales {scales} and zero points {zeros} along dimension {tensor.q_per_channel_axis()}"
 
 
 def _told_how_far(error: Exception, applied: int, total: int) -> Exception:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -84,6 +84,7 @@ class _FileSystemWriter(StorageWriter):
         self._in_use: set[str] = set()
         self._present_before: set[str] = set()
         self._may_be_committed = False
+        self._last_committed_id: str | None = None
 
     @property
     def checkpoint_id(self) -> AnyPath:
@@ -110,6 +111,8 @@ class _FileSystemWriter(StorageWriter):
         self.is_coordinator = is_coordinator
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
+        if self.save_id == self._last_committed_id:
+            self.save_id = str(uuid.uuid4())  # nobody called reset since the last save, whose id must stay its own
         self._generation = layout.new_generation()
         self._may_be_committed = False
 
@@ -133,10 +136,8 @@ class _FileSystemWriter(StorageWriter):
         files = self._data_files(plan)
         results: list[WriteResult] = []
         try:
-            with ThreadPoolExecutor(max_workers=self.thread_count, thread_name_prefix="holdfast-write") as pool:
-                # Pulling results in order raises the first error; leaving the block waits for all threads.
-                for part in pool.map(lambda file: self._write_file(file, planner), files):
-                    results.extend(part)
+            for part in self._in_threads(lambda file: self._write_file(file, planner), files):
+                results.extend(part)
             if self.sync_files and files:
                 self.fs.sync_folder(self.path)
         except BaseException:
@@ -146,6 +147,16 @@ class _FileSystemWriter(StorageWriter):
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _in_threads(
+        self, write: Callable[[DataFile], list[WriteResult]], files: Sequence[DataFile]
+    ) -> Iterator[list[WriteResult]]:
+        """Results in order. The first error of any thread is raised, after all threads have stopped."""
+        if self.thread_count == 1:
+            yield from map(write, files)
+            return
+        with ThreadPoolExecutor(max_workers=self.thread_count, thread_name_prefix="holdfast-write") as pool:
+            yield from pool.map(write, files)
 
     def discard_unfinished(self) -> None:
         """On the rank that commits, after a failure on any rank: remove what was written for this save.
@@ -165,6 +176,7 @@ class _FileSystemWriter(StorageWriter):
         _record_real_dtypes(metadata, stored)
         self._look_for_files(results)
         self._publish(metadata)
+        self._last_committed_id = self.save_id
         self._in_use = {info.relative_path for info in metadata.storage_data.values()} | {self._index_name()}
         if self.use_collectives:
             self._remove(layout.stale_names(self._present_before, self._in_use))

@@ -91,7 +91,14 @@ def _describe(dtype: torch.dtype, sizes: tuple[int, ...], nbytes: int) -> bytes:
         step *= max(size, 1)
     count = nbytes if counts_bytes else prod(sizes)
     return b"".join(
-        [before, _pickled_int(count), b"tQK\x00", _pickled_tuple(sizes), _pickled_tuple(tuple(reversed(strides))), after]
+        [
+            before,
+            _pickled_int(count),
+            b"tQK\x00",
+            _pickled_tuple(sizes),
+            _pickled_tuple(tuple(reversed(strides))),
+            after,
+        ]
     )
 
 
@@ -156,7 +163,11 @@ def _payload_header(position: int, zip64: bool) -> bytes:
     padding = -unpadded % ALIGNMENT
     extra = sizes + _EXTRA.pack(_PADDING_ID, padding) + bytes(padding)
     flags, size = _UTF8 | _CRC_FOLLOWS, _MAX32 if zip64 else 0
-    return _LOCAL.pack(b"PK\x03\x04", 45 if zip64 else 20, flags, 0, 0, 0, 0, size, size, len(name), len(extra)) + name + extra
+    return (
+        _LOCAL.pack(b"PK\x03\x04", 45 if zip64 else 20, flags, 0, 0, 0, 0, size, size, len(name), len(extra))
+        + name
+        + extra
+    )
 
 
 def _central_entry(name: bytes, content: bytes, position: int) -> bytes:
@@ -184,4 +195,5 @@ def _end_of_directory(count: int, length: int, position: int) -> bytes:
 
 def read_tensor(blob: bytes | memoryview, *, source: str, key: str, verify: bool = True) -> torch.Tensor:
     import io
+
     return torch.load(io.BytesIO(blob), weights_only=True)

@@ -13,11 +13,11 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
-from operator import index as as_int
 from typing import Any
 
 import torch
 
+from holdfast.formats.dcp import opcodes as op
 from holdfast.formats.dcp.storage_info import SEAL_STATE_KEY, _StorageInfo
 from holdfast.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -59,15 +59,8 @@ _FIELD_NAMES = (
     *("relative_path", "offset", "length", SEAL_STATE_KEY),
 )
 
-_PROTO = b"\x80" + bytes([PROTOCOL])
-_EMPTY_DICT, _MARK, _SETITEMS, _BUILD = b"}", b"(", b"u", b"b"
-_NEW = b")\x81"
-_TUPLE, _TUPLE1, _REDUCE = b"t", b"\x85", b"R"
-_MEMOIZE, _POP, _STOP = b"\x94", b"0", b"."
-_EMPTY_LIST, _APPENDS = b"]", b"e"
-_NONE, _TRUE, _FALSE = b"N", b"\x88", b"\x89"
-_SHORT_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
-_INT8 = [b"K" + bytes([number]) for number in range(256)]
+_RECORD = op.NEW_WITHOUT_ARGUMENTS + op.EMPTY_DICT + op.MARK
+_END_OF_RECORD = op.SETITEMS + op.BUILD
 
 
 class IndexWriter:
@@ -78,14 +71,14 @@ class IndexWriter:
     """
 
     def __init__(self) -> None:
-        self._parts = [_PROTO]
+        self._parts = [op.PROTO_4]
         self._in_memo = 0
         self._texts: dict[str, bytes] = {}
         self._sizes: dict[tuple[int, ...], bytes] = {}
         self._states: dict[tuple[Any, ...], bytes] = {}
         self._others: dict[int, bytes] = {}
         # First the names of fields, which come in every record: references to the first 256 slots are short.
-        self._names = {value: self._remember(_raw_global(*name)) for value, name in _GLOBALS.items()}
+        self._names = {value: self._remember(op.name(*name)) for value, name in _GLOBALS.items()}
         for name in _FIELD_NAMES:
             self._text(name)
 
@@ -98,13 +91,13 @@ class IndexWriter:
             **{name: value for name, value in vars(metadata).items() if name not in known},
         }
         self._prepare([*_unusual_parts(metadata), *last.values()])
-        self._parts += (self._names[Metadata], _NEW, _EMPTY_DICT, _MARK)
+        self._parts += (self._names[Metadata], _RECORD)
         self._mapping("state_dict_metadata", metadata.state_dict_metadata, self._described)
         self._mapping("planner_data", metadata.planner_data, self._path)
         self._mapping("storage_data", metadata.storage_data, self._place)
         for name, value in last.items():
             self._parts += (self._text(name), self._others[id(value)])
-        self._parts += (_SETITEMS, _BUILD, _STOP)
+        self._parts += (_END_OF_RECORD, op.STOP)
         return b"".join(self._parts)
 
     # Entries of the three mappings
@@ -115,39 +108,39 @@ class IndexWriter:
             self._parts += (self._text(name), other)
             return
         parts = self._parts
-        parts += (self._text(name), _EMPTY_DICT, _MARK)
+        parts += (self._text(name), op.EMPTY_DICT, op.MARK)
         for key, value in mapping.items():
             parts += entry(key, value)
-        parts += (_SETITEMS,)
+        parts += (op.SETITEMS,)
 
     def _described(self, fqn: str, described: Any) -> tuple[bytes, ...]:
         if type(described) is BytesStorageMetadata:
-            return self._text(fqn), self._names[BytesStorageMetadata], _NEW
+            return self._text(fqn), self._names[BytesStorageMetadata], op.NEW_WITHOUT_ARGUMENTS
         if type(described) is not TensorStorageMetadata:
             return self._text(fqn), self._others[id(described)]
-        chunk_class = self._names[ChunkStorageMetadata] + _NEW + _EMPTY_DICT + _MARK + self._text("offsets")
-        middle, end = self._text("sizes"), _SETITEMS + _BUILD
+        chunk_class = self._names[ChunkStorageMetadata] + _RECORD + self._text("offsets")
+        middle, end = self._text("sizes"), _END_OF_RECORD
         chunks: list[bytes] = []
         for chunk in described.chunks:
             chunks += (chunk_class, self._size(chunk.offsets), middle, self._size(chunk.sizes), end)
         return (
             self._text(fqn),
-            self._names[TensorStorageMetadata] + _NEW + _EMPTY_DICT + _MARK,
+            self._names[TensorStorageMetadata] + _RECORD,
             self._text("properties"),
-            self._names[TensorProperties] + _NEW,
+            self._names[TensorProperties] + op.NEW_WITHOUT_ARGUMENTS,
             self._state(described.properties),
-            _BUILD,
+            op.BUILD,
             self._text("size"),
             self._size(described.size),
             self._text("chunks"),
-            _EMPTY_LIST + _MARK,
+            op.EMPTY_LIST + op.MARK,
             *chunks,
-            _APPENDS + _SETITEMS + _BUILD,
+            op.APPENDS + _END_OF_RECORD,
         )
 
     def _path(self, fqn: str, path: tuple[str | int, ...]) -> tuple[bytes, ...]:
-        steps = [self._text(step) if type(step) is str else _integer(step) for step in path]
-        return self._text(fqn), _tuple_of(steps)
+        steps = [self._text(step) if type(step) is str else op.integer(step) for step in path]
+        return self._text(fqn), op.tuple_of(steps)
 
     def _place(self, item: MetadataIndex, place: _StorageInfo) -> tuple[bytes, ...]:
         return (*self._item(item), *self._info(place))
@@ -157,12 +150,12 @@ class IndexWriter:
             return (self._others[id(item)],)
         offset = () if item.offset is None else (self._text("offset"), self._size(item.offset))
         return (
-            self._names[MetadataIndex] + _NEW + _EMPTY_DICT + _MARK + self._text("fqn"),
+            self._names[MetadataIndex] + _RECORD + self._text("fqn"),
             self._text(item.fqn),
             self._text("index"),
-            _NONE if item.index is None else _integer(item.index),
+            op.NONE if item.index is None else op.integer(item.index),
             *offset,
-            _SETITEMS + _BUILD,
+            _END_OF_RECORD,
         )
 
     def _info(self, place: _StorageInfo) -> tuple[bytes, ...]:
@@ -171,25 +164,25 @@ class IndexWriter:
         optional: tuple[bytes, ...] = ()
         if place.transform_descriptors is not None:
             names = b"".join(map(self._text, place.transform_descriptors))
-            optional = (self._text("transform_descriptors"), _EMPTY_LIST + _MARK + names + _APPENDS)
+            optional = (self._text("transform_descriptors"), op.EMPTY_LIST + op.MARK + names + op.APPENDS)
         if place.seal is not None:
-            optional += (self._text(SEAL_STATE_KEY), _tuple_of([_integer(number) for number in place.seal]))
+            optional += (self._text(SEAL_STATE_KEY), op.tuple_of([op.integer(number) for number in place.seal]))
         return (
-            self._names[_StorageInfo] + _NEW + _EMPTY_DICT + _MARK + self._text("relative_path"),
+            self._names[_StorageInfo] + _RECORD + self._text("relative_path"),
             self._text(place.relative_path),
             self._text("offset"),
-            _integer(place.offset),
+            op.integer(place.offset),
             self._text("length"),
-            _integer(place.length),
+            op.integer(place.length),
             *optional,
-            _SETITEMS + _BUILD,
+            _END_OF_RECORD,
         )
 
     # The memo
 
     def _remember(self, opcodes: bytes) -> bytes:
-        self._parts += (opcodes, _MEMOIZE, _POP)
-        push = _recall(self._in_memo)
+        self._parts += (opcodes, op.MEMOIZE, op.POP)
+        push = op.recall(self._in_memo)
         self._in_memo += 1
         return push
 
@@ -203,8 +196,8 @@ class IndexWriter:
         key = size if isinstance(size, torch.Size) else tuple(size)
         push = self._sizes.get(key)
         if push is None:
-            numbers = _tuple_of([_integer(number) for number in size])
-            push = self._sizes[key] = self._remember(self._names[torch.Size] + numbers + _TUPLE1 + _REDUCE)
+            numbers = op.tuple_of([op.integer(number) for number in size])
+            push = self._sizes[key] = self._remember(self._names[torch.Size] + numbers + op.TUPLE1 + op.REDUCE)
         return push
 
     def _state(self, properties: TensorProperties) -> bytes:
@@ -213,13 +206,13 @@ class IndexWriter:
         if push is None:
             dtype, layout, requires_grad, encoding, pin_memory = state
             parts = (
-                _raw_global("torch", str(dtype).removeprefix("torch.")),
-                self._names[torch.serialization._get_layout] + self._text(str(layout)) + _TUPLE1 + _REDUCE,
-                _TRUE if requires_grad else _FALSE,
-                self._names[_MEM_FORMAT_ENCODING] + _integer(encoding.value) + _TUPLE1 + _REDUCE,
-                _TRUE if pin_memory else _FALSE,
+                op.name("torch", str(dtype).removeprefix("torch.")),
+                self._names[torch.serialization._get_layout] + self._text(str(layout)) + op.TUPLE1 + op.REDUCE,
+                op.TRUE if requires_grad else op.FALSE,
+                self._names[_MEM_FORMAT_ENCODING] + op.integer(encoding.value) + op.TUPLE1 + op.REDUCE,
+                op.TRUE if pin_memory else op.FALSE,
             )
-            push = self._states[state] = self._remember(_tuple_of(parts))
+            push = self._states[state] = self._remember(op.tuple_of(parts))
         return push
 
     def _prepare(self, objects: Iterable[Any]) -> None:
@@ -237,7 +230,7 @@ class IndexWriter:
             memo = pickler.memo.copy()
             self._in_memo = len(memo)
             # MEMOIZE takes the place of STOP, so the length of the frame around it stays right.
-            opcodes = buffer.getvalue().removeprefix(_PROTO).removesuffix(_STOP)
+            opcodes = buffer.getvalue().removeprefix(op.PROTO_4).removesuffix(op.STOP)
             self._others[id(value)] = self._remember(opcodes)
             # The pickler numbers by the size of its memo, which must stay that of the stream's.
             placeholder = object()
@@ -275,37 +268,6 @@ def _is_paths(planner_data: Any) -> bool:
     )
 
 
-# Opcodes
-
-
-def _recall(slot: int) -> bytes:
-    return b"h" + bytes([slot]) if slot < 256 else b"j" + slot.to_bytes(4, "little")
-
-
-def _raw_global(module: str, name: str) -> bytes:
-    return f"c{module}\n{name}\n".encode()
-
-
 def _raw_text(text: str) -> bytes:
     encoded = text.encode("utf-8", "surrogatepass")
-    if len(encoded) < 256:
-        return b"\x8c" + bytes([len(encoded)]) + encoded
-    return b"X" + len(encoded).to_bytes(4, "little") + encoded
-
-
-def _integer(value: Any) -> bytes:
-    number = as_int(value)
-    if 0 <= number < 256:
-        return _INT8[number]
-    if 0 <= number < 1 << 16:
-        return b"M" + number.to_bytes(2, "little")
-    if -(1 << 31) <= number < 1 << 31:
-        return b"J" + number.to_bytes(4, "little", signed=True)
-    size = number.bit_length() // 8 + 1
-    return b"\x8a" + bytes([size]) + number.to_bytes(size, "little", signed=True)
-
-
-def _tuple_of(pushes: Sequence[bytes]) -> bytes:
-    if len(pushes) < len(_SHORT_TUPLES):
-        return b"".join(pushes) + _SHORT_TUPLES[len(pushes)]
-    return _MARK + b"".join(pushes) + _TUPLE
+    return b"\x8c" + bytes([len(encoded)]) + encoded if len(encoded) < 256 else op.text(text)

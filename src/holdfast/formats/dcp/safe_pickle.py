@@ -230,7 +230,9 @@ class Machine:
         return taken
 
     def _number(self, form: struct.Struct) -> Any:
-        return form.unpack(self._take(form.size))[0]
+        (number,) = form.unpack_from(self.data, self.position)
+        self.position += form.size
+        return number
 
     def _line(self) -> str:
         end = self.data.index(b"\n", self.position)
@@ -418,7 +420,10 @@ class Machine:
         self.memo[slot : slot + 1] = [value]
 
     def _memoize(self) -> None:
-        self._remember(len(self.memo))
+        value = self.stack[-1]
+        if type(value) is Draft:
+            value.slots.append(len(self.memo))
+        self.memo.append(value)
 
     def _put8(self) -> None:
         self._remember(self._take(1)[0])
@@ -426,19 +431,17 @@ class Machine:
     def _put32(self) -> None:
         self._remember(self._number(_UINT32))
 
-    def _recall(self, slot: int) -> None:
-        self._push_again(self.memo[slot])
-
     def _push_again(self, value: Any) -> None:
         if value is SKIPPED or type(value) is Draft:
             raise ValueError("a reference to something that has no second use")
         self.stack.append(value)
 
     def _get8(self) -> None:
-        self._recall(self._take(1)[0])
+        self._push_again(self.memo[self.data[self.position]])
+        self.position += 1
 
     def _get32(self) -> None:
-        self._recall(self._number(_UINT32))
+        self._push_again(self.memo[self._number(_UINT32)])
 
     # Names and objects
 

@@ -1,0 +1,126 @@
+"""Knobs: where their values come from, and what happens to values that make no sense."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import fields
+
+import pytest
+
+from holdfast.planning.load_planner import DefaultLoadPlanner
+from holdfast.planning.save_planner import DefaultSavePlanner
+from holdfast.settings import Settings, current, override
+
+BOOLS = [knob.name for knob in fields(Settings) if isinstance(getattr(Settings, knob.name), bool)]
+STRICTNESSES = [knob.name for knob in fields(Settings) if knob.name not in BOOLS]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    for knob in fields(Settings):
+        monkeypatch.delenv(f"HOLDFAST_{knob.name.upper()}", raising=False)
+
+
+def test_by_default_pickles_are_refused_and_everything_is_checked():
+    assert current() == Settings(allow_pickle=False, replica_check="warn", dtype_change="warn", verify=True)
+
+
+@pytest.mark.parametrize("knob", BOOLS)
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *[(text, True) for text in ("1", "true", "YES", " on ")],
+        *[(text, False) for text in ("0", "False", "no", "OFF\n")],
+    ],
+)
+def test_the_environment_sets_a_switch(monkeypatch, knob, text, value):
+    monkeypatch.setenv(f"HOLDFAST_{knob.upper()}", text)
+    assert getattr(current(), knob) is value
+
+
+@pytest.mark.parametrize("knob", STRICTNESSES)
+@pytest.mark.parametrize("text", ["off", "warn", "error", "ERROR", " warn\n"])
+def test_the_environment_sets_a_strictness(monkeypatch, knob, text):
+    monkeypatch.setenv(f"HOLDFAST_{knob.upper()}", text)
+    assert getattr(current(), knob) == text.strip().lower()
+
+
+@pytest.mark.parametrize("knob", [*BOOLS, *STRICTNESSES])
+@pytest.mark.parametrize("text", ["", "maybe", "2", "None"])
+def test_a_value_that_is_not_understood_is_an_error_that_says_what_is(monkeypatch, knob, text):
+    variable = f"HOLDFAST_{knob.upper()}"
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ValueError, match=variable) as error:
+        current()
+    assert repr(text) in str(error.value)
+    assert ("true" if knob in BOOLS else "warn") in str(error.value)
+
+
+def test_the_environment_is_read_each_time(monkeypatch):
+    monkeypatch.setenv("HOLDFAST_VERIFY", "0")
+    assert not current().verify
+    monkeypatch.setenv("HOLDFAST_VERIFY", "1")
+    assert current().verify
+
+
+def test_an_override_wins_over_the_environment_and_ends_with_its_block(monkeypatch):
+    monkeypatch.setenv("HOLDFAST_REPLICA_CHECK", "error")
+    with override(replica_check="off") as inside:
+        assert inside.replica_check == current().replica_check == "off"
+    assert current().replica_check == "error"
+
+
+def test_overrides_nest():
+    with override(verify=False):
+        with override(allow_pickle=True) as both:
+            assert (both.verify, both.allow_pickle) == (False, True)
+            with override(verify=True):
+                assert (current().verify, current().allow_pickle) == (True, True)
+        assert (current().verify, current().allow_pickle) == (False, False)
+
+
+def _override_and_raise():
+    with override(verify=False):
+        raise KeyError
+
+
+def test_an_override_ends_when_its_block_raises():
+    with pytest.raises(KeyError):
+        _override_and_raise()
+    assert current().verify
+
+
+def test_an_override_holds_in_its_own_thread_only():
+    seen = []
+    with override(verify=False):
+        thread = threading.Thread(target=lambda: seen.append(current().verify))
+        thread.start()
+        thread.join()
+    assert seen == [True]
+
+
+def test_an_override_of_an_unknown_knob_is_an_error_and_leaves_nothing_behind():
+    with pytest.raises(TypeError, match="no_such_knob"), override(no_such_knob=1):
+        pass
+    assert current() == Settings()
+
+
+@pytest.mark.parametrize("knob", STRICTNESSES)
+@pytest.mark.parametrize("value", ["", "eror", "Warn", None, True, 2])
+def test_an_override_with_a_value_that_is_not_understood_is_an_error(knob, value):
+    with pytest.raises(ValueError, match=f"{knob}={value!r} is not understood.*'error'"), override(**{knob: value}):
+        pass
+    assert current() == Settings()
+
+
+@pytest.mark.parametrize("knob", BOOLS)
+def test_an_override_of_a_switch_with_something_else_is_an_error(knob):
+    with pytest.raises(ValueError, match=f"{knob}='off' is not understood"), override(**{knob: "off"}):
+        pass
+
+
+def test_planners_take_no_misspelt_strictness():
+    with pytest.raises(ValueError, match="replica_check='eror'"):
+        DefaultSavePlanner(replica_check="eror")
+    with pytest.raises(ValueError, match="dtype_change='eror'"):
+        DefaultLoadPlanner(dtype_change="eror")
