@@ -17,6 +17,7 @@ from holdfast.planning.plan import LoadPlan
 from holdfast.planning.planner import LoadPlanner
 from holdfast.saving import set_up_storage
 from holdfast.storage.contract import StorageReader
+from holdfast.storage.rank_local import shared_save_id
 
 logger = logging.getLogger(__name__)
 
@@ -62,42 +63,53 @@ class _Load:
 
     def _agree_on_index(self) -> Metadata:
         """Read the index. Ranks that see different checkpoints (a stale mount, a save going on) must not go on."""
-        metadata: list[Metadata] = []
+        found: list[Metadata] = []
 
         def look() -> _View:
-            metadata.append(self._read_index())
-            stored = metadata[0].storage_meta
-            # Where ranks saved for themselves other writers give each part an id of its own.
-            comparable = stored is not None and not self.saved_rank_by_rank
-            return _View(self.saved_rank_by_rank, stored.save_id if comparable and stored else None)
+            found.append(self._read_index())
+            return self._view_of(found[-1])
+
+        def look_again() -> _View:
+            """A part of another save than rank 0's is left over from more ranks; this rank has no part of its own."""
+            if views[self.ranks.rank] != views[0]:
+                found.append(self._merged_index() or found[-1])
+            return self._view_of(found[-1])
 
         views = self.ranks.all_gather("plan", look)
-        if len(set(views)) > 1:
+        if _differ(views) and all(view.saved_rank_by_rank for view in views):
+            views = self.ranks.all_gather("plan", look_again)
+        if _differ(views):
             self.ranks.all_gather_status("plan", lambda: _refuse_different_views(views))
-        return metadata[0]
+        return found[-1]
+
+    def _view_of(self, metadata: Metadata) -> _View:
+        if self.saved_rank_by_rank:
+            return _View(True, shared_save_id(metadata))
+        return _View(False, metadata.storage_meta.save_id if metadata.storage_meta else None)
 
     def _read_index(self) -> Metadata:
         try:
             return self.reader.read_metadata()
         except Exception as whole_failed:
-            # An index that is there and cannot be read must not be replaced by whatever else lies around.
-            unreadable = isinstance(whole_failed, HoldfastError) and not isinstance(whole_failed, FileNotFoundError)
-            if unreadable or "kwargs" not in inspect.signature(self.reader.read_metadata).parameters:
+            takes_rank = "kwargs" in inspect.signature(self.reader.read_metadata).parameters
+            if _is_there(whole_failed) or not takes_rank:
                 raise
             try:
                 own = self.reader.read_metadata(rank=self.ranks.rank)
             except Exception as own_failed:
-                merged = self._merged_index(own_failed)
+                if _is_there(own_failed):
+                    raise
+                merged = self._merged_index() if isinstance(own_failed, FileNotFoundError) else None
                 if merged is None:
                     raise whole_failed from None
                 own = merged
         self.saved_rank_by_rank = True
         return own
 
-    def _merged_index(self, cause: Exception) -> Metadata | None:
+    def _merged_index(self) -> Metadata | None:
         """The index of all ranks' parts together, if the reader can make one."""
         merge: Any = getattr(self.reader, "read_merged_rank_metadata", None)
-        if merge is None or not isinstance(cause, FileNotFoundError):
+        if merge is None:
             return None
         try:
             merged: Metadata = merge(self.ranks.rank)
@@ -132,6 +144,18 @@ class _Load:
 
     def _read(self, plan: LoadPlan) -> None:
         self.reader.read_data(self.planner.finish_plan(plan), self.planner).wait()
+
+
+def _is_there(error: Exception) -> bool:
+    """Whether there is an index and it cannot be read. It must not be replaced by whatever else lies around."""
+    return isinstance(error, (HoldfastError, OSError)) and not isinstance(error, FileNotFoundError)
+
+
+def _differ(views: list[_View]) -> bool:
+    """Whether these are views of different checkpoints. Of parts whose writer gave no common id nobody can tell."""
+    by_rank = views[0].saved_rank_by_rank
+    ids = {view.save_id for view in views if view.save_id is not None or not by_rank}
+    return any(view.saved_rank_by_rank != by_rank for view in views) or len(ids) > 1
 
 
 def _refuse_different_views(views: list[_View]) -> None:

@@ -13,7 +13,6 @@ import uuid
 from typing import Any
 
 from holdfast.coordination.collectives import Collectives
-from holdfast.errors import CheckpointException
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.notices import warn_caller
 from holdfast.planning.plan import SavePlan
@@ -61,13 +60,13 @@ class _Save:
             raise
         try:
             return self.ranks.all_reduce("write", lambda: self._write(plan), self._commit)
-        except CheckpointException:
+        except BaseException:
             if self.ranks.is_coordinator:
                 self._call_if_present(self.writer, "discard_unfinished")
             raise
 
     def each_for_itself(self) -> Metadata:
-        """Each rank commits an index of its own part, once all have written theirs."""
+        """Each rank writes an index of its own part. Rank 0's is put in place first, which commits all of them."""
         self.planner.peers = (self.ranks.rank,)
         self._share_save_id()
 
@@ -77,13 +76,17 @@ class _Save:
 
         try:
             results = self.ranks.all_gather_status("write", write_own_part)
-        except CheckpointException:
+            metadata = self.ranks.all_gather_status("write", lambda: self._commit([results]))
+        except BaseException:
             self._call_if_present(self.writer, "discard_unfinished")
             raise
-        metadata = self.ranks.all_gather_status("write", lambda: self._commit([results]))
         world_size = self.ranks.world_size
-        self.ranks.broadcast("write", lambda: self._call_if_present(self.writer, "commit_rank_local", world_size))
-        self._call_if_present(self.writer, "sweep_rank_local", world_size)
+        self.ranks.all_gather_status(
+            "write", lambda: self._call_if_present(self.writer, "commit_rank_local", world_size)
+        )
+        self.ranks.all_gather_status(
+            "write", lambda: self._call_if_present(self.writer, "finish_rank_local", world_size)
+        )
         return metadata
 
     def _plan_locally(self, *, use_collectives: bool = True) -> SavePlan:
@@ -114,8 +117,7 @@ class _Save:
     def _share_save_id(self) -> None:
         """Give all ranks' parts one id, so that parts of different saves are told apart when they are loaded."""
         save_id = self.ranks.broadcast("plan", lambda: str(uuid.uuid4()))
-        if hasattr(self.writer, "save_id"):
-            self.writer.save_id = save_id
+        self._call_if_present(self.writer, "share_save", save_id)
 
     @staticmethod
     def _call_if_present(target: object, method: str, *args: Any) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import holdfast.dcp as dcp
-from holdfast.errors import HoldfastError, UnsupportedTensorError
+from holdfast.errors import UnsupportedTensorError
 from tests.dcp.states import (
     DIRECTIONS,
     LAYOUTS,
@@ -217,7 +217,7 @@ def test_what_has_no_bytes_is_refused_by_name_and_nothing_is_written(tmp_path, k
     assert list(tmp_path.iterdir()) == []
 
 
-def refuse_dtensors_that_cannot_be_stored():
+def refuse_dtensors_that_cannot_be_stored(path):
     mesh = init_device_mesh("cpu", (2,))
     unreduced = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
     without_data = DTensor.from_local(torch.empty(2, device="meta"), mesh, [Replicate()], run_check=False)
@@ -225,14 +225,15 @@ def refuse_dtensors_that_cannot_be_stored():
     errors = []
     for bad in (unreduced, without_data, misfit):
         with pytest.raises(dcp.CheckpointException) as caught:
-            dcp.save({"model": {"bad": bad}}, checkpoint_id="/tmp/never-written")
+            dcp.save({"model": {"bad": bad}}, checkpoint_id=path)
         error = next(iter(caught.value.failures.values()))[0]
         errors.append((type(error), error.key, "'model.bad'" in str(error)))
     return errors
 
 
-def test_dtensors_that_cannot_be_stored_are_refused_by_name(ranks: RankPool):
-    assert ranks(2).run(refuse_dtensors_that_cannot_be_stored) == [[(UnsupportedTensorError, "model.bad", True)] * 3] * 2
+def test_dtensors_that_cannot_be_stored_are_refused_by_name(ranks: RankPool, tmp_path):
+    refused = [(UnsupportedTensorError, "model.bad", True)] * 3
+    assert ranks(2).run(refuse_dtensors_that_cannot_be_stored, tmp_path) == [refused] * 2
 
 
 def refuse_to_load_into_an_unreduced_tensor(path):
@@ -271,23 +272,23 @@ def test_every_layout_arrives_even_uneven_and_empty_on_some_ranks(ranks: RankPoo
 def empty_and_scalar_dtensors(path, saver, loader):
     line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
 
-    def make(number):
+    def make(factor):
         return {
-            "scalar": distributed(torch.tensor(number), line, [Replicate()]),
-            "scalar on a grid": distributed(torch.tensor(number), grid, [Replicate(), Replicate()]),
+            "scalar": distributed(torch.tensor(7.5 * factor), line, [Replicate()]),
+            "scalar on a grid": distributed(torch.tensor(7.5 * factor), grid, [Replicate(), Replicate()]),
             "no rows": distributed(torch.empty(0, 3), line, [Shard(0)]),
             "no columns": distributed(torch.empty(5, 0), grid, [Shard(0), Shard(1)]),
-            "three dimensions": distributed(torch.full((5, 3, 7), number), grid, [Shard(2), Shard(-3)]),
+            "three dimensions": distributed(numbered(5, 3, 7, start=1) * factor, grid, [Shard(2), Shard(-3)]),
         }
 
-    save(saver, make(7.5), path)
-    target = make(0.0)
+    save(saver, make(1), path)
+    target = make(0)
     load(loader, target, path)
-    return [key for key, tensor in make(7.5).items() if not same_parts(tensor, target[key])]
+    return [key for key, tensor in make(1).items() if not same_parts(tensor, target[key])]
 
 
 @in_all_directions
-def test_dtensors_without_dimensions_or_elements_arrive(ranks: RankPool, tmp_path, saver, loader):
+def test_dtensors_with_no_or_many_dimensions_or_without_elements_arrive(ranks: RankPool, tmp_path, saver, loader):
     assert ranks(4).run(empty_and_scalar_dtensors, tmp_path, saver, loader) == [[]] * 4
 
 
@@ -300,12 +301,13 @@ def save_and_load_on_few_ranks(path, saver, loader):
     load(loader, {"few": target}, path)
     everywhere = blank(full)
     load(loader, {"few": everywhere}, path)
-    return [same_bits(part, mine) for part, mine in zip(parts(target), parts(distributed(full, mesh, [Shard(0)])), strict=True)], same_bits(everywhere, full)
+    arrived = same_parts(target, distributed(full, mesh, [Shard(0)])) and same_bits(everywhere, full)
+    return len(parts(target)), arrived
 
 
 @in_all_directions
 def test_a_rank_outside_of_the_mesh_takes_part_without_data(ranks: RankPool, tmp_path, saver, loader):
-    inside, outside = ([True], True), ([], True)
+    inside, outside = (1, True), (0, True)
     assert ranks(3).run(save_and_load_on_few_ranks, tmp_path, saver, loader) == [inside, inside, outside]
 
 
@@ -508,7 +510,3 @@ def load_into_a_meta_sharded_tensor(path):
 
 def test_a_sharded_tensor_on_the_meta_device_is_refused_by_name(ranks: RankPool, tmp_path):
     ranks(2).run(load_into_a_meta_sharded_tensor, tmp_path)
-
-
-def test_errors_of_this_file_are_holdfast_errors():
-    assert issubclass(UnsupportedTensorError, HoldfastError)

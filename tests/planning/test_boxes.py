@@ -164,6 +164,17 @@ def test_first_overlap_finds_a_repeated_cell_of_a_grid_and_a_box_across_cells():
     assert first_overlap([*cells, Box((2, 2), (0, 3))]) is None
 
 
+def test_first_overlap_is_the_one_that_comes_first_in_the_list():
+    left, right = Box((0,), (2,)), Box((2,), (2,))
+    assert first_overlap([right, left, left, right]) == (0, 3)
+
+
+def test_boxes_that_start_at_the_same_row_but_end_at_different_ones_are_no_grid():
+    short, long = Box((0, 0), (2, 1)), Box((0, 1), (5, 1))
+    assert first_overlap([short, long, Box((3, 0), (1, 1))]) is None
+    assert first_overlap([short, long, Box((3, 1), (1, 1))]) == (1, 2)
+
+
 def test_boxes_without_dimensions_overlap_each_other():
     assert first_overlap([Box((), ())]) is None
     assert first_overlap([Box((), ()), Box((), ())]) == (0, 1)

@@ -1,7 +1,7 @@
 """The planners that are used when none is given, and the functions that they consist of."""
 
 from holdfast.metadata import ChunkStorageMetadata, Metadata
-from holdfast.planning.boxes import Box, first_overlap, out_of_bounds
+from holdfast.planning.boxes import first_overlap, out_of_bounds
 from holdfast.planning.global_plan import create_default_global_save_plan
 from holdfast.planning.global_plan import validate_global_plan as _validate_global_plan
 from holdfast.planning.load_planner import (
@@ -35,13 +35,9 @@ def _create_default_local_metadata(state_dict: dict[str, object]) -> Metadata:
 
 def _check_box_overlap(box0: ChunkStorageMetadata, box1: ChunkStorageMetadata) -> bool:
     """Whether two chunks share an element."""
-    return first_overlap([_box(box0), _box(box1)]) is not None
+    return first_overlap([box0, box1]) is not None
 
 
 def _check_box_bounds(outer_box_size: tuple[int, ...], inner_box: ChunkStorageMetadata) -> bool:
     """Whether a chunk lies inside of a tensor of the given size."""
-    return not out_of_bounds([_box(inner_box)], tuple(outer_box_size))
-
-
-def _box(chunk: ChunkStorageMetadata) -> Box:
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    return not out_of_bounds([inner_box], outer_box_size)

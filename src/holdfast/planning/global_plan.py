@@ -15,7 +15,7 @@ from holdfast.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from holdfast.planning.boxes import Box, first_overlap, out_of_bounds, volume
+from holdfast.planning.boxes import first_overlap, out_of_bounds, volume
 from holdfast.planning.plan import SavePlan, WriteItem, WriteItemType
 
 
@@ -78,16 +78,16 @@ def refuse_invalid_plan(global_plan: Sequence[SavePlan], metadata: Metadata) -> 
 
 
 def _problems_of_tensor(key: str, entry: TensorStorageMetadata, *, look_for_holes: bool) -> list[str]:
-    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+    chunks = entry.chunks
     problems = [
-        f"key '{key}': chunk {describe(entry.chunks[position])} lies outside of a tensor of size {list(entry.size)}"
-        for position in out_of_bounds(boxes, tuple(entry.size))
+        f"key '{key}': chunk {describe(chunks[position])} lies outside of a tensor of size {list(entry.size)}"
+        for position in out_of_bounds(chunks, entry.size)
     ]
-    pair = first_overlap(boxes)
+    pair = first_overlap(chunks)
     if pair is not None:
-        one, other = (describe(entry.chunks[position]) for position in pair)
+        one, other = (describe(chunks[position]) for position in pair)
         problems.append(f"key '{key}': chunks {one} and {other} overlap")
-    stored = sum(volume(box.sizes) for box in boxes)
+    stored = sum(volume(chunk.sizes) for chunk in chunks)
     if look_for_holes and not problems and stored != volume(entry.size):
         problems.append(f"key '{key}': {stored} of {volume(entry.size)} elements are in the chunks of the ranks")
     return problems

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from holdfast.errors import StateMismatchError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from holdfast.planning.boxes import Box, overlaps, uncovered
+from holdfast.planning.boxes import Overlap, overlaps, uncovered
 from holdfast.planning.plan import LoadItemType, ReadItem
 
 
@@ -20,12 +19,11 @@ def create_read_items_for_chunk_list(
 
     Raises if a part of a local chunk is in none of the stored ones: it would silently keep its old content.
     """
-    targets, sources = _boxes(local_chunks), _boxes(checkpoint_md.chunks)
-    found = overlaps(targets, sources)
-    _refuse_holes(fqn, checkpoint_md, targets, sources, found)
+    found = overlaps(local_chunks, checkpoint_md.chunks)
+    _refuse_holes(fqn, checkpoint_md, local_chunks, found)
     items = []
     for target_position, source_position, start, lengths in found:
-        target, source = targets[target_position], sources[source_position]
+        target, source = local_chunks[target_position], checkpoint_md.chunks[source_position]
         items.append(
             ReadItem(
                 type=LoadItemType.TENSOR,
@@ -46,15 +44,11 @@ def create_read_item_for_bytes(fqn: str) -> ReadItem:
 
 
 def _refuse_holes(
-    fqn: str,
-    stored: TensorStorageMetadata,
-    targets: Sequence[Box],
-    sources: Sequence[Box],
-    found: Sequence[tuple[int, int, Any, Any]],
+    fqn: str, stored: TensorStorageMetadata, targets: Sequence[ChunkStorageMetadata], found: Sequence[Overlap]
 ) -> None:
-    touching: list[list[Box]] = [[] for _ in targets]
-    for target_position, source_position, _, _ in found:
-        touching[target_position].append(sources[source_position])
+    touching: list[list[ChunkStorageMetadata]] = [[] for _ in targets]
+    for shared in found:
+        touching[shared.target].append(stored.chunks[shared.source])
     for target, pieces in zip(targets, touching, strict=True):
         hole = uncovered(target, pieces)
         if hole is not None:
@@ -66,10 +60,6 @@ def _refuse_holes(
             raise StateMismatchError(
                 f"{fqn}: {text}", missing=[], shapes={}, dtypes={}, kinds={}, uncovered={fqn: text}
             )
-
-
-def _boxes(chunks: Sequence[ChunkStorageMetadata]) -> list[Box]:
-    return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
 
 
 def _relative(start: Sequence[int], origin: Sequence[int]) -> torch.Size:

@@ -6,7 +6,7 @@ one this rank's part of that. What counts is the sum of the offsets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +37,7 @@ def local_shards(tensor: ShardedTensor) -> Iterator[LocalShard]:
             yield LocalShard(offsets, torch.Size(shard.metadata.shard_sizes), shard.tensor)
             continue
         for inner in local_shards(shard.tensor):
-            shifted = torch.Size([outer + own for outer, own in zip(offsets, inner.offsets, strict=True)])
-            yield LocalShard(shifted, inner.sizes, inner.tensor)
+            yield LocalShard(torch.Size(_sum(offsets, inner.offsets)), inner.sizes, inner.tensor)
 
 
 def flatten_sharded_tensors(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
@@ -51,9 +50,10 @@ def flatten_sharded_tensors(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
 
     def visit(path: Any, value: Any) -> None:
         if isinstance(value, ShardedTensor):
-            if not value.local_shards():
+            shards = value.local_shards()
+            if not shards:
                 return
-            if isinstance(value.local_shards()[0].tensor, ShardedTensor):
+            if len(shards) == 1 and isinstance(shards[0].tensor, ShardedTensor):
                 value = _flat_copy(value)
         set_element(result, path, value)
 
@@ -63,18 +63,14 @@ def flatten_sharded_tensors(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
 
 def _flat_copy(tensor: ShardedTensor) -> ShardedTensor:
     shards = list(local_shards(tensor))
-    if len(tensor.local_shards()) != 1 or len(shards) != 1:
+    if len(shards) != 1:
         raise ValueError(f"a nested ShardedTensor has one shard on a rank, this one has {len(shards)}")
     (mine,) = shards
     rank = dist.get_rank()
     own = ShardMetadata(list(mine.offsets), list(mine.sizes), _placement(rank, mine.tensor.device))
-    # The shards of the other ranks are not known here. A full description needs one shard per rank, so each of them
-    # is entered as an empty one behind the end; nothing that looks at local shards sees those.
-    others = [
-        ShardMetadata(list(tensor.size()), [0] * tensor.dim(), _placement(other, mine.tensor.device))
-        for other in range(dist.get_world_size())
-        if other != rank
-    ]
+    # A description must tile the tensor. Who holds the other shards does not matter to those who look at local ones.
+    another = _placement((rank + 1) % dist.get_world_size(), mine.tensor.device)
+    others = [ShardMetadata(offsets, sizes, another) for offsets, sizes in _held_elsewhere(tensor, [0] * tensor.dim())]
     inner = tensor.local_shards()[0].tensor
     assert isinstance(inner, ShardedTensor)
     whole = ShardedTensorMetadata(
@@ -86,6 +82,20 @@ def _flat_copy(tensor: ShardedTensor) -> ShardedTensor:
         [Shard(mine.tensor, own)], sharded_tensor_metadata=whole
     )
     return flat
+
+
+def _held_elsewhere(tensor: ShardedTensor, origin: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """The boxes of all shards but this rank's only one, at every level of nesting."""
+    (mine,) = tensor.local_shards()
+    for shard in tensor.metadata().shards_metadata:
+        if shard.shard_offsets != mine.metadata.shard_offsets:
+            yield _sum(origin, shard.shard_offsets), list(shard.shard_sizes)
+    if isinstance(mine.tensor, ShardedTensor):
+        yield from _held_elsewhere(mine.tensor, _sum(origin, mine.metadata.shard_offsets))
+
+
+def _sum(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [left + right for left, right in zip(one, other, strict=True)]
 
 
 def _placement(rank: int, device: torch.device) -> _remote_device:

@@ -18,7 +18,7 @@ FORMAT_VERSION = "1.0.0"
 # `__3_0.distcp` is what other writers of the format use, `__3_1f00ba42_0.distcp` what we use.
 _DATA_FILE = re.compile(r"__(?P<rank>\d+)_(?:[0-9a-f]{8}_)?\d+\.distcp")
 _RANK_METADATA = re.compile(r"__(?P<rank>\d+)\.metadata")
-_TEMPORARY = re.compile(r"(?:\.metadata|__\d+\.metadata)(?:\.[0-9a-f]{8})?\.tmp")
+_TEMPORARY = re.compile(r"(?:__(?P<rank>\d+))?\.metadata(?:\.[0-9a-f]{8})?\.tmp")
 
 
 def new_generation() -> str:
@@ -36,15 +36,21 @@ def metadata_name(rank: int | None) -> str:
     return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
 
 
-def temporary_name(final_name: str, generation: str) -> str:
-    """Where an index is written before it gets its name."""
-    return f"{final_name}.{generation}.tmp"
+def temporary_name(final_name: str, save_id: str) -> str:
+    """Where the index of a save is written before it gets its name; a generation does for the id."""
+    return f"{final_name}.{save_id[:8]}.tmp"
 
 
 def rank_of_index(name: str) -> int | None:
     """The rank of a rank's own index; None for other files."""
     match = _RANK_METADATA.fullmatch(name)
     return int(match["rank"]) if match else None
+
+
+def rank_of_temporary_index(name: str) -> int | None:
+    """The rank of a rank's own index that has not got its name yet; None for other files."""
+    match = _TEMPORARY.fullmatch(name)
+    return int(match["rank"]) if match and match["rank"] else None
 
 
 def is_data_file(name: str) -> bool:
@@ -62,12 +68,12 @@ def stale_names(present: Iterable[str], in_use: Collection[str]) -> list[str]:
 
 
 def stale_names_of_rank(present: Iterable[str], in_use: Collection[str], rank: int, world_size: int) -> list[str]:
-    """The same where each rank saves for itself: data of this rank, and on rank 0 data of ranks that are no more."""
+    """The same where each rank saves for itself: files of this rank, and on rank 0 those of ranks that are no more."""
     stale = []
     for name in (PurePath(path).name for path in present):
-        match = _DATA_FILE.fullmatch(name)
+        match = _DATA_FILE.fullmatch(name) or _TEMPORARY.fullmatch(name)
         if match is not None and name not in in_use:
-            owner = int(match["rank"])
+            owner = int(match["rank"] or 0)
             if owner == rank or (rank == 0 and owner >= world_size):
                 stale.append(name)
     return stale

@@ -10,13 +10,20 @@ from holdfast.metadata import Metadata, TensorStorageMetadata
 
 def merge_rank_metadata(parts: Mapping[int, Metadata], own_rank: int) -> Metadata:
     """One index out of the ranks' indexes. Where several ranks stored the same item, this rank's own comes first."""
-    _refuse_different_saves(parts)
+    parts = _of_one_save(parts)
     order = sorted(parts, key=lambda rank: (rank != own_rank, rank))
     merged = Metadata({}, planner_data={}, storage_data={}, version=parts[order[0]].version)
     merged.storage_meta = parts[order[0]].storage_meta
     for rank in order:
         _add(merged, parts[rank])
     return merged
+
+
+def shared_save_id(part: Metadata) -> str | None:
+    """The id that a part has in common with those of other ranks; None if its writer gave each rank another one."""
+    infos: Iterable[object] = (part.storage_data or {}).values()
+    is_ours = any(getattr(info, "seal", None) is not None for info in infos)
+    return part.storage_meta.save_id if is_ours and part.storage_meta else None
 
 
 def _add(merged: Metadata, part: Metadata) -> None:
@@ -31,22 +38,23 @@ def _add(merged: Metadata, part: Metadata) -> None:
                 entry = TensorStorageMetadata(entry.properties, entry.size, list(entry.chunks))
             merged.state_dict_metadata[key] = entry
         elif isinstance(known, TensorStorageMetadata) and isinstance(entry, TensorStorageMetadata):
+            if known.size != entry.size:
+                continue  # every rank has a tensor of its own under this key: the first one's it is
             present = {chunk.offsets for chunk in known.chunks}
             known.chunks.extend(chunk for chunk in entry.chunks if chunk.offsets not in present)
 
 
-def _refuse_different_saves(parts: Mapping[int, Metadata]) -> None:
-    """Ranks of one save share its id, if we wrote it; other writers give every rank another id."""
-    ids = {rank: part.storage_meta.save_id for rank, part in parts.items() if part.storage_meta and _is_ours(part)}
-    if len(set(ids.values())) > 1:
-        views = {rank: f"save {save_id}" for rank, save_id in ids.items()}
+def _of_one_save(parts: Mapping[int, Metadata]) -> Mapping[int, Metadata]:
+    """The parts of the save that rank 0's part is of. Others are left over from a larger number of ranks."""
+    ids = {rank: shared_save_id(part) for rank, part in parts.items()}
+    if ids.get(0) is not None:
+        return {rank: part for rank, part in parts.items() if ids[rank] in (None, ids[0])}
+    known = {rank: save_id for rank, save_id in ids.items() if save_id is not None}
+    if len(set(known.values())) > 1:
+        views = {rank: f"save {save_id}" for rank, save_id in known.items()}
         raise RankDisagreementError(
-            f"the ranks' parts of this checkpoint come from different saves: {views}. A save was interrupted between "
-            "ranks; load another checkpoint.",
+            f"the ranks' parts of this checkpoint come from different saves: {views}. Copy the missing index of rank 0 "
+            "back, or load another checkpoint.",
             views=views,
         )
-
-
-def _is_ours(part: Metadata) -> bool:
-    infos: Iterable[object] = (part.storage_data or {}).values()
-    return any(getattr(info, "seal", None) is not None for info in infos)
+    return parts

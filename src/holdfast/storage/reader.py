@@ -10,6 +10,7 @@ import io
 import uuid
 import zlib
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
 
@@ -33,7 +34,7 @@ from holdfast.planning.plan import LoadItemType, LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner
 from holdfast.storage import layout
 from holdfast.storage.contract import StorageReader
-from holdfast.storage.rank_local import merge_rank_metadata
+from holdfast.storage.rank_local import merge_rank_metadata, shared_save_id
 from holdfast.storage.transforms import ReaderTransforms, TransformRegistry
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
 from holdfast.stores.local import FileSystem
@@ -83,27 +84,55 @@ class FileSystemReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index of the whole checkpoint, or with ``rank=`` that of one rank's own part."""
-        name = layout.metadata_name(kwargs.get("rank"))
-        file = self._get_metadata_path(kwargs.get("rank"))
+        rank: int | None = kwargs.get("rank")
+        if rank:
+            name = self._committed_without_name(rank)
+            if name is not None:
+                return self._read_index(self.fs.concat_path(self.path, name))
+        return self._read_index(self._get_metadata_path(rank))
+
+    def read_merged_rank_metadata(self, rank: int) -> Metadata:
+        """One index out of the indexes of all ranks, for a checkpoint that was saved rank by rank."""
+        parts = {}
+        for name in self._names():
+            for other in (layout.rank_of_index(name), layout.rank_of_temporary_index(name)):
+                if other is not None and other not in parts:
+                    with suppress(CheckpointNotFoundError):  # it only has an index of a save that was not committed
+                        parts[other] = self.read_metadata(rank=other)
+        if not parts:
+            raise CheckpointNotFoundError(self._what_is_here_instead(layout.METADATA_NAME), path=str(self.path))
+        return merge_rank_metadata(parts, rank)
+
+    def _read_index(self, file: AnyPath) -> Metadata:
         try:
             with self.fs.create_stream(file, "rb") as stream:
                 data: bytes = stream.read()
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CheckpointNotFoundError(self._what_is_here_instead(name), path=str(self.path)) from error
+            raise CheckpointNotFoundError(
+                self._what_is_here_instead(PurePath(file).name), path=str(self.path)
+            ) from error
         metadata = decode_index(data, source=str(file), allow_pickle=self._allows_pickle())
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    def read_merged_rank_metadata(self, rank: int) -> Metadata:
-        """One index out of the indexes of all ranks, for a checkpoint that was saved rank by rank."""
-        present = self.fs.ls(self.path) if self.fs.exists(self.path) else []
-        found = [layout.rank_of_index(PurePath(path).name) for path in present]
-        parts = {other: self.read_metadata(rank=other) for other in found if other is not None}
-        if not parts:
-            raise CheckpointNotFoundError(self._what_is_here_instead(layout.METADATA_NAME), path=str(self.path))
-        return merge_rank_metadata(parts, rank)
+    def _committed_without_name(self, rank: int) -> str | None:
+        """A rank's index of the save that rank 0 has committed, if the save was killed before it got its name."""
+        waiting = [name for name in self._names() if layout.rank_of_temporary_index(name) == rank]
+        if not waiting:
+            return None
+        try:
+            committed = shared_save_id(self._read_index(self._get_metadata_path(0)))
+        except CheckpointNotFoundError:
+            return None
+        name = layout.temporary_name(layout.metadata_name(rank), committed or "")
+        return name if name in waiting else None
+
+    def _names(self) -> list[str]:
+        with suppress(OSError):
+            return [PurePath(path).name for path in self.fs.ls(self.path)]
+        return []
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn the index and the own role."""

@@ -84,6 +84,7 @@ class _FileSystemWriter(StorageWriter):
         self._in_use: set[str] = set()
         self._present_before: set[str] = set()
         self._may_be_committed = False
+        self._switches_together = False
         self._last_committed_id: str | None = None
 
     @property
@@ -158,16 +159,29 @@ class _FileSystemWriter(StorageWriter):
         with ThreadPoolExecutor(max_workers=self.thread_count, thread_name_prefix="holdfast-write") as pool:
             yield from pool.map(write, files)
 
+    def share_save(self, save_id: str) -> None:
+        """Called where ranks save for themselves: all parts carry this id, and are switched to together.
+
+        The index that ``finish`` writes is then put in place by ``commit_rank_local`` and ``finish_rank_local``.
+        """
+        self.save_id = save_id
+        self._switches_together = True
+
     def discard_unfinished(self) -> None:
-        """On the rank that commits, after a failure on any rank: remove what was written for this save.
+        """On ranks that commit, after a failure on any rank: remove what was written for this save.
 
         Once the index may be in place nothing is removed any more, whatever fails after that.
         """
         if not self._may_be_committed:
-            self._remove(layout.names_of_generation(self._present(), self._generation))
+            names = layout.names_of_generation(self._present(), self._generation)
+            self._remove([*names, self._temporary_index_name()])
+        self._switches_together = False
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit: check that everything was written, put the index in place, remove what it made useless."""
+        """Commit: check that everything was written, put the index in place, remove what it made useless.
+
+        Where the ranks switch together the index is written here, and gets its name later.
+        """
         stored = [result for part in results for result in part]
         metadata.storage_data = {result.index: result.storage_data for result in stored}
         metadata.version = layout.FORMAT_VERSION
@@ -175,19 +189,25 @@ class _FileSystemWriter(StorageWriter):
         _refuse_incomplete(metadata)
         _record_real_dtypes(metadata, stored)
         self._look_for_files(results)
-        self._publish(metadata)
-        self._last_committed_id = self.save_id
+        self._write_index(metadata)
         self._in_use = {info.relative_path for info in metadata.storage_data.values()} | {self._index_name()}
+        if self._switches_together and not self.use_collectives:
+            return
+        self._put_index_in_place()
         if self.use_collectives:
             self._remove(layout.stale_names(self._present_before, self._in_use))
 
     def commit_rank_local(self, world_size: int) -> None:
-        """On rank 0, after every rank has put its own index in place: remove the indexes that would hide those.
+        """After every rank has written its index: rank 0 commits, and removes the indexes that would hide the new ones.
 
-        Until this happens an earlier checkpoint of all ranks stays the one that is loaded.
+        Rank 0's index says which save the checkpoint is of. Readers find the other ranks' indexes of that save, even if
+        these never get their final names. Until ``.metadata`` is gone, an earlier checkpoint of all ranks is loaded.
         """
+        if self.rank:
+            return
+        self._put_index_in_place()
         outdated = [layout.METADATA_NAME]
-        for path in self._present():
+        for path in self.fs.ls(self.path):
             rank = layout.rank_of_index(PurePath(path).name)
             if rank is not None and rank >= world_size:
                 outdated.append(layout.metadata_name(rank))
@@ -197,8 +217,11 @@ class _FileSystemWriter(StorageWriter):
                 self.fs.rm_file(file)
         self.fs.sync_folder(self.path)
 
-    def sweep_rank_local(self, world_size: int) -> None:
-        """On every rank, after ``commit_rank_local``: remove what only the earlier checkpoint needed."""
+    def finish_rank_local(self, world_size: int) -> None:
+        """After ``commit_rank_local``: name the index, and remove what only the earlier checkpoint needed."""
+        if self.rank:
+            self._put_index_in_place()
+        self._switches_together = False
         self._remove(layout.stale_names_of_rank(self._present_before, self._in_use, self.rank or 0, world_size))
 
     def _index_name(self) -> str:
@@ -269,20 +292,32 @@ class _FileSystemWriter(StorageWriter):
                 "on a disk that all ranks share, the checkpoint can only be loaded after bringing the files together."
             )
 
-    def _publish(self, metadata: Metadata) -> None:
-        name = self._index_name()
-        temporary = self.fs.concat_path(self.path, layout.temporary_name(name, layout.new_generation()))
+    def _temporary_index_name(self) -> str:
+        return layout.temporary_name(self._index_name(), self.save_id if self._switches_together else self._generation)
+
+    def _write_index(self, metadata: Metadata) -> None:
+        temporary = self.fs.concat_path(self.path, self._temporary_index_name())
         try:
             with self.fs.create_stream(temporary, "wb") as stream:
                 stream.write(encode_index(metadata))
                 if self.sync_files:
                     flush_to_disk(stream)
-            self._may_be_committed = True
+        except BaseException:
+            with suppress(OSError):
+                self.fs.rm_file(temporary)
+            raise
+
+    def _put_index_in_place(self) -> None:
+        name = self._index_name()
+        temporary = self.fs.concat_path(self.path, self._temporary_index_name())
+        self._may_be_committed = True
+        try:
             self.fs.rename(temporary, self.fs.concat_path(self.path, name))
         except BaseException:
             with suppress(OSError):
                 self.fs.rm_file(temporary)
             raise
+        self._last_committed_id = self.save_id
         if self.sync_files:
             self.fs.sync_folder(self.path)
 

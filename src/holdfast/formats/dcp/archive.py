@@ -1,199 +1,167 @@
-"""One blob of a DCP data file: a torch.save archive, which is a zip file with every entry stored as it is.
+"""One blob of a DCP data file: an archive as ``torch.save`` writes it.
 
 Writing: everything around the raw bytes of a tensor follows from its dtype and shape, so that a writer can put down
-``prefix``, the bytes, and ``suffix`` in one pass, all lengths known in advance. Reading: the directory at the end of the
-archive tells where the raw bytes lie, without touching them.
+``prefix``, the bytes and ``suffix`` in one pass, with all lengths known in advance. Reading: ``read_directory`` finds
+the raw bytes without touching them and ``describe_tensor`` says what they are; ``read_tensor`` does both for a blob
+that is in memory.
 """
 
 from __future__ import annotations
 
-import struct
 import zlib
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, lru_cache
 from math import prod
+from typing import NamedTuple, cast
 
 import torch
+
+from holdfast.errors import UnsupportedTensorError
+from holdfast.formats.dcp import opcodes as op
+from holdfast.formats.dcp import zip_layout as layout
+from holdfast.formats.dcp.safe_pickle import load
+from holdfast.formats.dcp.stored_tensors import StoredArchive, StoredTensors, check_crc
+from holdfast.formats.dcp.tensor_records import (
+    LEGACY_STORAGES,
+    QUANTIZED_DTYPES,
+    StorageRecord,
+    TensorRecord,
+    describe_tensor,
+)
+from holdfast.formats.dcp.zip_layout import Entry, read_directory
+
+__all__ = [
+    "ALIGNMENT",
+    "Entry",
+    "StorageRecord",
+    "TensorArchive",
+    "TensorRecord",
+    "check_crc",
+    "describe_tensor",
+    "read_directory",
+    "read_tensor",
+]
 
 ALIGNMENT = 64
 """Raw tensor bytes start at a multiple of this, counted from the start of the blob."""
 
-_LOCAL = struct.Struct("<4s5H3I2H")
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-_END = struct.Struct("<4s4H2IH")
-_END64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR64 = struct.Struct("<4sIQI")
-_DESCRIPTOR = struct.Struct("<4s3I")
-_DESCRIPTOR64 = struct.Struct("<4sI2Q")
-_EXTRA = struct.Struct("<2H")
-_UTF8, _CRC_FOLLOWS = 0x0800, 0x0008
-_MAX32 = 0xFFFFFFFF
-_PADDING_ID, _ZIP64_ID = 0x4246, 0x0001
-_ROOT = b"archive/"
+_DESCRIPTION, _PAYLOAD = "data.pkl", "data/0"
+_PAYLOAD_NAME = (layout.ROOT + _PAYLOAD).encode()
 
-_LEGACY_STORAGES = {
-    torch.float32: "FloatStorage",
-    torch.float64: "DoubleStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage",
-    torch.int32: "IntStorage",
-    torch.int16: "ShortStorage",
-    torch.int8: "CharStorage",
-    torch.uint8: "ByteStorage",
-    torch.bool: "BoolStorage",
-    torch.complex64: "ComplexFloatStorage",
-    torch.complex128: "ComplexDoubleStorage",
-}
+
+class _Envelope(NamedTuple):
+    """What a dtype and a shape decide about an archive."""
+
+    prefix: bytes
+    payload_length: int
+    payload_entry: int
+    """Where the local header of the payload starts."""
+    lines: bytes
+    """The directory, except for the payload's line."""
 
 
 class TensorArchive:
-    """The archive of a contiguous tensor, without the tensor's bytes."""
+    """The archive of a tensor, without the tensor's bytes, which go in row-major order between prefix and suffix.
 
-    __slots__ = ("_description", "_payload_header_at", "payload_length", "prefix", "total_length")
+    >>> archive = TensorArchive(torch.float32, (2, 3))
+    >>> archive.payload_length
+    24
+    """
 
-    def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
-        self.payload_length = prod(sizes) * dtype.itemsize
-        self._description = _describe(dtype, sizes, self.payload_length)
-        before = _local_entry(b"data.pkl", self._description) + _fixed_entries()
-        self._payload_header_at = len(before)
-        self.prefix = before + _payload_header(len(before), self._needs_zip64())
-        self.total_length = len(self.prefix) + self.payload_length + len(self.suffix(0))
+    __slots__ = ("_envelope", "payload_length", "prefix")
+
+    def __init__(self, dtype: torch.dtype, sizes: Sequence[int]) -> None:
+        self._envelope = _envelope(dtype, tuple(sizes))
+        self.prefix = self._envelope.prefix
+        self.payload_length = self._envelope.payload_length
+
+    @property
+    def total_length(self) -> int:
+        """The length of the blob."""
+        return len(self.prefix) + self.payload_length + len(self.suffix(0))
 
     def suffix(self, payload_crc: int) -> bytes:
         """What follows the raw bytes, whose CRC-32 it records."""
-        length, zip64 = self.payload_length, self._needs_zip64()
-        form = _DESCRIPTOR64 if zip64 else _DESCRIPTOR
-        descriptor = form.pack(b"PK\x07\x08", payload_crc, length, length)
-        version_at = len(self.prefix) + length + len(descriptor)
-        version = _local_entry(b"version", b"3\n")
-        directory = [_central_entry(b"data.pkl", self._description, 0)]
-        position = _LOCAL.size + len(_ROOT + b"data.pkl") + len(self._description)
-        for name, content in _FIXED:
-            directory.append(_central_entry(name, content, position))
-            position += _LOCAL.size + len(_ROOT + name) + len(content)
-        directory.append(_central(b"data/0", payload_crc, length, self._payload_header_at, _CRC_FOLLOWS))
-        directory.append(_central_entry(b"version", b"3\n", version_at))
-        listing = b"".join(directory)
-        end = _end_of_directory(len(directory), len(listing), version_at + len(version))
-        return b"".join([descriptor, version, listing, end])
-
-    def _needs_zip64(self) -> bool:
-        # Offsets after the payload are a little larger than it; a zip64 descriptor does no harm below the limit.
-        return self.payload_length + (1 << 16) >= _MAX32
+        prefix, length, payload_entry, lines = self._envelope
+        form = layout.DESCRIPTOR64 if length >= layout.MAX32 else layout.DESCRIPTOR
+        descriptor = form.pack(layout.DESCRIPTOR_MAGIC, payload_crc, length, length)
+        line = layout.central_entry(_PAYLOAD, payload_crc, length, payload_entry, flags=layout.CRC_FOLLOWS)
+        position = len(prefix) + length + len(descriptor)
+        end = layout.end_of_archive(len(layout.FIXED) + 2, len(lines) + len(line), position)
+        return b"".join((descriptor, lines, line, end))
 
 
-def _describe(dtype: torch.dtype, sizes: tuple[int, ...], nbytes: int) -> bytes:
-    """The pickle that rebuilds the tensor from its storage."""
-    before, after, counts_bytes = _description_parts(dtype)
+@lru_cache(maxsize=4096)
+def _envelope(dtype: torch.dtype, sizes: tuple[int, ...]) -> _Envelope:
+    count = prod(sizes)
+    length = count * dtype.itemsize
+    description = _describe(dtype, count, sizes)
+    before = layout.FIXED_ENTRIES + layout.local_entry(_DESCRIPTION, description)
+    line = layout.central_entry(_DESCRIPTION, zlib.crc32(description), len(description), len(layout.FIXED_ENTRIES))
+    return _Envelope(before + _payload_header(len(before), length), length, len(before), layout.FIXED_LINES + line)
+
+
+def _payload_header(position: int, length: int) -> bytes:
+    """The header at ``position`` in front of the raw bytes, padded so that they are aligned."""
+    version, size, extra = 20, 0, b""
+    if length >= layout.MAX32:
+        version, size = 45, layout.MAX32
+        extra = layout.EXTRA.pack(layout.ZIP64_ID, 16) + length.to_bytes(8, "little") * 2
+    padding = -(position + layout.LOCAL.size + len(_PAYLOAD_NAME) + len(extra) + layout.EXTRA.size) % ALIGNMENT
+    extra += layout.EXTRA.pack(layout.PADDING_ID, padding) + bytes(padding)
+    flags, lengths = layout.UTF8 | layout.CRC_FOLLOWS, (size, size, len(_PAYLOAD_NAME), len(extra))
+    header = layout.LOCAL.pack(layout.LOCAL_MAGIC, version, flags, layout.STORED, 0, 0, 0, *lengths)
+    return header + _PAYLOAD_NAME + extra
+
+
+def _describe(dtype: torch.dtype, count: int, sizes: tuple[int, ...]) -> bytes:
+    """The pickle that rebuilds a contiguous tensor from its storage."""
+    before, after, unit = _description_parts(dtype)
     strides, step = [], 1
     for size in reversed(sizes):
-        strides.append(step)
+        strides.append(op.integer(step))
         step *= max(size, 1)
-    count = nbytes if counts_bytes else prod(sizes)
-    return b"".join(
-        [
-            before,
-            _pickled_int(count),
-            b"tQK\x00",
-            _pickled_tuple(sizes),
-            _pickled_tuple(tuple(reversed(strides))),
-            after,
-        ]
-    )
+    shape = op.tuple_of([op.integer(size) for size in sizes]) + op.tuple_of(strides[::-1])
+    return b"".join((before, op.integer(count * unit), op.TUPLE, op.PERSISTENT_ID, op.integer(0), shape, after))
 
 
 @cache
-def _description_parts(dtype: torch.dtype) -> tuple[bytes, bytes, bool]:
-    legacy = _LEGACY_STORAGES.get(dtype)
-    rebuild, storage = ("v2", f"torch\n{legacy}") if legacy else ("v3", "torch.storage\nUntypedStorage")
-    before = (
-        f"\x80\x02ctorch._utils\n_rebuild_tensor_{rebuild}\n((".encode("latin1")
-        + _pickled_text("storage")
-        + f"c{storage}\n".encode()
-        + _pickled_text("0")
-        + _pickled_text("cpu")
-    )
-    own_dtype = b"" if legacy else f"ctorch\n{str(dtype).removeprefix('torch.')}\n".encode()
-    return before, b"\x89ccollections\nOrderedDict\n)R" + own_dtype + b"tR.", not legacy
+def _description_parts(dtype: torch.dtype) -> tuple[bytes, bytes, int]:
+    """The description before the storage's length and after the shape, and the unit in which that length counts."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype in QUANTIZED_DTYPES:
+        raise UnsupportedTensorError(
+            f"{dtype} has no bytes without its scales; save torch.save's form of the tensor, or its int_repr().",
+            key="",
+            kind=name,
+        )
+    legacy = LEGACY_STORAGES.get(dtype)
+    rebuild = op.name("torch._utils", "_rebuild_tensor_v2" if legacy else "_rebuild_tensor_v3")
+    storage = op.name("torch", legacy) if legacy else op.name("torch.storage", "UntypedStorage")
+    reference = op.MARK + op.text("storage") + storage + op.text("0") + op.text("cpu")
+    no_hooks = op.name("collections", "OrderedDict") + op.CALL_WITHOUT_ARGUMENTS
+    own_dtype = b"" if legacy else op.name("torch", name)
+    before = op.PROTO_2 + rebuild + op.MARK + reference
+    after = op.FALSE + no_hooks + own_dtype + op.TUPLE + op.REDUCE + op.STOP
+    return before, after, 1 if legacy else dtype.itemsize
 
 
-def _pickled_text(text: str) -> bytes:
-    return b"X" + struct.pack("<I", len(text)) + text.encode()
+def read_tensor(
+    blob: bytes | bytearray | memoryview, *, source: str, key: str | None = None, verify: bool = True
+) -> torch.Tensor:
+    """The tensor in a blob, with the CRCs of all that it is made from checked.
 
-
-def _pickled_int(number: int) -> bytes:
-    if number < 1 << 8:
-        return b"K" + number.to_bytes(1, "little")
-    if number < 1 << 16:
-        return b"M" + number.to_bytes(2, "little")
-    if number < 1 << 31:
-        return b"J" + number.to_bytes(4, "little")
-    return b"\x8a\x08" + number.to_bytes(8, "little", signed=True)
-
-
-def _pickled_tuple(numbers: tuple[int, ...]) -> bytes:
-    content = b"".join(map(_pickled_int, numbers))
-    return content + (b")", b"\x85", b"\x86", b"\x87")[len(numbers)] if len(numbers) < 4 else b"(" + content + b"t"
-
-
-_FIXED = (
-    (b".format_version", b"1"),
-    (b".storage_alignment", str(ALIGNMENT).encode()),
-    (b"byteorder", __import__("sys").byteorder.encode()),
-)
-
-
-@cache
-def _fixed_entries() -> bytes:
-    return b"".join(_local_entry(name, content) for name, content in _FIXED)
-
-
-def _local_entry(name: bytes, content: bytes) -> bytes:
-    name = _ROOT + name
-    size = len(content)
-    header = _LOCAL.pack(b"PK\x03\x04", 20, _UTF8, 0, 0, 0, zlib.crc32(content), size, size, len(name), 0)
-    return header + name + content
-
-
-def _payload_header(position: int, zip64: bool) -> bytes:
-    """The header in front of the raw bytes, padded so that they are aligned."""
-    name = _ROOT + b"data/0"
-    sizes = _EXTRA.pack(_ZIP64_ID, 16) + bytes(16) if zip64 else b""
-    unpadded = position + _LOCAL.size + len(name) + len(sizes) + _EXTRA.size
-    padding = -unpadded % ALIGNMENT
-    extra = sizes + _EXTRA.pack(_PADDING_ID, padding) + bytes(padding)
-    flags, size = _UTF8 | _CRC_FOLLOWS, _MAX32 if zip64 else 0
-    return (
-        _LOCAL.pack(b"PK\x03\x04", 45 if zip64 else 20, flags, 0, 0, 0, 0, size, size, len(name), len(extra))
-        + name
-        + extra
-    )
-
-
-def _central_entry(name: bytes, content: bytes, position: int) -> bytes:
-    return _central(name, zlib.crc32(content), len(content), position, 0)
-
-
-def _central(name: bytes, crc: int, size: int, position: int, flags: int) -> bytes:
-    name = _ROOT + name
-    large = [number for number in (size, size, position) if number >= _MAX32]
-    extra = _EXTRA.pack(_ZIP64_ID, 8 * len(large)) + struct.pack(f"<{len(large)}Q", *large) if large else b""
-    version, short, at = (45 if large else 20), min(size, _MAX32), min(position, _MAX32)
-    flags |= _UTF8
-    fixed = (b"PK\x01\x02", version, version, flags, 0, 0, 0, crc, short, short, len(name), len(extra), 0, 0, 0, 0, at)
-    return _CENTRAL.pack(*fixed) + name + extra
-
-
-def _end_of_directory(count: int, length: int, position: int) -> bytes:
-    end = _END.pack(b"PK\x05\x06", 0, 0, count, count, length, min(position, _MAX32), 0)
-    if position < _MAX32:
-        return end
-    at = position + length
-    end64 = _END64.pack(b"PK\x06\x06", _END64.size - 12, 45, 45, 0, 0, count, count, length, position)
-    return end64 + _LOCATOR64.pack(b"PK\x06\x07", 0, at, 1) + end
-
-
-def read_tensor(blob: bytes | memoryview, *, source: str, key: str, verify: bool = True) -> torch.Tensor:
-    import io
-
-    return torch.load(io.BytesIO(blob), weights_only=True)
+    It uses the memory of ``blob`` if that may be written to (a ``bytearray``, say), else a copy.
+    """
+    archive = StoredArchive(blob, source=source, key=key, verify=verify)
+    tensors = StoredTensors(archive, share=True)
+    description = archive.pickle()
+    record = describe_tensor(description, source=source, key=key)
+    try:
+        if record.quantizer is None:
+            return tensors.tensor(record).detach()
+        # Its scales may be tensors of their own, with storages of their own.
+        made = load(description, tensors.find, source=source, key=key, persistent_load=tensors.reference)
+        return cast(torch.Tensor, made).detach()
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise layout.damaged(source, key, f"its description does not fit its bytes: {error}") from error

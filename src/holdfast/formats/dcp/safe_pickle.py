@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -79,7 +79,10 @@ def draft_of(name: str, finish: Callable[[Any], Any]) -> Known:
     return Known(Inert(name), new=start)
 
 
-Table = Mapping[Name, Known]
+class Refusal(Exception):
+    """Raised by what a name does, when it is asked for more than is safe. Arguments: the module and the name."""
+
+
 Find = Callable[[str, str], Known | None]
 
 
@@ -92,11 +95,14 @@ def load(
     persistent_load: Callable[[Any], Any] | None = None,
 ) -> Any:
     """The object that ``data`` describes, made of what ``find`` knows. Bytes after its end are an error."""
-    machine = Machine(data, find, key, persistent_load)
+    machine = Machine(data, find, persistent_load)
     try:
         result = machine.run()
     except HoldfastError:
         raise
+    except Refusal as refusal:
+        module, name = refusal.args
+        refuse(module, name, key)
     except Exception as error:  # MemoryError and RecursionError too: the file asked for it
         raise damaged_pickle(error, source=source, key=key, position=machine.position) from error
     if machine.position != len(data):
@@ -174,7 +180,6 @@ class Machine:
 
     __slots__ = (
         "_find",
-        "_key",
         "_marks",
         "_named",
         "_persistent_load",
@@ -186,7 +191,7 @@ class Machine:
         "stack",
     )
 
-    def __init__(self, data: bytes, find: Find, key: str | None, persistent_load: Callable[[Any], Any] | None) -> None:
+    def __init__(self, data: bytes, find: Find, persistent_load: Callable[[Any], Any] | None) -> None:
         self.data = data
         self.position = 0
         self.stack: list[Any] = []
@@ -195,7 +200,6 @@ class Machine:
         self._marks: list[list[Any]] = []
         self._find = find
         self._named: dict[int, Known] = {}
-        self._key = key
         self._unfinished = 0
         self._persistent_load = persistent_load
 
@@ -216,8 +220,14 @@ class Machine:
         return result
 
     def known(self, value: Any) -> Known | None:
-        """The entry behind something that the file named."""
-        return self._named.get(id(value))
+        """The entry behind something that the file has named, or that a call has found for it."""
+        known = self._named.get(id(value))
+        if known is None and isinstance(value, type):
+            known = self._find(value.__module__, value.__qualname__)
+            if known is None or known.value is not value:
+                return None
+            self._named[id(value)] = known
+        return known
 
     # Raw input
 
@@ -450,7 +460,7 @@ class Machine:
             raise TypeError("a name that is not text")
         known = self._find(module, name)
         if known is None:
-            refuse(module, name, self._key)
+            raise Refusal(module, name)
         self._named[id(known.value)] = known
         self.stack.append(known.value)
 
@@ -463,12 +473,12 @@ class Machine:
         self._push_name(module, name)
 
     def _is_ours(self, value: Any) -> bool:
-        """Whether the class of ``value`` is one that this file has named."""
-        return id(type(value)) in self._named
+        """Whether the class of ``value`` is one that this file may make objects of."""
+        return self.known(type(value)) is not None
 
     def _reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
-        known = self._named.get(id(function))
+        known = self.known(function)
         if known is None or known.call is None or type(arguments) is not tuple:
             raise TypeError(f"a call of {brief(function)}")
         self._push_made(known.call(*arguments))
@@ -482,7 +492,7 @@ class Machine:
         self._construct(cls, arguments, keywords)
 
     def _construct(self, cls: Any, arguments: Any, keywords: Any) -> None:
-        known = self._named.get(id(cls))
+        known = self.known(cls)
         if known is None or known.new is None or type(arguments) is not tuple or type(keywords) is not dict:
             raise TypeError(f"a new object of {brief(cls)}")
         self._push_made(known.new(*arguments, **keywords))
@@ -502,7 +512,7 @@ class Machine:
                     self.memo[slot] = finished
             self.stack[-1] = finished
             return
-        known = self._named.get(id(type(target)))
+        known = self.known(type(target))
         if known is None or known.build is None:
             raise TypeError(f"a state for a {type(target).__name__}")
         self.stack[-1] = known.build(target, state)

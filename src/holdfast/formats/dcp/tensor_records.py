@@ -41,6 +41,8 @@ _QUANTIZED_STORAGES = {
     torch.qint32: "QInt32Storage",
 }
 
+QUANTIZED_DTYPES = {*_QUANTIZED_STORAGES, torch.quint4x2, torch.quint2x4}
+
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 _MOST = 1 << 63
@@ -105,9 +107,8 @@ def _check_bounds(record: TensorRecord) -> None:
     if 0 not in sizes:
         last += 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     if last * record.dtype.itemsize > record.storage.nbytes:
-        raise ValueError(
-            f"a tensor that reaches to byte {last * record.dtype.itemsize} of a storage of {record.storage.nbytes} bytes"
-        )
+        end = last * record.dtype.itemsize
+        raise ValueError(f"a tensor that reaches to byte {end} of a storage of {record.storage.nbytes} bytes")
 
 
 class TensorNames:
@@ -121,29 +122,30 @@ class TensorNames:
         self._make = make
         self._made: dict[int, tuple[TensorRecord, Any]] = {}
         self._storages: dict[int, tuple[StorageRecord, Any]] = {}
-        self._rebuilds: dict[int, Callable[..., TensorRecord]] = {}
-        self.table = dict(self._names())
-
-    def add_storage(self, value: Any, record: StorageRecord) -> None:
-        """Let the calls know that ``value`` stands for the storage that ``record`` describes."""
-        self._storages[id(value)] = record, value
-
-    def _names(self) -> Iterator[tuple[Name, Known]]:
-        for name, rebuild in {
+        self._rebuilds: dict[str, Callable[..., TensorRecord]] = {
             "_rebuild_tensor": self._rebuild_tensor,
             "_rebuild_tensor_v2": self._rebuild_tensor_v2,
             "_rebuild_tensor_v3": self._rebuild_tensor_v3,
             "_rebuild_qtensor": self._rebuild_qtensor,
             "_rebuild_parameter": self._rebuild_parameter,
-        }.items():
-            function = Inert(f"torch._utils.{name}")
-            self._rebuilds[id(function)] = rebuild
-            yield ("torch._utils", name), Known(function, call=self._call_of(rebuild))
-        with_state = Inert("torch._utils._rebuild_parameter_with_state")
-        yield ("torch._utils", "_rebuild_parameter_with_state"), Known(with_state, call=self._rebuild_with_state)
-        with_type = Inert("torch._tensor._rebuild_from_type_v2")
-        yield ("torch._tensor", "_rebuild_from_type_v2"), Known(with_type, call=self._rebuild_from_type)
-        yield from _SHARED.items()
+        }
+
+    def find(self, module: str, name: str) -> Known | None:
+        """The entry of a name."""
+        shared = _SHARED.get((module, name))
+        if shared is None or type(shared.value) is not Inert:
+            return shared
+        if module == "torch._utils" and name in self._rebuilds:
+            return Known(shared.value, call=self._call_of(self._rebuilds[name]))
+        if name == "_rebuild_parameter_with_state":
+            return Known(shared.value, call=self._rebuild_with_state)
+        if name == "_rebuild_from_type_v2":
+            return Known(shared.value, call=self._rebuild_from_type)
+        return shared
+
+    def add_storage(self, value: Any, record: StorageRecord) -> None:
+        """Let the calls know that ``value`` stands for the storage that ``record`` describes."""
+        self._storages[id(value)] = record, value
 
     def _call_of(self, rebuild: Callable[..., TensorRecord]) -> Callable[..., Any]:
         return lambda *arguments: self._finish(rebuild(*arguments), {})
@@ -194,7 +196,7 @@ class TensorNames:
         return self._finish(self._rebuild_parameter(data, requires_grad, hooks), _attributes(state))
 
     def _rebuild_from_type(self, function: Any, cls: Any, arguments: Any, state: Any) -> Any:
-        rebuild = self._rebuilds.get(id(function))
+        rebuild = self._rebuilds.get(function.name) if type(function) is Inert else None
         if rebuild is None or cls not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(f"a tensor made by {brief(function)}")
         return self._finish(rebuild(*_typed(arguments, tuple)), _attributes(state))
@@ -213,15 +215,15 @@ class TensorNames:
         known = self._storages.get(id(storage))
         if known is None:
             raise TypeError(f"{brief(storage)} as a storage")
-        own = known[0].dtype or dtype
-        if own is None or (quantizer is None) == (own in _QUANTIZED_STORAGES):
+        own_dtype = dtype or known[0].dtype
+        if own_dtype is None or (quantizer is None) == (own_dtype in QUANTIZED_DTYPES):
             raise TypeError("a tensor without a dtype that it could have")
         marks = {} if flags is None else _typed(flags, dict)
         if not marks.keys() <= {"conj", "neg"}:
             raise ValueError("a tensor with unknown marks")
         return TensorRecord(
             known[0],
-            dtype or own,
+            own_dtype,
             _counts((offset,))[0],
             _counts(size),
             _counts(stride),
@@ -244,6 +246,21 @@ def storage_record(persistent_id: Any) -> StorageRecord:
 
 def describe_tensor(data_pkl: bytes, *, source: str, key: str | None = None) -> TensorRecord:
     """What ``data.pkl`` of a tensor's archive says: where in which storage its elements lie. Nothing is read."""
+    record = _described.get(data_pkl)
+    if record is None:
+        record = _describe(data_pkl, source, key)
+        if len(_described) >= _MOST_DESCRIBED:
+            _described.clear()
+        _described[data_pkl] = record
+    return record
+
+
+_MOST_DESCRIBED = 4096
+# Tensors of the same dtype and shape have the same description, and a checkpoint has few different ones.
+_described: dict[bytes, TensorRecord] = {}
+
+
+def _describe(data_pkl: bytes, source: str, key: str | None) -> TensorRecord:
     names = TensorNames(lambda record, _: _Made(record))
 
     def reference(persistent_id: Any) -> Any:
@@ -251,7 +268,7 @@ def describe_tensor(data_pkl: bytes, *, source: str, key: str | None = None) -> 
         names.add_storage(record, record)
         return record
 
-    made = load(data_pkl, lambda *name: names.table.get(name), source=source, key=key, persistent_load=reference)
+    made = load(data_pkl, names.find, source=source, key=key, persistent_load=reference)
     if type(made) is not _Made:
         problem = TypeError(f"{brief(made)} instead of a tensor")
         raise damaged_pickle(problem, source=source, key=key, position=len(data_pkl))
@@ -291,6 +308,12 @@ def _typed(value: Any, cls: type[T]) -> T:
 
 
 def _shared() -> Iterator[tuple[Name, Known]]:
+    # What the calls do depends on who reads; only their names are the same for all.
+    for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor"):
+        yield ("torch._utils", name), Known(Inert(name))
+    for name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
+        yield ("torch._utils", name), Known(Inert(name))
+    yield ("torch._tensor", "_rebuild_from_type_v2"), Known(Inert("_rebuild_from_type_v2"))
     for name in (*LEGACY_STORAGES.values(), *_QUANTIZED_STORAGES.values()):
         yield ("torch", name), Known(Inert(f"torch.{name}"))
     yield ("torch.storage", "UntypedStorage"), Known(Inert("torch.storage.UntypedStorage"))

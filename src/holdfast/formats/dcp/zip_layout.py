@@ -8,6 +8,7 @@ torch and Holdfast write and the file's name in what people copied from ``torch.
 from __future__ import annotations
 
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -34,6 +35,9 @@ STORED = 0
 MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
 PADDING_ID, ZIP64_ID = 0x4246, 0x0001
 ROOT = "archive/"
+
+FIXED = (("version", b"3\n"), ("byteorder", sys.byteorder.encode()))
+"""What is the same in every archive. It comes first, so that its place is the same too."""
 
 _WINDOW = 4096
 
@@ -78,16 +82,15 @@ def end_of_archive(count: int, length: int, position: int) -> bytes:
     return end64 + LOCATOR64.pack(LOCATOR64_MAGIC, 0, position + length, 1) + end
 
 
-def pack_archive(contents: Iterable[tuple[str, bytes]]) -> bytes:
-    """An archive of a few small entries."""
-    entries, directory, position = [], [], 0
-    for name, content in contents:
-        entries.append(local_entry(name, content))
-        directory.append(central_entry(name, zlib.crc32(content), len(content), position))
-        position += len(entries[-1])
-    listing = b"".join(directory)
-    return b"".join([*entries, listing, end_of_archive(len(directory), len(listing), position)])
+def _fixed() -> tuple[bytes, bytes]:
+    entries, lines = b"", b""
+    for name, content in FIXED:
+        lines += central_entry(name, zlib.crc32(content), len(content), len(entries))
+        entries += local_entry(name, content)
+    return entries, lines
 
+
+FIXED_ENTRIES, FIXED_LINES = _fixed()
 
 # Reading
 

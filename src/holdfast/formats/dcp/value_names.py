@@ -1,0 +1,287 @@
+"""What may be in a stored value without the reader's opt-in: data types of Python, torch and numpy.
+
+Each entry takes apart what a hostile file could hand it: no argument here can run code, reserve memory that the file
+does not pay for with bytes of its own, or put an object into a state that its class would not have reached itself.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import os
+import pathlib
+import re
+import uuid
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, TypeVar
+
+import torch
+
+from holdfast.formats.dcp.numpy_names import numpy_names
+from holdfast.formats.dcp.registered import find_registered
+from holdfast.formats.dcp.safe_pickle import Inert, Known, Name, Refusal, brief, check_key, draft_of
+
+T = TypeVar("T")
+
+# Names that Python 2 had, which protocol 2 still writes.
+_RENAMED_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_RENAMED = {("builtins", "xrange"): ("builtins", "range"), ("builtins", "long"): ("builtins", "int")}
+
+_FRACTION = re.compile(r"-?\d{1,4000}(/\d{1,4000})?")
+_PLAIN_TYPES = (bool, bytes, bytearray, complex, dict, float, frozenset, int, list, object, set, slice, str, tuple)
+_FACTORIES = {bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple, Counter, OrderedDict, deque}
+_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+
+def find_plain(module: str, name: str) -> Known | None:
+    """The entry of a name that has nothing to do with tensors."""
+    wanted = _RENAMED_MODULES.get(module, module), name
+    return _TABLE.get(_RENAMED.get(wanted, wanted)) or find_registered(module, name)
+
+
+# Python's own types
+
+
+def _bytes(*arguments: Any) -> bytes:
+    if arguments:
+        raise Refusal("builtins", "bytes")
+    return b""
+
+
+def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
+    if encoding not in ("latin1", "latin-1"):
+        raise Refusal("_codecs", "encode")
+    return _typed(text, str).encode("latin-1")
+
+
+def _bytearray(data: Any = b"", *encoding: Any) -> bytearray:
+    return bytearray(_encoded(data, *encoding) if encoding else _typed(data, bytes))
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    return complex(_typed(real, float), _typed(imaginary, float))
+
+
+def _members(items: Any = ()) -> list[Any]:
+    if type(items) not in (list, tuple):
+        raise TypeError(f"{brief(items)} as members of a set")
+    for item in items:
+        check_key(item)
+    return list(items)
+
+
+def _range(*bounds: Any) -> range:
+    return range(*(_typed(bound, int) for bound in bounds))
+
+
+def _type(value: Any) -> Any:
+    if value not in (None, Ellipsis, NotImplemented):
+        raise Refusal("builtins", "type")
+    return type(value)
+
+
+def _getattr(target: Any, name: Any) -> Any:
+    """The two forms in which pickle writes a reference to something inside a class."""
+    if isinstance(target, type) and _is_registered(target) and type(name) is str:
+        if issubclass(target, enum.Enum) and name in target.__members__:
+            return target.__members__[name]
+        inner = vars(target).get(name)
+        if isinstance(inner, type) and _is_registered(inner):
+            return inner
+    raise Refusal("builtins", "getattr")
+
+
+def _reconstruct(cls: Any, base: Any, state: Any) -> Any:
+    if not isinstance(cls, type) or not _is_registered(cls) or base is not object or state is not None:
+        raise Refusal("copyreg", "_reconstructor")
+    return object.__new__(cls)
+
+
+def _new_object(cls: Any, *arguments: Any) -> Any:
+    if not isinstance(cls, type) or not _is_registered(cls):
+        raise Refusal("copyreg", "__newobj__")
+    return cls.__new__(cls, *arguments)
+
+
+def _is_registered(cls: type) -> bool:
+    known = find_registered(cls.__module__, cls.__qualname__)
+    return known is not None and known.value is cls
+
+
+# Collections
+
+
+def _ordered_dict(pairs: Any = ()) -> OrderedDict[Any, Any]:
+    made: OrderedDict[Any, Any] = OrderedDict()
+    for key, value in _typed(pairs, list) if pairs else ():
+        check_key(key)
+        made[key] = value
+    return made
+
+
+def _with_attributes(target: OrderedDict[Any, Any], state: Any) -> OrderedDict[Any, Any]:
+    """``Module.state_dict()`` keeps its versions in an attribute of the dictionary."""
+    if any(type(name) is not str or hasattr(OrderedDict, name) for name in _typed(state, dict)):
+        raise ValueError("a dictionary with attributes in the place of its own")
+    vars(target).update(state)
+    return target
+
+
+def _defaultdict(factory: Any = None) -> defaultdict[Any, Any]:
+    if factory is not None and not (isinstance(factory, type) and (factory in _FACTORIES or _is_registered(factory))):
+        raise Refusal("collections", "defaultdict")
+    return defaultdict(factory)
+
+
+def _counter(counts: Any = None) -> Counter[Any]:
+    return Counter(_typed(counts, dict)) if counts is not None else Counter()
+
+
+def _deque(items: Any = (), maxlen: Any = None) -> deque[Any]:
+    if type(items) not in (list, tuple):
+        raise TypeError(f"{brief(items)} as items of a deque")
+    return deque(items, None if maxlen is None else _typed(maxlen, int))
+
+
+# Times, numbers, names
+
+
+def _datetime(state: Any, zone: Any = None) -> datetime.datetime:
+    high, low, month, day, hour, minute, second, *micro = _octets(state, 10)
+    return datetime.datetime(
+        high << 8 | low,
+        month & 0x7F,
+        day,
+        hour,
+        minute,
+        second,
+        int.from_bytes(micro, "big"),
+        tzinfo=_zone(zone),
+        fold=month >> 7,
+    )
+
+
+def _date(state: Any) -> datetime.date:
+    high, low, month, day = _octets(state, 4)
+    return datetime.date(high << 8 | low, month, day)
+
+
+def _time(state: Any, zone: Any = None) -> datetime.time:
+    hour, minute, second, *micro = _octets(state, 6)
+    microsecond = int.from_bytes(micro, "big")
+    return datetime.time(hour & 0x7F, minute, second, microsecond, tzinfo=_zone(zone), fold=hour >> 7)
+
+
+def _octets(state: Any, length: int) -> bytes:
+    # Taken apart here: given these bytes, datetime's own classes check no more than the month.
+    if type(state) is not bytes or len(state) != length:
+        raise ValueError(f"{brief(state)} as a time")
+    return state
+
+
+def _zone(zone: Any) -> datetime.timezone | None:
+    return None if zone is None else _typed(zone, datetime.timezone)
+
+
+def _timedelta(*parts: Any) -> datetime.timedelta:
+    return datetime.timedelta(*(_typed(part, int) for part in parts))
+
+
+def _timezone(offset: Any, *name: Any) -> datetime.timezone:
+    return datetime.timezone(_typed(offset, datetime.timedelta), *(_typed(text, str) for text in name))
+
+
+def _decimal(text: Any) -> Decimal:
+    return Decimal(_typed(text, str))
+
+
+def _fraction(numerator: Any, *denominator: Any) -> Fraction:
+    if type(numerator) is str and not denominator:
+        # Not just any text: Fraction("1e999999999") is a number of a billion digits.
+        if not _FRACTION.fullmatch(numerator):
+            raise ValueError(f"{brief(numerator)} as a fraction")
+        return Fraction(numerator)
+    return Fraction(_typed(numerator, int), *(_typed(number, int) for number in denominator))
+
+
+def _uuid(state: Any) -> uuid.UUID:
+    fields = _typed(state, dict)
+    is_safe = uuid.SafeUUID(fields.get("is_safe", uuid.SafeUUID.unknown.value))
+    return uuid.UUID(int=_typed(fields["int"], int), is_safe=is_safe)
+
+
+def _path_maker(cls: type[pathlib.PurePath]) -> Any:
+    return lambda *parts: cls(*(_typed(part, str) for part in parts))
+
+
+# torch's own types
+
+
+def _size(numbers: Any = ()) -> torch.Size:
+    if type(numbers) not in (tuple, list):
+        raise TypeError(f"{brief(numbers)} as a size")
+    return torch.Size([_typed(number, int) for number in numbers])
+
+
+def _device(kind: Any, *index: Any) -> torch.device:
+    return torch.device(_typed(kind, str), *(_typed(number, int) for number in index))
+
+
+def _typed(value: Any, cls: type[T]) -> T:
+    if type(value) is not cls:
+        raise TypeError(f"{brief(value)} instead of {cls.__name__}")
+    return value
+
+
+def _names() -> Iterator[tuple[Name, Known]]:
+    calls: dict[type, Callable[..., Any]] = {bytes: _bytes, bytearray: _bytearray, complex: _complex}
+    for cls in _PLAIN_TYPES:
+        yield ("builtins", cls.__name__), Known(cls, call=calls.get(cls))
+    yield ("builtins", "set"), Known(set, call=lambda *items: set(_members(*items)))
+    yield ("builtins", "frozenset"), Known(frozenset, call=lambda *items: frozenset(_members(*items)))
+    yield ("builtins", "slice"), Known(slice, call=slice)
+    yield ("builtins", "range"), Known(range, call=_range)
+    yield ("builtins", "type"), Known(type, call=_type)
+    yield ("builtins", "getattr"), Known(Inert("getattr"), call=_getattr)
+    yield ("builtins", "Ellipsis"), Known(Ellipsis)
+    yield ("builtins", "NotImplemented"), Known(NotImplemented)
+    yield ("_codecs", "encode"), Known(Inert("encode"), call=_encoded)
+    yield ("copyreg", "_reconstructor"), Known(Inert("_reconstructor"), call=_reconstruct)
+    yield ("copyreg", "__newobj__"), Known(Inert("__newobj__"), call=_new_object)
+    yield ("collections", "OrderedDict"), Known(OrderedDict, call=_ordered_dict, build=_with_attributes)
+    yield ("collections", "defaultdict"), Known(defaultdict, call=_defaultdict)
+    yield ("collections", "Counter"), Known(Counter, call=_counter)
+    yield ("collections", "deque"), Known(deque, call=_deque)
+    yield ("datetime", "datetime"), Known(datetime.datetime, call=_datetime)
+    yield ("datetime", "date"), Known(datetime.date, call=_date)
+    yield ("datetime", "time"), Known(datetime.time, call=_time)
+    yield ("datetime", "timedelta"), Known(datetime.timedelta, call=_timedelta)
+    yield ("datetime", "timezone"), Known(datetime.timezone, call=_timezone)
+    yield ("decimal", "Decimal"), Known(Decimal, call=_decimal)
+    yield ("fractions", "Fraction"), Known(Fraction, call=_fraction)
+    yield ("uuid", "UUID"), draft_of("uuid.UUID", _uuid)
+    yield from _path_names()
+    yield ("torch", "Size"), Known(torch.Size, call=_size)
+    yield ("torch", "device"), Known(torch.device, call=_device)
+    yield ("torch.serialization", "_get_layout"), Known(Inert("_get_layout"), call=lambda name: _LAYOUTS[name])
+    yield from numpy_names()
+
+
+def _path_names() -> Iterator[tuple[Name, Known]]:
+    on_windows = os.name == "nt"
+    classes: dict[str, type[pathlib.PurePath]] = {
+        "PurePosixPath": pathlib.PurePosixPath,
+        "PureWindowsPath": pathlib.PureWindowsPath,
+        # A path of the other system can be looked at here, but names nothing.
+        "PosixPath": pathlib.PurePosixPath if on_windows else pathlib.PosixPath,
+        "WindowsPath": pathlib.WindowsPath if on_windows else pathlib.PureWindowsPath,
+    }
+    for name, cls in classes.items():
+        for module in ("pathlib", "pathlib._local"):
+            yield (module, name), Known(cls, call=_path_maker(cls))
+
+
+_TABLE = dict(_names())

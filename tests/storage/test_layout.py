@@ -1,0 +1,149 @@
+"""Names of files: which are data, whose they are, and which are left over."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.storage import layout
+
+ranks = st.integers(0, 5000)
+generations = st.text("0123456789abcdef", min_size=8, max_size=8)
+
+
+def data_file(rank: int, generation: str | None, number: int) -> str:
+    """Our name of a data file; the name that stock gives it without a generation."""
+    prefix = f"__{rank}_" if generation is None else layout.data_prefix(rank, generation)
+    return f"{prefix}{number}{layout.DATA_SUFFIX}"
+
+
+data_files = st.builds(data_file, ranks, st.none() | generations, st.integers(0, 99))
+indexes = st.builds(layout.metadata_name, st.none() | ranks)
+temporaries = st.builds(layout.temporary_name, indexes, generations) | indexes.map(lambda name: f"{name}.tmp")
+# What people keep beside a checkpoint.
+foreign = st.sampled_from(
+    [
+        "model.safetensors",
+        "README",
+        "notes.distcp",
+        "__0.distcp",
+        "__x_0.distcp",
+        "__0_0.distcp.bak",
+        "a__0_0.distcp",
+        "__0_0_distcp",
+        "__-1_0.distcp",
+        "metadata",
+        ".metadata.bak",
+        ".metadata.tmp.old",
+        "config.json",
+        "__0_zzzzzzzz_0.distcp",
+        "__0_0.metadata",
+        "__.metadata",
+    ]
+)
+folders = st.sampled_from(["", "/a/b/", "relative/", "/with.distcp/"])
+
+
+def in_folder(folder: str, names) -> list[str]:
+    return [f"{folder}{name}" for name in names]
+
+
+def test_no_two_saves_share_a_generation():
+    assert len({layout.new_generation() for _ in range(100)}) == 100
+
+
+def test_a_generation_has_the_form_that_names_are_recognized_by():
+    assert layout.is_data_file(data_file(0, layout.new_generation(), 0))
+
+
+@given(ranks, generations, st.integers(0, 99))
+def test_our_data_files_are_recognized_as_data_of_their_rank_and_generation(rank, generation, number):
+    name = data_file(rank, generation, number)
+    assert layout.is_data_file(name)
+    assert layout.names_of_generation([f"/folder/{name}"], generation) == [name]
+    assert layout.stale_names_of_rank([name], [], rank, rank + 1) == [name]
+    assert layout.stale_names_of_rank([name], [], rank + 1, rank + 2) == []
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__0_7.distcp", "__123_45.distcp"])
+def test_data_files_of_stock_are_recognized(name):
+    assert layout.is_data_file(name)
+
+
+@given(foreign | indexes | temporaries)
+def test_other_files_are_not_taken_for_data(name):
+    assert not layout.is_data_file(name)
+
+
+@given(ranks)
+def test_a_ranks_own_index_names_its_rank_and_the_common_one_none(rank):
+    assert layout.rank_of_index(layout.metadata_name(rank)) == rank
+    assert layout.rank_of_index(layout.metadata_name(None)) is None
+    assert layout.metadata_name(None) == ".metadata"
+    assert layout.metadata_name(rank) == f"__{rank}.metadata"
+
+
+@given(foreign | data_files | temporaries)
+def test_other_files_are_not_taken_for_an_index(name):
+    assert layout.rank_of_index(name) is None
+
+
+@given(indexes, generations)
+def test_a_temporary_index_is_never_taken_for_an_index(name, generation):
+    temporary = layout.temporary_name(name, generation)
+    assert temporary != layout.METADATA_NAME
+    assert layout.rank_of_index(temporary) is None
+    assert not layout.is_data_file(temporary)
+
+
+@given(
+    st.lists(data_files | indexes | temporaries | foreign, unique=True, max_size=12),
+    st.data(),
+    folders,
+)
+def test_what_a_new_checkpoint_made_useless_is_everything_of_the_format_that_it_does_not_use(present, data, folder):
+    in_use = data.draw(st.sets(st.sampled_from(present))) if present else set()
+    stale = layout.stale_names(in_folder(folder, present), in_use)
+    for name in present:
+        is_of_the_format = (
+            layout.is_data_file(name) or layout.rank_of_index(name) is not None or name.endswith("metadata.tmp")
+        )
+        is_of_the_format |= name.endswith(".tmp") and "metadata." in name
+        assert (name in stale) == (is_of_the_format and name not in in_use), name
+    assert set(stale) <= set(present)
+
+
+@given(st.lists(foreign, unique=True), folders)
+def test_files_of_others_are_never_stale(present, folder):
+    assert layout.stale_names(in_folder(folder, present), []) == []
+    assert layout.stale_names_of_rank(in_folder(folder, present), [], 0, 1) == []
+
+
+def test_the_index_itself_is_never_stale():
+    assert layout.stale_names([".metadata", "/folder/.metadata"], []) == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.none() | generations, st.integers(0, 9)), unique=True, max_size=12),
+    st.integers(1, 4),
+    st.data(),
+)
+def test_where_ranks_save_for_themselves_every_stale_file_is_removed_by_exactly_one_rank(files, world_size, data):
+    present = [data_file(*file) for file in files]
+    in_use = data.draw(st.sets(st.sampled_from(present))) if present else set()
+    removed = [
+        name for rank in range(world_size) for name in layout.stale_names_of_rank(present, in_use, rank, world_size)
+    ]
+    assert sorted(removed) == sorted(set(present) - in_use)
+
+
+@given(st.lists(data_files | indexes | temporaries | foreign, unique=True), generations, folders)
+def test_the_files_of_a_save_are_told_from_all_others_by_its_generation(present, generation, folder):
+    present = [name for name in present if generation not in name]
+    mine = [data_file(rank, generation, number) for rank, number in [(0, 0), (0, 1), (3, 0)]]
+    found = layout.names_of_generation(in_folder(folder, [*present, *mine]), generation)
+    assert sorted(found) == sorted(mine)
+    assert all(PurePath(name).name == name for name in found)
