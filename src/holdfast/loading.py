@@ -119,6 +119,8 @@ class _Load:
 
     def _plan_own_part(self, metadata: Metadata) -> LoadPlan:
         """Plan with this rank's own part of the checkpoint; with all parts if that is not enough."""
+        if getattr(self.planner, "takes_what_is_there", False):
+            metadata = self._merged_index() or metadata
         try:
             plan = self._plan_locally(metadata)
         except StateMismatchError as error:

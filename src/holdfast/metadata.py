@@ -122,8 +122,7 @@ class MetadataIndex:
     index: int | None = field(hash=False, compare=False, default=None)
 
     def __init__(self, fqn: str, offset: Sequence[int] | None = None, index: int | None = None) -> None:
-        object.__setattr__(self, "fqn", fqn)
-        object.__setattr__(self, "index", index)
+        vars(self).update(fqn=fqn, index=index)  # a frozen class takes its values in no other way
         # Without an offset the attribute stays on the class: that is the form stored indexes have.
         if offset is not None:
-            object.__setattr__(self, "offset", torch.Size(offset))
+            vars(self)["offset"] = torch.Size(offset)

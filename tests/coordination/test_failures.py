@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import _is_wrapped_exception as stock_is_wrapped_exception
 from torch.distributed.checkpoint.api import _wrap_exception as stock_wrap_exception
@@ -39,6 +39,7 @@ def sent(error: BaseException):
     return unpack_failure(pickle.loads(pickle.dumps(packed)))
 
 
+@settings(max_examples=50, deadline=None)
 @given(kind=BUILTIN, arguments=ARGUMENTS)
 def test_an_ordinary_exception_arrives_as_it_was_with_its_stack(kind, arguments):
     error, stack = sent(kind(*arguments))

@@ -214,6 +214,38 @@ def test_an_error_of_one_ranks_storage_reaches_all_and_nothing_is_finished(ranks
     assert ranks(2).run(save_where_rank_1_has_no_space, tmp_path) == [("write", [1], False)] * 2
 
 
+class Later(Future[Any]):
+    """Does its work when it is waited for."""
+
+    def __init__(self, work: Any) -> None:
+        super().__init__()
+        self.work = work
+
+    def wait(self) -> Any:
+        self.set_result(self.work())
+        return super().wait()
+
+
+class WritesLater(MemoryWriter):
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        return Later(lambda: MemoryWriter.write_data(self, plan, planner).value())
+
+
+class ReadsLater(MemoryReader):
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        return Later(lambda: MemoryReader.read_data(self, plan, planner).value())
+
+
+def test_what_a_storage_does_in_the_background_is_waited_for() -> None:
+    memory: dict[str, bytes] = {}
+    target = blank()
+
+    dcp.save(STATE, storage_writer=WritesLater(memory))
+    dcp.load(target, storage_reader=ReadsLater(memory))
+
+    assert_loaded(target)
+
+
 class FailsInTheFuture(MemoryWriter):
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()

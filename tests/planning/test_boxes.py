@@ -164,9 +164,13 @@ def test_first_overlap_finds_a_repeated_cell_of_a_grid_and_a_box_across_cells():
     assert first_overlap([*cells, Box((2, 2), (0, 3))]) is None
 
 
-def test_first_overlap_is_the_one_that_comes_first_in_the_list():
+@either_way
+def test_first_overlap_is_the_one_that_comes_first_in_the_list(way):
     left, right = Box((0,), (2,)), Box((2,), (2,))
-    assert first_overlap([right, left, left, right]) == (0, 3)
+    chain = [Box((2 * i,), (3,)) for i in range(20)]
+    with way():
+        assert first_overlap([right, left, left, right]) == (0, 3)
+        assert first_overlap(chain) == (0, 1)
 
 
 def test_boxes_that_start_at_the_same_row_but_end_at_different_ones_are_no_grid():

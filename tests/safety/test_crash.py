@@ -7,8 +7,9 @@ disk, for every n. Every folder also holds a file of somebody else, which must b
 from __future__ import annotations
 
 import itertools
+import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,20 +42,25 @@ class Moment:
     survivors: tuple[Any, ...] = ()
 
 
-def prepare(folder: Path, old: Callable[[Path], None] | None) -> Path:
-    folder.mkdir(parents=True)
-    checkpoint = folder / "checkpoints" / "step"
+CHECKPOINT = Path("checkpoints", "step")
+
+
+def prepare(folder: Path, old: Callable[[Path], Any] | None) -> Iterator[Path]:
+    """Any number of folders with the old checkpoint in it."""
+    original = folder / "original"
+    original.mkdir()
     if old is not None:
-        old(checkpoint)
-        (checkpoint / "notes.txt").write_text("do not touch")
-    return checkpoint
+        old(original / CHECKPOINT)
+        (original / CHECKPOINT / "notes.txt").write_text("do not touch")
+    for number in itertools.count():
+        yield Path(shutil.copytree(original, folder / str(number)))
 
 
 def kill_everywhere(folder: Path, old: Callable[[Path], None] | None, new: Callable[[Path], None]) -> list[Moment]:
     moments: list[Moment] = []
-    for number in itertools.count():
-        checkpoint = prepare(folder / str(number), old)
-        watched = watch([partial(new, checkpoint)], checkpoint.parent.parent, kill_at=number)
+    for number, place in enumerate(prepare(folder, old)):
+        checkpoint = place / CHECKPOINT
+        watched = watch([partial(new, checkpoint)], place, kill_at=number)
         if watched.killed_before is None:
             assert watched.exit_codes == {0: 0}
             assert found_in(checkpoint) == 2
@@ -128,14 +134,13 @@ def kill_a_rank_everywhere(
     folder: Path, old: Callable[[Path], None] | None, new: Callable[[Path], None], victim: int
 ) -> list[Moment]:
     moments: list[Moment] = []
-    for number in itertools.count():
-        here = folder / str(number)
-        checkpoint = prepare(here, old and partial(on_two_ranks, old))
+    for number, place in enumerate(prepare(folder, old and partial(on_two_ranks, old))):
+        checkpoint = place / CHECKPOINT
         checkpoint.mkdir(parents=True, exist_ok=True)  # the ranks would race for it, and change n be another each time
         outcomes, watched = run_on_forked_ranks(
-            partial(new, checkpoint), 2, below=here, victim=victim, kill_at=number
+            partial(new, checkpoint), 2, below=place, victim=victim, kill_at=number
         )
-        both = found_on_two_ranks(checkpoint)
+        both = found_on_two_ranks(checkpoint) if {old, new} & {old_rank_by_rank, new_rank_by_rank} else found_in(checkpoint)
         if watched.killed_before is None:
             assert not any(isinstance(outcome, Failure) for outcome in outcomes), outcomes
             assert both == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.storage import layout
@@ -59,6 +59,7 @@ def test_a_generation_has_the_form_that_names_are_recognized_by():
     assert layout.is_data_file(data_file(0, layout.new_generation(), 0))
 
 
+@settings(max_examples=50, deadline=None)
 @given(ranks, generations, st.integers(0, 99))
 def test_our_data_files_are_recognized_as_data_of_their_rank_and_generation(rank, generation, number):
     name = data_file(rank, generation, number)
@@ -73,11 +74,13 @@ def test_data_files_of_stock_are_recognized(name):
     assert layout.is_data_file(name)
 
 
+@settings(max_examples=50, deadline=None)
 @given(foreign | indexes | temporaries)
 def test_other_files_are_not_taken_for_data(name):
     assert not layout.is_data_file(name)
 
 
+@settings(max_examples=50, deadline=None)
 @given(ranks)
 def test_a_ranks_own_index_names_its_rank_and_the_common_one_none(rank):
     assert layout.rank_of_index(layout.metadata_name(rank)) == rank
@@ -86,19 +89,36 @@ def test_a_ranks_own_index_names_its_rank_and_the_common_one_none(rank):
     assert layout.metadata_name(rank) == f"__{rank}.metadata"
 
 
+@settings(max_examples=50, deadline=None)
 @given(foreign | data_files | temporaries)
 def test_other_files_are_not_taken_for_an_index(name):
     assert layout.rank_of_index(name) is None
 
 
-@given(indexes, generations)
-def test_a_temporary_index_is_never_taken_for_an_index(name, generation):
-    temporary = layout.temporary_name(name, generation)
+@settings(max_examples=50, deadline=None)
+@given(indexes, generations | st.uuids().map(str))
+def test_a_temporary_index_is_never_taken_for_an_index(name, save_id):
+    temporary = layout.temporary_name(name, save_id)
     assert temporary != layout.METADATA_NAME
     assert layout.rank_of_index(temporary) is None
     assert not layout.is_data_file(temporary)
+    assert layout.stale_names([temporary], []) == [temporary]
 
 
+@settings(max_examples=50, deadline=None)
+@given(ranks, generations | st.uuids().map(str))
+def test_a_temporary_index_names_its_rank(rank, save_id):
+    assert layout.rank_of_temporary_index(layout.temporary_name(layout.metadata_name(rank), save_id)) == rank
+    assert layout.rank_of_temporary_index(layout.temporary_name(layout.metadata_name(None), save_id)) is None
+
+
+@settings(max_examples=50, deadline=None)
+@given(foreign | data_files | indexes)
+def test_other_files_are_not_taken_for_a_temporary_index(name):
+    assert layout.rank_of_temporary_index(name) is None
+
+
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(data_files | indexes | temporaries | foreign, unique=True, max_size=12),
     st.data(),
@@ -116,6 +136,7 @@ def test_what_a_new_checkpoint_made_useless_is_everything_of_the_format_that_it_
     assert set(stale) <= set(present)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(foreign, unique=True), folders)
 def test_files_of_others_are_never_stale(present, folder):
     assert layout.stale_names(in_folder(folder, present), []) == []
@@ -126,13 +147,15 @@ def test_the_index_itself_is_never_stale():
     assert layout.stale_names([".metadata", "/folder/.metadata"], []) == []
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 6), st.none() | generations, st.integers(0, 9)), unique=True, max_size=12),
-    st.integers(1, 4),
-    st.data(),
+few_ranks = st.integers(0, 6)
+parts_of_ranks = st.builds(data_file, few_ranks, st.none() | generations, st.integers(0, 9)) | st.builds(
+    layout.temporary_name, st.builds(layout.metadata_name, st.none() | few_ranks), generations
 )
-def test_where_ranks_save_for_themselves_every_stale_file_is_removed_by_exactly_one_rank(files, world_size, data):
-    present = [data_file(*file) for file in files]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(parts_of_ranks, unique=True, max_size=12), st.integers(1, 4), st.data())
+def test_where_ranks_save_for_themselves_every_stale_file_is_removed_by_exactly_one_rank(present, world_size, data):
     in_use = data.draw(st.sets(st.sampled_from(present))) if present else set()
     removed = [
         name for rank in range(world_size) for name in layout.stale_names_of_rank(present, in_use, rank, world_size)
@@ -140,6 +163,20 @@ def test_where_ranks_save_for_themselves_every_stale_file_is_removed_by_exactly_
     assert sorted(removed) == sorted(set(present) - in_use)
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.lists(parts_of_ranks, unique=True), st.integers(1, 6))
+def test_where_ranks_save_for_themselves_none_but_rank_0_touches_files_of_others(present, rank):
+    for name in layout.stale_names_of_rank(present, [], rank, rank + 1):
+        assert name.startswith((f"__{rank}_", f"__{rank}."))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(indexes, unique=True))
+def test_where_ranks_save_for_themselves_indexes_in_place_are_not_stale(present):
+    assert layout.stale_names_of_rank(present, [], 0, 1) == []
+
+
+@settings(max_examples=50, deadline=None)
 @given(st.lists(data_files | indexes | temporaries | foreign, unique=True), generations, folders)
 def test_the_files_of_a_save_are_told_from_all_others_by_its_generation(present, generation, folder):
     present = [name for name in present if generation not in name]

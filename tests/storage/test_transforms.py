@@ -127,7 +127,7 @@ def written(transforms: Any, parts: list[bytes], raw: io.BytesIO) -> list[str]:
     return descriptors
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(chains, contents)
 def test_what_went_through_any_chain_of_transforms_comes_back(chain, parts):
     raw = io.BytesIO()
@@ -136,7 +136,7 @@ def test_what_went_through_any_chain_of_transforms_comes_back(chain, parts):
     assert back.read() == b"".join(parts)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(chains, contents)
 def test_the_stored_bytes_and_their_description_are_those_of_stock(chain, parts):
     chain = [extension for extension in chain if not isinstance(extension, Gzip)]  # which stores the time
@@ -159,7 +159,7 @@ def test_the_last_transform_sees_the_data_first():
     assert raw.getvalue() == b"<<cba>"
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(chains, st.lists(contents, min_size=2, max_size=4))
 def test_the_file_stays_open_for_the_items_that_follow(chain, items):
     raw, spans = io.BytesIO(), []

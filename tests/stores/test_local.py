@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystem as StockFileSystem
 
@@ -147,6 +147,7 @@ def test_a_path_without_a_folder_that_can_be_written_to_is_not_taken_for_writing
     assert ranks(1).run(ids_without_write_access, process_group=False) == [(False, True)]
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12))
 def test_ids_are_taken_as_stock_takes_them(text):
     both_validate(text)

@@ -11,18 +11,20 @@ def _storage_setup(
     storage: StorageReader | StorageWriter | None, checkpoint_id: AnyPath | None, reader: bool = False
 ) -> StorageReader | StorageWriter | None:
     """The storage to use: the given one, told where the checkpoint is, or one that takes ``checkpoint_id``."""
-    if storage is not None:
-        if checkpoint_id is not None:
-            storage.reset(checkpoint_id)
-        return storage
-    if not checkpoint_id:
+    if storage is None:
+        return _storage_for(checkpoint_id, FileSystemReader if reader else FileSystemWriter)
+    if checkpoint_id is not None:
+        storage.reset(checkpoint_id)
+    return storage
+
+
+def _storage_for(
+    checkpoint_id: AnyPath | None, kind: type[FileSystemReader] | type[FileSystemWriter]
+) -> FileSystemReader | FileSystemWriter:
+    if checkpoint_id is None or str(checkpoint_id) == "":
         raise RuntimeError("`checkpoint_id` must be specified if storage_reader/storage_writer is None.")
-    kinds: list[type[FileSystemReader] | type[FileSystemWriter]] = [FileSystemReader if reader else FileSystemWriter]
-    for kind in kinds:
-        if kind.validate_checkpoint_id(checkpoint_id):
-            found = kind(checkpoint_id)
-            found.reset(checkpoint_id)
-            return found
+    if kind.validate_checkpoint_id(checkpoint_id):
+        return kind(checkpoint_id)
     raise RuntimeError(
         f"Cannot detect which StorageReader or StorageWriter to use for {str(checkpoint_id)!r}. "
         "Give a path below a folder that exists and can be written to, or pass a storage_reader/storage_writer."

@@ -54,6 +54,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.flatten_state_dict = flatten_state_dict
         self.flatten_sharded_tensors = flatten_sharded_tensors
         self.allow_partial_load = allow_partial_load
+        self.takes_what_is_there = allow_partial_load
         self.allow_pickle = allow_pickle
         self.dtype_change = dtype_change
         self.original_state_dict: STATE_DICT_TYPE = {}
@@ -117,7 +118,9 @@ class DefaultLoadPlanner(LoadPlanner):
     def decode(self, fqn: str, value: io.BytesIO) -> Any:
         """The value behind its stored form. Its bytes were checked when they were read."""
         allowed = settings.current().allow_pickle if self.allow_pickle is None else self.allow_pickle
-        return decode_value(value.getvalue(), source="the checkpoint", key=fqn, allow_pickle=allowed)
+        return decode_value(
+            value.getvalue(), source=getattr(value, "name", "the checkpoint"), key=fqn, allow_pickle=allowed
+        )
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The region of the destination that the item fills."""
@@ -230,6 +233,7 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
     def __init__(self, keys: Iterable[str] | None = None, *args: Any, **kwargs: Any) -> None:
         self.keys = None if keys is None else {keys} if isinstance(keys, str) else set(keys)
         super().__init__(*args, **kwargs)
+        self.takes_what_is_there = True
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False

@@ -60,6 +60,9 @@ class SavePlanner(abc.ABC):
 class LoadPlanner:
     """Decides what each rank reads, and where it goes."""
 
+    takes_what_is_there: bool = False
+    """Whether what the index lacks is left out without an error. Then it must be the index of all ranks' parts."""
+
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:

@@ -226,7 +226,7 @@ class FileSystemReader(StorageReader):
             blob = self.transforms.transform_load_stream(items[0], info.transform_descriptors, transformed).read()
         if items[0].type == LoadItemType.BYTE_IO:
             for item in items:
-                planner.load_bytes(item, io.BytesIO(blob))
+                planner.load_bytes(item, _NamedBytes(blob, source))
             return
         tensor = self._tensor_of(blob, info, source, index)
         for item in items:
@@ -291,6 +291,14 @@ class FileSystemReader(StorageReader):
         if inner:
             return here + f"but there are checkpoints inside of it: {', '.join(inner[-5:])}. Give one of those paths."
         return here + f"there is no {wanted} in it ({len(names)} other file(s))."
+
+
+class _NamedBytes(io.BytesIO):
+    """Bytes that know their file, as files do: planners name it when they cannot make sense of them."""
+
+    def __init__(self, content: bytes, name: str) -> None:
+        super().__init__(content)
+        self.name = name
 
 
 def _check_seal(blob: bytes, info: _StorageInfo, source: str, index: MetadataIndex) -> None:

@@ -69,11 +69,11 @@ class _FileSystemWriter(StorageWriter):
             )
         self.fs: FileSystemBase = FileSystem()
         self.path = self.fs.init_path(path)
-        self.single_file_per_rank = single_file_per_rank
+        self.overwrite = overwrite
         self.sync_files = sync_files
+        self.single_file_per_rank = single_file_per_rank
         self.thread_count = thread_count
         self.per_thread_copy_ahead = per_thread_copy_ahead
-        self.overwrite = overwrite
         self.serialization_format = serialization_format
         self.transforms = WriterTransforms(_extensions)
         self.save_id = str(uuid.uuid4())
