@@ -1,4 +1,4 @@
-"""What the tests of the drop-in save and load: tensors whose every element tells where it belongs, and both libraries."""
+"""What the tests of the drop-in save and load with either library: tensors whose elements tell where they belong."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ class Layouts:
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._line = init_device_mesh("cpu", (self.world_size,))
-        self._grid = init_device_mesh("cpu", (self.world_size // 2, 2) if self.world_size % 2 == 0 else (1, self.world_size))
+        self._grid = init_device_mesh(
+            "cpu", (self.world_size // 2, 2) if self.world_size % 2 == 0 else (1, self.world_size)
+        )
         self._few = DeviceMesh("cpu", list(range(max(1, self.world_size - 1))))
 
     def lay_out(self, layout: str, full: torch.Tensor) -> torch.Tensor:

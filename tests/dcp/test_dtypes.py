@@ -12,7 +12,9 @@ from holdfast.errors import HoldfastError
 from tests.dcp.states import DIRECTIONS, bits, blank, differing, load, of_bytes, same_bits, save
 from tests.ranks import RankPool
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:ComplexHalf", "ignore:TypedSt")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:ComplexHalf", "ignore:TypedStorage", "ignore:torch.quantize_per"
+)
 
 ALL = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 WITH_STOCK = {

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.dcp.states import DIRECTIONS, LIBRARIES, load, same_bits, save
 from tests.ranks import RankPool
@@ -48,16 +48,16 @@ def in_one_process(net):
 
 
 def ddp(net):
-    return DDP(net)
+    return DistributedDataParallel(net)
 
 
 def fsdp1(net):
-    return FSDP1(net, use_orig_params=True, device_id=torch.device("cpu"))
+    return FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
 
 
 def fsdp1_on_a_mesh(net):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return FSDP1(net, use_orig_params=True, device_id=torch.device("cpu"), device_mesh=mesh)
+    return FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"), device_mesh=mesh)
 
 
 def fsdp2(net):
@@ -67,7 +67,9 @@ def fsdp2(net):
 
 
 def hsdp(net):
-    return fully_shard(net, mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copy", "shard")))
+    return fully_shard(
+        net, mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copy", "shard"))
+    )
 
 
 def _parallel_layers(net, mesh):
@@ -83,17 +85,18 @@ def fsdp2_over_tensor_parallel(net):
     return fully_shard(_parallel_layers(net, mesh["tp"]), mesh=mesh["fsdp"])
 
 
-PARALLELISMS = {
+PARALLELISMS = [
     (ddp, 2),
     (fsdp1, 3),
     (fsdp1_on_a_mesh, 2),
     (fsdp2, 4),
-    (fsdp2, 3),
-    (hsdp, 4),
     (tensor_parallel, 2),
     (fsdp2_over_tensor_parallel, 4),
+    (fsdp2, 3),
+    (hsdp, 4),
     (in_one_process, 1),
-}
+]
+"""How to parallelize, and on how many ranks."""
 
 
 def trained(parallelize, seed):
@@ -120,9 +123,7 @@ class Application:
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state):
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def full_state(model, optimizer):
@@ -188,9 +189,8 @@ def named(parallelism) -> str:
     return f"{parallelism[0].__name__}-{parallelism[1]}"
 
 
-ORDERED = sorted(PARALLELISMS, key=named)
-NEIGHBOURS = list(zip(ORDERED, ORDERED[1:] + ORDERED[:1], strict=True))
-OTHERS = [pair for pair in itertools.product(ORDERED, repeat=2) if pair not in NEIGHBOURS]
+NEIGHBOURS = list(zip(PARALLELISMS, PARALLELISMS[1:] + PARALLELISMS[:1], strict=True))
+OTHERS = [pair for pair in itertools.product(PARALLELISMS, repeat=2) if pair not in NEIGHBOURS]
 
 
 @pytest.mark.parametrize(
@@ -235,11 +235,16 @@ def load_native(parallelize, paths, expected):
 
 @pytest.mark.parametrize(
     ("parallelize", "saving", "loading"),
-    [(ddp, 2, 3), (fsdp2, 4, 3), (fsdp2, 2, 1), (hsdp, 4, 2), (tensor_parallel, 2, 1), (fsdp2_over_tensor_parallel, 4, 2)],
+    [
+        (ddp, 2, 3),
+        (fsdp2, 4, 3),
+        (fsdp2, 2, 1),
+        (hsdp, 4, 2),
+        (tensor_parallel, 2, 1),
+        (fsdp2_over_tensor_parallel, 4, 2),
+    ],
 )
-def test_native_state_dicts_load_on_another_number_of_ranks(
-    ranks: RankPool, tmp_path, parallelize, saving, loading
-):
+def test_native_state_dicts_load_on_another_number_of_ranks(ranks: RankPool, tmp_path, parallelize, saving, loading):
     paths = {library: tmp_path / library for library in LIBRARIES}
     expected = ranks(saving).run(save_native, parallelize, paths)[0]
     assert ranks(loading).run(load_native, parallelize, paths, expected) == [{}] * loading
@@ -247,10 +252,10 @@ def test_native_state_dicts_load_on_another_number_of_ranks(
 
 def sharded_fsdp1_state(model, optimizer):
     """FSDP1's own sharded state dicts, which hold ShardedTensors."""
-    with FSDP1.state_dict_type(
+    with FullyShardedDataParallel.state_dict_type(
         model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
     ):
-        return {"model": model.state_dict(), "optimizer": FSDP1.optim_state_dict(model, optimizer)}
+        return {"model": model.state_dict(), "optimizer": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
 
 
 def save_sharded_fsdp1(paths):
@@ -268,9 +273,11 @@ def load_sharded_fsdp1(paths, expected):
         model, optimizer = trained(fsdp1, seed=2)
         state = sharded_fsdp1_state(model, optimizer)
         load(loader, state, paths[saver])
-        with FSDP1.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             model.load_state_dict(state["model"])
-            optimizer.load_state_dict(FSDP1.optim_state_dict_to_load(model, optimizer, state["optimizer"]))
+            optimizer.load_state_dict(
+                FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state["optimizer"])
+            )
         found = differences(full_state(model, optimizer), expected)
         if found:
             lost[saver, loader] = found

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import holdfast.dcp as dcp
-from holdfast.errors import StateMismatchError
 from holdfast.dcp.state_dict_loader import _load_state_dict_from_keys
+from holdfast.errors import StateMismatchError
 from tests.dcp.states import (
     DIRECTIONS,
     LIBRARIES,
@@ -39,7 +39,7 @@ def state_of(version: float, layouts: Layouts | None = None):
 
 
 def versions_in(state, layouts: Layouts | None = None) -> list[float]:
-    """The versions that the parts of a state come from: more than one if it is a mix, None for what is of no version."""
+    """The versions that the parts of a state are of: more than one if it is a mix, None for what is of no version."""
     known = {version: state_of(version, layouts) for version in (0.0, 1.0, 2.0)}
     found = {next((v for v in known if state["step"] == known[v]["step"]), None)}
     for key in (*FULL, "plain"):
@@ -136,7 +136,7 @@ def test_a_rank_local_checkpoint_loads_completely_without_a_process_group(ranks:
 
 
 def save_one_key_per_rank(library, path):
-    """No rank's part has all keys, and no tensor is in parts, so that nothing but the keys tells that some are missing."""
+    """No rank's part has all keys, and no tensor is in parts: nothing but the keys tells that some are missing."""
     rank = dist.get_rank()
     state = {"common": torch.ones(2), f"only {rank}": torch.full((2,), float(rank)), f"value {rank}": rank}
     save(library, state, path, use_collectives=False)
@@ -305,7 +305,7 @@ def test_an_error_of_one_rank_reaches_all_and_the_earlier_checkpoint_stays(ranks
 
 def save_where_one_exists(path):
     writer = dcp.FileSystemWriter(path, overwrite=False)
-    with pytest.raises(dcp.CheckpointException, match="Checkpoint already exists and self.overwrite=False"):
+    with pytest.raises(dcp.CheckpointException, match=r"Checkpoint already exists and self\.overwrite=False"):
         dcp.save(state_of(2.0, Layouts()), storage_writer=writer, use_collectives=False)
 
 

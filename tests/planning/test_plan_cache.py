@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.futures import Future
 
+from holdfast import dcp
 from holdfast.coordination.collectives import Collectives
 from holdfast.errors import CheckpointException, InvalidPlanError
 from holdfast.metadata import Metadata
@@ -412,3 +413,22 @@ def test_on_ranks_a_save_after_one_that_failed_is_planned_as_if_it_had_not_been(
         good = [outcome for outcome in outcomes if outcome != "failed"]
         assert all(outcome == good[0] for outcome in good)
     assert sorted(key for outcomes in per_rank for key in outcomes[-1][1]) == ["nested.step", "w"]
+
+
+def save_each_for_itself(path):
+    """Save twice, rank by rank; the names of the files that hold this rank's items."""
+    names = []
+    for _ in range(3):
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of overwriting
+            metadata = dcp.save(weights(), checkpoint_id=path, planner=planner, use_collectives=False)
+        names.append({info.relative_path for info in metadata.storage_data.values()})
+        dist.barrier()
+    return names
+
+
+def test_ranks_that_save_for_themselves_write_under_their_own_and_new_names_each_time(ranks: RankPool, tmp_path):
+    for rank, names in enumerate(ranks(2).run(save_each_for_itself, str(tmp_path))):
+        assert len(set.union(*names)) == sum(map(len, names))
+        assert all(name.startswith(f"__{rank}_") for name in set.union(*names))

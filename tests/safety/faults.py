@@ -52,6 +52,13 @@ class FaultyFileSystem(FileSystem):
         self.hook("ls", Path(path).name)
         return super().ls(path)
 
+    @contextmanager
+    def lock_folder(self, path: Any) -> Iterator[None]:
+        self.hook("lock", Path(path).name)
+        with super().lock_folder(path):
+            yield
+        self.hook("unlock", Path(path).name)
+
     def sync_folder(self, path: Any) -> None:
         self.hook("sync_folder", Path(path).name)
         super().sync_folder(path)

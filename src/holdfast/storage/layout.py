@@ -16,7 +16,7 @@ DATA_SUFFIX = ".distcp"
 FORMAT_VERSION = "1.0.0"
 
 # `__3_0.distcp` is what other writers of the format use, `__3_1f00ba42_0.distcp` what we use.
-_DATA_FILE = re.compile(r"__(?P<rank>\d+)_(?:[0-9a-f]{8}_)?\d+\.distcp")
+_DATA_FILE = re.compile(r"__(?P<rank>\d+)_(?:(?P<generation>[0-9a-f]{8})_)?\d+\.distcp")
 _RANK_METADATA = re.compile(r"__(?P<rank>\d+)\.metadata")
 _TEMPORARY = re.compile(r"(?:__(?P<rank>\d+))?\.metadata(?:\.[0-9a-f]{8})?\.tmp")
 
@@ -79,7 +79,18 @@ def stale_names_of_rank(present: Iterable[str], in_use: Collection[str], rank: i
     return stale
 
 
+def without_running_saves(names: Iterable[str], before: Collection[str], now: Iterable[str]) -> list[str]:
+    """The data files among ``names`` of saves that have written nothing since ``before``; other files as they are."""
+    alive = {_generation_of(name) for name in (PurePath(path).name for path in now) if name not in before}
+    return [name for name in names if _generation_of(name) is None or _generation_of(name) not in alive]
+
+
+def _generation_of(name: str) -> str | None:
+    match = _DATA_FILE.fullmatch(name)
+    return match["generation"] if match else None
+
+
 def names_of_generation(present: Iterable[str], generation: str) -> list[str]:
     """The data files that the save of this generation wrote, on any rank."""
     names = (PurePath(path).name for path in present)
-    return [name for name in names if is_data_file(name) and name.split("_")[3] == generation]
+    return [name for name in names if _generation_of(name) == generation]

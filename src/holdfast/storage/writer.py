@@ -188,14 +188,17 @@ class _FileSystemWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         _refuse_incomplete(metadata)
         _record_real_dtypes(metadata, stored)
-        self._look_for_files(results)
         self._write_index(metadata)
         self._in_use = {info.relative_path for info in metadata.storage_data.values()} | {self._index_name()}
-        if self._switches_together and not self.use_collectives:
-            return
-        self._put_index_in_place()
-        if self.use_collectives:
-            self._remove(layout.stale_names(self._present_before, self._in_use))
+        # Another save into this folder removes what it finds useless. Either it does so before we look, or not at all.
+        with self.fs.lock_folder(self.path):
+            self._look_for_files(results)
+            if self._switches_together and not self.use_collectives:
+                return
+            self._put_index_in_place()
+            if self.use_collectives:
+                stale = layout.stale_names(self._present_before, self._in_use)
+                self._remove(layout.without_running_saves(stale, self._present_before, self._present()))
 
     def commit_rank_local(self, world_size: int) -> None:
         """After every rank has written its index: rank 0 commits, and removes the indexes that would hide the new ones.

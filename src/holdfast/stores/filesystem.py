@@ -54,5 +54,10 @@ class FileSystemBase(ABC):
         """Paths of what is in a folder; nothing where the file system cannot tell."""
         return []
 
+    @contextmanager
+    def lock_folder(self, path: AnyPath) -> Iterator[None]:
+        """Keep other savers out of a folder for the length of a ``with`` block, where the file system can do that."""
+        yield
+
     def sync_folder(self, path: AnyPath) -> None:  # noqa: B027 - many file systems need not do anything
         """Make the names in a folder durable, where that is a separate act."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,9 @@ from typing import cast
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
 
 _CANNOT_SYNC_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
+_CANNOT_LOCK_FOLDERS = {*_CANNOT_SYNC_FOLDERS, errno.ENOLCK, errno.EACCES, errno.EPERM}
+_LOCK_PATIENCE = 60.0
+_LOCK_PAUSE = 0.01
 
 
 class FileSystem(FileSystemBase):
@@ -72,6 +77,20 @@ class FileSystem(FileSystemBase):
         """Paths of what is in a folder."""
         return [str(entry) for entry in Path(path).iterdir()]
 
+    @contextmanager
+    def lock_folder(self, path: AnyPath) -> Iterator[None]:
+        """Lock the folder itself, so that no file is left behind. Commits are short, and a dead process has no lock."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            locked = _lock(descriptor, path)
+            try:
+                yield
+            finally:
+                if locked:
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough if a child was forked meanwhile
+        finally:
+            os.close(descriptor)
+
     def sync_folder(self, path: AnyPath) -> None:
         """Flush the folder's entries. File systems that refuse to sync a folder have nothing to flush there."""
         if os.name != "posix":
@@ -84,3 +103,20 @@ class FileSystem(FileSystemBase):
                 raise
         finally:
             os.close(descriptor)
+
+
+def _lock(descriptor: int, path: AnyPath) -> bool:
+    """Wait for the lock. False where folders cannot be locked, such as on NFS."""
+    deadline = time.monotonic() + _LOCK_PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"another save has been committing to {path} for {_LOCK_PATIENCE:g} s") from None
+            time.sleep(_LOCK_PAUSE)
+        except OSError as error:
+            if error.errno not in _CANNOT_LOCK_FOLDERS:
+                raise
+            return False

@@ -1,0 +1,202 @@
+"""Overwriting never mixes two checkpoints, leaves nothing of the old one behind, and touches nobody else's files."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast.dcp as dcp
+from holdfast.dcp import CheckpointException, FileSystemWriter
+from holdfast.errors import CheckpointExistsError
+from tests.ranks import RankPool
+from tests.safety.checkpoints import contents, found_in, needless_files, save, state
+from tests.safety.faults import FaultyFileSystem
+
+FOREIGN = {
+    "README.md": b"ours",
+    ".metadata.backup": b"a copy",
+    "__0_0.distcp.bak": b"a copy",
+    "model.safetensors": b"weights",
+    "0.distcp": b"?",
+    "sub/__0_0.distcp": b"in a folder of its own",
+}
+
+
+def put_foreign_files(folder: Path) -> None:
+    for name, content in FOREIGN.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def foreign_files(folder: Path) -> dict[str, bytes]:
+    present = contents(folder)
+    return {name: present[name] for name in FOREIGN if name in present}
+
+
+SINGLE_SAVES: dict[str, dict[str, Any]] = {
+    "one file": {},
+    "many threads": {"thread_count": 4},
+    "many files": {"single_file_per_rank": False},
+    "rank by rank": {"use_collectives": False},
+    "rank by rank, many threads": {"use_collectives": False, "thread_count": 4},
+}
+
+
+@pytest.mark.parametrize("new", SINGLE_SAVES)
+@pytest.mark.parametrize("old", SINGLE_SAVES)
+def test_after_an_overwrite_only_the_new_checkpoint_and_other_peoples_files_are_left(tmp_path, old, new):
+    put_foreign_files(tmp_path)
+    save(1, tmp_path, **SINGLE_SAVES[old])
+    save(2, tmp_path, **SINGLE_SAVES[new])
+    assert found_in(tmp_path) == 2
+    assert needless_files(tmp_path) == {Path(name).parts[0] for name in FOREIGN}
+    assert foreign_files(tmp_path) == FOREIGN
+
+
+def save_number(number: int, folder: Path, use_collectives: bool) -> None:
+    save(number, folder, use_collectives=use_collectives)
+
+
+@pytest.mark.parametrize("new_flavour", [True, False])
+@pytest.mark.parametrize("old_flavour", [True, False])
+@pytest.mark.parametrize(("old_size", "new_size"), [(3, 1), (3, 2), (2, 3)])
+def test_after_an_overwrite_by_another_number_of_ranks_nothing_of_the_old_checkpoint_is_left(
+    ranks: RankPool, tmp_path, old_size, new_size, old_flavour, new_flavour
+):
+    put_foreign_files(tmp_path)
+    ranks(old_size).run(save_number, 1, tmp_path, old_flavour)
+    ranks(new_size).run(save_number, 2, tmp_path, new_flavour)
+    assert ranks(new_size).run(found_in, tmp_path) == [2] * new_size
+    assert needless_files(tmp_path) == {Path(name).parts[0] for name in FOREIGN}
+    assert foreign_files(tmp_path) == FOREIGN
+
+
+def try_to_overwrite(folder: Path, use_collectives: bool) -> str:
+    try:
+        dcp.save(
+            state(2), storage_writer=FileSystemWriter(folder, overwrite=False), use_collectives=use_collectives
+        )
+    except CheckpointException as error:
+        causes = {type(cause) for cause, _ in error.failures.values()}
+        assert causes == {CheckpointExistsError}
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("new_flavour", [True, False])
+@pytest.mark.parametrize("old_flavour", [True, False])
+def test_a_save_that_must_not_overwrite_changes_nothing(ranks: RankPool, tmp_path, old_flavour, new_flavour):
+    ranks(2).run(save_number, 1, tmp_path, old_flavour)
+    before = contents(tmp_path)
+    for world_size in (1, 2, 3):
+        for text in ranks(world_size).run(try_to_overwrite, tmp_path, new_flavour):
+            assert "Checkpoint already exists and self.overwrite=False." in text
+        assert contents(tmp_path) == before
+    assert ranks(2).run(found_in, tmp_path) == [1, 1]
+
+
+def test_remains_of_a_save_that_died_are_no_checkpoint_to_protect(tmp_path):
+    save(1, tmp_path)
+    (tmp_path / ".metadata").unlink()
+    assert try_to_overwrite(tmp_path, True) == "saved"
+    assert found_in(tmp_path) == 2
+    assert needless_files(tmp_path) == set()
+
+
+def test_overwriting_is_announced(tmp_path):
+    save(1, tmp_path)
+    with pytest.warns(UserWarning, match=r"holds a checkpoint \(\.metadata\), which this save will replace"):
+        dcp.save(state(2), checkpoint_id=tmp_path)
+
+
+class Turns:
+    """Two saves that take turns: the first does some operations, then the second some, then each the rest."""
+
+    def __init__(self, first_share: int, second_share: int) -> None:
+        self._left = {1: first_share, 2: second_share}
+        self._turn = 1
+        self._lock_is_with: int | None = None
+        self._finished: set[int] = set()
+        self._changed = threading.Condition()
+
+    def hook(self, number: int) -> Callable[[str, str], None]:
+        def wait_for_turn(operation: str, name: str) -> None:
+            with self._changed:
+                if self._left[number] == 0:
+                    self._left[number] = -1
+                    self._pass_on(number)
+                self._changed.wait_for(lambda: self._turn == number)
+                while operation == "lock" and self._lock_is_with == 3 - number:
+                    self._pass_on(number)
+                    self._changed.wait_for(lambda: self._turn == number)
+                if operation in ("lock", "unlock"):
+                    self._lock_is_with = number if operation == "lock" else None
+                self._left[number] -= 1
+
+        return wait_for_turn
+
+    def start(self, number: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn == number)
+
+    def finish(self, number: int) -> None:
+        with self._changed:
+            self._finished.add(number)
+            self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        if 3 - number not in self._finished:
+            self._turn = 3 - number
+            self._changed.notify_all()
+
+
+def two_saves_at_once(folder: Path, first_share: int, second_share: int) -> dict[int, str]:
+    turns = Turns(first_share, second_share)
+    outcomes: dict[int, str] = {}
+
+    def run(number: int) -> None:
+        turns.start(number)
+        writer = FileSystemWriter(folder)
+        writer.fs = FaultyFileSystem(turns.hook(number))
+        try:
+            dcp.save(state(number), storage_writer=writer)
+            outcomes[number] = "saved"
+        except CheckpointException as error:
+            outcomes[number] = str(error.failures[0][0])
+        finally:
+            turns.finish(number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def count_operations(folder: Path) -> int:
+    operations: list[str] = []
+    writer = FileSystemWriter(folder)
+    writer.fs = FaultyFileSystem(lambda operation, name: operations.append(name))
+    dcp.save(state(1), storage_writer=writer)
+    return len(operations)
+
+
+@pytest.mark.filterwarnings("ignore:.*holds a checkpoint:UserWarning")
+@pytest.mark.parametrize("old", [False, True])
+def test_two_saves_into_one_folder_at_a_time_leave_one_whole_checkpoint(tmp_path, old):
+    total = count_operations(tmp_path / "count")
+    for number, (first, second) in enumerate(itertools.product(range(total + 3), repeat=2)):
+        folder = tmp_path / str(number)
+        if old:
+            save(3, folder)
+        outcomes = two_saves_at_once(folder, first, second)
+        moment = f"after {first} operations of the first save and {second} of the second: {outcomes}"
+        winners = [saved for saved, outcome in outcomes.items() if outcome == "saved"]
+        assert winners, moment
+        assert found_in(folder) in winners, moment
