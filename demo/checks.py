@@ -64,7 +64,5 @@ def compare_losses(curves: dict[str, dict[int, float]], steps: range) -> list[st
         spread = loss_spread([curve[step] for curve in curves.values()])
         if spread > LOSS_TOLERANCE:
             values = ", ".join(f"{name} {curve[step]:.6f}" for name, curve in curves.items())
-            problems.append(
-                f"step {step}: losses {spread:.0e} apart (allowed: {LOSS_TOLERANCE:.0e}): {values}"
-            )
+            problems.append(f"step {step}: losses {spread:.0e} apart (allowed: {LOSS_TOLERANCE:.0e}): {values}")
     return problems

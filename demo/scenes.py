@@ -76,12 +76,13 @@ def show_checkpoint(screen: Screen, checkpoint: Path) -> None:
         for path in sorted(checkpoint.rglob("*"))
         if path.is_file()
     }
+    width = max(map(len, sizes), default=0)
     total = f"{len(sizes)} files, {size(sum(sizes.values()))}"
     screen.line()
     screen.line(f"   {screen.paint(checkpoint.name + '/', BOLD)}  {screen.paint(total, DIM)}")
     for position, (name, count) in enumerate(sizes.items(), start=1):
         branch = "└─" if position == len(sizes) else "├─"
-        screen.line(f"   {screen.paint(branch, DIM)} {name:<16}{size(count):>12}")
+        screen.line(f"   {screen.paint(branch, DIM)} {name:<{width}}{size(count):>12}")
     screen.line()
 
 
@@ -158,9 +159,7 @@ def _state_cell(screen: Screen, check: GroupCheck | None) -> str:
     if check is None:  # a group that A never had and only the other job brought up
         return " " * STATE_WIDTH
     if check.differences:
-        return screen.paint(
-            f"{len(check.differences)} of {check.total} DIFFER ✗".rjust(STATE_WIDTH), BOLD, RED
-        )
+        return screen.paint(f"{len(check.differences)} of {check.total} DIFFER ✗".rjust(STATE_WIDTH), BOLD, RED)
     return f"{check.total} identical ".rjust(STATE_WIDTH - 1) + screen.paint("✓", GREEN)
 
 

@@ -138,7 +138,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_the_overlapping_loader_keeps_copies_under_way_up_to_its_limit(device: Device) -> None:
-    loader = _OverlappingCpuLoader(lambda n: torch.full((25,), float(n)), SimpleNamespace(), 300)
+    loader = _OverlappingCpuLoader(
+        lambda n: torch.full((25,), float(n)), SimpleNamespace(device=torch.device("cpu")), 300
+    )
     for number in range(10):
         loader.add(100, number)
     loader.start_loading()
@@ -152,10 +154,16 @@ def test_the_overlapping_loader_keeps_copies_under_way_up_to_its_limit(device: D
 
 
 def test_a_tensor_above_the_limit_is_copied_alone(device: Device) -> None:
-    loader = _OverlappingCpuLoader(lambda n: torch.full((1000,), float(n)), SimpleNamespace(), 10)
+    loader = _OverlappingCpuLoader(
+        lambda n: torch.full((1000,), float(n)), SimpleNamespace(device=torch.device("cpu")), 10
+    )
 
     assert [tensor[0].item() for tensor, _ in load_all(loader, [0, 1, 2])] == [0, 1, 2]  # type: ignore[list-item]
     assert device.most_under_way == 4000
+
+
+def test_a_device_without_streams_is_copied_from_without_getting_ahead() -> None:
+    assert device_copies.stream_for_copies(torch.device("meta")) is None
 
 
 def test_a_writer_copies_ahead_where_there_is_an_accelerator(

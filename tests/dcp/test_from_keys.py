@@ -203,3 +203,20 @@ def load_keys_on_ranks(folder: Path, use_collectives: bool) -> Any:
 @pytest.mark.parametrize("use_collectives", [True, False])
 def test_every_rank_gets_whole_tensors(ranks: RankPool, tmp_path: Path, use_collectives: bool) -> None:
     assert ranks(2).run(load_keys_on_ranks, tmp_path, use_collectives) == [[0, 1, 2, 3, 4]] * 2
+
+
+def save_rank_by_rank(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    dcp.save({"d": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])}, checkpoint_id=folder, use_collectives=False)
+
+
+def test_a_lost_part_of_a_checkpoint_is_told_and_not_filled_up(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(save_rank_by_rank, tmp_path)
+    (tmp_path / "__1.metadata").unlink()
+
+    with pytest.raises(dcp.CheckpointException) as raised:
+        _load_state_dict_from_keys(checkpoint_id=tmp_path)
+
+    (cause, _) = raised.value.failures[0]
+    assert isinstance(cause, StateMismatchError)
+    assert "offsets [3] of sizes [2]" in cause.uncovered["d"]

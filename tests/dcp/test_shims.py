@@ -103,7 +103,7 @@ class ResetsCounted(dcp.FileSystemWriter):
         super().reset(checkpoint_id)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*holds a checkpoint")
 def test_a_given_storage_is_reset_only_with_an_id_and_always_by_the_deprecated_functions(tmp_path: Path) -> None:
     writer = ResetsCounted(tmp_path / "a")
 
@@ -116,7 +116,7 @@ def test_a_given_storage_is_reset_only_with_an_id_and_always_by_the_deprecated_f
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*only pickle can rebuild")
 def test_the_deprecated_functions_store_a_module_whole_as_a_value(tmp_path: Path) -> None:
     metadata = dcp.save_state_dict({"model": torch.nn.Linear(1, 1)}, dcp.FileSystemWriter(tmp_path), no_dist=True)
 
@@ -128,6 +128,7 @@ def test_the_deprecated_functions_store_a_module_whole_as_a_value(tmp_path: Path
 # Which storage
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_without_id_and_storage_the_message_says_that_one_is_needed() -> None:
     message = "`checkpoint_id` must be specified if storage_reader/storage_writer is None."
     for call in (dcp.save, dcp.load, stock.save, stock.load):

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # stock says so on every call
+
 PACKAGE = ""
 MODULES = [
     PACKAGE,

@@ -40,7 +40,7 @@ def save(number: int, folder: Path, *, use_collectives: bool = True, **options: 
         dcp.save(state(number), storage_writer=FileSystemWriter(folder, **options), use_collectives=use_collectives)
 
 
-def found_in(folder: Path) -> int | str:
+def found_in(folder: Path | str) -> int | str:
     """The number of the state that a folder holds, `nothing`, or what is wrong with it."""
     loaded = state(-1)
     try:

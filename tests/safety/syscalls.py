@@ -22,21 +22,21 @@ from typing import Any
 import pytest
 
 _NUMBERS = {
-    "x86_64": {
-        **{1: "write", 18: "pwrite", 20: "writev", 296: "pwritev", 328: "pwritev2", 40: "sendfile", 326: "copy_range"},
-        **{74: "fsync", 75: "fdatasync", 76: "truncate", 77: "ftruncate", 285: "fallocate", 162: "sync", 306: "syncfs"},
-        **{2: "open", 85: "creat", 257: "openat", 437: "openat2", 83: "mkdir", 258: "mkdirat", 84: "rmdir"},
-        **{82: "rename", 264: "renameat", 316: "renameat2", 87: "unlink", 263: "unlinkat"},
-        **{86: "link", 265: "linkat", 88: "symlink", 266: "symlinkat"},
-    },
-    "aarch64": {
-        **{64: "write", 68: "pwrite", 66: "writev", 70: "pwritev", 287: "pwritev2", 71: "sendfile", 285: "copy_range"},
-        **{82: "fsync", 83: "fdatasync", 45: "truncate", 46: "ftruncate", 47: "fallocate", 81: "sync", 267: "syncfs"},
-        **{56: "openat", 437: "openat2", 34: "mkdirat", 38: "renameat", 276: "renameat2", 35: "unlinkat"},
-        **{37: "linkat", 36: "symlinkat"},
-    },
+    "x86_64": """
+        write 1 pwrite 18 writev 20 pwritev 296 pwritev2 328 sendfile 40 copy_range 326
+        fsync 74 fdatasync 75 truncate 76 ftruncate 77 fallocate 285 sync 162 syncfs 306
+        open 2 creat 85 openat 257 openat2 437 mkdir 83 mkdirat 258 rmdir 84
+        rename 82 renameat 264 renameat2 316 unlink 87 unlinkat 263
+        link 86 linkat 265 symlink 88 symlinkat 266
+    """,
+    "aarch64": """
+        write 64 pwrite 68 writev 66 pwritev 70 pwritev2 287 sendfile 71 copy_range 285
+        fsync 82 fdatasync 83 truncate 45 ftruncate 46 fallocate 47 sync 81 syncfs 267
+        openat 56 openat2 437 mkdirat 34 renameat 38 renameat2 276 unlinkat 35 linkat 37 symlinkat 36
+    """,
 }
-_SYSCALLS = _NUMBERS.get(platform.machine(), {})
+_TABLE = _NUMBERS.get(platform.machine(), "").split()
+_SYSCALLS = {int(number): name for name, number in zip(_TABLE[::2], _TABLE[1::2], strict=True)}
 # Position of the descriptor, or of the path (after that of its folder's descriptor), among the arguments.
 _BY_DESCRIPTOR = {
     **dict.fromkeys(["write", "pwrite", "writev", "pwritev", "pwritev2", "sendfile"], 0),
@@ -44,12 +44,12 @@ _BY_DESCRIPTOR = {
     "copy_range": 2,
 }
 _BY_PATH = {
-    **dict.fromkeys(["open", "creat", "mkdir", "rmdir", "unlink", "truncate"], [(None, 0)]),
-    **dict.fromkeys(["openat", "openat2", "mkdirat", "unlinkat"], [(0, 1)]),
-    **dict.fromkeys(["rename", "link"], [(None, 0), (None, 1)]),
-    **dict.fromkeys(["renameat", "renameat2", "linkat"], [(0, 1), (2, 3)]),
-    "symlink": [(None, 1)],
-    "symlinkat": [(1, 2)],
+    **dict.fromkeys(["open", "creat", "mkdir", "rmdir", "unlink", "truncate"], ((None, 0),)),
+    **dict.fromkeys(["openat", "openat2", "mkdirat", "unlinkat"], ((0, 1),)),
+    **dict.fromkeys(["rename", "link"], ((None, 0), (None, 1))),
+    **dict.fromkeys(["renameat", "renameat2", "linkat"], ((0, 1), (2, 3))),
+    "symlink": ((None, 1),),
+    "symlinkat": ((1, 2),),
 }
 _FLAGS_OF_OPEN = {"open": 1, "openat": 2}
 _AT_FDCWD = -100

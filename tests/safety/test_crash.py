@@ -1,4 +1,4 @@
-"""A save that is killed leaves the old checkpoint or the new one, whole, and nothing that the next save would not clear.
+"""A save that is killed leaves the old checkpoint or the new one, whole, and nothing that the next save does not clear.
 
 The processes are real and so is the SIGKILL: it comes just before the n-th system call by which a save changes the
 disk, for every n. Every folder also holds a file of somebody else, which must be there in the end.
@@ -137,19 +137,18 @@ def kill_a_rank_everywhere(
     for number, place in enumerate(prepare(folder, old and partial(on_two_ranks, old))):
         checkpoint = place / CHECKPOINT
         checkpoint.mkdir(parents=True, exist_ok=True)  # the ranks would race for it, and change n be another each time
-        outcomes, watched = run_on_forked_ranks(
-            partial(new, checkpoint), 2, below=place, victim=victim, kill_at=number
-        )
-        both = found_on_two_ranks(checkpoint) if {old, new} & {old_rank_by_rank, new_rank_by_rank} else found_in(checkpoint)
+        outcomes, watched = run_on_forked_ranks(partial(new, checkpoint), 2, below=place, victim=victim, kill_at=number)
+        by_rank = {old, new} & {old_rank_by_rank, new_rank_by_rank}
+        found = found_on_two_ranks(checkpoint) if by_rank else found_in(checkpoint)
         if watched.killed_before is None:
             assert not any(isinstance(outcome, Failure) for outcome in outcomes), outcomes
-            assert both == 2
+            assert found == 2
             assert needless_files(checkpoint) <= {"notes.txt"}
             return moments
         save(3, checkpoint)
         survivors = tuple(outcome for rank, outcome in enumerate(outcomes) if rank != victim)
         moments.append(
-            Moment(watched.killed_before, both, found_in(checkpoint), needless_files(checkpoint), survivors)
+            Moment(watched.killed_before, found, found_in(checkpoint), needless_files(checkpoint), survivors)
         )
     raise AssertionError
 

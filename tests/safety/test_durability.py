@@ -99,9 +99,7 @@ def cut_the_power_everywhere(
 def test_a_power_cut_leaves_the_old_or_the_new_checkpoint_and_after_the_save_the_new_one(
     ranks: RankPool, tmp_path, old, new, world_size
 ):
-    ((during, after),) = ranks(1).run(
-        cut_the_power_everywhere, tmp_path, old, new, world_size, process_group=False
-    )
+    ((during, after),) = ranks(1).run(cut_the_power_everywhere, tmp_path, old, new, world_size, process_group=False)
     assert during == {"nothing" if old is None else 1, 2}
     assert after == {2}
 

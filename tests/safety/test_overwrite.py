@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import holdfast.dcp as dcp
 from holdfast.dcp import CheckpointException, FileSystemWriter
@@ -78,9 +80,7 @@ def test_after_an_overwrite_by_another_number_of_ranks_nothing_of_the_old_checkp
 
 def try_to_overwrite(folder: Path, use_collectives: bool) -> str:
     try:
-        dcp.save(
-            state(2), storage_writer=FileSystemWriter(folder, overwrite=False), use_collectives=use_collectives
-        )
+        dcp.save(state(2), storage_writer=FileSystemWriter(folder, overwrite=False), use_collectives=use_collectives)
     except CheckpointException as error:
         causes = {type(cause) for cause, _ in error.failures.values()}
         assert causes == {CheckpointExistsError}
@@ -155,16 +155,38 @@ class Turns:
             self._changed.notify_all()
 
 
+# Operations at which it makes a difference who is first.
+MOMENTS = ("ls", "open", "lock", "exists", "rename", "rm_file", "unlock")
+
+
+def small(number: int) -> dict[str, int]:
+    return {"number": number}
+
+
+def found_small(folder: Path) -> int:
+    loaded = small(-1)
+    dcp.load(loaded, checkpoint_id=folder)
+    return loaded["number"]
+
+
+def save_small(number: int, folder: Path, hook: Callable[[str, str], None]) -> None:
+    def at_moments(operation: str, name: str) -> None:
+        if operation in MOMENTS:
+            hook(operation, name)
+
+    writer = FileSystemWriter(folder, sync_files=False)
+    writer.fs = FaultyFileSystem(at_moments)
+    dcp.save(small(number), storage_writer=writer)
+
+
 def two_saves_at_once(folder: Path, first_share: int, second_share: int) -> dict[int, str]:
     turns = Turns(first_share, second_share)
     outcomes: dict[int, str] = {}
 
     def run(number: int) -> None:
         turns.start(number)
-        writer = FileSystemWriter(folder)
-        writer.fs = FaultyFileSystem(turns.hook(number))
         try:
-            dcp.save(state(number), storage_writer=writer)
+            save_small(number, folder, turns.hook(number))
             outcomes[number] = "saved"
         except CheckpointException as error:
             outcomes[number] = str(error.failures[0][0])
@@ -179,24 +201,76 @@ def two_saves_at_once(folder: Path, first_share: int, second_share: int) -> dict
     return outcomes
 
 
-def count_operations(folder: Path) -> int:
-    operations: list[str] = []
-    writer = FileSystemWriter(folder)
-    writer.fs = FaultyFileSystem(lambda operation, name: operations.append(name))
-    dcp.save(state(1), storage_writer=writer)
-    return len(operations)
-
-
 @pytest.mark.filterwarnings("ignore:.*holds a checkpoint:UserWarning")
-@pytest.mark.parametrize("old", [False, True])
-def test_two_saves_into_one_folder_at_a_time_leave_one_whole_checkpoint(tmp_path, old):
-    total = count_operations(tmp_path / "count")
-    for number, (first, second) in enumerate(itertools.product(range(total + 3), repeat=2)):
+def test_two_saves_into_one_folder_at_a_time_leave_one_whole_checkpoint(tmp_path):
+    operations: list[str] = []
+    save_small(0, tmp_path / "count", lambda operation, name: operations.append(operation))
+    losers = 0
+    for number, (first, second) in enumerate(itertools.product(range(len(operations) + 2), repeat=2)):
         folder = tmp_path / str(number)
-        if old:
-            save(3, folder)
+        save_small(0, folder, lambda operation, name: None)
         outcomes = two_saves_at_once(folder, first, second)
         moment = f"after {first} operations of the first save and {second} of the second: {outcomes}"
         winners = [saved for saved, outcome in outcomes.items() if outcome == "saved"]
+        losers += 2 - len(winners)
         assert winners, moment
-        assert found_in(folder) in winners, moment
+        assert found_small(folder) in winners, moment
+    assert losers  # some of these were close
+
+
+def save_while_another_save_runs(folder: Path) -> str:
+    """Another save from start to end, just before ours would commit."""
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "lock":
+            dcp.save(state(2), checkpoint_id=folder, no_dist=True)
+
+    writer = FileSystemWriter(folder)
+    writer.fs = FaultyFileSystem(hook)
+    try:
+        dcp.save(state(1), storage_writer=writer)
+    except CheckpointException as error:
+        return " ".join(type(cause).__name__ for cause, _ in error.failures.values())
+    return "saved"
+
+
+@pytest.mark.filterwarnings("ignore:.*holds a checkpoint:UserWarning")
+def test_a_save_of_several_ranks_fails_if_another_one_has_removed_its_files(ranks: RankPool, tmp_path):
+    assert ranks(2).run(save_while_another_save_runs, tmp_path) == ["IncompleteSaveError"] * 2
+    assert found_in(tmp_path) == 2
+    assert needless_files(tmp_path) == set()
+
+
+def save_while_a_rank_is_slow(folder: Path) -> str:
+    """Another save begins when rank 1 has written its file and rank 0 has not, and ends when it has."""
+    other = FileSystemWriter(folder)
+    ours = FileSystemWriter(folder)
+    begun = threading.Event()
+    go_on = threading.Event()
+
+    def other_hook(operation: str, name: str) -> None:
+        if operation == "open":
+            begun.set()
+            go_on.wait()
+
+    def our_hook(operation: str, name: str) -> None:
+        if operation == "open" and name.endswith(".distcp") and dist.get_rank() == 0:
+            dist.recv(torch.zeros(1), src=1)
+            thread.start()
+            begun.wait()
+        if operation == "lock":
+            go_on.set()
+            thread.join()
+        if operation == "close" and dist.get_rank() == 1:
+            dist.send(torch.zeros(1), dst=0)
+
+    other.fs, ours.fs = FaultyFileSystem(other_hook), FaultyFileSystem(our_hook)
+    thread = threading.Thread(target=dcp.save, args=(state(2),), kwargs={"storage_writer": other, "no_dist": True})
+    dcp.save(state(1), storage_writer=ours)
+    return "saved"
+
+
+@pytest.mark.filterwarnings("ignore:.*holds a checkpoint:UserWarning")
+def test_files_of_a_save_that_has_gone_on_since_are_left_alone(ranks: RankPool, tmp_path):
+    assert ranks(2).run(save_while_a_rank_is_slow, tmp_path) == ["saved"] * 2
+    assert found_in(tmp_path) == 1

@@ -127,7 +127,8 @@ def _write_files_from_queue(
     """Write files until ``file_queue`` is empty; several threads may share the queues.
 
     The queue holds ``(path, name in the index, items)``. Each file's results are one entry of ``result_queue``. An
-    error is raised here, in the thread that met it, and it is for the caller to see to it that it is noticed.
+    error is raised here, in the thread that met it, and it is for the caller to see to it that it is noticed. How many
+    threads there are makes no difference here.
     """
     _refuse_safetensors(serialization_format)
     while True:

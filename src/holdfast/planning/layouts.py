@@ -70,8 +70,8 @@ def dtensor_pieces(dtensor: DTensor, *, key: str = "") -> list[Piece]:
         raise UnsupportedTensorError(
             f"{_name(key)} holds local data of shape {list(found)} at coordinate {list(coordinate)} of a mesh of shape "
             f"{list(mesh.shape)}, but the placements {list(spec.placements)} of a tensor of shape "
-            f"{list(dtensor.shape)} put {list(expected)} there, so it is unclear where the data belongs. Split it as "
-            "torch.chunk does (distribute_tensor on a replicated tensor and redistribute do), and give "
+            f"{list(dtensor.shape)} put {list(expected)} there, so it is unclear where the data belongs. Make "
+            "the tensor with redistribute() from a replicated one, or split it as torch.chunk does and give "
             "DTensor.from_local the shape of the full tensor.",
             key=key,
             kind="DTensor with another local shape than its placements say",

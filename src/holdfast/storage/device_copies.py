@@ -60,8 +60,8 @@ class OverlappingCpuLoader(TensorLoader):
         inflight_threshhold: int = 1_000_000,
     ) -> None:
         self.resolve_fun = resolve_fun
-        self.stream = stream
         self.inflight_threshhold = inflight_threshhold
+        self._streams: dict[torch.device, torch.Stream | None] = {} if stream is None else {stream.device: stream}
         self._announced: deque[object] = deque()
         self._under_way: deque[tuple[HostCopy, object]] = deque()
         self._bytes_under_way = 0
@@ -89,9 +89,9 @@ class OverlappingCpuLoader(TensorLoader):
         while self._announced and (not self._under_way or self._bytes_under_way < self.inflight_threshhold):
             obj = self._announced.popleft()
             tensor = self.resolve_fun(obj).detach()
-            if self.stream is None and tensor.device.type != "cpu":
-                self.stream = torch.Stream(device=tensor.device)
-            copy = begin_copy(tensor, self.stream)
+            if tensor.device not in self._streams:
+                self._streams[tensor.device] = stream_for_copies(tensor.device)
+            copy = begin_copy(tensor, self._streams[tensor.device])
             self._under_way.append((copy, obj))
             self._bytes_under_way += copy.nbytes
 
@@ -116,6 +116,17 @@ class HostCopy:
             self.done.synchronize()
         self.source = None
         return self.host
+
+
+def stream_for_copies(device: torch.device) -> torch.Stream | None:
+    """A stream of its own for copies from ``device``; None where it has none, or no pinned memory to copy into."""
+    if device.type == "cpu":
+        return None
+    try:
+        torch.empty(1, pin_memory=True)
+        return torch.Stream(device=device)
+    except RuntimeError:  # how backends say that they have no such thing
+        return None
 
 
 def begin_copy(tensor: torch.Tensor, stream: torch.Stream | None) -> HostCopy:

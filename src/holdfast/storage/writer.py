@@ -276,23 +276,25 @@ class _FileSystemWriter(StorageWriter):
 
     def _look_for_files(self, results: list[list[WriteResult]]) -> None:
         """The files must be where the index will say they are. Those of other ranks may be on disks we do not see."""
-        unseen = set()
+        lost: list[str] = []
+        elsewhere: list[int] = []
         for rank, part in enumerate(results):
-            for name in {result.storage_data.relative_path for result in part}:
-                if not self.fs.exists(self.fs.concat_path(self.path, name)):
-                    unseen.add((rank, name))
-        mine = [name for rank, name in unseen if rank == (self.rank or 0) or not self.use_collectives]
-        if mine:
+            names = {result.storage_data.relative_path for result in part}
+            unseen = {name for name in names if not self.fs.exists(self.fs.concat_path(self.path, name))}
+            if unseen and (unseen != names or rank == (self.rank or 0) or not self.use_collectives):
+                lost.extend(sorted(unseen))
+            elif unseen:
+                elsewhere.append(rank)
+        if lost:
             raise IncompleteSaveError(
-                f"{self.path}: {', '.join(mine)} disappeared before the save was committed. Another save into the same "
+                f"{self.path}: {', '.join(lost)} disappeared before the save was committed. Another save into the same "
                 "folder may have removed it; nothing was committed, save again to a folder of its own.",
-                missing=mine,
+                missing=lost,
             )
-        if unseen:
-            ranks = sorted({rank for rank, _ in unseen})
+        if elsewhere:
             warn_caller(
-                f"rank {self.rank} does not see the files that ranks {ranks} wrote to {self.path}. If the path is not "
-                "on a disk that all ranks share, the checkpoint can only be loaded after bringing the files together."
+                f"rank {self.rank} does not see the files that ranks {elsewhere} wrote to {self.path}. If the ranks do not "
+                "share a disk there, the checkpoint can only be loaded after bringing the files together."
             )
 
     def _temporary_index_name(self) -> str:

@@ -64,7 +64,7 @@ def to_stock(value: Any) -> Any:
             converted = stock_filesystem._StorageInfo(
                 value.relative_path, value.offset, value.length, value.transform_descriptors
             )
-        case dict():
+        case dict() if type(value) is dict:
             return {to_stock(key): to_stock(inner) for key, inner in value.items()}
         case list():
             return [to_stock(inner) for inner in value]
@@ -85,8 +85,6 @@ def facts(value: Any) -> Any:
         return type(value).__name__, [facts(inner) for inner in value]
     if type(value).__name__ == "_StorageInfo":
         return "_StorageInfo", value.relative_path, value.offset, value.length, facts(value.transform_descriptors)
-    if type(value).__name__ == "TensorProperties":
-        return type(value).__name__, facts(value.__dict__)
     if hasattr(value, "__dataclass_fields__"):
         return type(value).__name__, [(name, facts(getattr(value, name))) for name in value.__dataclass_fields__]
     return type(value).__name__, repr(value)

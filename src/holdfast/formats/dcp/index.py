@@ -17,8 +17,7 @@ from holdfast.errors import DamagedCheckpointError, HoldfastError, RefusedPickle
 from holdfast.formats.dcp import index_records
 from holdfast.formats.dcp.index_records import METADATA_MODULES, PROPERTIES_MODULE, STORAGE_MODULES
 from holdfast.formats.dcp.index_writer import IndexWriter
-from holdfast.formats.dcp.registered import find_registered
-from holdfast.formats.dcp.safe_pickle import Known, damaged_pickle, load
+from holdfast.formats.dcp.safe_pickle import damaged_pickle, load
 from holdfast.formats.dcp.storage_info import _StorageInfo
 from holdfast.metadata import Metadata, MetadataIndex
 
@@ -39,12 +38,8 @@ def decode_index(data: bytes, *, source: str, allow_pickle: bool = False) -> Met
     """
     body = _checked_body(data, source)
     records = index_records.IndexRecords(source)
-
-    def find(module: str, name: str) -> Known | None:
-        return records.find(module, name) or find_registered(module, name)
-
     try:
-        metadata = load(body, find, source=source)
+        metadata = load(body, records.find, source=source)
     except RefusedPickleError:
         if not allow_pickle:
             raise
@@ -97,8 +92,9 @@ class _TrustingUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in (*METADATA_MODULES, *STORAGE_MODULES, PROPERTIES_MODULE) and name in _OUR_CLASSES:
             return _OUR_CLASSES[name]
+        # Paths of another system or Python cannot be imported under their own names.
         known = self._records.find(module, name) if module.startswith("pathlib") else None
-        return super().find_class(module, name) if known is None else known.call
+        return super().find_class(module, name) if known is None else known.value
 
 
 _OUR_CLASSES: dict[str, Any] = {
@@ -134,4 +130,6 @@ def _checked_again(loaded: Metadata, records: index_records.IndexRecords) -> Met
                 index_records.item(item.fqn, item.index, item.offset)
             if isinstance(place, _StorageInfo):
                 records.storage_info(**place.__getstate__())
+    if state.get("storage_meta") is not None:
+        state["storage_meta"] = index_records.storage_meta(vars(state["storage_meta"]))
     return records.metadata(state)

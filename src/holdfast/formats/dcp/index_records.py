@@ -8,9 +8,8 @@ error on the spot, so that nothing after this layer has to distrust an index.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from pathlib import PurePosixPath, PureWindowsPath
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +18,8 @@ from holdfast.errors import UnsafePathError, UnsupportedVersionError
 from holdfast.formats.dcp.index_shortcut import SIZE, FlatRecord, count, make_size
 from holdfast.formats.dcp.safe_pickle import Inert, Known, Name, brief, draft_of
 from holdfast.formats.dcp.storage_info import SEAL_STATE_KEY, Seal, _StorageInfo
+from holdfast.formats.dcp.tensor_records import DTYPES
+from holdfast.formats.dcp.value_names import find_plain
 from holdfast.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -44,7 +45,6 @@ PROPERTIES_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
 _READABLE_VERSION = re.compile(r"1(\.\d+)*")
 _DRIVE = re.compile(r"[A-Za-z]:")
 _ENCODINGS = {int(encoding.value): encoding for encoding in _MEM_FORMAT_ENCODING}
-_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
 class IndexRecords:
@@ -56,8 +56,8 @@ class IndexRecords:
         self._table = {**_SHARED, **dict(self._own())}
 
     def find(self, module: str, name: str) -> Known | None:
-        """The entry of a name."""
-        return self._table.get((module, name))
+        """The entry of a name. Custom planners may store whatever plain values they like."""
+        return self._table.get((module, name)) or find_plain(module, name)
 
     def _own(self) -> Iterator[tuple[Name, Known]]:
         for module in METADATA_MODULES:
@@ -74,16 +74,16 @@ class IndexRecords:
         for key, value in described.items():
             if type(key) is not str or type(value) not in (TensorStorageMetadata, BytesStorageMetadata):
                 raise TypeError(f"{type(value).__name__} as the description of {brief(key)}")
-        storage_meta = fields.get("storage_meta")
-        if storage_meta is not None:
-            _typed(storage_meta, StorageMeta, "storage_meta")
+        origin = fields.get("storage_meta")
+        if origin is not None:
+            _typed(origin, StorageMeta, "storage_meta")
         version = fields.get("version")
         self.check_version(version)
         return Metadata(
             state_dict_metadata=described,
             planner_data=fields.get("planner_data"),
             storage_data=fields.get("storage_data"),
-            storage_meta=storage_meta,
+            storage_meta=origin,
             version=version,
         )
 
@@ -170,9 +170,12 @@ def _properties(state: Any) -> TensorProperties:
     return properties
 
 
-def _storage_meta(state: Any) -> StorageMeta:
+def storage_meta(state: Any) -> StorageMeta:
+    """Where and as what the checkpoint was saved."""
     fields = _fields(state)
     texts = {name: fields.get(name) for name in ("checkpoint_id", "save_id", "load_id")}
+    if isinstance(texts["checkpoint_id"], PurePath):
+        texts["checkpoint_id"] = str(texts["checkpoint_id"])
     for name, text in texts.items():
         if text is not None:
             _typed(text, str, name)
@@ -202,14 +205,6 @@ def _typed(value: Any, cls: type[T], what: str) -> T:
     return value
 
 
-def _posix_path(*parts: Any) -> str:
-    return str(PurePosixPath(*(_typed(part, str, "path") for part in parts)))
-
-
-def _windows_path(*parts: Any) -> str:
-    return str(PureWindowsPath(*(_typed(part, str, "path") for part in parts)))
-
-
 def _shared() -> Iterator[tuple[Name, Known]]:
     chunks = FlatRecord("ChunkStorageMetadata", ("offsets", "sizes"), chunk).known()
     items = FlatRecord("MetadataIndex", ("fqn", "index", "offset"), item).known()
@@ -217,25 +212,18 @@ def _shared() -> Iterator[tuple[Name, Known]]:
         yield (module, "TensorStorageMetadata"), draft_of("TensorStorageMetadata", tensor)
         yield (module, "ChunkStorageMetadata"), chunks
         yield (module, "MetadataIndex"), items
-        yield (module, "StorageMeta"), draft_of("StorageMeta", _storage_meta)
-        yield (module, "BytesStorageMetadata"), Known(Inert("BytesStorageMetadata"), new=BytesStorageMetadata)
+        yield (module, "StorageMeta"), draft_of("StorageMeta", storage_meta)
+        yield (
+            (module, "BytesStorageMetadata"),
+            Known(BytesStorageMetadata, new=BytesStorageMetadata, build=lambda value, _: value),
+        )
     for module in (*METADATA_MODULES, PROPERTIES_MODULE):
         yield (module, "TensorProperties"), draft_of("TensorProperties", _properties)
         for name in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"):
             yield (module, name), Known(Inert(name), call=lambda number: _ENCODINGS[count(number)])
-    for module in ("pathlib", "pathlib._local"):
-        for prefix in ("", "Pure"):
-            yield (module, f"{prefix}PosixPath"), Known(Inert("PosixPath"), call=_posix_path)
-            yield (module, f"{prefix}WindowsPath"), Known(Inert("WindowsPath"), call=_windows_path)
     yield ("torch", "Size"), SIZE
-    yield (
-        ("torch.serialization", "_get_layout"),
-        Known(Inert("_get_layout"), call=lambda name: _LAYOUTS[name]),
-    )
-    yield ("collections", "OrderedDict"), Known(OrderedDict, call=lambda: OrderedDict())
-    for name, value in vars(torch).items():
-        if isinstance(value, torch.dtype):
-            yield ("torch", name), Known(value)
+    for name, dtype in DTYPES.items():
+        yield ("torch", name), Known(dtype)
 
 
 _SHARED = dict(_shared())

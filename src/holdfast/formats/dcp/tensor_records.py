@@ -101,13 +101,15 @@ def _check_bounds(record: TensorRecord) -> None:
     sizes, strides = record.sizes, record.strides
     if len(sizes) != len(strides):
         raise ValueError(f"a tensor of {len(sizes)} sizes and {len(strides)} strides")
-    if prod(sizes) >= _MOST or any(stride >= _MOST for stride in strides):
+    if max(prod(sizes), record.storage_offset, *strides) * record.dtype.itemsize >= _MOST:
         raise ValueError("a tensor larger than any memory")
-    last = record.storage_offset
-    if 0 not in sizes:
-        last += 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    if last * record.dtype.itemsize > record.storage.nbytes:
-        end = last * record.dtype.itemsize
+    if 0 in sizes:
+        return  # it has no elements, so it may be anywhere
+    if 0 in sizes:
+        return  # it has no elements, so it may be anywhere
+    last = record.storage_offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    end = (last + 1) * record.dtype.itemsize
+    if end > record.storage.nbytes:
         raise ValueError(f"a tensor that reaches to byte {end} of a storage of {record.storage.nbytes} bytes")
 
 
