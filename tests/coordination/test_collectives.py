@@ -370,6 +370,11 @@ class TurnsIntoSomethingElse(Exception):
         return str, ("not an exception",)
 
 
+class TurnsIntoAnotherException(Exception):
+    def __reduce__(self):
+        return ValueError, ("something else",)
+
+
 def unpicklable():
     return HoldsAHandle("it broke")
 
@@ -390,6 +395,10 @@ def changeling():
     return TurnsIntoSomethingElse("it broke")
 
 
+def shapeshifter():
+    return TurnsIntoAnotherException("it broke")
+
+
 def known_on_one_rank_only():
     """An instance of a class that other ranks cannot import."""
     module = types.ModuleType("only_on_this_rank")
@@ -398,7 +407,7 @@ def known_on_one_rank_only():
     return module.Local("it broke")
 
 
-AWKWARD = [unpicklable, not_unpicklable, without_text, refusing, changeling, known_on_one_rank_only]
+AWKWARD = [unpicklable, not_unpicklable, without_text, refusing, changeling, shapeshifter, known_on_one_rank_only]
 
 
 @some_cases

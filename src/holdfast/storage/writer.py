@@ -293,8 +293,8 @@ class _FileSystemWriter(StorageWriter):
             )
         if elsewhere:
             warn_caller(
-                f"rank {self.rank} does not see the files that ranks {elsewhere} wrote to {self.path}. If the ranks do not "
-                "share a disk there, the checkpoint can only be loaded after bringing the files together."
+                f"rank {self.rank} does not see the files that ranks {elsewhere} wrote to {self.path}. If the path is "
+                "not on a shared disk, the checkpoint can only be loaded after bringing the files together."
             )
 
     def _temporary_index_name(self) -> str:
