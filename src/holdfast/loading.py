@@ -15,7 +15,7 @@ from holdfast.errors import CheckpointNotFoundError, HoldfastError, RankDisagree
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.planning.plan import LoadPlan
 from holdfast.planning.planner import LoadPlanner
-from holdfast.saving import set_up_storage
+from holdfast.saving import call_if_present, set_up_storage
 from holdfast.storage.contract import StorageReader
 from holdfast.storage.rank_local import shared_save_id
 
@@ -55,10 +55,11 @@ class _Load:
     def run(self) -> None:
         """All steps."""
         metadata = self._agree_on_index()
-        if self.saved_rank_by_rank:
-            plan = self.ranks.all_gather_status("plan", lambda: self._plan_own_part(metadata))
-        else:
-            plan = self.ranks.reduce_scatter("plan", lambda: self._plan_locally(metadata), self._plan_globally)
+        try:
+            plan = self._plan(metadata)
+        except BaseException:
+            call_if_present(self.planner, "undo_set_up")
+            raise
         self.ranks.all_gather("read", lambda: self._read(plan))
 
     def _agree_on_index(self) -> Metadata:
@@ -117,6 +118,11 @@ class _Load:
             return None
         return merged
 
+    def _plan(self, metadata: Metadata) -> LoadPlan:
+        if self.saved_rank_by_rank:
+            return self.ranks.all_gather_status("plan", lambda: self._plan_own_part(metadata))
+        return self.ranks.reduce_scatter("plan", lambda: self._plan_locally(metadata), self._plan_globally)
+
     def _plan_own_part(self, metadata: Metadata) -> LoadPlan:
         """Plan with this rank's own part of the checkpoint; with all parts if that is not enough."""
         if getattr(self.planner, "takes_what_is_there", False):
@@ -127,6 +133,7 @@ class _Load:
             merge: Any = getattr(self.reader, "read_merged_rank_metadata", None)
             if merge is None or not (error.missing or error.uncovered):
                 raise
+            call_if_present(self.planner, "undo_set_up")
             plan = self._plan_locally(merge(self.ranks.rank))
         return self._plan_globally([plan])[0]
 

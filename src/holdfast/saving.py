@@ -56,13 +56,13 @@ class _Save:
         try:
             plan: SavePlan = self.ranks.reduce_scatter("plan", self._plan_locally, self._plan_globally)
         except BaseException:
-            self._call_if_present(self.planner, "forget_cached_plans")
+            call_if_present(self.planner, "forget_cached_plans")
             raise
         try:
             return self.ranks.all_reduce("write", lambda: self._write(plan), self._commit)
         except BaseException:
             if self.ranks.is_coordinator:
-                self._call_if_present(self.writer, "discard_unfinished")
+                call_if_present(self.writer, "discard_unfinished")
             raise
 
     def each_for_itself(self) -> Metadata:
@@ -78,15 +78,11 @@ class _Save:
             results = self.ranks.all_gather_status("write", write_own_part)
             metadata = self.ranks.all_gather_status("write", lambda: self._commit([results]))
         except BaseException:
-            self._call_if_present(self.writer, "discard_unfinished")
+            call_if_present(self.writer, "discard_unfinished")
             raise
         world_size = self.ranks.world_size
-        self.ranks.all_gather_status(
-            "write", lambda: self._call_if_present(self.writer, "commit_rank_local", world_size)
-        )
-        self.ranks.all_gather_status(
-            "write", lambda: self._call_if_present(self.writer, "finish_rank_local", world_size)
-        )
+        self.ranks.all_gather_status("write", lambda: call_if_present(self.writer, "commit_rank_local", world_size))
+        self.ranks.all_gather_status("write", lambda: call_if_present(self.writer, "finish_rank_local", world_size))
         return metadata
 
     def _plan_locally(self, *, use_collectives: bool = True) -> SavePlan:
@@ -117,14 +113,7 @@ class _Save:
     def _share_save_id(self) -> None:
         """Give all ranks' parts one id, so that parts of different saves are told apart when they are loaded."""
         save_id = self.ranks.broadcast("plan", lambda: str(uuid.uuid4()))
-        self._call_if_present(self.writer, "share_save", save_id)
-
-    @staticmethod
-    def _call_if_present(target: object, method: str, *args: Any) -> None:
-        """Call a method that our planners and writers have and other people's need not have."""
-        function = getattr(target, method, None)
-        if callable(function):
-            function(*args)
+        call_if_present(self.writer, "share_save", save_id)
 
 
 def set_up_save_planner(
@@ -145,3 +134,10 @@ def set_up_storage(set_up: Any, *args: Any, **role: Any) -> None:
     """Call a storage's set-up; it is told its role only if it takes ``kwargs``, since older storages do not."""
     takes_role = "kwargs" in inspect.signature(set_up).parameters
     set_up(*args, **(role if takes_role else {}))
+
+
+def call_if_present(target: object, method: str, *args: Any) -> None:
+    """Call a method that our planners and storages have and other people's need not have."""
+    function = getattr(target, method, None)
+    if callable(function):
+        function(*args)

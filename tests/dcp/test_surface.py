@@ -79,6 +79,8 @@ ADDED_FIELDS = {
     "SavePlan": {"replica_digests"},
     "_StorageInfo": {"seal"},
 }
+# Those of them that can be given by position. Only readers and writers of the format make these.
+ADDED_POSITIONS = {"_StorageInfo": {"seal"}}
 
 # Type aliases belong to one module; other modules of stock have them because they import them.
 HOMES = {
@@ -215,7 +217,7 @@ def members_of(cls: type) -> Iterator[tuple[str, Any]]:
 def test_classes_have_the_constructor_methods_and_properties_of_stock(pair: Pair) -> None:
     if issubclass(pair.stock, enum.Enum):
         return
-    assert_callable_alike(pair.stock, pair.ours, ADDED_FIELDS.get(pair.name, set()))
+    assert_callable_alike(pair.stock, pair.ours, ADDED_POSITIONS.get(pair.name, set()))
     for name, member in members_of(pair.stock):
         if f"{pair.name}.{name}" in LEFT_OUT:
             continue

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardMetadata, init_from_local_shards
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -71,6 +74,7 @@ KINDS = {
     "conjugated": lambda: torch.complex(numbered(4, 6), numbered(4, 6, start=100)).conj(),
     "conjugated and transposed": lambda: torch.complex(numbered(4, 6), numbered(4, 6, start=100)).mH,
     "negated": lambda: torch.complex(numbered(4, 6), numbered(4, 6, start=100)).conj().imag,
+    "negated in one stretch": lambda: torch._neg_view(numbered(4, 6)),
 }
 
 
@@ -256,6 +260,34 @@ def test_a_tensor_that_still_has_to_be_reduced_is_no_destination(ranks: RankPool
     assert ranks(2).run(refuse_to_load_into_an_unreduced_tensor, tmp_path) == [0.0, 0.0]
 
 
+# --- several processes: every kind on every rank ---------------------------------------------------------------------
+
+
+def round_trip_of_kinds(path, saver, loader):
+    """Every kind as a tensor that all ranks hold, and as the local data of a DTensor. The keys that did not arrive."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def spread(tensors):
+        whole = {
+            key: DTensor.from_local(t.detach(), mesh, [Replicate()], run_check=False) for key, t in tensors.items()
+        }
+        return {"plain": tensors, "local": whole}
+
+    expected = {name: make() for name, make in KINDS.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Ranks hold different values")
+        save(saver, spread(expected), path)
+    target = spread({name: blank(tensor) for name, tensor in expected.items()})
+    load(loader, target, path)
+    arrived = {name: tensor.to_local() for name, tensor in target["local"].items()}
+    return differing(target["plain"], expected) + differing(arrived, expected)
+
+
+@in_all_directions
+def test_every_kind_arrives_on_every_rank(ranks: RankPool, tmp_path, saver, loader):
+    assert ranks(2).run(round_trip_of_kinds, tmp_path, saver, loader) == [[], []]
+
+
 # --- several processes: DTensor and ShardedTensor --------------------------------------------------------------------
 
 
@@ -340,6 +372,24 @@ def round_trip_of_a_flattened_view(path, loader):
 def test_a_flattened_view_whose_parts_are_several_stretches_arrives(ranks: RankPool, tmp_path, loader):
     """Stock can load it, but records a wrong place when it saves such a tensor."""
     assert ranks(2).run(round_trip_of_a_flattened_view, tmp_path, loader) == [(True, True)] * 2
+
+
+def save_while_gathering(path):
+    """A DTensor whose ranks have not got all of its data yet."""
+    mesh = init_device_mesh("cpu", (2,))
+    gathering = distributed(numbered(8, 3), mesh, [Shard(0)]).redistribute(mesh, [Replicate()], async_op=True)
+    assert isinstance(gathering._local_tensor, AsyncCollectiveTensor)
+    dcp.save({"weight": gathering}, checkpoint_id=path)
+    loaded = {}
+    for loader in LIBRARIES:
+        loaded[loader] = blank(numbered(8, 3))
+        load(loader, {"weight": loaded[loader]}, path)
+    return differing(loaded, dict.fromkeys(LIBRARIES, numbered(8, 3)))
+
+
+def test_a_dtensor_whose_data_is_still_on_its_way_is_waited_for(ranks: RankPool, tmp_path):
+    """Stock stores the promise instead, and then cannot load it."""
+    assert ranks(2).run(save_while_gathering, tmp_path) == [[], []]
 
 
 def parts_of_a_nested_sharded_tensor(full):

@@ -1,4 +1,4 @@
-"""Ctrl-C and exit keep their meaning on the rank where they happen; the other ranks fail with an error that names it."""
+"""Ctrl-C and exit keep their meaning on the rank where they happen; the other ranks get an error that names it."""
 
 from __future__ import annotations
 

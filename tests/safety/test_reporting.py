@@ -153,9 +153,9 @@ def test_a_lossless_change_of_dtype_is_told_and_one_that_destroys_values_refused
     with pytest.raises(CheckpointException, match="values would be destroyed"):
         dcp.load(state, checkpoint_id=tmp_path)
     assert state["tensor"].tolist() == [0] * 3
+    strict = DefaultLoadPlanner(dtype_change="error")
     with pytest.raises(CheckpointException, match=r"current torch\.float64"):
-        planner = DefaultLoadPlanner(dtype_change="error")
-        dcp.load({"tensor": torch.zeros(3, dtype=torch.float64)}, checkpoint_id=tmp_path, planner=planner)
+        dcp.load({"tensor": torch.zeros(3, dtype=torch.float64)}, checkpoint_id=tmp_path, planner=strict)
 
 
 def damage_the_last_file(folder: Path) -> Path:

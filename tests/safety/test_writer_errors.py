@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import re
 import resource
 import warnings
@@ -263,3 +264,17 @@ def test_a_file_that_disappears_before_the_commit_fails_the_save(tmp_path):
         save_with(hook, tmp_path, many(2))
     assert isinstance(caught.value.failures[0][0], IncompleteSaveError)
     assert contents(tmp_path) == before
+
+
+def fail_on_a_disk_of_its_own(folder: Path, rank: int) -> list[str]:
+    """Every rank writes to a disk that the others do not see."""
+    own = folder / str(dist.get_rank())
+    hook = FailsOnFile(1 if dist.get_rank() == rank else -1)
+    with pytest.raises(CheckpointException):
+        save_with(hook, own, many(2), single_file_per_rank=False)
+    return sorted(os.listdir(own))
+
+
+def test_a_rank_that_fails_removes_what_it_wrote_where_nobody_else_can(ranks: RankPool, tmp_path):
+    outcomes = ranks(2).run(fail_on_a_disk_of_its_own, tmp_path, 1)
+    assert outcomes[1] == []

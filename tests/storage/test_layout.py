@@ -184,3 +184,25 @@ def test_the_files_of_a_save_are_told_from_all_others_by_its_generation(present,
     found = layout.names_of_generation(in_folder(folder, [*present, *mine]), generation)
     assert sorted(found) == sorted(mine)
     assert all(PurePath(name).name == name for name in found)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(data_files | indexes | temporaries | foreign, unique=True, max_size=8),
+    st.lists(st.tuples(generations, st.booleans()), unique_by=lambda save: save[0], max_size=4),
+    folders,
+)
+def test_data_of_a_save_that_has_written_since_is_spared_and_all_else_is_not(others, saves, folder):
+    ids = [generation for generation, _ in saves]
+    others = [name for name in others if not any(generation in name for generation in ids)]
+    old = [data_file(rank, generation, 0) for generation in ids for rank in (0, 1)]
+    fresh = [data_file(2, generation, 0) for generation, still_writes in saves if still_writes]
+    before = [*others, *old]
+    spared = {data_file(rank, generation, 0) for generation, still_writes in saves if still_writes for rank in (0, 1)}
+    removable = layout.without_running_saves(before, before, in_folder(folder, [*before, *fresh]))
+    assert removable == [name for name in before if name not in spared]
+
+
+def test_files_of_stock_have_no_generation_and_spare_nothing():
+    before, now = ["__0_0.distcp", "__0_1.distcp"], ["__0_0.distcp", "__0_1.distcp", "__1_0.distcp"]
+    assert layout.without_running_saves(before, before, now) == before

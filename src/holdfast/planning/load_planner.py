@@ -63,12 +63,20 @@ class DefaultLoadPlanner(LoadPlanner):
         self.metadata: Metadata | None = None
         self.is_coordinator = False
         self._locations: dict[str, Location] = {}
+        self._were_meta: dict[Location, torch.Tensor] = {}
+
+    def undo_set_up(self) -> None:
+        """Called by the load flow when planning failed on any rank: what was a meta tensor is one again."""
+        for location, tensor in self._were_meta.items():
+            set_element(self.original_state_dict, location, tensor)
+        self._were_meta = {}
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Flatten the state, give meta tensors memory, and fall back to old key rules if the checkpoint is old."""
-        materialize(state_dict)
+        self._were_meta = {}
+        self._were_meta = materialize(state_dict)
         self.original_state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator

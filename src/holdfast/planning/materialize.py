@@ -15,17 +15,23 @@ from holdfast.planning.sharded_tensors import local_shards
 from holdfast.planning.trees import Location, ObjectPath, flat_name, opens_list, set_element, walk
 
 
-def materialize(state_dict: MutableMapping[str, Any]) -> None:
-    """Replace every meta tensor of a nested state by an empty one with memory; touch nothing else."""
+def materialize(state_dict: MutableMapping[str, Any]) -> dict[Location, torch.Tensor]:
+    """Replace every meta tensor of a nested state by an empty one with memory; touch nothing else.
+
+    Returns what was replaced, by its place.
+    """
     found: dict[Location, torch.Tensor] = {}
+    replaced: dict[Location, torch.Tensor] = {}
 
     def look(path: ObjectPath, location: Location, value: Any) -> None:
         if isinstance(value, torch.Tensor) and _is_meta(value):
             found[location] = _with_memory(flat_name(path), value)
+            replaced[location] = value
 
     walk(state_dict, look, opens_list)
     for location, memory in found.items():
         set_element(state_dict, location, memory)
+    return replaced
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:

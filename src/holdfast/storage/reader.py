@@ -10,6 +10,7 @@ import io
 import uuid
 import zlib
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
@@ -156,8 +157,8 @@ class FileSystemReader(StorageReader):
             for file_name, blobs in self._by_file_and_blob(plan).items():
                 with self._opened(file_name, blobs) as stream:
                     for info, items in blobs:
-                        self._read_blob(stream, info, items, planner)
-                        applied += len(items)
+                        for _ in self._read_blob(stream, info, items, planner):
+                            applied += 1
         except Exception as error:
             raise _told_how_far(error, applied, len(plan.items)) from error
         future: Future[None] = Future()
@@ -206,7 +207,10 @@ class FileSystemReader(StorageReader):
             )
         return self.fs.create_stream(file, "rb")
 
-    def _read_blob(self, stream: Any, info: _StorageInfo, items: list[ReadItem], planner: LoadPlanner) -> None:
+    def _read_blob(
+        self, stream: Any, info: _StorageInfo, items: list[ReadItem], planner: LoadPlanner
+    ) -> Iterator[ReadItem]:
+        """Apply items that need a part of one blob. Yields each as soon as it has changed the state."""
         index = items[0].storage_index
         source = str(self.fs.concat_path(self.path, info.relative_path))
         blob = self._slice_file(stream, info).read()
@@ -227,10 +231,13 @@ class FileSystemReader(StorageReader):
         if items[0].type == LoadItemType.BYTE_IO:
             for item in items:
                 planner.load_bytes(item, _NamedBytes(blob, source))
+                yield item
             return
         tensor = self._tensor_of(blob, info, source, index)
         for item in items:
-            _copy_part(tensor, item, planner)
+            target = _copy_part(tensor, item, planner)
+            yield item
+            planner.commit_tensor(item, target)
 
     def _tensor_of(self, blob: bytes, info: _StorageInfo, source: str, index: MetadataIndex) -> torch.Tensor:
         entry, chunk = self._stored_chunk(index)
@@ -333,7 +340,7 @@ def _from_payload(payload: memoryview, dtype: torch.dtype, chunk: ChunkStorageMe
     return raw.view(dtype).view(chunk.sizes)
 
 
-def _copy_part(stored: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
+def _copy_part(stored: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         stored = stored.narrow(dim, start, length)
     target = planner.resolve_tensor(item).detach()
@@ -346,7 +353,7 @@ def _copy_part(stored: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> No
         _fill(target, stored)
     except RuntimeError as error:
         raise HoldfastError(f"'{item.dest_index.fqn}' cannot be filled: {str(error).rstrip('.')}.") from error
-    planner.commit_tensor(item, target)
+    return target
 
 
 def _fill(target: torch.Tensor, stored: torch.Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import os
 import time
@@ -13,6 +12,9 @@ from pathlib import Path
 from typing import cast
 
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
+
+if os.name == "posix":
+    import fcntl
 
 _CANNOT_SYNC_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 _CANNOT_LOCK_FOLDERS = {*_CANNOT_SYNC_FOLDERS, errno.ENOLCK, errno.EACCES, errno.EPERM}
@@ -80,6 +82,9 @@ class FileSystem(FileSystemBase):
     @contextmanager
     def lock_folder(self, path: AnyPath) -> Iterator[None]:
         """Lock the folder itself, so that no file is left behind. Commits are short, and a dead process has no lock."""
+        if os.name != "posix":
+            yield
+            return
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             locked = _lock(descriptor, path)

@@ -28,7 +28,11 @@ T = TypeVar("T")
 
 # Names that Python 2 had, which protocol 2 still writes.
 _RENAMED_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-_RENAMED = {("builtins", "xrange"): ("builtins", "range"), ("builtins", "long"): ("builtins", "int")}
+_RENAMED = {
+    ("builtins", "xrange"): ("builtins", "range"),
+    ("builtins", "long"): ("builtins", "int"),
+    ("builtins", "unicode"): ("builtins", "str"),
+}
 
 _FRACTION = re.compile(r"-?\d{1,4000}(/\d{1,4000})?")
 _PLAIN_TYPES = (bool, bytes, bytearray, complex, dict, float, frozenset, int, list, object, set, slice, str, tuple)
