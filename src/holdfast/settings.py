@@ -28,7 +28,7 @@ class Settings:
     """What happens when ranks hold different values under one key, of which only one can be stored."""
 
     dtype_change: Strictness = "warn"
-    """What happens when a tensor is loaded into another dtype of the same family (float to float, and so on)."""
+    """What happens when a tensor is loaded into another dtype. ``warn`` allows safe casts, ``off`` allows all."""
 
     verify: bool = True
     """Check the CRC of everything that is read."""

@@ -356,6 +356,7 @@ def test_dtype_changes_can_be_forbidden_or_passed_over(tmp_path: Path, how: str,
 # Memory for meta tensors
 
 
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device`")  # stock's own use of what torch gives up
 def test_meta_tensors_are_given_memory_without_a_process_group(tmp_path: Path) -> None:
     dcp.save({"w": torch.arange(3.0), "deep": [{"b": torch.ones(2, dtype=torch.bool)}]}, checkpoint_id=tmp_path)
     with torch.device("meta"):
@@ -394,6 +395,19 @@ def load_meta_dtensor(folder: Path) -> list[float]:
 
 def test_a_dtensor_on_the_meta_device_is_given_memory(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks(2).run(load_meta_dtensor, tmp_path) == [[0, 1, 2, 3, 4]] * 2
+
+
+def load_plain_meta_tensor(folder: Path) -> tuple[list[float], str, list[str]]:
+    dcp.save({"w": torch.arange(2.0)}, checkpoint_id=folder)
+    target = {"w": torch.empty(2, device="meta")}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dcp.load(target, checkpoint_id=folder)
+    return target["w"].tolist(), target["w"].device.type, [str(warning.message) for warning in caught]
+
+
+def test_in_a_group_meta_tensors_are_given_memory_on_the_groups_device(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2).run(load_plain_meta_tensor, tmp_path) == [([0, 1], "cpu", [])] * 2
 
 
 # State that stays behind

@@ -105,6 +105,20 @@ def test_every_rank_gets_back_its_own_values_and_tensors(ranks: RankPool, tmp_pa
     assert ranks(3).run(every_rank_keeps_its_own, tmp_path, saver, loader) == expected
 
 
+def own_values_and_others_keys(path, saver):
+    """Keys that only the other rank has saved are wanted too, so that a rank's own part is not enough."""
+    rank = dist.get_rank()
+    save(saver, {"seed": rank, "noise": torch.full((2,), float(rank)), f"of {rank}": rank}, path, use_collectives=False)
+    state = {"seed": None, "noise": torch.full((2,), -1.0), f"of {1 - rank}": None}
+    load("ours", state, path)
+    return state["seed"], state["noise"].tolist(), state[f"of {1 - rank}"]
+
+
+@pytest.mark.parametrize("saver", LIBRARIES)
+def test_a_ranks_own_part_comes_first_even_if_others_are_needed(ranks: RankPool, tmp_path, saver):
+    assert ranks(2).run(own_values_and_others_keys, tmp_path, saver) == [(0, [0.0, 0.0], 1), (1, [1.0, 1.0], 0)]
+
+
 def metadata_on_ranks(path):
     layouts = Layouts()
     metadata = dcp.save(state_of(1.0, layouts), checkpoint_id=path, use_collectives=False)
@@ -261,6 +275,20 @@ def test_whatever_stock_leaves_behind_in_one_folder_a_load_never_gives_a_mix(ran
         (outcome, *others) = ranks(loading).run(load_or_fail, tmp_path)
         assert outcome in ("refused", [1.0], [2.0])
         assert others == [outcome] * (loading - 1)
+
+
+@pytest.mark.parametrize("damaged", [".metadata", "__1.metadata"])
+@pytest.mark.parametrize("saver", LIBRARIES)
+def test_an_index_that_cannot_be_read_is_not_replaced_by_what_lies_beside_it(ranks: RankPool, tmp_path, saver, damaged):
+    path, beside = tmp_path / "path", tmp_path / "beside"
+    save_rank_by_rank(ranks, saver, 2, path, version=1.0)
+    if damaged == ".metadata":
+        save_together(ranks, saver, 2, beside, version=2.0)
+        shutil.copy(beside / damaged, path)
+    index = path / damaged
+    index.write_bytes(index.read_bytes()[:-40])
+    for loading in (1, 2, 3):
+        assert ranks(loading).run(load_or_fail, path) == ["refused"] * loading
 
 
 def test_parts_of_two_saves_are_not_put_together(ranks: RankPool, tmp_path):

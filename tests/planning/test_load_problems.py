@@ -126,6 +126,7 @@ def test_a_long_list_of_problems_is_cut_in_the_text_but_not_in_the_fields():
     assert len(error.missing) == 100
     assert "(100 problem(s))" in str(error)
     assert "and 70 more" in str(error)
+    assert len(str(error).splitlines()) == 33
 
 
 def test_keys_that_are_missing_are_no_problem_for_a_partial_load():

@@ -128,25 +128,46 @@ def test_any_series_of_saves_is_planned_as_without_caching(series):
 # --- what belongs to one save only -------------------------------------------------------------------------------
 
 
-def test_metadata_of_successive_saves_does_not_depend_on_one_another():
-    expected = described(*(lambda p: (p.final, p.metadata))(plan(weights(), caching=False)))
-    for _ in range(3):
+def spoil_storage(metadata: Metadata) -> None:
+    metadata.storage_data, metadata.version = {"file": 1}, "x"
+
+
+def spoil_paths(metadata: Metadata) -> None:
+    metadata.planner_data["w"] = ("elsewhere",)
+
+
+def spoil_keys(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["other"] = metadata.state_dict_metadata.pop("nested.step")
+
+
+def spoil_dtype(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["w"].properties.dtype = torch.int8
+
+
+def spoil_size(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["w"].size = torch.Size([9])
+
+
+def spoil_list_of_chunks(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["w"].chunks.clear()
+
+
+def spoil_chunk(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["w"].chunks[0].offsets = torch.Size([7, 7])
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [spoil_storage, spoil_paths, spoil_keys, spoil_dtype, spoil_size, spoil_list_of_chunks, spoil_chunk],
+)
+def test_whatever_a_caller_does_to_its_metadata_the_next_save_does_not_see_it(spoil):
+    afresh = plan(weights(), caching=False)
+    for expected in [(False, False), (True, True), (True, True)]:
         planned = plan(weights())
-        assert described(planned.final, planned.metadata) == expected
-        # Whatever a caller does to what it got, the next one must not see it.
-        metadata = planned.metadata
-        metadata.storage_data = {"file": 1}
-        metadata.version = "x"
-        entry = metadata.state_dict_metadata["w"]
-        entry.properties.dtype = torch.int8
-        entry.chunks[0].offsets = torch.Size([7, 7])
-        entry.chunks.clear()
-        entry.size = torch.Size([9])
-        metadata.planner_data["w"] = ("elsewhere",)
-        metadata.state_dict_metadata["other"] = entry
-        del metadata.state_dict_metadata["nested.step"]
-    fresh = plan(weights()).metadata
-    assert (fresh.storage_data, fresh.version) == (None, None)
+        assert planned.notes == expected
+        assert described(planned.final, planned.metadata) == described(afresh.final, afresh.metadata)
+        assert (planned.metadata.storage_data, planned.metadata.version) == (None, None)
+        spoil(planned.metadata)
 
 
 def test_the_storage_data_of_the_new_save_is_used():

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import planner_helpers as stock_helpers
 from torch.distributed.checkpoint import utils as stock_utils
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from holdfast.errors import UnsupportedTensorError
@@ -232,6 +233,30 @@ def test_a_dtensor_is_seen_as_stock_sees_it_and_every_item_has_its_data(ranks: R
             assert all(seen[number][3] for seen in per_rank) or 0 in {
                 size for seen in per_rank for size in seen[number][0][1][0][1]
             }
+
+
+def interleaved():
+    """Each rank holds a share of both halves, as a flattened view of a sharded dimension does."""
+    full, rank = torch.arange(8.0), dist.get_rank()
+    local = torch.cat([full[2 * rank : 2 * rank + 2], full[4 + 2 * rank : 6 + 2 * rank]])
+    tensor = DTensor.from_local(
+        local,
+        init_device_mesh("cpu", (2,)),
+        [_StridedShard(0, split_factor=2)],
+        run_check=False,
+        shape=torch.Size([8]),
+        stride=(1,),
+    )
+    items = create_write_items("key", tensor)
+    boxes = [box(chunk) for chunk in create_chunk_list(tensor)]
+    return boxes, [find_tensor_shard(tensor, item.index).tolist() for item in items]
+
+
+def test_each_of_several_chunks_of_a_local_tensor_has_its_own_part_of_it(ranks: RankPool):
+    assert ranks(2).run(interleaved) == [
+        ([((0,), (2,)), ((4,), (2,))], [[0.0, 1.0], [4.0, 5.0]]),
+        ([((2,), (2,)), ((6,), (2,))], [[2.0, 3.0], [6.0, 7.0]]),
+    ]
 
 
 def outside_of_a_mesh():

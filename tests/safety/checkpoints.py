@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import holdfast.dcp as dcp
 from holdfast.dcp import CheckpointException, FileSystemReader, FileSystemWriter
@@ -14,7 +15,8 @@ from holdfast.errors import CheckpointNotFoundError
 
 
 def state(number: int) -> dict[str, Any]:
-    """A state in which everything is `number`."""
+    """A state in which everything is `number`. One key is different on every rank."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
     return {
         "model": {
             "weight": torch.full((5, 16), float(number)),
@@ -22,6 +24,7 @@ def state(number: int) -> dict[str, Any]:
             "scale": torch.tensor(float(number), dtype=torch.bfloat16),
         },
         "step": number,
+        "own": {f"rank{rank}": number},
     }
 
 
@@ -29,7 +32,7 @@ def number_of(loaded: dict[str, Any]) -> int | str:
     """The number that everything in a state is; or a text that says that it is not one."""
     model = loaded["model"]
     numbers = {int(value) for name in ("weight", "bias", "scale") for value in model[name].flatten().tolist()}
-    numbers.add(loaded["step"])
+    numbers.update([loaded["step"], *loaded["own"].values()])
     return numbers.pop() if len(numbers) == 1 else f"a mix of {sorted(numbers)}"
 
 

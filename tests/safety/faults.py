@@ -109,12 +109,10 @@ class Countdown:
 
     @contextmanager
     def in_fsync(self) -> Iterator[None]:
-        """Count the fsyncs of this process too."""
-        real = os.fsync
+        """Count the fsyncs of this process too, which is all that they do then."""
 
         def fsync(descriptor: int) -> None:
             self("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
-            real(descriptor)
 
         with mock.patch("os.fsync", fsync):
             yield

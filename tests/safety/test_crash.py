@@ -67,7 +67,7 @@ def kill_everywhere(folder: Path, old: Callable[[Path], None] | None, new: Calla
             assert needless_files(checkpoint) <= {"notes.txt"}
             return moments
         found = found_in(checkpoint)
-        save(3, checkpoint)
+        save(3, checkpoint, use_collectives=new is not new_rank_by_rank)
         moments.append(Moment(watched.killed_before, found, found_in(checkpoint), needless_files(checkpoint)))
     raise AssertionError
 
@@ -145,7 +145,7 @@ def kill_a_rank_everywhere(
             assert found == 2
             assert needless_files(checkpoint) <= {"notes.txt"}
             return moments
-        save(3, checkpoint)
+        save(3, checkpoint, use_collectives=new is not new_rank_by_rank)
         survivors = tuple(outcome for rank, outcome in enumerate(outcomes) if rank != victim)
         moments.append(
             Moment(watched.killed_before, found, found_in(checkpoint), needless_files(checkpoint), survivors)
@@ -180,7 +180,11 @@ def test_a_kill_of_either_of_two_ranks_leaves_the_old_or_the_new_checkpoint(rank
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
     ("old", "new"),
-    [(old_plain, new_rank_by_rank), (old_rank_by_rank, new_plain), (old_rank_by_rank, new_rank_by_rank)],
+    [
+        (old_rank_by_rank, new_rank_by_rank),
+        pytest.param(old_plain, new_rank_by_rank, marks=pytest.mark.long),
+        pytest.param(old_rank_by_rank, new_plain, marks=pytest.mark.long),
+    ],
 )
 def test_a_kill_of_either_of_two_ranks_that_save_for_themselves_leaves_the_old_or_the_new_checkpoint(
     ranks: RankPool, tmp_path, old, new, victim

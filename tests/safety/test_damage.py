@@ -81,6 +81,14 @@ def a_bit_of_every_byte(file: Path) -> Iterable[int]:
     return all_bits(file)[::9]
 
 
+def a_bit_of_some_bytes(file: Path) -> Iterable[int]:
+    """Of every fifth byte, and of all that make up the values."""
+    content = file.read_bytes()
+    values = [original()["weight"].numpy().tobytes(), original()["settings"]["name"].encode()]
+    places = [range(content.index(value), content.index(value) + len(value)) for value in values]
+    return sorted({*all_bits(file)[::45], *(8 * byte + byte % 8 for place in places for byte in place)})
+
+
 def cut(file: Path, lengths: Iterable[int]) -> Iterator[int]:
     """Cut a file to each of the lengths; yields it while the rest is gone."""
     content = file.read_bytes()
@@ -186,7 +194,7 @@ def test_a_flipped_bit_anywhere_in_the_index_is_reported_with_its_file(ours: Pat
 
 
 def test_a_flipped_bit_in_data_that_stock_torch_wrote_is_reported_or_harmless(theirs: Path):
-    check_flips_of_stock_data(theirs, a_bit_of_every_byte)
+    check_flips_of_stock_data(theirs, a_bit_of_some_bytes)
 
 
 def test_a_data_file_that_is_cut_off_is_reported_with_file_and_key(ours: Path):

@@ -62,6 +62,12 @@ def record(
     return watched.changes, before
 
 
+def found_on_ranks(checkpoint: Path, world_size: int) -> Any:
+    """What all ranks of a job load."""
+    outcomes, _ = run_on_forked_ranks(partial(found_in, checkpoint), world_size, below=checkpoint)
+    return outcomes[0] if len(set(outcomes)) == 1 else f"different things on different ranks: {outcomes}"
+
+
 def cut_the_power_everywhere(
     folder: Path, old: Callable[[Path], None] | None, new: Callable[[Path], None], world_size: int
 ) -> tuple[set[Any], set[Any]]:
@@ -70,12 +76,14 @@ def cut_the_power_everywhere(
     disk.mkdir()
     changes, before = record(disk, old, new, world_size)
     found: dict[Any, Any] = {}
+    by_rank = {old, new} & {old_rank_by_rank, new_rank_by_rank}
 
     def look(disks: set[Any]) -> set[Any]:
         for state in disks - found.keys():
             place = folder / f"cut-{len(found)}"
             write_disk(state, place)
-            found[state] = found_in(place / "checkpoints" / "step")
+            checkpoint = place / "checkpoints" / "step"
+            found[state] = found_on_ranks(checkpoint, world_size) if by_rank else found_in(checkpoint)
         return {found[state] for state in disks}
 
     moments = list(before.during(changes))
@@ -94,6 +102,10 @@ def cut_the_power_everywhere(
         (old_rank_by_rank, new_rank_by_rank, 1),
         (None, new_plain, 2),
         (old_plain, new_plain, 2),
+        (old_rank_by_rank, new_rank_by_rank, 2),
+        (None, new_rank_by_rank, 2),
+        pytest.param(old_plain, new_rank_by_rank, 2, marks=pytest.mark.long),
+        pytest.param(old_rank_by_rank, new_plain, 2, marks=pytest.mark.long),
     ],
 )
 def test_a_power_cut_leaves_the_old_or_the_new_checkpoint_and_after_the_save_the_new_one(
@@ -127,7 +139,7 @@ def test_every_file_is_synced_with_all_its_bytes_before_the_index_gets_its_name(
     created = {change.path for change in changes if change.call == "create"}
     synced = {change.path: change.content for change in changes[:commit] if change.content is not None}
     assert created == synced.keys(), names
-    assert len(created) == 5, names
+    assert len(created) == 6, names
     for path, content in synced.items():
         final = changes[commit].new_path if path == changes[commit].path else path
         assert content == Path(final).read_bytes(), path

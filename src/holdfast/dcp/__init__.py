@@ -6,7 +6,7 @@
 >>> metadata = dcp.save({"model": model}, checkpoint_id=path)
 >>> dcp.load({"model": model}, checkpoint_id=path)
 
-The modules below this package carry the names that they have in torch. They only re-export; the engine is in
+The modules below this package carry the names that they have in torch. They are thin: the engine is in
 ``holdfast.saving``, ``holdfast.loading`` and what these build on.
 """
 

@@ -25,7 +25,8 @@ def _storage_for(
         raise RuntimeError("`checkpoint_id` must be specified if storage_reader/storage_writer is None.")
     if kind.validate_checkpoint_id(checkpoint_id):
         return kind(checkpoint_id)
+    remedy = "a local path" if kind is FileSystemReader else "a path below a folder that exists and can be written to"
     raise RuntimeError(
         f"Cannot detect which StorageReader or StorageWriter to use for {str(checkpoint_id)!r}. "
-        "Give a path below a folder that exists and can be written to, or pass a storage_reader/storage_writer."
+        f"Give {remedy}, or pass a storage_reader/storage_writer."
     )

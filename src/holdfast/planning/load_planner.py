@@ -114,7 +114,7 @@ class DefaultLoadPlanner(LoadPlanner):
         decoded = self.decode(fqn, value)
         current = self.state_dict.get(fqn)
         if isinstance(current, torch.Tensor) and isinstance(decoded, (bool, int, float, complex)):
-            _fill_with_number(fqn, current.detach(), decoded)
+            self._fill_with_number(fqn, current.detach(), decoded)
             return
         self.state_dict[fqn] = decoded
         if self.flatten_state_dict:
@@ -124,11 +124,31 @@ class DefaultLoadPlanner(LoadPlanner):
             self.original_state_dict[fqn] = decoded
 
     def decode(self, fqn: str, value: io.BytesIO) -> Any:
-        """The value behind its stored form. Its bytes were checked when they were read."""
+        """The value behind its stored form. A reader that has checked the bytes already says so."""
         allowed = settings.current().allow_pickle if self.allow_pickle is None else self.allow_pickle
         return decode_value(
-            value.getvalue(), source=getattr(value, "name", "the checkpoint"), key=fqn, allow_pickle=allowed
+            value.getvalue(),
+            source=getattr(value, "name", "the checkpoint"),
+            key=fqn,
+            allow_pickle=allowed,
+            verify=getattr(value, "verify", True),
         )
+
+    def _fill_with_number(self, fqn: str, target: torch.Tensor, number: complex) -> None:
+        """Put a stored number into a tensor of one element, if it stays the same number there."""
+        stored = torch.tensor(number).dtype
+        strictness = self.dtype_change or settings.current().dtype_change
+        if strictness != "off" and not torch.can_cast(stored, target.dtype):
+            raise StateMismatchError(
+                f"'{fqn}' is the number {number} in the checkpoint, which a tensor of {target.dtype} cannot hold. "
+                f"Put a tensor of {stored} there.",
+                missing=[],
+                shapes={},
+                dtypes={fqn: (stored, target.dtype)},
+                kinds={},
+                uncovered={},
+            )
+        target.fill_(number)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The region of the destination that the item fills."""
@@ -197,16 +217,6 @@ def _fill(fqn: str, entry: TensorStorageMetadata, target: torch.Tensor, problems
     except StateMismatchError as error:
         problems.uncovered.update(error.uncovered)
         return []
-
-
-def _fill_with_number(fqn: str, target: torch.Tensor, number: complex) -> None:
-    """Put a stored number into a tensor of one element, if it stays the same number there."""
-    stored = torch.tensor(number).dtype
-    if not torch.can_cast(stored, target.dtype):
-        problems = LoadProblems([])
-        problems.note_dtype(fqn, stored, target.dtype)
-        problems.raise_or_warn("warn")
-    target.fill_(number)
 
 
 def create_default_local_load_plan(state_dict: dict[str, Any], metadata: Metadata, strict: bool = True) -> LoadPlan:

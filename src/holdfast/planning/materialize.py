@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.distributed_c10d import _get_pg_default_device
+from torch.distributed.distributed_c10d import _get_object_coll_device
 from torch.distributed.tensor import DTensor
 
 from holdfast.planning.sharded_tensors import local_shards
@@ -62,7 +62,7 @@ def _with_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _default_device() -> torch.device:
     initialized: bool = dist.is_available() and dist.is_initialized()
-    return _current(_get_pg_default_device()) if initialized else torch.device("cpu")
+    return _current(torch.device(_get_object_coll_device())) if initialized else torch.device("cpu")
 
 
 def _current(device: torch.device) -> torch.device:

@@ -61,10 +61,11 @@ class PlanCache:
             metadata = SavePlanner._cached_metadata[self.key]
             return [_note(sent) for sent in all_plans], _fresh(metadata)
         before = SavePlanner._cached_global_plan.get(self.key)
-        global_plan, metadata = plan(complete)
+        global_plan, described = plan(complete)
+        metadata = _fresh(described)
         SavePlanner._cached_all_plans[self.key] = complete
         SavePlanner._cached_global_plan[self.key] = global_plan
-        SavePlanner._cached_metadata[self.key] = _fresh(metadata)
+        SavePlanner._cached_metadata[self.key] = described
         if before is None or len(before) != len(global_plan):
             return global_plan, metadata
         answers = [
@@ -118,6 +119,7 @@ class PlanCache:
         return complete
 
     def _out_of_step(self, who: str) -> InvalidPlanError:
+        self.forget()
         return InvalidPlanError(
             f"{who} counts on a plan of an earlier save that is not remembered any more. Nothing was saved, and all "
             "remembered plans are dropped: save again, or turn plan caching off.",

@@ -159,8 +159,12 @@ class FileSystemReader(StorageReader):
                     for info, items in blobs:
                         for _ in self._read_blob(stream, info, items, planner):
                             applied += 1
+        except HoldfastError as error:
+            error.message = f"{error.message} {_how_far(applied, len(plan.items))}"
+            raise
         except Exception as error:
-            raise _told_how_far(error, applied, len(plan.items)) from error
+            note = _how_far(applied, len(plan.items))
+            raise HoldfastError(f"reading {self.path} failed: {type(error).__name__}: {error}. {note}") from error
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -230,7 +234,7 @@ class FileSystemReader(StorageReader):
             blob = self.transforms.transform_load_stream(items[0], info.transform_descriptors, transformed).read()
         if items[0].type == LoadItemType.BYTE_IO:
             for item in items:
-                planner.load_bytes(item, _NamedBytes(blob, source))
+                planner.load_bytes(item, _NamedBytes(blob, source, self._verifies() and info.seal is None))
                 yield item
             return
         tensor = self._tensor_of(blob, info, source, index)
@@ -301,11 +305,12 @@ class FileSystemReader(StorageReader):
 
 
 class _NamedBytes(io.BytesIO):
-    """Bytes that know their file, as files do: planners name it when they cannot make sense of them."""
+    """Bytes that know their file, as files do, and whether they still have to be checked, for planners to use."""
 
-    def __init__(self, content: bytes, name: str) -> None:
+    def __init__(self, content: bytes, name: str, verify: bool) -> None:
         super().__init__(content)
         self.name = name
+        self.verify = verify
 
 
 def _check_seal(blob: bytes, info: _StorageInfo, source: str, index: MetadataIndex) -> None:
@@ -373,16 +378,11 @@ def _scale(tensor: torch.Tensor) -> str:
     return f"scales {scales} and zero points {zeros} along dimension {tensor.q_per_channel_axis()}"
 
 
-def _told_how_far(error: Exception, applied: int, total: int) -> Exception:
-    """The error, with a note of what already happened to the state."""
+def _how_far(applied: int, total: int) -> str:
+    """What had already happened to the state when reading failed."""
     if applied == 0:
-        note = f"None of the {total} item(s) of this rank had been loaded."
-    else:
-        note = f"{applied} of {total} item(s) of this rank had been loaded already: the state is a mix of old and new."
-    if isinstance(error, HoldfastError):
-        error.message = f"{error.message} {note}"
-        return error
-    return HoldfastError(f"reading failed: {type(error).__name__}: {error}. {note}")
+        return f"None of the {total} item(s) of this rank had been loaded."
+    return f"{applied} of {total} item(s) of this rank had been loaded already: the state is a mix of old and new."
 
 
 def _name(index: MetadataIndex) -> str:

@@ -11,7 +11,7 @@ from holdfast.planning.plan import ReadItem, WriteItem
 
 
 class StreamTransform(Protocol):
-    """What a transform must offer; see ``holdfast.dcp._extension``."""
+    """What a transform must offer: a name for the index, and a stream around a stream in each direction."""
 
     def get_descriptor(self) -> str: ...
     def transform_to(self, output: IO[bytes]) -> IO[bytes]: ...

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +18,7 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any
 
+import torch
 from torch.futures import Future
 
 from holdfast.errors import CheckpointExistsError, IncompleteSaveError
@@ -106,6 +108,7 @@ class _FileSystemWriter(StorageWriter):
         if checkpoint_id is not None and checkpoint_id != "":
             self.path = self.fs.init_path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
+        self._switches_together = False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn the own role."""
@@ -151,13 +154,12 @@ class _FileSystemWriter(StorageWriter):
 
     def _in_threads(
         self, write: Callable[[DataFile], list[WriteResult]], files: Sequence[DataFile]
-    ) -> Iterator[list[WriteResult]]:
+    ) -> list[list[WriteResult]]:
         """Results in order. The first error of any thread is raised, after all threads have stopped."""
         if self.thread_count == 1:
-            yield from map(write, files)
-            return
+            return [write(file) for file in files]
         with ThreadPoolExecutor(max_workers=self.thread_count, thread_name_prefix="holdfast-write") as pool:
-            yield from pool.map(write, files)
+            return list(pool.map(write, files))
 
     def share_save(self, save_id: str) -> None:
         """Called where ranks save for themselves: all parts carry this id, and are switched to together.
@@ -194,6 +196,8 @@ class _FileSystemWriter(StorageWriter):
         with self.fs.lock_folder(self.path):
             self._look_for_files(results)
             if self._switches_together and not self.use_collectives:
+                if self.sync_files:
+                    self.fs.sync_folder(self.path)  # the index must be there once rank 0's says so
                 return
             self._put_index_in_place()
             if self.use_collectives:
@@ -208,17 +212,19 @@ class _FileSystemWriter(StorageWriter):
         """
         if self.rank:
             return
-        self._put_index_in_place()
-        outdated = [layout.METADATA_NAME]
-        for path in self.fs.ls(self.path):
-            rank = layout.rank_of_index(PurePath(path).name)
-            if rank is not None and rank >= world_size:
-                outdated.append(layout.metadata_name(rank))
-        for name in outdated:
-            file = self.fs.concat_path(self.path, name)
-            if self.fs.exists(file):
-                self.fs.rm_file(file)
-        self.fs.sync_folder(self.path)
+        gone = [name for name in self._present_before if (layout.rank_of_index(name) or 0) >= world_size]
+        try:
+            with self.fs.lock_folder(self.path):
+                self._put_index_in_place()
+                for name in [layout.METADATA_NAME, *gone]:
+                    file = self.fs.concat_path(self.path, name)
+                    if self.fs.exists(file):
+                        self.fs.rm_file(file)
+                if self.sync_files:
+                    self.fs.sync_folder(self.path)
+        except BaseException:
+            self.discard_unfinished()
+            raise
 
     def finish_rank_local(self, world_size: int) -> None:
         """After ``commit_rank_local``: name the index, and remove what only the earlier checkpoint needed."""
@@ -318,9 +324,16 @@ class _FileSystemWriter(StorageWriter):
         self._may_be_committed = True
         try:
             self.fs.rename(temporary, self.fs.concat_path(self.path, name))
+        except FileNotFoundError as error:
+            raise IncompleteSaveError(
+                f"{temporary} disappeared before the save was committed. Another save into the same folder may have "
+                "removed it; nothing was committed, save again to a folder of its own.",
+                missing=[str(temporary)],
+            ) from error
         except BaseException:
-            with suppress(OSError):
-                self.fs.rm_file(temporary)
+            # Where rank 0 has committed for all, the index of another rank counts even under its temporary name.
+            if self.use_collectives or not self.rank:
+                self._remove([self._temporary_index_name()])
             raise
         self._last_committed_id = self.save_id
         if self.sync_files:
@@ -367,9 +380,20 @@ def _refuse_incomplete(metadata: Metadata) -> None:
 
 def _record_real_dtypes(metadata: Metadata, results: Iterable[WriteResult]) -> None:
     """A planner may have converted tensors on the way; the index tells what is really in the files."""
+    written: dict[str, set[torch.dtype]] = defaultdict(set)
     for result in results:
         dtype = getattr(result, "dtype", None)
-        entry = metadata.state_dict_metadata.get(result.index.fqn)
-        if dtype is not None and isinstance(entry, TensorStorageMetadata) and entry.properties.dtype != dtype:
+        if dtype is not None:
+            written[result.index.fqn].add(dtype)
+    for key, dtypes in written.items():
+        if len(dtypes) > 1:
+            raise IncompleteSaveError(
+                f"the planner wrote '{key}' as {sorted(map(str, dtypes))}, but a tensor has one dtype. Nothing was "
+                "committed; let it convert all chunks of the tensor alike, on all ranks.",
+                missing=[key],
+            )
+        entry = metadata.state_dict_metadata.get(key)
+        (dtype,) = dtypes
+        if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype != dtype:
             properties = replace(entry.properties, dtype=dtype)
-            metadata.state_dict_metadata[result.index.fqn] = replace(entry, properties=properties)
+            metadata.state_dict_metadata[key] = replace(entry, properties=properties)

@@ -403,6 +403,10 @@ def test_trusting_an_index_does_not_switch_off_its_checks() -> None:
     with pytest.raises(DamagedCheckpointError):
         decode(encode_index(metadata), allow_pickle=True)
     metadata = unusual()
+    metadata.state_dict_metadata["model.w"].chunks[0].offsets = torch.Size([-2, 0])  # type: ignore[union-attr]
+    with pytest.raises(DamagedCheckpointError):
+        decode(encode_index(metadata), allow_pickle=True)
+    metadata = unusual()
     metadata.version = "3.0"
     with pytest.raises(UnsupportedVersionError):
         decode(encode_index(metadata), allow_pickle=True)

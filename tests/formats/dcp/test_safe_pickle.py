@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import DamagedCheckpointError, RefusedPickleError
-from holdfast.formats.dcp.safe_pickle import Draft, Inert, Known, check_key, draft_of, load
+from holdfast.formats.dcp.known_names import Draft, Inert, Known, check_key, draft_of
+from holdfast.formats.dcp.safe_pickle import load
 
 PROTOCOLS = [2, 3, 4, 5]
 

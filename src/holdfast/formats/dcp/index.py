@@ -83,7 +83,7 @@ def _load_trusting(body: bytes, records: index_records.IndexRecords, source: str
 
 
 class _TrustingUnpickler(pickle.Unpickler):
-    """Ordinary unpickling, except that stock torch's index classes become ours and paths become text."""
+    """Ordinary unpickling, except that stock torch's index classes become ours."""
 
     def __init__(self, stream: io.BytesIO, records: index_records.IndexRecords) -> None:
         super().__init__(stream)
@@ -121,13 +121,13 @@ def _checked_again(loaded: Metadata, records: index_records.IndexRecords) -> Met
     state = dict(vars(loaded))
     for described in state["state_dict_metadata"].values():
         if isinstance(described, nouns.TensorStorageMetadata):
-            index_records.tensor(vars(described))
+            index_records.tensor({**vars(described), "size": tuple(described.size)})
             for chunk in described.chunks:
-                index_records.chunk(chunk.offsets, chunk.sizes)
+                index_records.chunk(tuple(chunk.offsets), tuple(chunk.sizes))
     if isinstance(state.get("storage_data"), dict):
         for item, place in state["storage_data"].items():
             if isinstance(item, MetadataIndex):
-                index_records.item(item.fqn, item.index, item.offset)
+                index_records.item(item.fqn, item.index, None if item.offset is None else tuple(item.offset))
             if isinstance(place, _StorageInfo):
                 records.storage_info(**place.__getstate__())
     if state.get("storage_meta") is not None:

@@ -16,7 +16,7 @@ import torch
 
 from holdfast.errors import UnsafePathError, UnsupportedVersionError
 from holdfast.formats.dcp.index_shortcut import SIZE, FlatRecord, count, make_size
-from holdfast.formats.dcp.safe_pickle import Inert, Known, Name, brief, draft_of
+from holdfast.formats.dcp.known_names import Inert, Known, Name, brief, draft_of
 from holdfast.formats.dcp.storage_info import SEAL_STATE_KEY, Seal, _StorageInfo
 from holdfast.formats.dcp.tensor_records import DTYPES
 from holdfast.formats.dcp.value_names import find_plain

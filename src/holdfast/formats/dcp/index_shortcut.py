@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from holdfast.formats.dcp.safe_pickle import SKIPPED, Draft, Inert, Known, Machine, brief
+from holdfast.formats.dcp.known_names import SKIPPED, Draft, Inert, Known, brief
+from holdfast.formats.dcp.pickle_machine import Machine
 
 _Value: TypeAlias = tuple[Any, tuple[Any, ...]]
 """A field's value, and what its opcodes put into the memo."""

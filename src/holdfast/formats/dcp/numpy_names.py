@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.formats.dcp.safe_pickle import Draft, Inert, Known, Name, Refusal, brief
+from holdfast.formats.dcp.known_names import Draft, Inert, Known, Name, Refusal, brief
 
 _SIMPLE = re.compile(r"[biufcSU]\d{1,9}|[Mm]8")
 _ORDERS = ("<", ">", "|", "=")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from holdfast.formats.dcp.safe_pickle import Known
+from holdfast.formats.dcp.known_names import Known
 
 
 def find_registered(module: str, name: str) -> Known | None:
@@ -29,7 +29,7 @@ def known_class(cls: type) -> Known:
 
 
 def _full_name(value: Any) -> str:
-    return f"{value.__module__}.{value.__qualname__}"
+    return f"{value.__module__}.{getattr(value, '__qualname__', None) or value.__name__}"
 
 
 def _set_state(target: Any, state: Any) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from holdfast.formats.dcp.safe_pickle import Known
+from holdfast.formats.dcp.known_names import Known
 from holdfast.formats.dcp.tensor_records import StorageRecord, TensorNames, TensorRecord, storage_record
 from holdfast.formats.dcp.zip_layout import Entry, damaged, read_directory
 
@@ -36,6 +37,7 @@ class StoredArchive:
         """The description of the stored object."""
         return bytes(self.content("data.pkl"))
 
+    @cached_property
     def byte_order(self) -> str:
         """The byte order of the storages."""
         if "byteorder" not in self._entries:
@@ -111,7 +113,7 @@ class StoredTensors:
         return tensor
 
     def _storage(self, record: StorageRecord, dtype: torch.dtype | None) -> torch.UntypedStorage:
-        swapped = 1 if self._archive.byte_order() == sys.byteorder else _swap_unit(dtype)
+        swapped = 1 if self._archive.byte_order == sys.byteorder else _swap_unit(dtype)
         known = self._storages.get((record.key, swapped))
         if known is None:
             data = self._archive.content(f"data/{record.key}")

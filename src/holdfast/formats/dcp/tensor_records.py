@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from holdfast.formats.dcp.safe_pickle import Inert, Known, Name, brief, damaged_pickle, load
+from holdfast.formats.dcp.known_names import Inert, Known, Name, brief
+from holdfast.formats.dcp.safe_pickle import damaged_pickle, load
 
 T = TypeVar("T")
 
@@ -103,8 +104,6 @@ def _check_bounds(record: TensorRecord) -> None:
         raise ValueError(f"a tensor of {len(sizes)} sizes and {len(strides)} strides")
     if max(prod(sizes), record.storage_offset, *strides) * record.dtype.itemsize >= _MOST:
         raise ValueError("a tensor larger than any memory")
-    if 0 in sizes:
-        return  # it has no elements, so it may be anywhere
     if 0 in sizes:
         return  # it has no elements, so it may be anywhere
     last = record.storage_offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

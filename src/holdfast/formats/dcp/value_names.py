@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from holdfast.formats.dcp.known_names import Inert, Known, Name, Refusal, brief, check_key, draft_of
 from holdfast.formats.dcp.numpy_names import numpy_names
 from holdfast.formats.dcp.registered import find_registered
-from holdfast.formats.dcp.safe_pickle import Inert, Known, Name, Refusal, brief, check_key, draft_of
 
 T = TypeVar("T")
 

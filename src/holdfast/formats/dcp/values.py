@@ -14,7 +14,8 @@ import torch
 
 from holdfast.errors import DamagedCheckpointError, RefusedPickleError
 from holdfast.formats.dcp import zip_layout as layout
-from holdfast.formats.dcp.safe_pickle import Known, load
+from holdfast.formats.dcp.known_names import Known
+from holdfast.formats.dcp.safe_pickle import load
 from holdfast.formats.dcp.stored_tensors import StoredArchive, StoredTensors
 from holdfast.formats.dcp.tensor_records import TensorNames, storage_record
 from holdfast.formats.dcp.value_names import find_plain

@@ -1,0 +1,108 @@
+"""What a reader of pickles knows about the names in them, and the stand-ins it uses while it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.formats.dcp.pickle_machine import Machine
+
+Name = tuple[str, str]
+"""A module and the name of something in it."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a file may do with one name. What is None is refused."""
+
+    value: Any
+    """What the name stands for where it is used as a value."""
+    call: Callable[..., Any] | None = None
+    """Makes the object of a call: ``name(*arguments)``."""
+    new: Callable[..., Any] | None = None
+    """Makes the object of a construction without ``__init__``: ``name.__new__(name, *arguments)``."""
+    build: Callable[[Any, Any], Any] | None = None
+    """``(object, state)`` to the finished object."""
+    hint: Any = None
+    """Whatever shortcuts want to know of each other."""
+    shortcut: Callable[[Machine], bool] | None = None
+    """Tried before a construction without arguments: does all of it and moves on, or leaves all as it was."""
+
+
+class Inert:
+    """Stands for a function or class of which the file's name is all that is known."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+class Draft:
+    """An object whose state comes later in the file. The finished object then takes its place.
+
+    Until then nothing may refer to it. The machine sees to that: what is unfinished at the end is an error.
+    """
+
+    __slots__ = ("build", "slots")
+
+    def __init__(self, build: Callable[[Any], Any]) -> None:
+        self.build = build
+        self.slots: list[int] = []
+
+
+def draft_of(name: str, finish: Callable[[Any], Any]) -> Known:
+    """A class whose objects are made from nothing but their state, by ``finish``."""
+
+    def start(*arguments: Any) -> Draft:
+        if arguments:
+            raise ValueError(f"{name} with arguments")
+        return Draft(finish)
+
+    return Known(Inert(name), new=start)
+
+
+class Refusal(Exception):
+    """Raised by what a name does, when it is asked for more than is safe. Arguments: the module and the name."""
+
+
+Find = Callable[[str, str], Known | None]
+
+
+class _Skipped:
+    """Fills memo slots of what a shortcut did not make."""
+
+
+SKIPPED = _Skipped()
+
+
+def brief(value: Any) -> str:
+    """A value for a message. Never the text of a container: a forged one can have an endless text."""
+    if isinstance(value, (str, int, float, Inert, type)) or value is None:
+        return f"{value!r:.80}"
+    return f"a {type(value).__name__}"
+
+
+_PLAIN_KEYS = frozenset({str, int, float, bool, bytes, complex, type(None)})
+_DEEPEST_KEY = 64
+_LARGEST_KEY = 1 << 20
+
+
+def check_key(key: Any) -> None:
+    """Refuse keys whose hash would take a deep recursion or endless time, which only a forged file has."""
+    if type(key) in _PLAIN_KEYS:
+        return
+    pending = [(key, 0)]
+    seen = 0
+    while pending:
+        item, depth = pending.pop()
+        if isinstance(item, tuple):
+            seen += 1 + len(item)
+            if depth > _DEEPEST_KEY or seen > _LARGEST_KEY:
+                raise ValueError("a key that is nested too deeply")
+            pending.extend((inner, depth + 1) for inner in item)
