@@ -110,6 +110,12 @@ class UnsupportedTensorError(HoldfastError, ValueError):
     kind: str
 
 
+class UnsupportedValueError(HoldfastError, TypeError):
+    """A value that cannot be stored. Fields: ``key``."""
+
+    key: str
+
+
 class IncompleteSaveError(HoldfastError, RuntimeError):
     """Planned items were not written, so nothing was committed. Fields: ``missing`` (item names)."""
 

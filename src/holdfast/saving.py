@@ -13,6 +13,7 @@ import uuid
 from typing import Any
 
 from holdfast.coordination.collectives import Collectives
+from holdfast.errors import RankDisagreementError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.notices import warn_caller
 from holdfast.planning.plan import SavePlan
@@ -54,7 +55,9 @@ class _Save:
         """The ranks plan together and commit one index."""
         self.planner.peers = self.ranks.global_ranks()
         try:
-            plan: SavePlan = self.ranks.reduce_scatter("plan", self._plan_locally, self._plan_globally)
+            plan = self.ranks.reduce_scatter(
+                "plan", lambda: (self._destination(), self._plan_locally()), self._plan_for_one_destination
+            )
         except BaseException:
             call_if_present(self.planner, "forget_cached_plans")
             raise
@@ -94,6 +97,21 @@ class _Save:
             use_collectives=use_collectives,
         )
         return self.writer.prepare_local_plan(self.planner.create_local_plan())
+
+    def _destination(self) -> str | None:
+        meta = self.writer.storage_meta()
+        return None if meta is None or meta.checkpoint_id is None else str(meta.checkpoint_id)
+
+    def _plan_for_one_destination(self, proposals: list[tuple[str | None, SavePlan]]) -> list[SavePlan]:
+        """Plan for all ranks, which must have been given the same path: one index cannot describe several folders."""
+        paths = {rank: str(path) for rank, (path, _) in enumerate(proposals)}
+        if len(set(paths.values())) > 1:
+            raise RankDisagreementError(
+                f"the ranks save to different paths: {paths}. Give all ranks the same one; a path made from the time "
+                "or the rank is different on each.",
+                views=paths,
+            )
+        return self._plan_globally([plan for _, plan in proposals])
 
     def _plan_globally(self, local_plans: list[SavePlan]) -> list[SavePlan]:
         plans, self.metadata = self.planner.create_global_plan(local_plans)

@@ -47,7 +47,9 @@ def found_in(folder: Path | str) -> int | str:
     """The number of the state that a folder holds, `nothing`, or what is wrong with it."""
     loaded = state(-1)
     try:
-        dcp.load(loaded, checkpoint_id=folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what other ranks stored for themselves
+            dcp.load(loaded, checkpoint_id=folder)
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
         if all(isinstance(cause, CheckpointNotFoundError) for cause in causes):

@@ -6,6 +6,8 @@ from holdfast.dcp.filesystem import FileSystemReader, FileSystemWriter
 from holdfast.storage.contract import StorageReader, StorageWriter
 from holdfast.stores.filesystem import AnyPath
 
+_STOCK = "torch.distributed.checkpoint"
+
 
 def _storage_setup(
     storage: StorageReader | StorageWriter | None, checkpoint_id: AnyPath | None, reader: bool = False
@@ -16,6 +18,17 @@ def _storage_setup(
     if checkpoint_id is not None:
         storage.reset(checkpoint_id)
     return storage
+
+
+def _refuse_stock_objects(*given: object) -> None:
+    """Planners and storages of torch look like ours and speak of other classes; say so instead of failing later."""
+    for thing in given:
+        home = next((cls for cls in type(thing).__mro__ if cls.__module__.startswith(_STOCK)), None)
+        if home is not None:
+            raise TypeError(
+                f"{type(thing).__name__} is built on {home.__module__}.{home.__name__}, which does not go with "
+                f"holdfast.dcp. Import {home.__name__} from {home.__module__.replace(_STOCK, 'holdfast.dcp')} instead."
+            )
 
 
 def _storage_for(

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from holdfast.coordination.collectives import Collectives
-from holdfast.dcp._storage_utils import _storage_setup
+from holdfast.dcp._storage_utils import _refuse_stock_objects, _storage_setup
 from holdfast.dcp.utils import _api_bc_check, _is_stateful, _runs_alone, _sorted_keys, _state_of
 from holdfast.loading import load_state
 from holdfast.metadata import STATE_DICT_TYPE
@@ -58,6 +58,7 @@ def load(
     keys = _sorted_keys(state_dict)
 
     def prepare() -> tuple[StorageReader, STATE_DICT_TYPE]:
+        _refuse_stock_objects(storage_reader, planner)
         reader = cast(StorageReader, _storage_setup(storage_reader, checkpoint_id, reader=True))
         return reader, {key: _state_of(state_dict[key]) for key in keys}
 

@@ -7,7 +7,7 @@ from typing import cast
 import torch.distributed as dist
 
 from holdfast.coordination.collectives import Collectives
-from holdfast.dcp._storage_utils import _storage_setup
+from holdfast.dcp._storage_utils import _refuse_stock_objects, _storage_setup
 from holdfast.dcp.utils import _api_bc_check, _runs_alone, _state_of
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.notices import warn_caller
@@ -56,6 +56,7 @@ def save(
     ranks = Collectives(process_group, not _runs_alone(no_dist, "save"), 0)
 
     def prepare() -> tuple[StorageWriter, STATE_DICT_TYPE]:
+        _refuse_stock_objects(storage_writer, planner)
         writer = cast(StorageWriter, _storage_setup(storage_writer, checkpoint_id, reader=False))
         return writer, _stateful_to_state_dict(state_dict)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import logging
+import pickle
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from holdfast import settings
-from holdfast.errors import InvalidPlanError
+from holdfast.errors import InvalidPlanError, UnsupportedValueError
 from holdfast.formats.dcp.values import encode_value
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
 from holdfast.planning import plan_cache
@@ -109,7 +110,14 @@ class DefaultSavePlanner(SavePlanner):
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Tensors as they are, values in their stored form."""
         if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(encode_value(object))
+            try:
+                return io.BytesIO(encode_value(object))
+            except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
+                raise UnsupportedValueError(
+                    f"'{write_item.index.fqn}' is a {type(object).__module__}.{type(object).__qualname__} that cannot "
+                    f"be stored: {type(error).__name__}: {error!s:.300}. Leave it out, or turn it into plain values.",
+                    key=write_item.index.fqn,
+                ) from error
         return object
 
     def forget_cached_plans(self) -> None:

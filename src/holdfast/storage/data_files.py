@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,10 +28,12 @@ class StoredResult(WriteResult):
     """A write result that also knows the dtype that was really written."""
 
     dtype: torch.dtype | None = None
+    host: str = socket.gethostname()
+    """The machine that wrote it: on the same machine, all ranks must see the file."""
 
 
 @dataclass(frozen=True)
-class ValueNeedingPickle(WriteResult):
+class ValueNeedingPickle(StoredResult):
     """A value that cannot be loaded without the reader's explicit trust."""
 
     needs: str = ""

@@ -10,7 +10,7 @@ import io
 import uuid
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
@@ -154,11 +154,14 @@ class FileSystemReader(StorageReader):
         """Read all items. An error tells whether the state was already changed."""
         applied = 0
         try:
-            for file_name, blobs in self._by_file_and_blob(plan).items():
-                with self._opened(file_name, blobs) as stream:
-                    for info, items in blobs:
-                        for _ in self._read_blob(stream, info, items, planner):
-                            applied += 1
+            # Values first: one that is refused must not leave tensors changed.
+            for kind in (LoadItemType.BYTE_IO, LoadItemType.TENSOR):
+                wanted = [item for item in plan.items if item.type == kind]
+                for file_name, blobs in self._by_file_and_blob(wanted).items():
+                    with self._opened(file_name, blobs) as stream:
+                        for info, items in blobs:
+                            for _ in self._read_blob(stream, info, items, planner):
+                                applied += 1
         except HoldfastError as error:
             error.message = f"{error.message} {_how_far(applied, len(plan.items))}"
             raise
@@ -175,10 +178,10 @@ class FileSystemReader(StorageReader):
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> ReaderView:
         return ReaderView(file, sinfo.offset, sinfo.length)
 
-    def _by_file_and_blob(self, plan: LoadPlan) -> dict[str, list[tuple[_StorageInfo, list[ReadItem]]]]:
+    def _by_file_and_blob(self, wanted: Sequence[ReadItem]) -> dict[str, list[tuple[_StorageInfo, list[ReadItem]]]]:
         """The items of each blob together, the blobs of each file in the order in which they lie."""
         by_index: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
-        for item in plan.items:
+        for item in wanted:
             by_index[item.storage_index].append(item)
         files: dict[str, list[tuple[_StorageInfo, list[ReadItem]]]] = defaultdict(list)
         for index, items in by_index.items():
@@ -202,8 +205,8 @@ class FileSystemReader(StorageReader):
         if not self.fs.exists(file):
             key = blobs[0][1][0].storage_index.fqn
             raise DamagedCheckpointError(
-                f"{file} is missing; '{key}' and {len(blobs) - 1} other stored item(s) are in it. Copy the file "
-                "back, or load another checkpoint.",
+                f"{file} is missing; '{key}' and {len(blobs) - 1} other stored item(s) are in it. If a save has "
+                "replaced the checkpoint meanwhile, load again; if not, copy the file back or load another checkpoint.",
                 file=str(file),
                 key=key,
                 expected="a file",

@@ -8,6 +8,7 @@ holds either the old checkpoint or the new one; files that neither needs are rem
 from __future__ import annotations
 
 import logging
+import socket
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -281,13 +282,14 @@ class _FileSystemWriter(StorageWriter):
         )
 
     def _look_for_files(self, results: list[list[WriteResult]]) -> None:
-        """The files must be where the index will say they are. Those of other ranks may be on disks we do not see."""
+        """The files must be where the index will say they are. Those of other machines may be out of sight."""
         lost: list[str] = []
         elsewhere: list[int] = []
+        here = socket.gethostname()
         for rank, part in enumerate(results):
-            names = {result.storage_data.relative_path for result in part}
-            unseen = {name for name in names if not self.fs.exists(self.fs.concat_path(self.path, name))}
-            if unseen and (unseen != names or rank == (self.rank or 0) or not self.use_collectives):
+            hosts = {result.storage_data.relative_path: getattr(result, "host", here) for result in part}
+            unseen = {name for name in hosts if not self.fs.exists(self.fs.concat_path(self.path, name))}
+            if unseen and (len(unseen) < len(hosts) or here in hosts.values()):
                 lost.extend(sorted(unseen))
             elif unseen:
                 elsewhere.append(rank)

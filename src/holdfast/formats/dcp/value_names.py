@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+import io
 import os
 import pathlib
 import re
@@ -144,6 +145,15 @@ def _counter(counts: Any = None) -> Counter[Any]:
     return Counter(_typed(counts, dict)) if counts is not None else Counter()
 
 
+def _bytes_io(state: Any) -> io.BytesIO:
+    content, position, attributes = _typed(state, tuple)
+    if attributes:
+        raise ValueError("a BytesIO with attributes of its own")
+    made = io.BytesIO(_typed(content, bytes))
+    made.seek(_typed(position, int))
+    return made
+
+
 def _deque(items: Any = (), maxlen: Any = None) -> deque[Any]:
     if type(items) not in (list, tuple):
         raise TypeError(f"{brief(items)} as items of a deque")
@@ -266,6 +276,7 @@ def _names() -> Iterator[tuple[Name, Known]]:
     yield ("datetime", "timezone"), Known(datetime.timezone, call=_timezone)
     yield ("decimal", "Decimal"), Known(Decimal, call=_decimal)
     yield ("fractions", "Fraction"), Known(Fraction, call=_fraction)
+    yield ("_io", "BytesIO"), draft_of("io.BytesIO", _bytes_io)
     yield ("uuid", "UUID"), draft_of("uuid.UUID", _uuid)
     yield from _path_names()
     yield ("torch", "Size"), Known(torch.Size, call=_size)
