@@ -49,15 +49,14 @@ class _Save:
         self.writer = writer
         self.planner = planner
         self.ranks = ranks
+        self.destination: str | None = None
         self.metadata: Metadata | None = None
 
     def together(self) -> Metadata:
         """The ranks plan together and commit one index."""
         self.planner.peers = self.ranks.global_ranks()
         try:
-            plan = self.ranks.reduce_scatter(
-                "plan", lambda: (self._destination(), self._plan_locally()), self._plan_for_one_destination
-            )
+            plan = self.ranks.reduce_scatter("plan", self._propose, self._plan_for_one_destination)
         except BaseException:
             call_if_present(self.planner, "forget_cached_plans")
             raise
@@ -89,7 +88,9 @@ class _Save:
         return metadata
 
     def _plan_locally(self, *, use_collectives: bool = True) -> SavePlan:
-        set_up_save_planner(self.planner, self.state_dict, self.writer.storage_meta(), self.ranks.is_coordinator)
+        meta = self.writer.storage_meta()
+        self.destination = None if meta is None or meta.checkpoint_id is None else str(meta.checkpoint_id)
+        set_up_save_planner(self.planner, self.state_dict, meta, self.ranks.is_coordinator)
         set_up_storage(
             self.writer.set_up_storage_writer,
             self.ranks.is_coordinator,
@@ -98,9 +99,9 @@ class _Save:
         )
         return self.writer.prepare_local_plan(self.planner.create_local_plan())
 
-    def _destination(self) -> str | None:
-        meta = self.writer.storage_meta()
-        return None if meta is None or meta.checkpoint_id is None else str(meta.checkpoint_id)
+    def _propose(self) -> tuple[str | None, SavePlan]:
+        plan = self._plan_locally()
+        return self.destination, plan
 
     def _plan_for_one_destination(self, proposals: list[tuple[str | None, SavePlan]]) -> list[SavePlan]:
         """Plan for all ranks, which must have been given the same path: one index cannot describe several folders."""
