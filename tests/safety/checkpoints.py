@@ -66,7 +66,9 @@ def needless_files(folder: Path) -> set[str]:
         needed = {".metadata": reader.read_metadata()}
     else:
         ranks = [int(name[2:].partition(".")[0]) for name in present if name.endswith(".metadata")]
-        needed = {f"__{rank}.metadata": reader.read_metadata(rank=rank) for rank in ranks}
+        parts = {f"__{rank}.metadata": reader.read_metadata(rank=rank) for rank in ranks}
+        save_id = parts["__0.metadata"].storage_meta.save_id
+        needed = {name: part for name, part in parts.items() if part.storage_meta.save_id == save_id}
     for metadata in list(needed.values()):
         needed.update({info.relative_path: metadata for info in metadata.storage_data.values()})
     return present - needed.keys()

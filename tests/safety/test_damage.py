@@ -150,6 +150,7 @@ def check_cuts_of_data(folder: Path, lengths: Callable[[Path], Iterable[int]]) -
         assert damage is not None, f"nobody noticed that {file.name} has only {length} bytes"
         assert damage.file == str(file)
         assert damage.key in ("weight", "settings.name")
+        assert "too early" in str(damage)
 
 
 def check_cuts_of_the_index(folder: Path, lengths: Callable[[Path], Iterable[int]]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as stock
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast.dcp as dcp
@@ -51,10 +52,20 @@ def test_ranks_that_see_copies_of_one_save_load_it(ranks: RankPool, tmp_path):
     assert ranks(2).run(load_each_its_own, [tmp_path / "original", tmp_path / "copy"]) == [(1, {})] * 2
 
 
+def save_rank_by_rank(folder: Path) -> None:
+    save(1, folder, use_collectives=False)
+
+
+def save_rank_by_rank_with_stock_torch(folder: Path) -> None:
+    """Its parts have ids that tell nothing."""
+    stock.save(state(1), checkpoint_id=folder, use_collectives=False)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_see_different_flavours_refuse_to_load(ranks: RankPool, tmp_path, rank):
+@pytest.mark.parametrize("save_each", [save_rank_by_rank, save_rank_by_rank_with_stock_torch])
+def test_ranks_that_see_different_flavours_refuse_to_load(ranks: RankPool, tmp_path, save_each, rank):
     ranks(2).run(save, 1, tmp_path / "together")
-    ranks(2).run(save, 1, tmp_path / "each", use_collectives=False)
+    ranks(2).run(save_each, tmp_path / "each")
     folders = [tmp_path / "together"] * 2
     folders[rank] = tmp_path / "each"
     one, other = ranks(2).run(load_each_its_own, folders)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -117,10 +119,10 @@ def test_overwriting_is_announced(tmp_path):
 class Turns:
     """Two saves that take turns: the first does some operations, then the second some, then each the rest."""
 
-    def __init__(self, first_share: int, second_share: int) -> None:
+    def __init__(self, folder: Path, first_share: int, second_share: int) -> None:
+        self._folder = folder
         self._left = {1: first_share, 2: second_share}
         self._turn = 1
-        self._lock_is_with: int | None = None
         self._finished: set[int] = set()
         self._changed = threading.Condition()
 
@@ -131,11 +133,9 @@ class Turns:
                     self._left[number] = -1
                     self._pass_on(number)
                 self._changed.wait_for(lambda: self._turn == number)
-                while operation == "lock" and self._lock_is_with == 3 - number:
-                    self._pass_on(number)
+                while operation == "lock" and is_locked(self._folder):
+                    self._pass_on(number)  # or else both would wait for each other
                     self._changed.wait_for(lambda: self._turn == number)
-                if operation in ("lock", "unlock"):
-                    self._lock_is_with = number if operation == "lock" else None
                 self._left[number] -= 1
 
         return wait_for_turn
@@ -153,6 +153,17 @@ class Turns:
         if 3 - number not in self._finished:
             self._turn = 3 - number
             self._changed.notify_all()
+
+
+def is_locked(folder: Path) -> bool:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 # Operations at which it makes a difference who is first.
@@ -180,7 +191,7 @@ def save_small(number: int, folder: Path, hook: Callable[[str, str], None]) -> N
 
 
 def two_saves_at_once(folder: Path, first_share: int, second_share: int) -> dict[int, str]:
-    turns = Turns(first_share, second_share)
+    turns = Turns(folder, first_share, second_share)
     outcomes: dict[int, str] = {}
 
     def run(number: int) -> None:

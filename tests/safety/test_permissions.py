@@ -38,17 +38,24 @@ def test_files_and_folders_are_made_with_the_umask_of_the_user(ranks: RankPool, 
         assert oct(made.stat().st_mode & 0o777) == oct(0o777 & ~umask)
 
 
-def load_as_nobody(folder: Path) -> tuple[Any, Any]:
-    """What somebody who may only read finds, by a text and by a path."""
-    return as_nobody(lambda: (found_in(str(folder)), found_in(folder)))
+def load_as_nobody(root: Path, folder: str) -> tuple[Any, Any]:
+    """What somebody finds who may read the folder and write nowhere, by a text and by a path."""
+    found_in(root / folder)  # whatever is imported late must be imported before the rest of the disk is out of reach
+
+    def load() -> tuple[Any, Any]:
+        return found_in(f"/{folder}"), found_in(Path("/", folder))
+
+    return as_nobody(root, load)
 
 
-def as_nobody(function: Callable[[], Any]) -> Any:
-    """Run in a child process that has no rights to speak of."""
+def as_nobody(root: Path, function: Callable[[], Any]) -> Any:
+    """Run in a child process that sees only what is below `root`, and has no rights to speak of."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
+            os.chroot(root)
+            os.chdir("/")
             os.setgroups([])
             os.setgid(NOBODY)
             os.setuid(NOBODY)
@@ -64,17 +71,19 @@ def as_nobody(function: Callable[[], Any]) -> Any:
     return ast.literal_eval(text)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+
+
+@as_root
 @pytest.mark.parametrize("use_collectives", [True, False])
-def test_whoever_may_only_read_can_load(ranks: RankPool, tmp_path_factory, use_collectives):
-    folder = tmp_path_factory.mktemp("store") / "checkpoint"
+def test_whoever_may_only_read_can_load(ranks: RankPool, tmp_path, use_collectives):
+    """Neither the checkpoint nor any folder above it can be written to."""
+    tmp_path.chmod(0o755)
+    folder = tmp_path / "store" / "checkpoint"
     ranks(2).run(save_with_umask, 0o022, folder, use_collectives)
     make_read_only(folder)
-    for parent in folder.parents:
-        if parent.stat().st_mode & 0o005 != 0o005:
-            parent.chmod(0o755)  # the temporary folders of pytest are private
-    ((by_text, by_path),) = ranks(1).run(load_as_nobody, folder, process_group=False)
-    assert (by_text, by_path) == (2, 2)
+    (found,) = ranks(1).run(load_as_nobody, tmp_path, "store/checkpoint", process_group=False)
+    assert found == (2, 2)
 
 
 def make_read_only(folder: Path) -> None:
@@ -92,19 +101,17 @@ def test_loading_changes_nothing_in_the_folder(tmp_path):
     tmp_path.chmod(0o755)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-def test_an_index_that_may_not_be_read_is_not_replaced_by_older_ones(ranks: RankPool, tmp_path_factory):
+@as_root
+def test_an_index_that_may_not_be_read_is_not_replaced_by_older_ones(ranks: RankPool, tmp_path):
     """A save that was killed after its commit leaves the rank indexes of the old checkpoint behind."""
-    folder = tmp_path_factory.mktemp("store")
+    tmp_path.chmod(0o755)
+    folder = tmp_path / "checkpoint"
     save(1, folder, use_collectives=False)
     kept = {path.name: path.read_bytes() for path in folder.iterdir()}
     save(2, folder)
     for name, content in kept.items():
         (folder / name).write_bytes(content)
     (folder / ".metadata").chmod(0o600)
-    for parent in [folder, *folder.parents]:
-        if parent.stat().st_mode & 0o005 != 0o005:
-            parent.chmod(0o755)
-    ((by_text, by_path),) = ranks(1).run(load_as_nobody, folder, process_group=False)
+    ((by_text, by_path),) = ranks(1).run(load_as_nobody, tmp_path, "checkpoint", process_group=False)
     assert by_text == by_path
     assert by_text.startswith("PermissionError")

@@ -339,7 +339,8 @@ def test_a_record_tells_where_the_elements_are() -> None:
     assert row.is_row_major
     assert not describe(entries_of(torch_blob(base.t()))["data.pkl"]).is_row_major
     assert describe(entries_of(torch_blob(base[:, :0]))["data.pkl"]).is_row_major
-    assert describe(entries_of(torch_blob(base[:1].t().t()))["data.pkl"]).is_row_major
+    single_row = torch.as_strided(base, (1, 6), (99, 1))  # the stride of a single element means nothing
+    assert describe(entries_of(torch_blob(single_row))["data.pkl"]).is_row_major
     assert not describe(entries_of(torch_blob(base[:, :3]))["data.pkl"]).is_row_major
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import DamagedCheckpointError, RefusedPickleError
-from holdfast.formats.dcp.known_names import Draft, Inert, Known, check_key, draft_of
+from holdfast.formats.dcp.known_names import Draft, Inert, Known, draft_of, hash_work
 from holdfast.formats.dcp.safe_pickle import load
 
 PROTOCOLS = [2, 3, 4, 5]
@@ -214,12 +214,26 @@ def test_errors_of_the_functions_behind_names_are_damage_and_interrupts_are_not(
 
 
 def test_ordinary_keys_pass_and_bottomless_ones_do_not() -> None:
-    check_key((1, ("a", (None, 2.5)), frozenset([1])))
-    check_key(tuple(range(100_000)))
+    assert hash_work((1, ("a", (None, 2.5)), frozenset([1])), 100) == 10
+    assert hash_work(tuple(range(100_000)), 100_001) == 100_001
     deep: tuple[Any, ...] = ()
     wide: tuple[Any, ...] = (1,)
     for _ in range(100):
         deep, wide = (deep,), (wide, wide)
-    for key in (deep, wide):
+    for key in (deep, wide, tuple(range(100_001))):
         with pytest.raises(ValueError, match="nested too deeply"):
-            check_key(key)
+            hash_work(key, 100_000)
+
+
+@pytest.mark.parametrize("use", [b"h\x00K\x01", b"h\x00h\x00"])
+def test_one_large_key_used_again_and_again_is_found_out(use: bytes) -> None:
+    key = b")" + b"2\x86" * 12 + b"\x940"  # thousands of parts in 24 bytes
+    assert len(read(b"\x80\x04" + key + b"}(" + b"h\x00K\x01" * 5 + b"u.")) == 1
+    with pytest.raises(DamagedCheckpointError, match="too large"):
+        read(b"\x80\x04" + key + b"}(" + use * 2000 + b"u.")
+
+
+def test_many_tuples_as_keys_are_no_reason_for_suspicion() -> None:
+    value = {(number, (number, "x")): number for number in range(100_000)}
+    assert read(pickle.dumps(value, 4)) == value
+    assert read(pickle.dumps([value, set(value), value], 4))[1] == set(value)

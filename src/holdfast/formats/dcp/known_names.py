@@ -25,6 +25,8 @@ class Known:
     """Makes the object of a construction without ``__init__``: ``name.__new__(name, *arguments)``."""
     build: Callable[[Any, Any], Any] | None = None
     """``(object, state)`` to the finished object."""
+    hashes_items: bool = False
+    """Whether a call hashes the items of its argument."""
     hint: Any = None
     """Whatever shortcuts want to know of each other."""
     shortcut: Callable[[Machine], bool] | None = None
@@ -88,21 +90,23 @@ def brief(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-_PLAIN_KEYS = frozenset({str, int, float, bool, bytes, complex, type(None)})
+PLAIN_KEYS = frozenset({str, int, float, bool, bytes, complex, type(None)})
 _DEEPEST_KEY = 64
-_LARGEST_KEY = 1 << 20
 
 
-def check_key(key: Any) -> None:
-    """Refuse keys whose hash would take a deep recursion or endless time, which only a forged file has."""
-    if type(key) in _PLAIN_KEYS:
-        return
+def hash_work(key: Any, most: int) -> int:
+    """How many objects a hash of ``key`` visits. An error if they are more than ``most``, or nested too deeply.
+
+    A forged tuple can overflow the stack of the hash function, or keep it busy for ever: a few dozen tuples that
+    hold each other twice are endless to it.
+    """
     pending = [(key, 0)]
     seen = 0
     while pending:
         item, depth = pending.pop()
         if isinstance(item, tuple):
             seen += 1 + len(item)
-            if depth > _DEEPEST_KEY or seen > _LARGEST_KEY:
-                raise ValueError("a key that is nested too deeply")
+            if depth > _DEEPEST_KEY or seen > most:
+                raise ValueError("keys that are nested too deeply, or too large")
             pending.extend((inner, depth + 1) for inner in item)
+    return seen

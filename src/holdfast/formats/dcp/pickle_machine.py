@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from holdfast.formats.dcp.known_names import SKIPPED, Draft, Find, Known, Refusal, brief, check_key
+from holdfast.formats.dcp.known_names import PLAIN_KEYS, SKIPPED, Draft, Find, Known, Refusal, brief, hash_work
 
 _UINT16 = struct.Struct("<H")
 _INT32 = struct.Struct("<i")
@@ -18,6 +18,8 @@ _UINT32 = struct.Struct("<I")
 _UINT64 = struct.Struct("<Q")
 _DOUBLE = struct.Struct(">d")
 _HIGHEST_PROTOCOL = 5
+_LEAST_HASH_WORK = 1 << 18
+"""How many parts of tuples may be hashed for a small file; for a large one it grows with its size."""
 
 
 class Machine:
@@ -25,6 +27,7 @@ class Machine:
 
     __slots__ = (
         "_find",
+        "_hash_work",
         "_marks",
         "_named",
         "_persistent_load",
@@ -46,6 +49,7 @@ class Machine:
         self._find = find
         self._named: dict[int, Known] = {}
         self._unfinished = 0
+        self._hash_work = _LEAST_HASH_WORK + 4 * len(data)
         self._persistent_load = persistent_load
 
     def run(self) -> Any:
@@ -240,11 +244,9 @@ class Machine:
             raise TypeError(f"entries for a {type(target).__name__}")
         if len(items) % 2:
             raise ValueError("a key without a value")
+        self._allow_hashes(items[::2])
         for position in range(0, len(items), 2):
-            key = items[position]
-            if type(key) is not str:
-                check_key(key)
-            target[key] = items[position + 1]
+            target[items[position]] = items[position + 1]
 
     def _empty_set(self) -> None:
         self.stack.append(set())
@@ -254,15 +256,18 @@ class Machine:
         target = self.stack[-1]
         if type(target) is not set:
             raise TypeError(f"members for a {type(target).__name__}")
-        for item in items:
-            check_key(item)
+        self._allow_hashes(items)
         target.update(items)
 
     def _frozenset(self) -> None:
         items = self._items()
-        for item in items:
-            check_key(item)
+        self._allow_hashes(items)
         self.stack.append(frozenset(items))
+
+    def _allow_hashes(self, keys: Iterable[Any]) -> None:
+        for key in keys:
+            if type(key) not in PLAIN_KEYS:
+                self._hash_work -= hash_work(key, self._hash_work)
 
     # The memo
 
@@ -326,6 +331,8 @@ class Machine:
         known = self.known(function)
         if known is None or known.call is None or type(arguments) is not tuple:
             raise TypeError(f"a call of {brief(function)}")
+        if known.hashes_items and arguments and isinstance(arguments[0], (list, tuple)):
+            self._allow_hashes(arguments[0])
         self._push_made(known.call(*arguments))
 
     def _new(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from holdfast.formats.dcp.known_names import Inert, Known, Name, Refusal, brief, check_key, draft_of
+from holdfast.formats.dcp.known_names import Inert, Known, Name, Refusal, brief, draft_of
 from holdfast.formats.dcp.numpy_names import numpy_names
 from holdfast.formats.dcp.registered import find_registered
 
@@ -73,8 +73,6 @@ def _complex(real: Any, imaginary: Any) -> complex:
 def _members(items: Any = ()) -> list[Any]:
     if type(items) not in (list, tuple):
         raise TypeError(f"{brief(items)} as members of a set")
-    for item in items:
-        check_key(item)
     return list(items)
 
 
@@ -119,12 +117,8 @@ def _is_registered(cls: type) -> bool:
 # Collections
 
 
-def _ordered_dict(pairs: Any = ()) -> OrderedDict[Any, Any]:
-    made: OrderedDict[Any, Any] = OrderedDict()
-    for key, value in _typed(pairs, list) if pairs else ():
-        check_key(key)
-        made[key] = value
-    return made
+def _ordered_dict() -> OrderedDict[Any, Any]:
+    return OrderedDict()
 
 
 def _with_attributes(target: OrderedDict[Any, Any], state: Any) -> OrderedDict[Any, Any]:
@@ -254,8 +248,11 @@ def _names() -> Iterator[tuple[Name, Known]]:
     calls: dict[type, Callable[..., Any]] = {bytes: _bytes, bytearray: _bytearray, complex: _complex}
     for cls in _PLAIN_TYPES:
         yield ("builtins", cls.__name__), Known(cls, call=calls.get(cls))
-    yield ("builtins", "set"), Known(set, call=lambda *items: set(_members(*items)))
-    yield ("builtins", "frozenset"), Known(frozenset, call=lambda *items: frozenset(_members(*items)))
+    yield ("builtins", "set"), Known(set, call=lambda *items: set(_members(*items)), hashes_items=True)
+    yield (
+        ("builtins", "frozenset"),
+        Known(frozenset, call=lambda *items: frozenset(_members(*items)), hashes_items=True),
+    )
     yield ("builtins", "slice"), Known(slice, call=slice)
     yield ("builtins", "range"), Known(range, call=_range)
     yield ("builtins", "type"), Known(type, call=_type)
