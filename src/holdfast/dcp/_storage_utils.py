@@ -14,7 +14,7 @@ def _storage_setup(
 ) -> StorageReader | StorageWriter | None:
     """The storage to use: the given one, told where the checkpoint is, or one that takes ``checkpoint_id``."""
     if storage is None:
-        return _storage_for(checkpoint_id, FileSystemReader if reader else FileSystemWriter)
+        return _storage_for(checkpoint_id, reader)
     if checkpoint_id is not None:
         storage.reset(checkpoint_id)
     return storage
@@ -31,15 +31,37 @@ def _refuse_stock_objects(*given: object) -> None:
             )
 
 
-def _storage_for(
-    checkpoint_id: AnyPath | None, kind: type[FileSystemReader] | type[FileSystemWriter]
-) -> FileSystemReader | FileSystemWriter:
+def _storage_for(checkpoint_id: AnyPath | None, reader: bool) -> StorageReader | StorageWriter:
     if checkpoint_id is None or str(checkpoint_id) == "":
         raise RuntimeError("`checkpoint_id` must be specified if storage_reader/storage_writer is None.")
+    kind: type[FileSystemReader] | type[FileSystemWriter] = FileSystemReader if reader else FileSystemWriter
     if kind.validate_checkpoint_id(checkpoint_id):
         return kind(checkpoint_id)
-    remedy = "a local path" if kind is FileSystemReader else "a path below a folder that exists and can be written to"
-    raise RuntimeError(
-        f"Cannot detect which StorageReader or StorageWriter to use for {str(checkpoint_id)!r}. "
-        f"Give {remedy}, or pass a storage_reader/storage_writer."
-    )
+    if _is_url(checkpoint_id):
+        kind = _fsspec_storage(str(checkpoint_id), reader)
+        if kind.validate_checkpoint_id(checkpoint_id):
+            return kind(checkpoint_id)
+        remedy = "a URL of a protocol that fsspec knows"
+    else:
+        remedy = "a local path" if reader else "a path below a folder that exists and can be written to"
+    raise RuntimeError(f"{_cannot_detect(checkpoint_id)} Give {remedy}, or pass a storage_reader/storage_writer.")
+
+
+def _is_url(checkpoint_id: AnyPath) -> bool:
+    return isinstance(checkpoint_id, str) and "://" in checkpoint_id
+
+
+def _fsspec_storage(url: str, reader: bool) -> type[FileSystemReader] | type[FileSystemWriter]:
+    """Imported when a URL asks for it: fsspec is an extra."""
+    try:
+        from holdfast.dcp._fsspec_filesystem import FsspecReader, FsspecWriter
+    except ImportError as error:
+        raise RuntimeError(
+            f"{_cannot_detect(url)} URLs need fsspec, which cannot be imported ({error}): "
+            "pip install 'holdfast[fsspec]', and the package of the protocol, such as s3fs for s3://."
+        ) from error
+    return FsspecReader if reader else FsspecWriter
+
+
+def _cannot_detect(checkpoint_id: AnyPath) -> str:
+    return f"Cannot detect which StorageReader or StorageWriter to use for {str(checkpoint_id)!r}."

@@ -84,6 +84,7 @@ class _FileSystemWriter(StorageWriter):
         self.rank: int | None = None
         self.use_collectives = True
         self._generation = ""
+        self._index = b""
         self._in_use: set[str] = set()
         self._present_before: set[str] = set()
         self._may_be_committed = False
@@ -286,9 +287,11 @@ class _FileSystemWriter(StorageWriter):
         lost: list[str] = []
         elsewhere: list[int] = []
         here = socket.gethostname()
+        # One listing instead of a request for every file, where requests are slow and listings are never behind.
+        listed = {PurePath(path).name for path in self._present()} if self.fs.puts_atomically else set()
         for rank, part in enumerate(results):
             hosts = {result.storage_data.relative_path: getattr(result, "host", here) for result in part}
-            unseen = {name for name in hosts if not self.fs.exists(self.fs.concat_path(self.path, name))}
+            unseen = {name for name in hosts if name not in listed and not self._is_there(name)}
             if unseen and (len(unseen) < len(hosts) or here in hosts.values()):
                 lost.extend(sorted(unseen))
             elif unseen:
@@ -305,14 +308,21 @@ class _FileSystemWriter(StorageWriter):
                 "not on a shared disk, the checkpoint can only be loaded after bringing the files together."
             )
 
+    def _is_there(self, name: str) -> bool:
+        return self.fs.exists(self.fs.concat_path(self.path, name))
+
     def _temporary_index_name(self) -> str:
         return layout.temporary_name(self._index_name(), self.save_id if self._switches_together else self._generation)
 
     def _write_index(self, metadata: Metadata) -> None:
+        """Write the index under its temporary name, or hold it ready where it can be put in place from memory."""
+        self._index = encode_index(metadata)
+        if not self._has_temporary_index():
+            return
         temporary = self.fs.concat_path(self.path, self._temporary_index_name())
         try:
             with self.fs.create_stream(temporary, "wb") as stream:
-                stream.write(encode_index(metadata))
+                stream.write(self._index)
                 if self.sync_files:
                     flush_to_disk(stream)
         except BaseException:
@@ -320,26 +330,41 @@ class _FileSystemWriter(StorageWriter):
                 self.fs.rm_file(temporary)
             raise
 
+    def _has_temporary_index(self) -> bool:
+        """Ranks that switch together need one in any case: readers look for it once rank 0 has committed."""
+        return not self.fs.puts_atomically or (self._switches_together and not self.use_collectives)
+
     def _put_index_in_place(self) -> None:
-        name = self._index_name()
-        temporary = self.fs.concat_path(self.path, self._temporary_index_name())
         self._may_be_committed = True
         try:
-            self.fs.rename(temporary, self.fs.concat_path(self.path, name))
-        except FileNotFoundError as error:
-            raise IncompleteSaveError(
-                f"{temporary} disappeared before the save was committed. Another save into the same folder may have "
-                "removed it; nothing was committed, save again to a folder of its own.",
-                missing=[str(temporary)],
-            ) from error
+            if self.fs.puts_atomically:
+                self.fs.put(self.fs.concat_path(self.path, self._index_name()), self._index)
+            else:
+                self._rename_index()
+        except IncompleteSaveError:
+            raise
         except BaseException:
             # Where rank 0 has committed for all, the index of another rank counts even under its temporary name.
             if self.use_collectives or not self.rank:
                 self._remove([self._temporary_index_name()])
             raise
         self._last_committed_id = self.save_id
+        self._index = b""
+        if self.fs.puts_atomically and self._has_temporary_index():
+            self._remove([self._temporary_index_name()])
         if self.sync_files:
             self.fs.sync_folder(self.path)
+
+    def _rename_index(self) -> None:
+        temporary = self.fs.concat_path(self.path, self._temporary_index_name())
+        try:
+            self.fs.rename(temporary, self.fs.concat_path(self.path, self._index_name()))
+        except FileNotFoundError as error:
+            raise IncompleteSaveError(
+                f"{temporary} disappeared before the save was committed. Another save into the same folder may have "
+                "removed it; nothing was committed, save again to a folder of its own.",
+                missing=[str(temporary)],
+            ) from error
 
     def _present(self) -> list[str]:
         with suppress(OSError):

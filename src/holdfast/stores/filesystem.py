@@ -15,6 +15,9 @@ AnyPath: TypeAlias = str | os.PathLike[str]
 class FileSystemBase(ABC):
     """What a writer or reader needs of a file system. Subclass it to store checkpoints elsewhere."""
 
+    puts_atomically: bool = False
+    """Whether ``put`` is the way to make or replace a file in one step, because ``rename`` is not."""
+
     @contextmanager
     @abstractmethod
     def create_stream(self, path: AnyPath, mode: str) -> Iterator[io.IOBase]:
@@ -28,6 +31,10 @@ class FileSystemBase(ABC):
     @abstractmethod
     def rename(self, path: AnyPath, new_path: AnyPath) -> None:
         """Give a file another name. A file that has that name already is replaced, in one step where possible."""
+
+    def put(self, path: AnyPath, content: bytes) -> None:
+        """Make a file, or replace it, so that nobody ever sees a part of it. Needed where ``puts_atomically``."""
+        raise NotImplementedError
 
     @abstractmethod
     def init_path(self, path: AnyPath) -> AnyPath:
