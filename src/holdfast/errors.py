@@ -160,3 +160,22 @@ class CheckpointException(Exception):
                 parts.extend(traceback.format_list(stack))
             parts.extend(traceback.format_exception_only(type(error), value=error))
         return "".join(parts)
+
+
+class SnapshotError(HoldfastError, TypeError):
+    """A part of the state cannot be copied, so it could change under a background save. Fields: ``key``."""
+
+    key: str
+
+
+class RankLeftError(HoldfastError, RuntimeError):
+    """Another rank gave up a save that needs all ranks. Fields: ``ranks``."""
+
+    ranks: list[int]
+
+
+class WriterProcessError(HoldfastError, RuntimeError):
+    """The process that writes a checkpoint in the background ended. Fields: ``exit_code``, ``path``."""
+
+    exit_code: int | None
+    path: str | None

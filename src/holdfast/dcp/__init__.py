@@ -21,7 +21,7 @@ from holdfast.dcp.metadata import (
 )
 from holdfast.dcp.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from holdfast.dcp.state_dict_loader import load, load_state_dict
-from holdfast.dcp.state_dict_saver import save, save_state_dict
+from holdfast.dcp.state_dict_saver import async_save, save, save_state_dict
 from holdfast.dcp.storage import StorageReader, StorageWriter
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "StorageWriter",
     "TensorStorageMetadata",
     "WriteItem",
+    "async_save",
     "load",
     "load_state_dict",
     "save",

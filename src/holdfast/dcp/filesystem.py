@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from holdfast.dcp.staging import BlockingAsyncStager
 from holdfast.formats.dcp.storage_info import _StorageInfo, _StoragePrefix
 from holdfast.planning.plan import WriteItem, written_bytes
 from holdfast.planning.planner import SavePlanner
@@ -59,10 +60,11 @@ DEFAULT_SUFFIX: str = layout.DATA_SUFFIX
 CURRENT_DCP_VERSION: str = layout.FORMAT_VERSION
 
 
-class FileSystemWriter(_FileSystemWriter):
+class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
     """Writes a checkpoint into a folder of the local file system.
 
-    ``overwrite`` replaces an earlier checkpoint there, which stays valid until the new one is complete.
+    ``overwrite`` replaces an earlier checkpoint there, which stays valid until the new one is complete. It is also the
+    stager of ``async_save``; ``cache_staged_state_dict`` keeps the memory of its copies from save to save.
     """
 
     def __init__(

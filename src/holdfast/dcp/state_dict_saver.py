@@ -1,13 +1,23 @@
-"""``save`` and its older form."""
+"""``save``, ``async_save`` and the older form."""
 
 from __future__ import annotations
 
-from typing import cast
+import functools
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
+from holdfast.background.async_saves import Lane, give_up_in_background, save_in_background
+from holdfast.background.futures import warn_of_unseen_failures
+from holdfast.background.queues import wait_for_saves_to
 from holdfast.coordination.collectives import Collectives
 from holdfast.dcp._storage_utils import _refuse_stock_objects, _storage_setup
+from holdfast.dcp.staging import AsyncStager, DefaultStager, StagingOptions
 from holdfast.dcp.utils import _api_bc_check, _runs_alone, _state_of
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.notices import warn_caller
@@ -17,7 +27,7 @@ from holdfast.saving import save_state
 from holdfast.storage.contract import StorageWriter
 from holdfast.stores.filesystem import AnyPath
 
-__all__ = ["save", "save_state_dict"]
+__all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "async_save", "save", "save_state_dict"]
 
 
 @_api_bc_check
@@ -53,7 +63,30 @@ def save(
         >>> sorted(metadata.state_dict_metadata)
         ['step', 'weights']
     """
+    warn_of_unseen_failures()
+    if (destination := _destination(checkpoint_id, storage_writer)) is not None:
+        wait_for_saves_to(destination)
     ranks = Collectives(process_group, not _runs_alone(no_dist, "save"), 0)
+    return _perform_save(
+        ranks,
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_writer=storage_writer,
+        planner=planner,
+        use_collectives=use_collectives,
+    )
+
+
+def _perform_save(
+    ranks: Collectives,
+    state_dict: STATE_DICT_TYPE,
+    *,
+    checkpoint_id: AnyPath | None,
+    storage_writer: StorageWriter | None,
+    planner: SavePlanner | None,
+    use_collectives: bool,
+) -> Metadata:
+    """Save with the given ranks: in the program, in a thread, or in a writer process."""
 
     def prepare() -> tuple[StorageWriter, STATE_DICT_TYPE]:
         _refuse_stock_objects(storage_writer, planner)
@@ -64,6 +97,171 @@ def save(
     return save_state(
         states, writer, DefaultSavePlanner() if planner is None else planner, ranks, use_collectives=use_collectives
     )
+
+
+class AsyncCheckpointerType(Enum):
+    """Where a background save runs: in a thread of the program, or in a process of its own."""
+
+    THREAD = "thread"
+    PROCESS = "process"
+
+
+@dataclass
+class AsyncSaveResponse:
+    """The two ends of a background save whose copy is made in the background too.
+
+    After ``staging_completion`` the program may change its state again; after ``upload_completion`` the checkpoint is
+    committed.
+    """
+
+    staging_completion: Future[None]
+    upload_completion: Future[None]
+
+
+def async_save(
+    state_dict: STATE_DICT_TYPE,
+    *,
+    checkpoint_id: AnyPath | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Future[Metadata] | AsyncSaveResponse:
+    """Take a private copy of a state and save it in the background, with all ranks of a process group.
+
+    Whatever the program does to its state afterwards is not seen by the save. Saves of one group are carried out in
+    the order of the calls, on a connection of their own. Saves that are pending when the program ends are finished
+    first. A save that failed raises from its future; if nobody looks, the next save and the exit code tell.
+
+    Args:
+        state_dict: what to save, as for ``save``.
+        checkpoint_id: the path of the checkpoint. Taken from the writer if not given.
+        storage_writer: where and how to write. A ``FileSystemWriter`` by default.
+        planner: what to write. A ``DefaultSavePlanner`` by default.
+        process_group: the ranks that take part. All by default.
+        async_checkpointer_type: whether a thread or a process of its own writes. A process does not compete for
+            the interpreter with the training loop; writer and planner must be picklable for it.
+        async_stager: who takes the copy. By default the writer if it can (``FileSystemWriter`` does), or else a
+            ``DefaultStager``.
+        no_dist: save from this process alone even if there is a group.
+        use_collectives: False to let every rank write an index of its own part, without planning together.
+
+    Returns:
+        A future of the checkpoint's index, or an ``AsyncSaveResponse`` if the stager works in the background.
+
+    Example:
+        >>> import tempfile, torch
+        >>> import holdfast.dcp as dcp
+        >>> state = {"weights": torch.ones(4)}
+        >>> saved = dcp.async_save(state, checkpoint_id=tempfile.mkdtemp())
+        >>> _ = state["weights"].zero_()                      # training goes on
+        >>> sorted(saved.result().state_dict_metadata)        # wait for the end, before it matters
+        ['weights']
+    """
+    return _async_save(
+        state_dict,
+        _Target(checkpoint_id, storage_writer, planner, use_collectives),
+        process_group=process_group,
+        coordinator_rank=0,
+        no_dist=no_dist,
+        in_process=AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS,
+        stager=async_stager,
+    )
+
+
+class _Target(NamedTuple):
+    """Where a save goes, and how."""
+
+    checkpoint_id: AnyPath | None
+    storage_writer: StorageWriter | None
+    planner: SavePlanner | None
+    use_collectives: bool = True
+
+
+def _async_save(
+    state_dict: STATE_DICT_TYPE,
+    target: _Target,
+    *,
+    process_group: dist.ProcessGroup | None,
+    coordinator_rank: int,
+    no_dist: bool,
+    in_process: bool = False,
+    stager: AsyncStager | None = None,
+) -> Future[Metadata] | AsyncSaveResponse:
+    warn_of_unseen_failures()
+    _refuse_stock_objects(target.storage_writer, target.planner)
+    alone = _runs_alone(no_dist, "save")
+    if dist.is_available() and dist.is_initialized():
+        _require_cpu_backend(process_group)
+    Collectives(process_group, not alone, coordinator_rank)  # complains of a rank that is not in the group
+    destination = _destination(target.checkpoint_id, target.storage_writer)
+    if destination is None and target.storage_writer is None:
+        _storage_setup(None, None)  # says what is missing, before any rank has begun
+    lane = Lane.of(process_group, alone=alone)
+    where: dict[str, Any] = {"destination": str(destination), "coordinator_rank": coordinator_rank}
+
+    chosen, is_ours = _choose_stager(stager, target.storage_writer, in_process)
+    try:
+        staged = chosen.stage(_stateful_to_state_dict(state_dict))
+    except BaseException as error:
+        give_up_in_background(error, lane, **where)  # or the other ranks would wait for this one
+        raise
+    work = functools.partial(_perform_save, **target._asdict())
+    saved = save_in_background(work, staged, lane, **where, in_process=in_process)
+    if is_ours:
+        saved.add_done_callback(lambda _: chosen.close())
+    if isinstance(staged, Future):
+        return AsyncSaveResponse(_without_value(staged), cast("Future[None]", saved))
+    if chosen.should_synchronize_after_execute:
+        chosen.synchronize_staging()
+    return saved
+
+
+def _choose_stager(given: AsyncStager | None, writer: Any, in_process: bool) -> tuple[AsyncStager, bool]:
+    """The stager to use, and whether it is ours to close."""
+    if given is not None:
+        return given, False
+    if isinstance(writer, AsyncStager):
+        return writer, False
+    options = StagingOptions(
+        use_pinned_memory=False,
+        use_shared_memory=in_process,  # spares the way to a writer process another copy
+        use_async_staging=False,
+        use_non_blocking_copy=False,
+    )
+    return DefaultStager(options), True
+
+
+def _require_cpu_backend(group: dist.ProcessGroup | None) -> None:
+    devices = (c10d._get_default_group() if group is None else group)._device_types
+    if torch.device("cpu") not in devices:
+        raise AssertionError(
+            "A CPU backend must be enabled for async save; the process group has one for "
+            f"{', '.join(str(device) for device in devices)} only. Try init_process_group with 'cpu:gloo,cuda:nccl'."
+        )
+
+
+def _destination(checkpoint_id: AnyPath | None, writer: StorageWriter | None) -> str | None:
+    """The path of a save, if it is known."""
+    if checkpoint_id is None or str(checkpoint_id) == "":
+        checkpoint_id = getattr(writer, "checkpoint_id", None)
+    return None if checkpoint_id is None else str(checkpoint_id)
+
+
+def _without_value(staged: Future[STATE_DICT_TYPE]) -> Future[None]:
+    """A future that ends as ``staged`` does, and does not keep the copy alive."""
+    ended: Future[None] = Future()
+    ended.set_running_or_notify_cancel()
+
+    def pass_on(source: Future[STATE_DICT_TYPE]) -> None:
+        error = source.exception()
+        ended.set_result(None) if error is None else ended.set_exception(error)
+
+    staged.add_done_callback(pass_on)
+    return ended
 
 
 def save_state_dict(

@@ -1,0 +1,93 @@
+"""Saves that go on while the program does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from holdfast import settings
+from holdfast.background import exit as _waits_for_saves_at_exit  # noqa: F401
+from holdfast.background.futures import SaveFuture
+from holdfast.background.messages import Request, Work
+from holdfast.background.queues import SaveQueue, queue_of
+from holdfast.background.writer_process import WriterProcess, pack_request
+from holdfast.coordination.collectives import Collectives
+from holdfast.coordination.linked import LinkedCollectives
+from holdfast.coordination.private_group import PrivateGroup, private_group_of
+from holdfast.metadata import Metadata
+
+State = dict[str, Any]
+
+
+@dataclass
+class Lane:
+    """What the background saves of one group of ranks share. ``link`` is None for a process that saves alone."""
+
+    link: PrivateGroup | None
+    queue: SaveQueue
+    writer: WriterProcess = field(default_factory=WriterProcess)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, *, alone: bool) -> Lane:
+        """The lane of a process group, or of this process alone. The same one each time."""
+        link = None if alone else private_group_of(group)
+        if link not in _lanes:
+            _lanes[link] = cls(link, queue_of(link))
+        return _lanes[link]
+
+
+_lanes: dict[PrivateGroup | None, Lane] = {}
+
+
+def save_in_background(
+    work: Work, staged: State | Future[State], lane: Lane, *, destination: str, coordinator_rank: int, in_process: bool
+) -> SaveFuture:
+    """Queue a save of ``staged``, which must be private by now or when its future is done.
+
+    Every rank of the lane must do so, in the same order. ``work`` saves; with ``in_process`` in a process of its own.
+    """
+    chosen = asdict(settings.current())
+
+    def get_state() -> State:
+        return staged.result() if isinstance(staged, Future) else staged
+
+    def save_here(ranks: Collectives) -> Metadata:
+        return work(ranks, ranks.own_error_first("plan", get_state))
+
+    def save_in_writer(ranks: Collectives) -> Metadata:
+        members = None if lane.link is None else lane.link.members
+        request = ranks.own_error_first(
+            "plan", lambda: pack_request(Request(work, get_state(), ranks.rank, members, coordinator_rank, chosen))
+        )
+        return lane.writer.save(request, lane.link, destination)
+
+    return _queue(lane, save_in_writer if in_process else save_here, destination, coordinator_rank)
+
+
+def give_up_in_background(error: BaseException, lane: Lane, *, destination: str, coordinator_rank: int) -> None:
+    """Take part in a save only to tell the other ranks that this one cannot, and why."""
+
+    def fail() -> Metadata:
+        raise error
+
+    future = _queue(lane, lambda ranks: ranks.own_error_first("plan", fail), destination, coordinator_rank)
+    future.is_reported_otherwise()
+
+
+def _queue(lane: Lane, save: Callable[[Collectives], Metadata], destination: str, coordinator_rank: int) -> SaveFuture:
+    def job() -> Metadata:
+        if lane.link is None:
+            return save(Collectives(None, False, 0))
+        with lane.link.round() as link:
+            return save(LinkedCollectives(link, coordinator_rank))
+
+    return lane.queue.submit(job, destination)
+
+
+# A forked child has the lanes of its parent, with connections that are not its own.
+os.register_at_fork(after_in_child=_lanes.clear)

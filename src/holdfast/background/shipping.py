@@ -1,0 +1,91 @@
+"""How a snapshot gets into another process: its structure as a pickle, its tensors as shared memory.
+
+Both ends are the same program on the same machine, so the pickle is as trusted as the program itself.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import pickle
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+from holdfast.staging.arenas import Arena, ArenaPool, Memory, shared_arena_of
+from holdfast.staging.copies import is_wrapper, make_sharded, put_together, take_apart
+from holdfast.staging.snapshots import Snapshot, plain_parts_of_state
+
+
+def in_shared_memory(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` itself if its tensors are shared already, or else a copy that is."""
+    if all(shared_arena_of(part) is not None or part.numel() == 0 for part in plain_parts_of_state(state)):
+        return state
+    return Snapshot(state, ArenaPool(Memory.SHARED)).fill()
+
+
+class _Packer(pickle.Pickler):
+    """Pickles everything but the elements of tensors in shared memory, for which it notes where they are."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self.arenas: list[Arena] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_meta or obj.is_quantized:
+            return None
+        arena = shared_arena_of(obj)
+        if arena is None:
+            return None
+        if arena not in self.arenas:
+            self.arenas.append(arena)
+        start = obj.data_ptr() - obj.untyped_storage().data_ptr()
+        layout = (tuple(obj.size()), obj.stride(), obj.dtype, obj.requires_grad)
+        return (self.arenas.index(arena), start, *layout)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ShardedTensor):  # its own way asks for a process group on the other side
+            return make_sharded, (obj.local_shards(), obj.metadata(), obj.sharding_spec())
+        if isinstance(obj, torch.Tensor) and is_wrapper(obj):
+            parts, context = take_apart(obj)
+            return put_together, (type(obj), parts, context, obj.size(), obj.stride())
+        return NotImplemented
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, blocks: list[torch.Tensor], import_main: Callable[[], None]) -> None:
+        super().__init__(stream)
+        self._blocks = blocks
+        self._import_main = import_main
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        block, start, size, stride, dtype, requires_grad = pid
+        elements = self._blocks[block][start:]
+        whole = len(elements) // dtype.itemsize * dtype.itemsize
+        tensor: torch.Tensor = elements[:whole].view(dtype).as_strided(size, stride)
+        return tensor.requires_grad_(requires_grad)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__main__" and not hasattr(sys.modules["__main__"], name):
+            self._import_main()
+        return super().find_class(module, name)
+
+
+def pack(request: Any) -> tuple[bytes, list[Arena]]:
+    """A request as bytes, and the shared memory that it refers to."""
+    stream = io.BytesIO()
+    packer = _Packer(stream)
+    packer.dump(request)
+    return stream.getvalue(), packer.arenas
+
+
+def unpack(data: bytes, descriptors: Iterable[tuple[int, int]], import_main: Callable[[], None]) -> Any:
+    """The request again, over the memory behind ``descriptors`` (each with its size).
+
+    ``import_main`` is called if something was defined in the program's main script.
+    """
+    blocks = [torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8) for fd, size in descriptors]
+    return _Unpacker(io.BytesIO(data), blocks, import_main).load()

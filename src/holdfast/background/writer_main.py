@@ -1,0 +1,104 @@
+"""The writer process: it saves what its program sends, until the program goes away."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import reduction, spawn
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+from holdfast import settings
+from holdfast.background.messages import Answer, Exchange, PackedError, Request, opened
+from holdfast.background.shipping import unpack
+from holdfast.coordination.collectives import Collectives
+from holdfast.coordination.linked import LinkedCollectives
+
+
+class _ProgramIsGone(BaseException):
+    """There is nobody left to save for. Not an error of the save, which could look the same."""
+
+
+class _RemoteLink:
+    """Reaches the other ranks by way of the program."""
+
+    def __init__(self, connection: Connection[Any, Any], rank: int, members: tuple[int, ...]) -> None:
+        self._connection = connection
+        self.rank = rank
+        self.members = members
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return cast("list[bytes]", self._ask("all_gather", payload))
+
+    def gather(self, payload: bytes, root: int) -> list[bytes] | None:
+        return cast("list[bytes] | None", self._ask("gather", payload, root))
+
+    def scatter(self, payloads: list[bytes] | None, root: int) -> bytes:
+        return cast(bytes, self._ask("scatter", payloads, root))
+
+    def broadcast(self, payload: bytes | None, root: int) -> bytes:
+        return cast(bytes, self._ask("broadcast", payload, root))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            self._connection.send_bytes(pickle.dumps(Exchange(method, arguments)))
+            answer: Answer = opened(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise _ProgramIsGone from error
+        return answer.get()
+
+
+def main(descriptor: int) -> None:
+    """Serve the program at the other end of the socket ``descriptor``."""
+    # Ctrl-C goes to the whole group of processes. The program decides what it means; a save goes on until it is done.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Layouts of tensors arrive without process groups, which the loader of device meshes finds worth a warning.
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
+    connection: Connection[Any, Any] = Connection(descriptor)
+    with suppress(EOFError, ConnectionError, _ProgramIsGone):
+        import_main = _importer(opened(connection.recv_bytes()))
+        while True:
+            _serve(connection, import_main)
+            gc.collect()  # the mapped memory of this save must not wait for the next one
+
+
+def _serve(connection: Connection[Any, Any], import_main: Callable[[], None]) -> None:
+    sizes: list[int] = opened(connection.recv_bytes())
+    descriptors = [(reduction.recv_handle(connection), size) for size in sizes]
+    data = connection.recv_bytes()
+    try:
+        request: Request = unpack(data, descriptors, import_main)
+        answer = Answer(_carry_out(request, connection))
+        reply = pickle.dumps(answer)
+    except _ProgramIsGone:
+        raise
+    except BaseException as error:
+        reply = pickle.dumps(Answer(error=PackedError.of(error)))
+    finally:
+        for each, _ in descriptors:
+            os.close(each)
+    connection.send_bytes(reply)
+
+
+def _carry_out(request: Request, connection: Connection[Any, Any]) -> Any:
+    ranks = (
+        Collectives(None, False, 0)
+        if request.members is None
+        else LinkedCollectives(_RemoteLink(connection, request.rank, request.members), request.coordinator_rank)
+    )
+    with settings.override(**request.settings):
+        return request.work(ranks, request.state)
+
+
+def _importer(preparation: dict[str, Any]) -> Callable[[], None]:
+    """Makes what the program's main script defines importable, when it is needed, as multiprocessing does."""
+
+    def import_main() -> None:
+        spawn.prepare(preparation)
+
+    return import_main

@@ -1,0 +1,133 @@
+"""The program's end of a writer process: a process that saves snapshots while the program goes on.
+
+The writer has no connection to other ranks. Whenever it needs them it asks its program, which passes the message on
+over the private group: no ports, no second process group, and when the writer dies the program is still there to
+tell the other ranks, and starts a new one for the next save.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from multiprocessing.spawn import get_preparation_data
+from typing import Any
+
+from holdfast.background.messages import Answer, Exchange, PackedError, Request, opened
+from holdfast.background.shipping import in_shared_memory, pack
+from holdfast.coordination.private_group import Link
+from holdfast.errors import WriterProcessError
+from holdfast.metadata import Metadata
+from holdfast.staging.arenas import Arena
+
+logger = logging.getLogger(__name__)
+
+PackedRequest = tuple[bytes, list[Arena]]
+
+_START = "from holdfast.background.writer_main import main; main({descriptor})"
+
+
+class WriterProcess:
+    """Starts the process when it is first needed, and again when it has died."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection[Any, Any] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the running process, if there is one."""
+        return None if self._process is None else self._process.pid
+
+    def save(self, request: PackedRequest, link: Link | None, destination: str) -> Metadata:
+        """Have the process carry out ``request``, and pass its messages to the other ranks on."""
+        if self._process is not None and self._process.poll() is not None:
+            logger.warning("%s; a new one is started", self._obituary())
+            self.close()
+        data, arenas = request
+        try:
+            connection = self._start() if self._connection is None else self._connection
+            connection.send_bytes(pickle.dumps([arena.size for arena in arenas]))
+            for arena in arenas:
+                assert self._process is not None
+                assert arena.descriptor is not None
+                reduction.send_handle(connection, arena.descriptor, self._process.pid)
+            connection.send_bytes(data)
+            return self._serve(connection, link)
+        except (EOFError, OSError) as error:
+            if isinstance(error, OSError) and self._process is not None and self._process.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout=10)  # its end of the connection is closed: it is about to end
+            message = (
+                f"{self._obituary()} while it saved to {destination}. Nothing was committed; an earlier checkpoint "
+                "there is as it was. Save again: a new process is started."
+            )
+            exit_code = None if self._process is None else self._process.returncode
+            self.close()
+            raise WriterProcessError(message, exit_code=exit_code, path=destination) from error
+
+    def close(self) -> None:
+        """End the process. It finishes what it is doing."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            try:
+                self._process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._connection = self._process = None
+
+    def _serve(self, connection: Connection[Any, Any], link: Link | None) -> Metadata:
+        while True:
+            message = opened(connection.recv_bytes())
+            if isinstance(message, Answer):
+                result: Metadata = message.get()
+                return result
+            assert isinstance(message, Exchange)
+            assert link is not None
+            try:
+                answer = Answer(getattr(link, message.method)(*message.arguments))
+            except Exception as error:
+                answer = Answer(error=PackedError.of(error))
+            connection.send_bytes(pickle.dumps(answer))
+
+    def _start(self) -> Connection[Any, Any]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            command = [
+                sys.executable,
+                *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
+                "-c",
+                _START.format(descriptor=theirs.fileno()),
+            ]
+            # The modules of the program must be found there too, wherever its path came from.
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+        connection: Connection[Any, Any] = Connection(ours.detach())
+        preparation = get_preparation_data("holdfast-writer")
+        preparation.pop("authkey", None)  # a secret of processes that listen; this one does not
+        connection.send_bytes(pickle.dumps(preparation))
+        self._connection = connection
+        return connection
+
+    def _obituary(self) -> str:
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None and code < 0:
+            return f"the writer process {self._process.pid} was killed by signal {-code}"
+        return f"the writer process {self._process.pid} ended with exit code {code}"
+
+
+def pack_request(request: Request) -> PackedRequest:
+    """A request in the form in which it is sent. Fails if something in it cannot be pickled."""
+    return pack(replace(request, state=in_shared_memory(request.state)))

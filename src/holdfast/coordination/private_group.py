@@ -1,0 +1,231 @@
+"""A connection between the ranks of a process group that nobody else uses.
+
+Background saves need to talk while the program goes on talking: on the same group their messages would get mixed up.
+This one is made from the store of the program's group, is known to nobody, and outlives
+``torch.distributed.destroy_process_group``, so that a save that is still running then can finish.
+
+Saves are rounds. Every message of a round begins with an exchange of headers, by which each rank also learns whether
+the others are still in the round: one that has failed and left, or whose writer died, is noticed at once instead of
+being waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from holdfast.coordination.failures import wrap_exception
+from holdfast.errors import CheckpointException, RankLeftError
+
+
+class Link(Protocol):
+    """How one rank reaches the others of its group. Ranks here are positions in the group."""
+
+    rank: int
+    members: tuple[int, ...]
+    """The global ranks of the group."""
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """What every rank gave, on every rank."""
+        ...
+
+    def gather(self, payload: bytes, root: int) -> list[bytes] | None:
+        """What every rank gave, on ``root`` alone."""
+        ...
+
+    def scatter(self, payloads: list[bytes] | None, root: int) -> bytes:
+        """The n-th of ``root``'s payloads on rank n."""
+        ...
+
+    def broadcast(self, payload: bytes | None, root: int) -> bytes:
+        """What ``root`` gave, on every rank."""
+        ...
+
+
+class _Phase(IntEnum):
+    """Where a rank is, in the headers that the ranks exchange."""
+
+    IN_ROUND = 0
+    FINISHED = 1
+    FAILED = 2
+
+
+class PrivateGroup:
+    """The connection. Not made before it is needed, because making it waits for all ranks."""
+
+    def __init__(self, rank: int, members: tuple[int, ...], store: Store, name: str, timeout: timedelta) -> None:
+        self.rank = rank
+        self.members = members
+        self._origin = store
+        self._store = PrefixStore(name, store)
+        self._timeout = timeout
+        self._backend: Any = None
+        self._broken: Exception | None = None
+        self._round_is_over = True
+
+    @contextmanager
+    def round(self) -> Iterator[PrivateGroup]:
+        """One save. All ranks must have the same rounds in the same order."""
+        self._round_is_over = False
+        try:
+            yield self
+        except BaseException:
+            self._leave(_Phase.FAILED)
+            raise
+        self._leave(_Phase.FINISHED)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._backend = None
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """What every rank gave, on every rank."""
+        sizes = self._open_exchange(len(payload))
+        mine = _padded(payload, max(sizes))
+        received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        self._run(lambda backend: backend.allgather([received], [mine]))
+        return [_payload(box, size) for box, size in zip(received, sizes, strict=True)]
+
+    def gather(self, payload: bytes, root: int) -> list[bytes] | None:
+        """What every rank gave, on ``root`` alone."""
+        sizes = self._open_exchange(len(payload))
+        options = dist.GatherOptions()
+        options.rootRank = root
+        mine = _padded(payload, max(sizes))
+        received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if self.rank == root else []
+        self._run(lambda backend: backend.gather([received] if received else [], [mine], options))
+        if self.rank != root:
+            return None
+        return [_payload(box, size) for box, size in zip(received, sizes, strict=True)]
+
+    def scatter(self, payloads: list[bytes] | None, root: int) -> bytes:
+        """The n-th of ``root``'s payloads on rank n."""
+        largest = max(map(len, payloads)) if payloads else 0
+        width = self._open_exchange(largest)[root]
+        options = dist.ScatterOptions()
+        options.rootRank = root
+        # A length of its own goes in front of each, for the ranks know only the largest.
+        boxed = [_padded(len(each).to_bytes(8, "little") + each, width + 8) for each in payloads or []]
+        received = torch.empty(width + 8, dtype=torch.uint8)
+        self._run(lambda backend: backend.scatter([received], [boxed] if self.rank == root else [], options))
+        length = int.from_bytes(_payload(received, 8), "little")
+        return _payload(received[8:], length)
+
+    def broadcast(self, payload: bytes | None, root: int) -> bytes:
+        """What ``root`` gave, on every rank."""
+        size = self._open_exchange(len(payload or b""))[root]
+        box = _padded(payload or b"", size) if self.rank == root else torch.empty(max(size, 1), dtype=torch.uint8)
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        self._run(lambda backend: backend.broadcast([box], options))
+        return _payload(box, size)
+
+    def _open_exchange(self, size: int) -> list[int]:
+        """Tell the others how much comes, and learn the same of them; an error if one is not in the round any more."""
+        if self._round_is_over:
+            raise RuntimeError("a private group is used outside of a round")
+        headers = self._exchange_headers(_Phase.IN_ROUND, size)
+        absent = [rank for rank, (phase, _) in enumerate(headers) if phase is not _Phase.IN_ROUND]
+        if absent:
+            self._round_is_over = True
+            self._report_absent(absent)
+        return [size for _, size in headers]
+
+    def _report_absent(self, absent: list[int]) -> NoReturn:
+        names = ", ".join(map(str, absent))
+        error = RankLeftError(
+            f"rank {names} gave up the save before it was complete, so nothing was committed. Its own error tells why.",
+            ranks=absent,
+        )
+        raise CheckpointException("write", {rank: wrap_exception(error) for rank in absent})
+
+    def _leave(self, phase: _Phase) -> None:
+        """Meet the others at the end of the round, or tell those that are still in it that this rank is not."""
+        if self._round_is_over:
+            return
+        self._round_is_over = True
+        try:
+            self._exchange_headers(phase, 0)
+        except Exception:
+            # The save is over either way. The next one will say that the connection is lost.
+            return
+
+    def _exchange_headers(self, phase: _Phase, size: int) -> list[tuple[_Phase, int]]:
+        mine = torch.tensor([int(phase), size], dtype=torch.int64)
+        received = [torch.empty(2, dtype=torch.int64) for _ in self.members]
+        self._run(lambda backend: backend.allgather([received], [mine]))
+        return [(_Phase(int(header[0])), int(header[1])) for header in received]
+
+    def _run(self, operation: Any) -> None:
+        if self._broken is not None:
+            raise RankLeftError(
+                f"an earlier background save lost the connection to the other ranks ({self._broken}). Start the job "
+                "again; the checkpoints that were committed are not affected.",
+                ranks=[],
+            ) from self._broken
+        try:
+            if self._backend is None:
+                self._backend = dist.ProcessGroupGloo(self._store, self.rank, len(self.members), self._timeout)
+            operation(self._backend).wait()
+        except Exception as error:
+            self._broken = error
+            raise
+
+
+_groups: dict[tuple[int, str], PrivateGroup] = {}
+_made: dict[str, int] = {}
+_lock = threading.Lock()
+
+
+def private_group_of(group: dist.ProcessGroup | None) -> PrivateGroup:
+    """The private connection between the ranks of ``group``, or of all ranks. The same one each time."""
+    group = c10d._get_default_group() if group is None else group
+    store = c10d._get_process_group_store(group)
+    # The store tells a group from one of the same name before a re-initialization. The group below holds on to it, so
+    # that no other store can get its id.
+    key = (id(store), group.group_name)
+    with _lock:
+        if key not in _groups:
+            members = tuple(dist.get_process_group_ranks(group))
+            number = _made[group.group_name] = _made.get(group.group_name, -1) + 1
+            name = f"holdfast/{group.group_name}/{number}"
+            _groups[key] = PrivateGroup(dist.get_rank(group), members, store, name, _timeout_of(group))
+        return _groups[key]
+
+
+def forget_private_groups() -> None:
+    """End all connections, at the end of the program, or in a child that got copies of them."""
+    with _lock:
+        for group in _groups.values():
+            group.close()
+        _groups.clear()
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    try:
+        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    except (RuntimeError, AttributeError):  # not every backend tells
+        timeout = c10d.default_pg_timeout
+    return timeout
+
+
+def _padded(payload: bytes, width: int) -> torch.Tensor:
+    """``payload`` in a tensor of ``width`` bytes, of at least one: nobody likes to send nothing."""
+    box = torch.zeros(max(width, 1), dtype=torch.uint8)
+    if payload:
+        box[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return box
+
+
+def _payload(box: torch.Tensor, size: int) -> bytes:
+    return box[:size].numpy().tobytes()

@@ -1,0 +1,31 @@
+"""The stager below ``DefaultStager``, for programs that copy states by themselves."""
+
+from __future__ import annotations
+
+from holdfast.metadata import STATE_DICT_TYPE
+from holdfast.staging.stagers import SnapshotTaker, host_memory
+
+__all__ = ["StateDictStager"]
+
+
+class StateDictStager:
+    """Copies states to host memory, which it keeps for the next one. Memory that is still in use is never reused.
+
+    All tensors of a state lie in one block, so whether they are worth pinning is decided once:
+    ``pin_memory_min_bytes`` is accepted, and makes no difference.
+    """
+
+    def __init__(self, pin_memory: bool = False, share_memory: bool = False, pin_memory_min_bytes: int = 5) -> None:
+        self.pin_memory = pin_memory
+        self.share_memory = share_memory
+        self.pin_memory_min_bytes = pin_memory_min_bytes
+        memory, _ = host_memory(pinned=pin_memory, shared=share_memory, non_blocking=False)
+        self._taker = SnapshotTaker(memory)
+
+    def stage(self, state_dict: STATE_DICT_TYPE, non_blocking: bool = False) -> STATE_DICT_TYPE:
+        """A private copy. Complete when this returns, also with ``non_blocking``, which only lets copies overlap."""
+        return self._taker.take(state_dict, non_blocking=non_blocking)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._taker.close()

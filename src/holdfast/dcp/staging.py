@@ -1,0 +1,155 @@
+"""Stagers: how ``async_save`` gets a copy of the state that the training loop cannot change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from holdfast.metadata import STATE_DICT_TYPE
+from holdfast.notices import warn_caller
+from holdfast.staging.arenas import Memory
+from holdfast.staging.stagers import AsyncSnapshotTaker, SnapshotTaker, host_memory
+
+__all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]
+
+
+@runtime_checkable
+class AsyncStager(Protocol):
+    """What ``async_save`` asks of a stager. A storage writer that has all of this is used as one.
+
+    ``stage`` returns the copy, or a future of it if it is made in the background.
+    """
+
+    _synchronize_after_execute: bool = True
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether ``synchronize_staging`` is to be called before ``async_save`` returns."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
+        """A copy of ``state_dict`` that nobody else changes."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it stages")
+
+    def synchronize_staging(self) -> None:
+        """Wait for staging to end. Old stagers have this; new ones return a future."""
+        warn_caller("`synchronize_staging` is deprecated; return a future from `stage`", FutureWarning)
+
+    def close(self) -> None:
+        """Let go of what the stager holds."""
+
+
+@dataclass
+class StagingOptions:
+    """How ``DefaultStager`` copies. What a machine cannot do is left out, with a warning.
+
+    ``use_pinned_memory``: into memory that an accelerator can write to by itself.
+    ``use_shared_memory``: into memory that a writer process sees without another copy.
+    ``use_async_staging``: in a thread, so that ``async_save`` returns before the copy is complete.
+    ``use_non_blocking_copy``: without waiting for each single copy from an accelerator.
+    """
+
+    use_pinned_memory: bool = True
+    use_shared_memory: bool = True
+    use_async_staging: bool = True
+    use_non_blocking_copy: bool = True
+
+
+class DefaultStager(AsyncStager):
+    """Copies into memory that is kept from save to save. Memory that a running save still reads is never reused.
+
+    >>> stager = DefaultStager(StagingOptions(False, False, False, False))
+    >>> state = {"weights": torch.zeros(2)}
+    >>> staged = stager.stage(state)
+    >>> _ = state["weights"].fill_(1)
+    >>> staged["weights"]
+    tensor([0., 0.])
+    >>> stager.close()
+    """
+
+    _synchronize_after_execute: bool = False
+
+    def __init__(self, config: StagingOptions | None = None) -> None:
+        self._config = StagingOptions() if config is None else config
+        memory, self._non_blocking = host_memory(
+            pinned=self._config.use_pinned_memory,
+            shared=self._config.use_shared_memory,
+            non_blocking=self._config.use_non_blocking_copy,
+        )
+        self._taker = AsyncSnapshotTaker(memory) if self._config.use_async_staging else SnapshotTaker(memory)
+
+    def stage(self, state_dict: STATE_DICT_TYPE, **kwargs: Any) -> STATE_DICT_TYPE | Future[STATE_DICT_TYPE]:
+        """A private copy, or with ``use_async_staging`` a future of it."""
+        if isinstance(self._taker, AsyncSnapshotTaker):
+            return self._taker.take_later(state_dict, non_blocking=self._non_blocking)
+        return self._taker.take(state_dict, non_blocking=self._non_blocking)
+
+    def synchronize_staging(self) -> None:
+        """Wait for the copies that have begun."""
+        if isinstance(self._taker, AsyncSnapshotTaker):
+            self._taker.wait()
+
+    def close(self) -> None:
+        """Let go of the memory, when no copy is being made any more."""
+        self._taker.close()
+
+
+class BlockingAsyncStager(AsyncStager):
+    """Copies before ``async_save`` returns. ``FileSystemWriter`` is one.
+
+    With ``cache_staged_state_dict`` the memory is kept for the next save; it is not used again while a running save
+    still reads it. With ``type_check``, values other than tensors and plain ones are refused.
+    """
+
+    _synchronize_after_execute: bool = False
+
+    def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
+        self.cache_staged_state_dict = cache_staged_state_dict
+        self.type_check = type_check
+        self._taker: SnapshotTaker | None = None
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """A private copy, complete when this returns."""
+        if self.type_check:
+            _refuse_unusual_types(state_dict)
+        if self._taker is None:
+            self._taker = SnapshotTaker(self._memory(), keep=self.cache_staged_state_dict)
+        return self._taker.take(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """There is never anything to wait for."""
+
+    def close(self) -> None:
+        """Let go of kept memory. The next ``stage`` takes new memory."""
+        if self._taker is not None:
+            self._taker.close()
+        self._taker = None
+
+    def _memory(self) -> Memory:
+        # Locked memory is worth its price only if it is used again.
+        is_worth_it = self.cache_staged_state_dict and torch.accelerator.is_available()
+        return Memory.PINNED if is_worth_it else Memory.PAGEABLE
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A writer travels to a writer process, and its kept memory does not.
+        return {**self.__dict__, "_taker": None}
+
+
+_USUAL_TYPES = (torch.Tensor, int, float, str, bytes, bool, type(None))
+
+
+def _refuse_unusual_types(value: Any, path: str = "") -> None:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _refuse_unusual_types(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        for position, item in enumerate(value):
+            _refuse_unusual_types(item, f"{path}.{position}")
+    elif not isinstance(value, _USUAL_TYPES):
+        raise ValueError(  # noqa: TRY004 - the class that stock raises
+            f"Unexpected value type {type(value)} at '{path}': a stager with type_check takes tensors and plain values"
+        )

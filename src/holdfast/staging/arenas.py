@@ -1,0 +1,127 @@
+"""Host memory for snapshots: one block for all tensors of a state, given back when the last of them is gone.
+
+One block means one allocation, one mapping and one file descriptor, however many tensors there are. A block is lent
+out through a Python buffer that every tensor in it keeps alive, so it is known without any bookkeeping by the
+borrower when nobody uses it any more: only then it is reused, and what is still being written is never overwritten.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections import deque
+from enum import Enum
+from typing import Any
+
+import torch
+
+ALIGNMENT = 64
+"""Tensors start at multiples of this many bytes: a cache line, and enough for every dtype."""
+
+
+class Memory(Enum):
+    """What a block is made of."""
+
+    PAGEABLE = "pageable"
+    PINNED = "pinned"
+    """Locked in place, so that an accelerator can copy into it by itself."""
+    SHARED = "shared"
+    """Visible to a process that gets its file descriptor."""
+
+
+class Arena:
+    """One block of host memory."""
+
+    def __init__(self, size: int, memory: Memory) -> None:
+        self.size = size
+        self.memory = memory
+        self.descriptor: int | None = None
+        self.buffer: Any
+        if memory is Memory.PINNED:
+            self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+        elif memory is Memory.SHARED:
+            self.descriptor = _anonymous_file(size)
+            weakref.finalize(self, os.close, self.descriptor).atexit = False
+            self.buffer = mmap.mmap(self.descriptor, size)
+        else:
+            self.buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class ArenaPool:
+    """Lends blocks. With ``keep`` a block that came back is lent again, which saves the cost of fresh memory."""
+
+    def __init__(self, memory: Memory = Memory.PAGEABLE, *, keep: bool = False) -> None:
+        self.memory = memory
+        self._keep = keep
+        # Blocks come back whenever a tensor dies, maybe in the middle of `lend`: an append needs no lock.
+        self._free: deque[Arena] = deque()
+        self._lock = threading.Lock()
+
+    def lend(self, size: int) -> torch.Tensor:
+        """Bytes for a snapshot, as one tensor. They are ours again when it and all its views are gone."""
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        arena = self._take(size) or Arena(size, self.memory)
+        lease = memoryview(arena.buffer)
+        weakref.finalize(lease, self._give_back, arena).atexit = False
+        block = torch.frombuffer(lease, dtype=torch.uint8)
+        if arena.memory is Memory.SHARED:
+            _shared_blocks[block.data_ptr()] = weakref.ref(arena)
+        return block[:size]
+
+    def drop(self) -> None:
+        """Forget the blocks that are not in use, and those in use when they come back."""
+        self._keep = False
+        self._free.clear()
+
+    def _take(self, size: int) -> Arena | None:
+        with self._lock:
+            found = None
+            for _ in range(len(self._free)):
+                arena = self._free.popleft()
+                if found is None and size <= arena.size:
+                    found = arena
+                elif size <= arena.size:
+                    self._free.append(arena)
+                # One that is too small now is given up: the state has grown, and will not shrink back.
+            return found
+
+    def _give_back(self, arena: Arena) -> None:
+        if self._keep:
+            self._free.append(arena)
+
+
+_shared_blocks: dict[int, weakref.ref[Arena]] = {}
+
+
+def shared_arena_of(tensor: torch.Tensor) -> Arena | None:
+    """The shared block that a tensor lies in, if it does."""
+    found = _shared_blocks.get(tensor.untyped_storage().data_ptr())
+    arena = None if found is None else found()
+    if found is not None and arena is None:
+        # Another save's tensors may be at the address by now; they have put their own entry there, or are not shared.
+        _shared_blocks.pop(tensor.untyped_storage().data_ptr(), None)
+    return arena
+
+
+def aligned(size: int) -> int:
+    """``size`` rounded up to where the next tensor may start."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _anonymous_file(size: int) -> int:
+    """A file in memory that has no name, so that nothing is left behind whatever happens to this process."""
+    try:
+        descriptor = os.memfd_create("holdfast-snapshot", os.MFD_CLOEXEC)
+    except (AttributeError, OSError):  # not Linux, or forbidden
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    try:
+        os.ftruncate(descriptor, size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -1,0 +1,196 @@
+"""A private copy of a state, which nothing that the program does later can change.
+
+Containers are rebuilt, tensors of every kind are copied to host memory, and everything else is deep-copied. The copy
+of the elements can be put off (``Snapshot.fill``), so that it can happen in another thread; all the rest is done when
+the snapshot is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from holdfast.errors import SnapshotError
+from holdfast.staging.arenas import ArenaPool, Memory, aligned
+from holdfast.staging.copies import (
+    bytes_of,
+    copy_with,
+    fingerprint_of_memory,
+    plain_parts,
+    transfer,
+    twin_in,
+)
+
+_UNCHANGEABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+class Snapshot:
+    """A state of its own. ``state`` has its final shape at once, and its elements after ``fill``."""
+
+    def __init__(self, state: dict[str, Any], pool: ArenaPool) -> None:
+        self._seen: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._deep_copies: dict[int, Any] = {}
+        self._todo: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._ready = _Moment.now()
+        self._block = pool.lend(_bytes_needed(state))
+        self._used = 0
+        self.state: dict[str, Any] = self._copy(state, ())
+
+    def fill(self, *, non_blocking: bool = False) -> dict[str, Any]:
+        """Copy the elements. The source may change as soon as this returns, and not before."""
+        with self._ready.device_copies():
+            for source, twin in self._todo:
+                transfer(source, twin, non_blocking=non_blocking)
+        self._forget_sources()
+        return self.state
+
+    def _forget_sources(self) -> None:
+        self._todo = []
+        self._seen = {}
+        self._deep_copies = {}
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def _copy(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._copy_tensor(value, path)
+        kind = type(value)
+        if kind in _UNCHANGEABLE:
+            return value
+        if isinstance(value, Mapping):
+            return self._copy_mapping(value, path)
+        if kind is list:
+            return [self._copy(item, (*path, position)) for position, item in enumerate(value)]
+        if isinstance(value, tuple):
+            items = [self._copy(item, (*path, position)) for position, item in enumerate(value)]
+            return kind._make(items) if hasattr(kind, "_make") else kind(items)
+        return self._deep_copy(value, path)
+
+    def _copy_mapping(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
+        items = [(key, self._copy(item, (*path, key))) for key, item in value.items()]
+        if type(value) in (dict, OrderedDict):
+            return dict(items) if type(value) is dict else OrderedDict(items)
+        try:
+            # Whatever else the mapping knows (the factory of a defaultdict, attributes) comes along.
+            made: Any = copy.copy(value)
+            for key, item in items:
+                made[key] = item
+        except Exception:  # one that cannot be written to
+            return dict(items)
+        return made
+
+    def _copy_tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
+        try:
+            twin = copy_with(tensor, self._reserve)
+        except Exception as error:
+            raise _cannot_copy(tensor, path, error) from error
+        self._deep_copies[id(tensor)] = twin
+        return twin
+
+    def _reserve(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A place for a plain tensor's elements, which ``fill`` brings there."""
+        known = fingerprint_of_memory(tensor)
+        if known not in self._seen:
+            twin = twin_in(self._block[self._used :], tensor)
+            self._used += aligned(bytes_of(tensor))
+            self._todo.append((tensor, twin))
+            self._seen[known] = twin
+        return self._seen[known]
+
+    def _deep_copy(self, value: Any, path: tuple[Any, ...]) -> Any:
+        try:
+            return copy.deepcopy(value, self._deep_copies)
+        except Exception as error:
+            raise _cannot_copy(value, path, error) from error
+
+
+class _Moment:
+    """The moment at which a snapshot was taken, as an accelerator sees it.
+
+    Work that was submitted before must be done before elements are copied, also if another thread copies them.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    @classmethod
+    def now(cls) -> _Moment:
+        if not torch.accelerator.is_available():
+            return cls(None)
+        event = torch.Event(torch.accelerator.current_accelerator())
+        event.record()
+        return cls(event)
+
+    def device_copies(self) -> Any:
+        """Copies inside of the ``with`` block come after this moment, and are complete at its end."""
+        return _NoDevice() if self._event is None else _OnSideStream(self._event)
+
+
+class _NoDevice:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class _OnSideStream:
+    """Copies that the program's own stream does not wait for."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+        self._stream = torch.Stream(torch.accelerator.current_accelerator())
+
+    def __enter__(self) -> None:
+        self._stream.wait_event(self._event)
+        self._stream.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._stream.__exit__(*error)
+        self._stream.synchronize()
+
+
+def plain_parts_of_state(state: Any) -> Iterator[torch.Tensor]:
+    """All ordinary tensors that the tensors of a state consist of."""
+    for tensor in _tensors_in(state):
+        yield from plain_parts(tensor)
+
+
+def _bytes_needed(state: Any) -> int:
+    sizes = {fingerprint_of_memory(part): aligned(bytes_of(part)) for part in plain_parts_of_state(state)}
+    return sum(sizes.values())
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif type(value) is list or isinstance(value, tuple):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _cannot_copy(value: Any, path: tuple[Any, ...], error: Exception) -> SnapshotError:
+    key = ".".join(map(str, path))
+    return SnapshotError(
+        f"cannot take a private copy of '{key}', a {type(value).__name__}: {type(error).__name__}: {error}. "
+        "Leave it out of the state, or put in what it is made of (tensors, numbers, text, lists, dicts).",
+        key=key,
+    )
+
+
+def take_snapshot(state: dict[str, Any], pool: ArenaPool | None = None) -> dict[str, Any]:
+    """A private copy of ``state`` in host memory, complete when this returns.
+
+    >>> state = {"weights": torch.zeros(2), "history": [1]}
+    >>> copied = take_snapshot(state)
+    >>> state["weights"] += 1; state["history"].append(2)
+    >>> copied
+    {'weights': tensor([0., 0.]), 'history': [1]}
+    """
+    return Snapshot(state, pool or ArenaPool(Memory.PAGEABLE)).fill()

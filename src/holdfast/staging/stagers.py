@@ -1,0 +1,77 @@
+"""How and when a snapshot is taken: at once or in the background, into kept memory or fresh."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from holdfast.notices import warn_caller
+from holdfast.staging.arenas import ArenaPool, Memory
+from holdfast.staging.snapshots import Snapshot
+
+State = dict[str, Any]
+
+
+class SnapshotTaker:
+    """Takes snapshots into memory that it keeps. Memory of a snapshot that is still in use is left alone."""
+
+    def __init__(self, memory: Memory = Memory.PAGEABLE, *, keep: bool = True) -> None:
+        self._pool: ArenaPool | None = ArenaPool(memory, keep=keep)
+
+    def take(self, state: State, *, non_blocking: bool = False) -> State:
+        """A private copy of ``state``, complete when this returns."""
+        return self.begin(state).fill(non_blocking=non_blocking)
+
+    def begin(self, state: State) -> Snapshot:
+        """A private copy whose tensors have no elements yet."""
+        if self._pool is None:
+            raise RuntimeError("the stager was closed and takes no more snapshots; make a new one")
+        return Snapshot(state, self._pool)
+
+    def close(self) -> None:
+        """Let go of the memory. Snapshots that are in use stay as they are."""
+        if self._pool is not None:
+            self._pool.drop()
+        self._pool = None
+
+
+class AsyncSnapshotTaker(SnapshotTaker):
+    """Takes snapshots in a thread, one after the other. The program may change nothing until they are complete."""
+
+    def __init__(self, memory: Memory = Memory.PAGEABLE) -> None:
+        super().__init__(memory)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holdfast-stage")
+        self._last: Future[State] | None = None
+
+    def take_later(self, state: State, *, non_blocking: bool = False) -> Future[State]:
+        """Copy everything but the elements of tensors now, and these in the background."""
+        snapshot = self.begin(state)
+        self._last = self._thread.submit(snapshot.fill, non_blocking=non_blocking)
+        return self._last
+
+    def wait(self) -> None:
+        """Return when no snapshot is being taken. A failure is for the one who has its future."""
+        if self._last is not None:
+            self._last.exception()
+
+    def close(self) -> None:
+        """Finish what has begun, and let go of the memory."""
+        self._thread.shutdown()
+        self._last = None
+        super().close()
+
+
+def host_memory(*, pinned: bool, shared: bool, non_blocking: bool) -> tuple[Memory, bool]:
+    """The memory to use for these wishes, and whether copies can be non-blocking. Warns of what cannot be had."""
+    has_device = torch.accelerator.is_available()
+    if (pinned or non_blocking) and not has_device:
+        wishes = [name for name, wish in (("pinned memory", pinned), ("non-blocking copies", non_blocking)) if wish]
+        warn_caller(
+            f"{' and '.join(wishes)} need an accelerator, and there is none here: snapshots are taken by plain copies "
+            "into ordinary memory"
+        )
+    if pinned and has_device:
+        return Memory.PINNED, non_blocking
+    return (Memory.SHARED if shared else Memory.PAGEABLE), non_blocking and has_device
