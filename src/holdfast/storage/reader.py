@@ -41,6 +41,8 @@ from holdfast.stores.filesystem import AnyPath, FileSystemBase
 from holdfast.stores.local import FileSystem
 from holdfast.stores.windows import ReaderView
 
+_TRANSFORM_PIECE = 1 << 20
+
 
 class FileSystemReader(StorageReader):
     """Reads DCP checkpoints from a file system."""
@@ -233,8 +235,7 @@ class FileSystemReader(StorageReader):
         if self._verifies() and info.seal is not None:
             _check_seal(blob, info, source, index)
         if info.transform_descriptors:
-            transformed = io.BytesIO(blob)
-            blob = self.transforms.transform_load_stream(items[0], info.transform_descriptors, transformed).read()
+            blob = self._transformed_back(blob, info.transform_descriptors, source, items[0])
         if items[0].type == LoadItemType.BYTE_IO:
             for item in items:
                 planner.load_bytes(item, _NamedBytes(blob, source, self._verifies() and info.seal is None))
@@ -245,6 +246,24 @@ class FileSystemReader(StorageReader):
             target = _copy_part(tensor, item, planner)
             yield item
             planner.commit_tensor(item, target)
+
+    def _transformed_back(self, blob: bytes, descriptors: Sequence[str], source: str, item: ReadItem) -> bytes:
+        """What the blob was before it went through transforms. What they cannot undo is damaged."""
+        try:
+            stream = self.transforms.transform_load_stream(item, descriptors, io.BytesIO(blob))
+            return b"".join(iter(lambda: stream.read(_TRANSFORM_PIECE), b""))
+        except (HoldfastError, MemoryError):
+            raise
+        except Exception as error:
+            raise DamagedCheckpointError(
+                f"{source} is damaged: {_name(item.storage_index)} went through {list(descriptors)} when it was saved, "
+                f"and undoing that fails ({type(error).__name__}: {error}). Copy the file again, or load another "
+                "checkpoint.",
+                file=source,
+                key=item.storage_index.fqn,
+                expected=list(descriptors),
+                found=str(error),
+            ) from error
 
     def _tensor_of(self, blob: bytes, info: _StorageInfo, source: str, index: MetadataIndex) -> torch.Tensor:
         entry, chunk = self._stored_chunk(index)

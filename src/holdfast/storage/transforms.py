@@ -8,6 +8,7 @@ from typing import IO, Any, Protocol, cast
 
 from holdfast.errors import HoldfastError
 from holdfast.planning.plan import ReadItem, WriteItem
+from holdfast.storage.extension_registry import ExtensionRegistry
 
 
 class StreamTransform(Protocol):
@@ -43,10 +44,10 @@ class WriterTransforms:
 
 
 class ReaderTransforms:
-    """The way back from stored bytes to an item."""
+    """The way back from stored bytes to an item. Without a registry, the extensions of the library are known."""
 
     def __init__(self, extension_registry: TransformRegistry | None = None) -> None:
-        self.extension_registry = extension_registry
+        self.extension_registry: TransformRegistry = extension_registry or ExtensionRegistry()
 
     def transform_load_stream(
         self, read_item: ReadItem, transform_descriptors: Sequence[str], raw_stream: IO[bytes]
@@ -54,15 +55,19 @@ class ReaderTransforms:
         """A stream of the item's own bytes: the transform that wrote last is undone first."""
         if not transform_descriptors:
             return raw_stream
-        if self.extension_registry is None:
-            raise HoldfastError(
-                f"'{read_item.storage_index.fqn}' went through {list(transform_descriptors)} when it was saved; give "
-                "the reader an extension registry that knows them"
-            )
         stream = raw_stream
-        for extension in reversed(self.extension_registry.from_descriptor_list(transform_descriptors)):
+        for extension in reversed(self._extensions(read_item, transform_descriptors)):
             stream = extension.transform_from(stream)
         return stream
+
+    def _extensions(self, read_item: ReadItem, descriptors: Sequence[str]) -> Sequence[StreamTransform]:
+        try:
+            return self.extension_registry.from_descriptor_list(descriptors)
+        except ValueError as error:
+            raise HoldfastError(
+                f"'{read_item.storage_index.fqn}' went through {list(descriptors)} when it was saved, which cannot be "
+                f"undone: {error}. Give the reader an extension registry that knows all of them."
+            ) from error
 
 
 class _KeptOpen(io.RawIOBase):
