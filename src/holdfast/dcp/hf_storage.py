@@ -1,0 +1,41 @@
+"""Checkpoints in the layout of Hugging Face models."""
+
+from __future__ import annotations
+
+from holdfast.dcp.filesystem import FileSystemWriter
+from holdfast.storage.hf_names import INDEX_NAME, SHARDED_FOLDER
+from holdfast.storage.hf_names import SUFFIX as _SUFFIX
+from holdfast.storage.hf_notes import OFFSETS_KEY, SHARDING_KEY
+from holdfast.storage.hf_reader import HuggingFaceStorageReader
+from holdfast.storage.hf_writer import HuggingFaceWriter
+
+__all__ = ["HuggingFaceStorageReader", "HuggingFaceStorageWriter"]
+
+_metadata_fn: str = INDEX_NAME
+SHARDED_DIR_NAME: str = SHARDED_FOLDER
+SUFFIX: str = _SUFFIX
+CUSTOM_METADATA_KEY: str = SHARDING_KEY
+SAVED_OFFSETS_KEY: str = OFFSETS_KEY
+
+
+class HuggingFaceStorageWriter(HuggingFaceWriter, FileSystemWriter):
+    """Writes a state of tensors as a Hugging Face folder.
+
+    Args:
+        path: the folder.
+        fqn_to_index_mapping: the number of the model file that each tensor goes into; all go into one by default.
+        thread_count: how many files a rank writes at a time.
+        save_distributed: leave the parts of each rank in files of their own, ``shard-…``, instead of whole model files.
+        enable_consolidation: with ``save_distributed``, make whole model files and an index out of the parts, which go
+            into the folder ``sharded``.
+        thread_count_consolidation: how many model files are made out of parts at a time.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> import holdfast.dcp as dcp
+        >>> path = tempfile.mkdtemp()
+        >>> writer = HuggingFaceStorageWriter(path, {"weight": 1, "bias": 2})
+        >>> _ = dcp.save({"weight": torch.ones(3, 3), "bias": torch.ones(3)}, storage_writer=writer, no_dist=True)
+        >>> sorted(os.listdir(path))[:2]
+        ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+    """

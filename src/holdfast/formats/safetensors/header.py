@@ -1,0 +1,190 @@
+"""The header of a safetensors file: what is in the file, and where.
+
+A file is 8 bytes with the length of the header, the header (JSON, padded with spaces), and the data. The data of the
+tensors lies without holes or overlaps and ends with the file; a header that says anything else is refused, so that what
+passes here can be read without looking twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from holdfast.errors import DamagedCheckpointError
+from holdfast.formats.safetensors.dtypes import BITS, nbytes
+
+METADATA_KEY = "__metadata__"
+LENGTH_BYTES = 8
+MAX_LENGTH = 100_000_000
+"""Longer headers are refused, here as in other readers of the format: they would be an attack, or damage."""
+
+_ALIGNMENT = 8
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+
+class ByteSource(Protocol):
+    """A stream that can be read at any place."""
+
+    def read(self, size: int = -1, /) -> bytes:
+        """The next bytes."""
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """Go to a place; returns where that is."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file: what it is, and its bytes ``begin`` to ``end``, counted from the beginning of the data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Header:
+    """The tensors of a file in the order in which they lie, free-form notes, and where the data begins."""
+
+    tensors: Mapping[str, StoredTensor]
+    notes: Mapping[str, str]
+    data_start: int
+
+    def position(self, name: str) -> int:
+        """Where in the file a tensor begins."""
+        return self.data_start + self.tensors[name].begin
+
+
+def plan_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], notes: Mapping[str, str] | None = None
+) -> tuple[Header, bytes]:
+    """Lay out a file for tensors given as name, dtype and shape. Returns its header, and the bytes that it begins with.
+
+    Tensors of large elements come first, so that each begins at a multiple of its element size.
+
+    >>> header, start = plan_header([("bias", "U8", (3,)), ("weight", "F32", (2, 2))], {"format": "pt"})
+    >>> list(header.tensors), header.position("bias") == len(start) + 16
+    (['weight', 'bias'], True)
+    """
+    placed: dict[str, StoredTensor] = {}
+    position = 0
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: (-BITS[tensor[1]], tensor[0])):
+        size = nbytes(dtype, shape)
+        if name == METADATA_KEY or name in placed:
+            raise ValueError(f"a safetensors file cannot hold a tensor under the name {name!r} (again)")
+        if size is None:
+            raise ValueError(f"{name!r}: {dtype} elements of shape {list(shape)} do not fill whole bytes")
+        placed[name] = StoredTensor(dtype, tuple(shape), position, position + size)
+        position += size
+    content: dict[str, Any] = {METADATA_KEY: dict(notes)} if notes else {}
+    for name, tensor in placed.items():
+        content[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [tensor.begin, tensor.end],
+        }
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_LENGTH:
+        raise ValueError(
+            f"the header of {len(placed)} tensors takes {len(text)} bytes, and readers take {MAX_LENGTH} at most; "
+            "spread the tensors over more files"
+        )
+    start = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return Header(placed, dict(notes or {}), len(start)), start
+
+
+def read_header(stream: ByteSource, source: str) -> Header:
+    """Read and check the header of the file ``source``, opened as ``stream``."""
+    file_size = stream.seek(0, 2)
+    stream.seek(0)
+    length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+    if file_size < LENGTH_BYTES or length > file_size - LENGTH_BYTES:
+        _refuse(source, None, "is cut off inside of its header", LENGTH_BYTES + length, file_size)
+    if length > MAX_LENGTH:
+        _refuse(source, None, "has a header that is too large", MAX_LENGTH, length)
+    return decode_header(stream.read(length), file_size, source)
+
+
+def decode_header(text: bytes, file_size: int, source: str) -> Header:
+    """Check the header of a file of ``file_size`` bytes. ``source`` is how errors call the file."""
+    content = _parse(text, source)
+    notes = content.pop(METADATA_KEY, None)
+    if notes is None:
+        notes = {}
+    if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
+        _refuse(source, METADATA_KEY, "has metadata other than texts", "texts", type(notes).__name__)
+    tensors = {name: _tensor(name, entry, source) for name, entry in content.items()}
+    ordered = dict(sorted(tensors.items(), key=lambda tensor: (tensor[1].begin, tensor[1].end)))
+    position = 0
+    for name, tensor in ordered.items():
+        if tensor.begin != position:
+            kind = "overlaps the tensor before it" if tensor.begin < position else "leaves a hole before it"
+            _refuse(source, name, kind, position, tensor.begin)
+        position = tensor.end
+    data_start = LENGTH_BYTES + len(text)
+    if data_start + position != file_size:
+        last = next(reversed(ordered), None)
+        kind = "is cut off" if file_size < data_start + position else "has more data than its header tells"
+        _refuse(source, last, kind, data_start + position, file_size)
+    return Header(ordered, notes, data_start)
+
+
+def _parse(text: bytes, source: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                _refuse(source, name, "is listed twice", "unique names", name)
+            found[name] = value
+        return found
+
+    if not text.startswith(b"{"):
+        _refuse(source, None, "is not a safetensors file: its header does not begin with a brace", b"{", text[:1])
+    try:
+        content = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        _refuse(source, None, f"has a header that is not JSON ({error!s:.200})", "JSON", type(error).__name__)
+    if not isinstance(content, dict):
+        _refuse(source, None, "has a header that is not a JSON object", "object", type(content).__name__)
+    return content
+
+
+def _tensor(name: str, entry: Any, source: str) -> StoredTensor:
+    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
+        found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+        _refuse(source, name, "is not described as a tensor", sorted(_FIELDS), found)
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BITS:
+        _refuse(source, name, "has an unknown dtype", sorted(BITS), dtype)
+    if not _are_sizes(shape):
+        _refuse(source, name, "has no valid shape", "numbers that are not negative", shape)
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        _refuse(source, name, "has no valid offsets", "two numbers that are not negative", offsets)
+    size = nbytes(dtype, shape)
+    if size is None or offsets[1] - offsets[0] != size:
+        _refuse(source, name, f"has the wrong number of bytes for {dtype} {shape}", size, offsets[1] - offsets[0])
+    return StoredTensor(dtype, tuple(shape), *offsets)
+
+
+def _are_sizes(value: Any) -> bool:
+    """Numbers that no sum of two takes beyond 63 bits, where arithmetic elsewhere would go wrong."""
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < 1 << 62 for number in value)
+
+
+def _refuse(source: str, key: str | None, what: str, expected: Any, found: Any) -> NoReturn:
+    subject = source if key is None else f"{source}: {key!r}"
+    raise DamagedCheckpointError(
+        f"{subject} {what} (expected {expected}, found {found!s:.200}). Copy the file again, or load another one.",
+        file=source,
+        key=key,
+        expected=expected,
+        found=found,
+    )

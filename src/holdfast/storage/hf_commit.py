@@ -1,0 +1,175 @@
+"""How the files of a Hugging Face folder are replaced together, although their names are always the same.
+
+A save writes all of its files under temporary names. Then one rename puts a record in place that says which temporary
+file is to get which name: from that moment on the folder holds the new checkpoint, and readers that know the record
+find its files under either name. After that the files get their names, the index comes last, and the record is removed.
+Readers that do not know the record never see an index whose files are of different saves: there is none meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, NoReturn
+
+from holdfast.errors import DamagedCheckpointError, IncompleteSaveError
+from holdfast.storage.data_files import flush_to_disk
+from holdfast.storage.hf_names import COMMIT_NAME, INDEX_NAME, generation_of, is_data_file, temporary_name
+from holdfast.stores.filesystem import AnyPath, FileSystemBase
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A complete set of files that is to take the place of what is in a folder."""
+
+    generation: str
+    save_id: str | None
+    files: Mapping[str, str]
+    """Final name to temporary name, both relative to the folder."""
+    index: Mapping[str, Any] | None
+    """The content of the index; None for checkpoints that have no index."""
+
+    def places(self, name: str) -> tuple[str, str]:
+        """Where a file of the set may be: it has its final name, or still a temporary one."""
+        return self.files[name], name
+
+
+def make_index(weight_map: Mapping[str, str], total_size: int, save_id: str | None) -> dict[str, Any]:
+    """The content of an index."""
+    about: dict[str, Any] = {"total_size": total_size}
+    if save_id is not None:
+        about["holdfast_save_id"] = save_id
+    return {"metadata": about, "weight_map": dict(sorted(weight_map.items()))}
+
+
+class Folder:
+    """A folder whose files are replaced, and those in the folder ``inner`` of it if that is given."""
+
+    def __init__(self, fs: FileSystemBase, path: AnyPath, *, sync: bool = True, inner: str | None = None) -> None:
+        self.fs = fs
+        self.path = path
+        self.sync = sync
+        self.inner = inner
+
+    def at(self, name: str) -> AnyPath:
+        """The path of a file in the folder."""
+        return self.fs.concat_path(self.path, name)
+
+    def names(self) -> set[str]:
+        """What is in the folder."""
+        found: set[str] = set()
+        with suppress(OSError):
+            found |= {PurePath(path).name for path in self.fs.ls(self.path)}
+            if self.inner in found:
+                found |= {f"{self.inner}/{PurePath(path).name}" for path in self.fs.ls(self.at(self.inner))}
+        return found
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files that no checkpoint needs, so a failure is only untidy."""
+        for name in names:
+            with suppress(OSError):
+                self.fs.rm_file(self.at(name))
+
+    def prepare(self, switch: Switch) -> None:
+        """Write what the switch needs, durably; nothing changes for readers."""
+        content = {"generation": switch.generation, "save_id": switch.save_id, "index": switch.index}
+        self._write(temporary_name(COMMIT_NAME, switch.generation), {**content, "files": dict(switch.files)})
+        if switch.index is not None:
+            self._write(temporary_name(INDEX_NAME, switch.generation), switch.index)
+        self._sync(switch)
+
+    def refuse_lost_files(self, switch: Switch) -> None:
+        """Raise if files of the set are not there."""
+        lost = sorted(temporary for temporary in switch.files.values() if not self.fs.exists(self.at(temporary)))
+        if lost:
+            raise IncompleteSaveError(
+                f"{self.path}: {', '.join(lost[:10])} cannot be seen by the process that commits. The folder must be "
+                "on a disk that all ranks share; or another save into the same folder has removed the file. Nothing "
+                "was committed: save again to a folder of its own.",
+                missing=lost,
+            )
+
+    def commit(self, switch: Switch) -> None:
+        """Put the record in place: from here on the new checkpoint is the one that is loaded."""
+        self.fs.rename(self.at(temporary_name(COMMIT_NAME, switch.generation)), self.at(COMMIT_NAME))
+        self._sync(switch)
+
+    def give_names(self, switch: Switch, stale: Iterable[str]) -> None:
+        """After the commit: give all files their names, the index last, and remove what is ``stale``."""
+        if INDEX_NAME in self.names():
+            self.fs.rm_file(self.at(INDEX_NAME))
+            self._sync(switch)
+        for name, temporary in switch.files.items():
+            self.fs.rename(self.at(temporary), self.at(name))
+        self._sync(switch)
+        self.remove(stale)
+        if switch.index is not None:
+            self.fs.rename(self.at(temporary_name(INDEX_NAME, switch.generation)), self.at(INDEX_NAME))
+            self._sync(switch)
+        self.fs.rm_file(self.at(COMMIT_NAME))
+
+    def stale(self, before: Iterable[str], switch: Switch, *, keep: Iterable[str] = ()) -> list[str]:
+        """Of the names that were there ``before``: files of earlier saves, except those of saves that still write."""
+        before = set(before)
+        alive = {_generation(name) for name in self.names() - before} | {None}
+        kept = {*switch.files, *switch.files.values(), *keep}
+        return sorted(
+            name for name in before - kept if is_data_file(PurePath(name).name) or _generation(name) not in alive
+        )
+
+    def remove_unfinished(self, generation: str) -> None:
+        """Remove what a save has written that was not committed."""
+        self.remove(name for name in self.names() if _generation(name) == generation)
+
+    def switch_under_way(self) -> Switch | None:
+        """A switch that was committed and whose files may not all have their names yet."""
+        try:
+            with self.fs.create_stream(self.at(COMMIT_NAME), "rb") as stream:
+                content = json.loads(stream.read())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except ValueError as error:
+            self._refuse_record(str(error))
+        if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
+            self._refuse_record("it lists no files")
+        files = {name: temporary for name, temporary in content["files"].items() if self._is_pair(name, temporary)}
+        if len(files) < len(content["files"]):
+            self._refuse_record("it names files that are not part of a checkpoint")
+        return Switch(str(content.get("generation")), content.get("save_id"), files, content.get("index"))
+
+    @staticmethod
+    def _is_pair(name: str, temporary: Any) -> bool:
+        own, under_way = PurePath(name), PurePath(str(temporary))
+        if any(path.is_absolute() or ".." in path.parts for path in (own, under_way)):
+            return False
+        return is_data_file(own.name) and generation_of(under_way.name) is not None
+
+    def _refuse_record(self, why: str) -> NoReturn:
+        file = str(self.at(COMMIT_NAME))
+        raise DamagedCheckpointError(
+            f"{file}, the record of a save, cannot be used: {why}. Save again, or load another checkpoint.",
+            file=file,
+            key=None,
+            expected="a record of a save",
+            found=why,
+        )
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        with self.fs.create_stream(self.at(name), "wb") as stream:
+            stream.write(json.dumps(content, indent=2).encode())
+            if self.sync:
+                flush_to_disk(stream)
+
+    def _sync(self, switch: Switch) -> None:
+        if not self.sync:
+            return
+        self.fs.sync_folder(self.path)
+        for inner in {str(PurePath(name).parent) for name in switch.files} - {"."}:
+            self.fs.sync_folder(self.at(inner))
+
+
+def _generation(name: str) -> str | None:
+    return generation_of(PurePath(name).name)

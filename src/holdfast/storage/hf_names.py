@@ -1,0 +1,49 @@
+"""The names that files of a Hugging Face folder have, and which of them belong to a checkpoint."""
+
+from __future__ import annotations
+
+import re
+
+INDEX_NAME = "model.safetensors.index.json"
+COMMIT_NAME = "model.safetensors.commit.json"
+"""There from the moment a save is complete until all of its files have their final names. See ``hf_commit``."""
+SUFFIX = ".safetensors"
+SHARDED_FOLDER = "sharded"
+
+_FILE = r"(?:shard-\d{5,}-)?model-\d{5,}-of-\d{5,}\.safetensors"
+_DATA_FILE = re.compile(_FILE)
+_SHARD = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
+_TEMPORARY = re.compile(
+    rf"(?:{_FILE}|{re.escape(INDEX_NAME)}|{re.escape(COMMIT_NAME)})\.(?P<generation>[0-9a-f]{{8}})\.tmp"
+)
+
+
+def file_name(index: int, largest_index: int, shard: int | None = None) -> str:
+    """The name of a model's ``index``-th file, or of a part of it.
+
+    >>> file_name(1, 3), file_name(1, 3, shard=2)
+    ('model-00001-of-00003.safetensors', 'shard-00002-model-00001-of-00003.safetensors')
+    """
+    whole = f"model-{index:05d}-of-{largest_index:05d}{SUFFIX}"
+    return whole if shard is None else f"shard-{shard:05d}-{whole}"
+
+
+def temporary_name(final_name: str, generation: str) -> str:
+    """What a file is called until the save that it belongs to is complete."""
+    return f"{final_name}.{generation}.tmp"
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a file is a model file or a part of one, as writers of the layout name them."""
+    return _DATA_FILE.fullmatch(name) is not None
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file is a part of a model file."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def generation_of(name: str) -> str | None:
+    """The save that an unfinished file is of; None for other files."""
+    match = _TEMPORARY.fullmatch(name)
+    return match["generation"] if match else None

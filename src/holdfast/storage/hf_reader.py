@@ -1,0 +1,161 @@
+"""Carries out load plans on Hugging Face folders, whoever wrote them. Only the slices that are needed are read."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from holdfast.errors import DamagedCheckpointError, HoldfastError
+from holdfast.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from holdfast.planning.boxes import Box
+from holdfast.planning.plan import LoadPlan, ReadItem
+from holdfast.planning.planner import LoadPlanner
+from holdfast.storage.hf_commit import Folder
+from holdfast.storage.hf_files import _HFStorageInfo
+from holdfast.storage.hf_folder import StoredKey, read_contents
+from holdfast.storage.reader import FileSystemReader, _how_far
+from holdfast.storage.region_reads import read_region
+from holdfast.stores.filesystem import AnyPath
+
+
+class HuggingFaceStorageReader(FileSystemReader):
+    """Reads Hugging Face folders: model files with an index, or files with parts of tensors.
+
+    ``thread_count`` files are read at a time.
+
+    Example:
+        >>> import tempfile, torch
+        >>> import holdfast.dcp as dcp
+        >>> from holdfast.dcp.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+        >>> path = tempfile.mkdtemp()
+        >>> _ = dcp.save({"weight": torch.ones(3)}, storage_writer=HuggingFaceStorageWriter(path), no_dist=True)
+        >>> state = {"weight": torch.zeros(3)}
+        >>> dcp.load(state, storage_reader=HuggingFaceStorageReader(path), no_dist=True)
+        >>> state["weight"]
+        tensor([1., 1., 1.])
+    """
+
+    def __init__(self, path: AnyPath, thread_count: int = 1) -> None:
+        if thread_count < 1:
+            raise ValueError(f"thread_count is {thread_count}; it takes at least 1 thread to read")
+        super().__init__(path)
+        self.thread_count = thread_count
+
+    def read_metadata(self) -> Metadata:
+        """The tensors of the folder. There are no ranks' own indexes in this layout, so there is nothing to ask for."""
+        contents = read_contents(Folder(self.fs, self.path), self.thread_count)
+        described: dict[str, Any] = {}
+        places: dict[MetadataIndex, _HFStorageInfo] = {}
+        for key, stored in contents.keys.items():
+            described[key] = _describe(stored)
+            for chunk in stored.chunks:
+                info = _HFStorageInfo(chunk.file, torch.Size(chunk.sizes), stored.dtype, chunk.position)
+                places[MetadataIndex(key, chunk.offsets)] = info
+        meta = StorageMeta(save_id=contents.save_id, load_id=self.load_id)
+        return Metadata(described, storage_data=places, storage_meta=meta)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read all items. The error of any thread is raised, and tells whether the state was already changed."""
+        done: list[ReadItem] = []
+        stop = threading.Event()
+
+        def read(share: tuple[str, Sequence[ReadItem]]) -> None:
+            file, items = share
+            try:
+                with self.fs.create_stream(file, "rb") as stream:
+                    for item in items:
+                        if stop.is_set():
+                            return
+                        self._process_read_request(stream, item, planner)
+                        done.append(item)
+            except BaseException:
+                stop.set()
+                raise
+
+        try:
+            shares = self._shares(plan.items)
+            if self.thread_count == 1:
+                for share in shares:
+                    read(share)
+            else:
+                with ThreadPoolExecutor(self.thread_count, thread_name_prefix="holdfast-read") as pool:
+                    list(pool.map(read, shares))
+        except HoldfastError as error:
+            error.message = f"{error.message} {_how_far(len(done), len(plan.items))}"
+            raise
+        except Exception as error:
+            note = _how_far(len(done), len(plan.items))
+            raise HoldfastError(f"reading {self.path} failed: {type(error).__name__}: {error}. {note}") from error
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _process_read_request(self, stream: Any, item: ReadItem, planner: LoadPlanner) -> None:
+        """Read one item from its file into the place that the planner has for it."""
+        info = self._info(item)
+        target = self._resolve(item, planner)
+        region = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        read_region(
+            stream,
+            info.position,
+            info.shape,
+            info.dtype,
+            region,
+            target,
+            source=info.relative_path,
+            key=item.dest_index.fqn,
+        )
+        planner.commit_tensor(item, target)
+
+    def _resolve(self, item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
+        target = planner.resolve_tensor(item).detach()
+        if target.size() != item.lengths:
+            raise HoldfastError(
+                f"'{item.dest_index.fqn}': the planner resolved the item to a tensor of shape {list(target.size())}, "
+                f"where the plan says {list(item.lengths)}"
+            )
+        return target
+
+    def _info(self, item: ReadItem) -> _HFStorageInfo:
+        places: dict[MetadataIndex, Any] = self.storage_data
+        info: _HFStorageInfo | None = places.get(item.storage_index)
+        if info is None:
+            raise DamagedCheckpointError(
+                f"{self.path}: there is no part {item.storage_index} in the files of the folder",
+                file=str(self.path),
+                key=item.storage_index.fqn,
+                expected=item.storage_index,
+                found=None,
+            )
+        return info
+
+    def _shares(self, items: Sequence[ReadItem]) -> list[tuple[str, list[ReadItem]]]:
+        """Items of one file in the order in which they lie; large files in several shares if there are threads."""
+        files: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in items:
+            files[self._info(item).relative_path].append(item)
+        shares: list[tuple[str, list[ReadItem]]] = []
+        per_file = max(1, self.thread_count // max(1, len(files)))
+        for file, wanted in files.items():
+            wanted.sort(key=lambda item: self._info(item).position)
+            count = -(-len(wanted) // per_file)
+            shares.extend((file, wanted[first : first + count]) for first in range(0, len(wanted), count))
+        return shares
+
+
+def _describe(stored: StoredKey) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in stored.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.size), chunks)

@@ -1,0 +1,225 @@
+"""Carries out save plans as safetensors files in the layout of Hugging Face models.
+
+Every rank writes its items into files of its own, under temporary names. The coordinator brings the parts together
+where whole model files were asked for, and then puts all files in place together (``hf_commit``). So several ranks
+never write to one file, and whatever dies on the way, the folder holds the old checkpoint or the new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from torch.futures import Future
+
+from holdfast.errors import UnsupportedValueError
+from holdfast.metadata import Metadata
+from holdfast.planning.plan import SavePlan, WriteItem, WriteItemType
+from holdfast.planning.planner import SavePlanner
+from holdfast.storage.consolidate import assign_files, refuse_unmapped, write_model_files
+from holdfast.storage.contract import WriteResult
+from holdfast.storage.hf_commit import Folder, Switch, make_index
+from holdfast.storage.hf_files import PartFile, split_by_file, write_part_file
+from holdfast.storage.hf_folder import Contents, read_files
+from holdfast.storage.hf_names import (
+    COMMIT_NAME,
+    INDEX_NAME,
+    SHARDED_FOLDER,
+    file_name,
+    is_data_file,
+    temporary_name,
+)
+from holdfast.storage.writer import (
+    SerializationFormat,
+    _FileSystemWriter,
+    _record_real_dtypes,
+    _refuse_incomplete,
+)
+from holdfast.stores.filesystem import AnyPath
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    """What the coordinator tells each rank: of which save its files are, and how they are numbered."""
+
+    generation: str
+    save_id: str
+    rank: int
+    world_size: int
+
+
+class HuggingFaceWriter(_FileSystemWriter):
+    """Writes models as Hugging Face folders.
+
+    By default the folder gets whole model files and an index, from any number of ranks. With ``save_distributed`` every
+    rank leaves its parts as they are, without an index; with ``enable_consolidation`` as well, the parts go into the
+    folder ``sharded`` and the model files are made out of them.
+    """
+
+    def __init__(
+        self,
+        path: AnyPath,
+        fqn_to_index_mapping: Mapping[str, int] | None = None,
+        thread_count: int = 1,
+        save_distributed: bool = False,
+        enable_consolidation: bool = False,
+        thread_count_consolidation: int = 1,
+    ) -> None:
+        super().__init__(path, thread_count=thread_count)
+        if thread_count_consolidation < 1:
+            raise ValueError(f"thread_count_consolidation is {thread_count_consolidation}; it takes at least 1 thread")
+        self.serialization_format: SerializationFormat = SerializationFormat.SAFETENSORS  # type: ignore[assignment]
+        self.fqn_to_index_mapping = fqn_to_index_mapping
+        self.save_distributed = save_distributed
+        self.enable_consolidation = enable_consolidation
+        self.thread_count_consolidation = thread_count_consolidation
+        self._before: set[str] = set()
+
+    @property
+    def metadata_path(self) -> str:
+        """The name of the index."""
+        return INDEX_NAME
+
+    @property
+    def consolidated_output_path(self) -> AnyPath | None:
+        """Where model files go that are made out of parts which are kept; it follows ``reset``."""
+        return self.path if self.enable_consolidation else None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse what cannot be stored before anything is written, and make the folder."""
+        if not self.use_collectives:
+            raise ValueError(
+                f"{type(self).__name__} needs the ranks to plan together, because they write one set of files. Save "
+                "with use_collectives=True."
+            )
+        self._refuse_what_cannot_be_stored(plan.items)
+        folder = self._folder()
+        self.fs.mkdir(self.path if folder.inner is None else folder.at(folder.inner))
+        self._before = folder.names()
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Look for an earlier checkpoint, once for all ranks, and number the files of the ranks."""
+        self._refuse_or_announce_overwriting()
+        return [
+            replace(plan, storage_data=_Ticket(self._generation, self.save_id, rank, len(plans)))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write all items; every file is durable when this returns. The first error of any thread is raised."""
+        ticket: _Ticket = plan.storage_data
+        # Again, because a plan that was remembered from an earlier save comes along only now.
+        self._refuse_what_cannot_be_stored(plan.items)
+        files = self._part_files(plan.items, ticket)
+
+        def write(file: PartFile) -> list[WriteResult]:
+            return write_part_file(
+                self.fs, file, planner, ticket.save_id, copy_ahead=self.per_thread_copy_ahead, sync=self.sync_files
+            )
+
+        try:
+            if self.thread_count == 1:
+                written = [write(file) for file in files]
+            else:
+                with ThreadPoolExecutor(self.thread_count, thread_name_prefix="holdfast-write") as pool:
+                    written = list(pool.map(write, files))
+        except BaseException:
+            self._folder().remove(file.name for file in files)
+            raise
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result for part in written for result in part])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit: check that everything was written, make model files if they are wanted, put all in place."""
+        stored = [result for part in results for result in part]
+        _refuse_incomplete(replace(metadata, storage_data={result.index: result.storage_data for result in stored}))
+        _record_real_dtypes(metadata, stored)
+        folder = self._folder()
+        parts = sorted({result.storage_data.relative_path for result in stored})
+        kept = {_final_name(part): part for part in parts} if self.save_distributed else {}
+        switch = Switch(self._generation, self.save_id, kept, None)
+        folder.refuse_lost_files(replace(switch, files={_final_name(part): part for part in parts}))
+        if not self.save_distributed or self.enable_consolidation:
+            switch = self._with_model_files(folder, switch, parts)
+        # Another save into this folder removes what it finds useless. Either it does so before we look, or not at all.
+        with self.fs.lock_folder(self.path):
+            folder.refuse_lost_files(switch)
+            folder.prepare(switch)
+            self._may_be_committed = True
+            folder.commit(switch)
+            self._last_committed_id = self.save_id
+            folder.give_names(switch, folder.stale(self._before, switch))
+        folder.remove_unfinished(self._generation)
+
+    def discard_unfinished(self) -> None:
+        """On the coordinator, after a failure on any rank: remove what was written for this save."""
+        if not self._may_be_committed:
+            self._folder().remove_unfinished(self._generation)
+
+    def _with_model_files(self, folder: Folder, switch: Switch, parts: Sequence[str]) -> Switch:
+        """The switch with whole model files, made out of parts, and with an index."""
+        contents = read_files(folder, parts, self.thread_count_consolidation)
+        outputs = assign_files(contents.keys, self.fqn_to_index_mapping)
+        files = dict(switch.files)
+        to_be_made = {}
+        for name, keys in outputs.items():
+            only_part = None if self.save_distributed else _only_part(keys, contents, folder, parts)
+            files[name] = only_part or temporary_name(name, self._generation)
+            if only_part is None:
+                to_be_made[files[name]] = keys
+        identified = replace(contents, save_id=self.save_id)
+        write_model_files(folder, to_be_made, identified, threads=self.thread_count_consolidation)
+        weight_map = {key: name for name, keys in outputs.items() for key in keys}
+        total = sum(stored.nbytes for stored in contents.keys.values())
+        return replace(switch, files=files, index=make_index(weight_map, total, self.save_id))
+
+    def _folder(self) -> Folder:
+        keeps_parts_apart = self.save_distributed and self.enable_consolidation
+        return Folder(self.fs, self.path, sync=self.sync_files, inner=SHARDED_FOLDER if keeps_parts_apart else None)
+
+    def _part_files(self, items: Iterable[WriteItem], ticket: _Ticket) -> list[PartFile]:
+        folder = self._folder()
+        largest = max((self.fqn_to_index_mapping or {}).values(), default=1)
+        files = []
+        for (index, repeat), group in split_by_file(items, self.fqn_to_index_mapping).items():
+            # A file holds one part of a tensor; further ones of this rank take numbers that no rank has.
+            final = file_name(index, largest, shard=repeat * ticket.world_size + ticket.rank + 1)
+            name = temporary_name(final, ticket.generation)
+            if folder.inner is not None:
+                name = f"{folder.inner}/{name}"
+            files.append(PartFile(folder.at(name), name, group))
+        return files
+
+    def _index_names(self) -> Iterable[str]:
+        names = self._folder().names()
+        yield from sorted(names & {INDEX_NAME, COMMIT_NAME})
+        yield from sorted(filter(is_data_file, names))[:1]
+
+    def _refuse_what_cannot_be_stored(self, items: Iterable[WriteItem]) -> None:
+        items = list(items)
+        values = sorted({item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO})
+        if values:
+            shown = ", ".join(values[:20]) + (f" and {len(values) - 20} more" if len(values) > 20 else "")
+            raise UnsupportedValueError(
+                f"safetensors files hold tensors only, and {len(values)} key(s) of the state are something else: "
+                f"{shown}. Leave them out of the state, or save them with FileSystemWriter. Nothing was written.",
+                key=values[0],
+                keys=values,
+            )
+        if self.fqn_to_index_mapping is not None:
+            refuse_unmapped((item.index.fqn for item in items), self.fqn_to_index_mapping)
+
+
+def _final_name(part: str) -> str:
+    return part.rsplit(".", 2)[0]
+
+
+def _only_part(keys: Iterable[str], contents: Contents, folder: Folder, parts: Iterable[str]) -> str | None:
+    """The one part that has all of a model file already, if there is one: then it needs just another name."""
+    files = {chunk.file for key in keys for chunk in contents.keys[key].chunks}
+    if len(files) != 1:
+        return None
+    return next(part for part in parts if str(folder.at(part)) in files)
