@@ -25,7 +25,7 @@ from holdfast.planning.materialize import materialize
 from holdfast.planning.plan import LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner
 from holdfast.planning.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
-from holdfast.planning.tensors import create_chunk_list, find_state_dict_object, on_this_rank
+from holdfast.planning.tensors import create_chunk_list, find_state_dict_object, on_this_rank, size_and_dtype
 from holdfast.planning.trees import FlatState, Location, ObjectPath, flat_name, flatten, flatten_v_2_3, set_element
 from holdfast.settings import Strictness
 
@@ -201,12 +201,14 @@ def plan_load(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: bool
                 f"is a {type(target).__name__} in the state but a tensor of size {list(entry.size)} in the checkpoint; "
                 "put a tensor of that size there"
             )
-        elif entry.size != target.size():
-            problems.shapes[fqn] = (entry.size, target.size())
-        elif on_this_rank(target):
-            if entry.properties.dtype != target.dtype:
-                problems.note_dtype(fqn, entry.properties.dtype, target.dtype)
-            items.extend(_fill(fqn, entry, target, problems))
+        else:
+            size, dtype = size_and_dtype(target)
+            if entry.size != size:
+                problems.shapes[fqn] = (entry.size, size)
+            elif on_this_rank(target):
+                if entry.properties.dtype != dtype:
+                    problems.note_dtype(fqn, entry.properties.dtype, dtype)
+                items.extend(_fill(fqn, entry, target, problems))
     problems.raise_or_warn(dtype_change)
     return LoadPlan(items)
 

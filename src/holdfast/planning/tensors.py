@@ -100,6 +100,14 @@ def on_this_rank(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
 
 
+def size_and_dtype(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    """Those of the full tensor. A ShardedTensor that is asked for them itself warns of its own deprecation."""
+    if isinstance(tensor, ShardedTensor):
+        whole = tensor.metadata()
+        return whole.size, whole.tensor_properties.dtype
+    return tensor.size(), tensor.dtype
+
+
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """This rank's data of a DTensor, ready to be read."""
     local = tensor._local_tensor
