@@ -54,13 +54,19 @@ class _Load:
 
     def run(self) -> None:
         """All steps."""
+        call_if_present(self.reader, "meet_ranks", self.ranks)
         metadata = self._agree_on_index()
         try:
             plan = self._plan(metadata)
         except BaseException:
             call_if_present(self.planner, "undo_set_up")
             raise
-        self.ranks.all_gather("read", lambda: self._read(plan))
+        if getattr(self.reader, "reads_together", False):
+            # Its ranks wait for each other while they read, so none of them may fail before that.
+            finished = self.ranks.all_gather_status("read", lambda: self.planner.finish_plan(plan))
+            self.reader.read_data(finished, self.planner).wait()
+        else:
+            self.ranks.all_gather("read", lambda: self._read(plan))
 
     def _agree_on_index(self) -> Metadata:
         """Read the index. Ranks that see different checkpoints (a stale mount, a save going on) must not go on."""

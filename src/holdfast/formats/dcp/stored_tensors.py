@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import weakref
 import zlib
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -78,7 +79,9 @@ class StoredTensors:
     def __init__(self, archive: StoredArchive, *, share: bool = False) -> None:
         self._archive = archive
         self._share = share
-        self._names = TensorNames(self.tensor)
+        # Not `self.tensor`: such a circle keeps the whole archive in memory until the garbage collector comes round.
+        this = weakref.ref(self)
+        self._names = TensorNames(lambda record, attributes: cast(StoredTensors, this()).tensor(record, attributes))
         self._storages: dict[tuple[str, int], tuple[StorageRecord, torch.UntypedStorage]] = {}
 
     def find(self, module: str, name: str) -> Known | None:

@@ -1,0 +1,89 @@
+"""Writes the container of a ``torch.save`` file: a zip archive of any number of entries of any size.
+
+Entries are stored as they are, and their content starts at a multiple of 64 bytes, so that ``torch.load(mmap=True)``
+can use it in place.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import IO, Any
+
+from holdfast.formats.dcp import zip_layout as layout
+
+ALIGNMENT = 64
+_ROOT = "archive/"
+_VERSION, _VERSION64 = 20, 45
+_PIECE = 1 << 20
+
+
+class ZipWriter:
+    """Appends entries to a stream, one after another; ``close`` writes the directory.
+
+    >>> import io, zipfile
+    >>> stream = io.BytesIO()
+    >>> archive = ZipWriter(stream)
+    >>> archive.add("version", b"3")
+    >>> archive.close()
+    >>> zipfile.ZipFile(stream).read("archive/version")
+    b'3'
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream: Any = stream
+        self._position = stream.tell()
+        self._lines: list[bytes] = []
+
+    def add(self, name: str, content: bytes | memoryview) -> None:
+        """Write an entry."""
+        full_name = (_ROOT + name).encode()
+        view = memoryview(content).cast("B")
+        crc = zlib.crc32(view)
+        self._lines.append(_line(full_name, crc, len(view), self._position))
+        self._write(_header(full_name, crc, len(view), self._position))
+        for start in range(0, len(view), _PIECE):
+            self._write(view[start : start + _PIECE])
+
+    def close(self) -> None:
+        """Write the directory. The stream stays open."""
+        start, count = self._position, len(self._lines)
+        self._write(b"".join(self._lines))
+        size = self._position - start
+        if count >= layout.MAX16 or max(start, size) >= layout.MAX32:
+            end64 = self._position
+            record = (layout.END64_MAGIC, layout.END64.size - 12, _VERSION64, _VERSION64, 0, 0, count, count)
+            self._write(layout.END64.pack(*record, size, start))
+            self._write(layout.LOCATOR64.pack(layout.LOCATOR64_MAGIC, 0, end64, 1))
+        count, size, start = min(count, layout.MAX16), min(size, layout.MAX32), min(start, layout.MAX32)
+        self._write(layout.END.pack(layout.END_MAGIC, 0, 0, count, count, size, start, 0))
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._stream.write(data)
+        self._position += len(data)
+
+
+def _header(name: bytes, crc: int, size: int, position: int) -> bytes:
+    """What stands in front of an entry's content, as long as it takes for the content to be aligned."""
+    version, short, extra = _VERSION, size, b""
+    if size >= layout.MAX32:
+        version, short, extra = _VERSION64, layout.MAX32, _extra64([size, size])
+    padding = -(position + layout.LOCAL.size + len(name) + len(extra) + layout.EXTRA.size) % ALIGNMENT
+    extra += layout.EXTRA.pack(layout.PADDING_ID, padding) + bytes(padding)
+    lengths = (short, short, len(name), len(extra))
+    fields = (layout.LOCAL_MAGIC, version, layout.UTF8, layout.STORED, 0, 0, crc, *lengths)
+    return layout.LOCAL.pack(*fields) + name + extra
+
+
+def _line(name: bytes, crc: int, size: int, position: int) -> bytes:
+    """An entry's line in the directory. Of sizes and position, those that need 64 bits move to an extra field."""
+    large = [number for number in (size, size, position) if number >= layout.MAX32]
+    version, extra = (_VERSION64, _extra64(large)) if large else (_VERSION, b"")
+    short = min(size, layout.MAX32)
+    lengths = (short, short, len(name), len(extra), 0)
+    fields = (layout.CENTRAL_MAGIC, version, version, layout.UTF8, layout.STORED, 0, 0, crc, *lengths)
+    return layout.CENTRAL.pack(*fields, 0, 0, 0, min(position, layout.MAX32)) + name + extra
+
+
+def _extra64(numbers: list[int]) -> bytes:
+    return layout.EXTRA.pack(layout.ZIP64_ID, 8 * len(numbers)) + struct.pack(f"<{len(numbers)}Q", *numbers)

@@ -1,0 +1,217 @@
+"""The parts of stored tensors and values that ranks want, cut into blocks, and put in place where they arrive."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from holdfast.coordination.collectives import Attempt
+from holdfast.coordination.parcels import Note
+from holdfast.errors import HoldfastError
+from holdfast.formats.dcp.values import encode_value
+from holdfast.formats.torch_file.mapped_pages import release_pages
+from holdfast.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from holdfast.planning.local_bytes import as_bytes, as_plain_cpu, copyable
+from holdfast.planning.plan import LoadItemType, ReadItem
+from holdfast.planning.planner import LoadPlanner
+
+BLOCK_BYTES = 32 << 20
+"""How much of an item is sent at a time. Sender and receiver need this much memory beside the state itself."""
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and lengths."""
+
+
+class Delivery:
+    """One key of the file, and who wants which part of it."""
+
+    def __init__(self, key: str, value: Any, requests: list[tuple[int, int, ReadItem]]) -> None:
+        self.is_tensor = isinstance(entry_of(value), TensorStorageMetadata)
+        self._value = value
+        self._requests = requests
+        for _, _, item in requests:
+            _check_request(key, value if self.is_tensor else None, item)
+        if not self.is_tensor:
+            encoded = encode_value(value)
+            self._value = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+
+    def blocks(self) -> Iterator[tuple[int, Note, torch.Tensor]]:
+        """The bytes of every request, with the rank they go to."""
+        for rank, number, item in self._requests:
+            part = self._value
+            if self.is_tensor:
+                part = _narrowed(part, (tuple(item.storage_offsets), tuple(item.lengths)))
+            left = part.numel() * part.dtype.itemsize
+            for box in blocks(tuple(part.shape), part.dtype.itemsize):
+                content = _flat_bytes(_narrowed(part, box))
+                left -= content.numel()
+                yield rank, Note(number, content.numel(), left), content
+
+    def release(self) -> None:
+        """Everybody has it."""
+        if self.is_tensor:
+            release_pages(self._value)
+
+
+class Arrivals:
+    """The items of this rank, which arrive in blocks. After a first error, what comes is passed over."""
+
+    def __init__(self, items: Sequence[ReadItem], planner: LoadPlanner, metadata: Metadata) -> None:
+        self._items = items
+        self._planner = planner
+        self._metadata = metadata
+        self._begun: dict[int, _Filling] = {}
+        self._failed: Attempt[None] | None = None
+
+    def take(self, note: Note, content: torch.Tensor) -> None:
+        """Put a block where it belongs. Never raises: the sender would not notice, and go on sending."""
+        if self._failed is None:
+            attempt = Attempt(lambda: self._put(note, content))
+            if attempt.failure is not None:
+                self._failed = attempt
+
+    def finish(self) -> None:
+        """Raise what went wrong."""
+        if self._failed is not None and self._failed.failure is not None:
+            raise self._failed.failure[0]
+
+    def _put(self, note: Note, content: torch.Tensor) -> None:
+        item = self._items[note.number]
+        filling = self._begun.get(note.number)
+        if filling is None:
+            filling = self._begun[note.number] = self._begin(item)
+        filling.add(content)
+        if not note.left:
+            del self._begun[note.number]
+            filling.finish()
+
+    def _begin(self, item: ReadItem) -> _Filling:
+        if item.type == LoadItemType.BYTE_IO:
+            return _Value(item, self._planner)
+        entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        return _Region(item, self._planner, entry.properties.dtype)
+
+
+class _Filling:
+    """An item that is being filled."""
+
+    def __init__(self, item: ReadItem, planner: LoadPlanner) -> None:
+        self.item = item
+        self.planner = planner
+
+    def add(self, content: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        raise NotImplementedError
+
+
+class _Value(_Filling):
+    """A value, whose stored form is put together before it is handed over."""
+
+    def __init__(self, item: ReadItem, planner: LoadPlanner) -> None:
+        super().__init__(item, planner)
+        self._bytes = io.BytesIO()
+
+    def add(self, content: torch.Tensor) -> None:
+        self._bytes.write(as_bytes(content))
+
+    def finish(self) -> None:
+        self._bytes.seek(0)
+        self.planner.load_bytes(self.item, self._bytes)
+
+
+class _Region(_Filling):
+    """A region of a tensor, whose blocks are copied as they come."""
+
+    def __init__(self, item: ReadItem, planner: LoadPlanner, dtype: torch.dtype) -> None:
+        super().__init__(item, planner)
+        self._dtype = dtype
+        self._boxes = blocks(tuple(item.lengths), dtype.itemsize)
+        self._target = planner.resolve_tensor(item).detach()
+        if self._target.size() != item.lengths:
+            raise HoldfastError(
+                f"'{item.dest_index.fqn}': the planner resolved the item to a tensor of shape "
+                f"{list(self._target.size())}, where the plan says {list(item.lengths)}"
+            )
+
+    def add(self, content: torch.Tensor) -> None:
+        box = next(self._boxes)
+        target, block = _narrowed(self._target, box), content.view(self._dtype).view(box[1])
+        try:
+            if target.dtype == self._dtype:
+                target, block = copyable(target), copyable(block)
+            target.copy_(block)
+        except RuntimeError as error:
+            raise HoldfastError(f"'{self.item.dest_index.fqn}' cannot be filled: {str(error).rstrip('.')}.") from error
+
+    def finish(self) -> None:
+        self.planner.commit_tensor(self.item, self._target)
+
+
+def blocks(lengths: tuple[int, ...], itemsize: int) -> Iterator[Box]:
+    """Cut a box into blocks of at most ``BLOCK_BYTES``, in row-major order. An empty box is one block."""
+    return _cut((0,) * len(lengths), lengths, max(1, BLOCK_BYTES // itemsize))
+
+
+def _cut(offsets: tuple[int, ...], lengths: tuple[int, ...], most: int) -> Iterator[Box]:
+    if prod(lengths) <= most:
+        yield offsets, lengths
+        return
+    dim = next(dim for dim, length in enumerate(lengths) if length > 1)
+    half = lengths[dim] // 2
+    for start, length in ((0, half), (half, lengths[dim] - half)):
+        yield from _cut(
+            (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]),
+            (*lengths[:dim], length, *lengths[dim + 1 :]),
+            most,
+        )
+
+
+def _narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (start, length) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    plain = as_plain_cpu(tensor)
+    if not plain.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def entry_of(value: Any) -> STORAGE_TYPES:
+    """What the index says of a value. Tensors that are not arrays of bytes are values like others."""
+    is_array = isinstance(value, torch.Tensor) and value.layout == torch.strided
+    if not is_array or value.is_quantized or value.is_nested or value.is_meta:
+        return BytesStorageMetadata()
+    whole = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())
+    return TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.size(), [whole])
+
+
+def _check_request(key: str, tensor: torch.Tensor | None, item: ReadItem) -> None:
+    """A planner of the caller's own may ask for what is not there."""
+    if (item.type == LoadItemType.TENSOR) != (tensor is not None):
+        raise HoldfastError(f"'{key}' was asked for as a {item.type.name}, which it is not")
+    if tensor is None:
+        return
+    sizes, starts, lengths = tensor.size(), item.storage_offsets, item.lengths
+    fits = len(sizes) == len(starts) == len(lengths)
+    if not fits or any(s + n > size for s, n, size in zip(starts, lengths, sizes, strict=True)):
+        raise HoldfastError(
+            f"'{key}': a region at {list(starts)} of sizes {list(lengths)} was asked for, and the tensor in the file "
+            f"is of size {list(sizes)}"
+        )

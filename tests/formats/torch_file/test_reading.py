@@ -1,0 +1,157 @@
+"""Reading files of torch.save: what is accepted, what is refused, and with which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, RefusedPickleError, UnsupportedValueError
+from holdfast.formats.torch_file.mapped_pages import release_pages
+from holdfast.formats.torch_file.reading import read_torch_file
+
+
+class Custom:
+    """A class that torch does not know."""
+
+
+def read(path: Path, *, allow_pickle: bool = False, verify: bool = True) -> dict[Any, Any]:
+    return read_torch_file(path, allow_pickle=allow_pickle, verify=verify)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_a_dict_comes_back(tmp_path: Path, zipped: bool) -> None:
+    state = {"w": torch.arange(3.0), 1: {"step": 7}}
+    torch.save(state, tmp_path / "f.pt", _use_new_zipfile_serialization=zipped)
+
+    assert repr(read(tmp_path / "f.pt")) == repr(state)
+
+
+def test_tensors_are_pages_of_the_file(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1 << 16)}, tmp_path / "f.pt")
+
+    loaded = read(tmp_path / "f.pt")
+
+    (mapping,) = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path / "f.pt") in line]
+    start, end = (int(part, 16) for part in mapping.split()[0].split("-"))
+    assert start <= loaded["w"].data_ptr() < end
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_code_is_refused_by_name_and_runs_only_after_an_opt_in(tmp_path: Path, zipped: bool) -> None:
+    torch.save({"w": torch.ones(1), "o": Custom()}, tmp_path / "f.pt", _use_new_zipfile_serialization=zipped)
+
+    with pytest.raises(RefusedPickleError, match="allow_pickle=True") as raised:
+        read(tmp_path / "f.pt")
+
+    assert raised.value.global_name == f"{Custom.__module__}.Custom"
+    assert f"{Custom.__module__}.Custom" in str(raised.value)
+    assert type(read(tmp_path / "f.pt", allow_pickle=True)["o"]) is Custom
+
+
+def test_a_class_that_torch_was_told_to_trust_needs_no_opt_in(tmp_path: Path) -> None:
+    torch.save({"o": Custom()}, tmp_path / "f.pt")
+
+    with torch.serialization.safe_globals([Custom]):
+        assert type(read(tmp_path / "f.pt")["o"]) is Custom
+
+
+@pytest.mark.parametrize("value", [[torch.ones(1)], torch.ones(1), 7], ids=["list", "tensor", "int"])
+def test_what_is_not_a_dict_is_refused(tmp_path: Path, value: Any) -> None:
+    torch.save(value, tmp_path / "f.pt")
+
+    with pytest.raises(
+        UnsupportedValueError, match=rf"holds a \w+\.{type(value).__name__}, and a checkpoint is a dict"
+    ):
+        read(tmp_path / "f.pt")
+
+
+def test_a_missing_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+        read(tmp_path / "nothing")
+    with pytest.raises(CheckpointNotFoundError, match="is a folder"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello world", b"PK\x03\x04 and nothing else", b"\x80\x02}q\x00."])
+def test_a_file_of_another_kind_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "f.pt").write_bytes(content)
+
+    with pytest.raises(DamagedCheckpointError, match=r"f\.pt"):
+        read(tmp_path / "f.pt")
+    with pytest.raises(DamagedCheckpointError, match=r"f\.pt"):
+        read(tmp_path / "f.pt", verify=False)
+
+
+def test_a_file_that_was_cut_off_is_noticed(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1000)}, tmp_path / "f.pt")
+    whole = (tmp_path / "f.pt").read_bytes()
+    for length in (100, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "f.pt").write_bytes(whole[:length])
+
+        with pytest.raises(DamagedCheckpointError):
+            read(tmp_path / "f.pt")
+
+
+def test_a_changed_bit_is_noticed_which_torch_does_not(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(1000)}, tmp_path / "f.pt")
+    content = bytearray((tmp_path / "f.pt").read_bytes())
+    content[content.index(bytes(2000)) + 1000] ^= 4
+    (tmp_path / "f.pt").write_bytes(content)
+
+    with pytest.raises(DamagedCheckpointError, match="CRC") as raised:
+        read(tmp_path / "f.pt")
+
+    assert raised.value.key == "data/0"
+    assert read(tmp_path / "f.pt", verify=False)["w"].count_nonzero() == 1
+
+
+def test_a_file_without_crcs_is_read(tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"w": torch.ones(3)}, tmp_path / "f.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+    assert read(tmp_path / "f.pt")["w"].tolist() == [1, 1, 1]
+
+
+def test_errors_of_code_that_was_allowed_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"o": Custom()}, tmp_path / "f.pt")
+    monkeypatch.delattr(f"{__name__}.Custom")
+
+    with pytest.raises(AttributeError, match="Custom"):
+        read(tmp_path / "f.pt", allow_pickle=True)
+
+
+def resident(path: Path) -> int:
+    """Kilobytes of a mapped file that are in this process' memory."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if str(path) in line)
+    return next(int(line.split()[1]) for line in lines[start:] if line.startswith("Rss:"))
+
+
+def test_released_pages_leave_memory_and_keep_their_content(tmp_path: Path) -> None:
+    path = tmp_path / "f.pt"
+    torch.save({"w": torch.arange(1 << 22)}, path)
+    loaded = read(path)["w"]
+    before = loaded.clone()
+    filled = resident(path)
+
+    release_pages(loaded)
+
+    assert filled > 32_000
+    assert resident(path) < 8_000
+    assert torch.equal(loaded, before)
+
+
+def test_releasing_memory_of_another_kind_loses_nothing() -> None:
+    for tensor in (torch.arange(1 << 20), torch.empty(0), torch.ones(3), torch.empty(5, device="meta")):
+        before = tensor.clone()
+
+        release_pages(tensor)
+
+        assert tensor.is_meta or torch.equal(tensor, before)

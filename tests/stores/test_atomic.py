@@ -1,0 +1,98 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.stores import atomic
+from holdfast.stores.atomic import written_atomically
+
+
+def write_half(path: Path, error: type[BaseException]) -> None:
+    with written_atomically(path) as stream:
+        stream.write(b"half")
+        raise error
+
+
+@pytest.fixture(params=["nameless", "named"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also as on file systems that know no files without a name."""
+    if request.param == "named":
+        monkeypatch.delattr(atomic.os, "O_TMPFILE")
+
+
+@pytest.mark.usefixtures("both_ways")
+class TestBothWays:
+    def test_content_appears_at_the_end(self, tmp_path: Path) -> None:
+        path = tmp_path / "f"
+        path.write_bytes(b"old")
+
+        with written_atomically(path) as stream:
+            stream.write(b"new")
+            stream.flush()
+            assert path.read_bytes() == b"old"
+
+        assert path.read_bytes() == b"new"
+        assert os.listdir(tmp_path) == ["f"]
+
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+    def test_after_an_error_everything_is_as_before(self, tmp_path: Path, error: type[BaseException]) -> None:
+        (tmp_path / "old").write_bytes(b"old")
+
+        for name in ("old", "new"):
+            with pytest.raises(error):
+                write_half(tmp_path / name, error)
+
+        assert os.listdir(tmp_path) == ["old"]
+        assert (tmp_path / "old").read_bytes() == b"old"
+
+    def test_the_file_has_the_permissions_that_the_umask_leaves(self, tmp_path: Path) -> None:
+        before = os.umask(0o027)
+        try:
+            with written_atomically(tmp_path / "f"):
+                pass
+        finally:
+            os.umask(before)
+
+        assert (tmp_path / "f").stat().st_mode & 0o777 == 0o640
+
+    def test_a_link_stays_a_link(self, tmp_path: Path) -> None:
+        (tmp_path / "link").symlink_to("target")
+
+        with written_atomically(tmp_path / "link") as stream:
+            stream.write(b"new")
+
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "target").read_bytes() == b"new"
+
+
+def test_a_folder_in_the_place_of_the_file_or_none_around_it_is_told(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)), written_atomically(tmp_path):
+        raise AssertionError("it began")
+    with pytest.raises(FileNotFoundError, match="no such folder"), written_atomically(tmp_path / "no" / "f"):
+        raise AssertionError("it began")
+    assert os.listdir(tmp_path) == []
+
+
+KILLED = """
+import os, signal, sys
+from holdfast.stores.atomic import written_atomically
+with written_atomically(sys.argv[1]) as stream:
+    stream.write(b"half")
+    stream.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files without a name are a thing of Linux")
+def test_a_kill_leaves_nothing_behind(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "f")], check=False)
+
+    assert done.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == []
