@@ -125,6 +125,9 @@ class HuggingFaceWriter(_FileSystemWriter):
             else:
                 with ThreadPoolExecutor(self.thread_count, thread_name_prefix="holdfast-write") as pool:
                     written = list(pool.map(write, files))
+            if self.sync_files and files:
+                folder = self._folder()
+                self.fs.sync_folder(self.path if folder.inner is None else folder.at(folder.inner))
         except BaseException:
             self._folder().remove(file.name for file in files)
             raise

@@ -84,7 +84,7 @@ def read_region(
     """Fill ``target`` with a region of the tensor of this shape and dtype that begins at ``position`` of the stream."""
     strides = byte_strides(shape, dtype.itemsize)
     buffer = torch.empty(0, dtype=torch.uint8)
-    for part in readable_parts(shape, region, dtype.itemsize):
+    for part in readable_parts(shape, region, dtype.itemsize, most=BUFFER_BYTES, gap=WORTH_SKIPPING):
         place = narrowed(
             target, [at - start for at, start in zip(part.offsets, region.offsets, strict=True)], part.sizes
         )
