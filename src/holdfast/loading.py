@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from holdfast.coordination.collectives import Collectives
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, RankDisagreementError, StateMismatchError
+from holdfast.events import recorded, recorded_step
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.planning.plan import LoadPlan
 from holdfast.planning.planner import LoadPlanner
@@ -51,6 +52,7 @@ class _Load:
         self.planner = planner
         self.ranks = ranks
         self.saved_rank_by_rank = False
+        self.about = {"checkpoint_id": getattr(reader, "checkpoint_id", None), "process_group": ranks.group}
 
     def run(self) -> None:
         """All steps."""
@@ -64,7 +66,8 @@ class _Load:
         if getattr(self.reader, "reads_together", False):
             # Its ranks wait for each other while they read, so none of them may fail before that.
             finished = self.ranks.all_gather_status("read", lambda: self.planner.finish_plan(plan))
-            self.reader.read_data(finished, self.planner).wait()
+            with recorded("read_data", **self.about):
+                self.reader.read_data(finished, self.planner).wait()
         else:
             self.ranks.all_gather("read", lambda: self._read(plan))
 
@@ -143,6 +146,7 @@ class _Load:
             plan = self._plan_locally(merge(self.ranks.rank))
         return self._plan_globally([plan])[0]
 
+    @recorded_step("local_step")
     def _plan_locally(self, metadata: Metadata) -> LoadPlan:
         self.planner.set_up_planner(self.state_dict, metadata, self.ranks.is_coordinator)
         set_up_storage(
@@ -154,9 +158,11 @@ class _Load:
         )
         return self.reader.prepare_local_plan(self.planner.create_local_plan())
 
+    @recorded_step("global_step")
     def _plan_globally(self, local_plans: list[LoadPlan]) -> list[LoadPlan]:
         return self.reader.prepare_global_plan(self.planner.create_global_plan(local_plans))
 
+    @recorded_step("read_data")
     def _read(self, plan: LoadPlan) -> None:
         self.reader.read_data(self.planner.finish_plan(plan), self.planner).wait()
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast.coordination.collectives import Collectives
 from holdfast.errors import RankDisagreementError
+from holdfast.events import recorded_step
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.notices import warn_caller
 from holdfast.planning.plan import SavePlan
@@ -51,6 +52,7 @@ class _Save:
         self.ranks = ranks
         self.destination: str | None = None
         self.metadata: Metadata | None = None
+        self.about = {"checkpoint_id": getattr(writer, "checkpoint_id", None), "process_group": ranks.group}
 
     def together(self) -> Metadata:
         """The ranks plan together and commit one index."""
@@ -87,6 +89,7 @@ class _Save:
         self.ranks.all_gather_status("write", lambda: call_if_present(self.writer, "finish_rank_local", world_size))
         return metadata
 
+    @recorded_step("local_step")
     def _plan_locally(self, *, use_collectives: bool = True) -> SavePlan:
         meta = self.writer.storage_meta()
         self.destination = None if meta is None or meta.checkpoint_id is None else str(meta.checkpoint_id)
@@ -114,15 +117,18 @@ class _Save:
             )
         return self._plan_globally([plan for _, plan in proposals])
 
+    @recorded_step("global_step")
     def _plan_globally(self, local_plans: list[SavePlan]) -> list[SavePlan]:
         plans, self.metadata = self.planner.create_global_plan(local_plans)
         return self.writer.prepare_global_plan(plans)
 
+    @recorded_step("write_data")
     def _write(self, plan: SavePlan) -> list[WriteResult]:
         future = self.writer.write_data(self.planner.finish_plan(plan), self.planner)
         future.wait()
         return future.value()
 
+    @recorded_step("finish_checkpoint")
     def _commit(self, results: list[list[WriteResult]]) -> Metadata:
         if self.metadata is None:
             raise AssertionError("nothing was planned")

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from holdfast.coordination.collectives import Collectives
 from holdfast.dcp._storage_utils import _refuse_stock_objects, _storage_setup
-from holdfast.dcp.utils import _api_bc_check, _is_stateful, _runs_alone, _sorted_keys, _state_of
+from holdfast.dcp.logger import _dcp_method_logger
+from holdfast.dcp.utils import _api_bc_check, _is_stateful, _profile, _runs_alone, _sorted_keys, _state_of
 from holdfast.loading import load_state
 from holdfast.metadata import STATE_DICT_TYPE
 from holdfast.notices import warn_caller
@@ -20,6 +21,7 @@ from holdfast.stores.filesystem import AnyPath
 __all__ = ["load", "load_state_dict"]
 
 
+@_dcp_method_logger(log_exceptions=True)
 @_api_bc_check
 def load(
     state_dict: STATE_DICT_TYPE,
@@ -70,7 +72,8 @@ def load(
                 state_dict[key] = loaded[key]
 
     reader, loaded = ranks.own_error_first("plan", prepare)
-    load_state(loaded, reader, DefaultLoadPlanner() if planner is None else planner, ranks)
+    with _profile():
+        load_state(loaded, reader, DefaultLoadPlanner() if planner is None else planner, ranks)
     ranks.own_error_first("load_state_dict", hand_over)
 
 
@@ -85,7 +88,8 @@ def load_state_dict(
     """The older form of ``load``: it knows no ``Stateful`` objects, and needs a group or ``no_dist``."""
     warn_caller("`load_state_dict` is deprecated; use `load`", FutureWarning)
     storage_reader.reset()
-    _load_state_dict(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
+    with _profile():
+        _load_state_dict(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
 
 
 def _load_state_dict(

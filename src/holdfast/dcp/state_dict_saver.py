@@ -17,8 +17,10 @@ from holdfast.background.futures import warn_of_unseen_failures
 from holdfast.background.queues import wait_for_saves_to
 from holdfast.coordination.collectives import Collectives
 from holdfast.dcp._storage_utils import _refuse_stock_objects, _storage_setup
+from holdfast.dcp.logger import _dcp_method_logger
 from holdfast.dcp.staging import AsyncStager, DefaultStager, StagingOptions
-from holdfast.dcp.utils import _api_bc_check, _runs_alone, _state_of
+from holdfast.dcp.utils import _api_bc_check, _profile, _runs_alone, _state_of
+from holdfast.events import recorded
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.notices import warn_caller
 from holdfast.planning.planner import SavePlanner
@@ -30,6 +32,7 @@ from holdfast.stores.filesystem import AnyPath
 __all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "async_save", "save", "save_state_dict"]
 
 
+@_dcp_method_logger(log_exceptions=True)
 @_api_bc_check
 def save(
     state_dict: STATE_DICT_TYPE,
@@ -94,9 +97,16 @@ def _perform_save(
         return writer, _stateful_to_state_dict(state_dict)
 
     writer, states = ranks.own_error_first("plan", prepare)
-    return save_state(
-        states, writer, DefaultSavePlanner() if planner is None else planner, ranks, use_collectives=use_collectives
-    )
+    with _profile():
+        return save_state(
+            states, writer, DefaultSavePlanner() if planner is None else planner, ranks, use_collectives=use_collectives
+        )
+
+
+def _perform_async_save(ranks: Collectives, state_dict: STATE_DICT_TYPE, **target: Any) -> Metadata:
+    """The same in the background, where it is recorded as a save of its own."""
+    with recorded("save", log_exceptions=True, process_group=ranks.group, **target):
+        return _perform_save(ranks, state_dict, **target)
 
 
 class AsyncCheckpointerType(Enum):
@@ -118,6 +128,7 @@ class AsyncSaveResponse:
     upload_completion: Future[None]
 
 
+@_dcp_method_logger(log_exceptions=True)
 def async_save(
     state_dict: STATE_DICT_TYPE,
     *,
@@ -205,18 +216,21 @@ def _async_save(
 
     chosen, is_ours = _choose_stager(stager, target.storage_writer, in_process)
     try:
-        staged = chosen.stage(_stateful_to_state_dict(state_dict))
+        states = _stateful_to_state_dict(state_dict)
+        with recorded("stage_state_dict", log_exceptions=True):
+            staged = chosen.stage(states)
     except BaseException as error:
         give_up_in_background(error, lane, **where)  # or the other ranks would wait for this one
         raise
-    work = functools.partial(_perform_save, **target._asdict())
+    work = functools.partial(_perform_async_save, **target._asdict())
     saved = save_in_background(work, staged, lane, **where, in_process=in_process)
     if is_ours:
         saved.add_done_callback(lambda _: chosen.close())
     if isinstance(staged, Future):
         return AsyncSaveResponse(_without_value(staged), cast("Future[None]", saved))
-    if chosen.should_synchronize_after_execute:
-        chosen.synchronize_staging()
+    with recorded("maybe_synchronize_staging", log_exceptions=True):
+        if chosen.should_synchronize_after_execute:
+            chosen.synchronize_staging()
     return saved
 
 
@@ -275,7 +289,8 @@ def save_state_dict(
     """The older form of ``save``: it knows no ``Stateful`` objects, and needs a group or ``no_dist``."""
     warn_caller("`save_state_dict` is deprecated; use `save`", FutureWarning)
     storage_writer.reset()
-    return _save_state_dict(state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner)
+    with _profile():
+        return _save_state_dict(state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner)
 
 
 def _save_state_dict(
@@ -297,6 +312,11 @@ def _save_state_dict(
     )
 
 
+@_dcp_method_logger(log_exceptions=True)
 def _stateful_to_state_dict(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
     """The same dict with the state of every ``Stateful`` in its place. They are asked in the order of the dict."""
-    return {key: _state_of(value) for key, value in state_dict.items()}
+    states = {}
+    for key, value in state_dict.items():
+        with recorded(f"_stateful_to_state_dict.{key}", log_exceptions=True):
+            states[key] = _state_of(value)
+    return states

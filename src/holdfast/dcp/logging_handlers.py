@@ -1,0 +1,9 @@
+"""Where a handler for the records of saves and loads is put before ``holdfast.dcp.logger`` is imported."""
+
+from __future__ import annotations
+
+from torch.distributed.logging_handlers import _log_handlers
+
+from holdfast.events import DCP_LOGGER_NAME
+
+__all__ = ["DCP_LOGGER_NAME", "_log_handlers"]
