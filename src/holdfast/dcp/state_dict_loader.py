@@ -57,6 +57,18 @@ def load(
         {'weights': tensor([1., 1., 1., 1.]), 'step': 7}
     """
     ranks = Collectives(process_group, not _runs_alone(no_dist, "load"), 0)
+    _perform_load(ranks, state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, planner=planner)
+
+
+def _perform_load(
+    ranks: Collectives,
+    state_dict: STATE_DICT_TYPE,
+    *,
+    checkpoint_id: AnyPath | None,
+    storage_reader: StorageReader | None,
+    planner: LoadPlanner | None,
+) -> None:
+    """Load with the given ranks."""
     keys = _sorted_keys(state_dict)
 
     def prepare() -> tuple[StorageReader, STATE_DICT_TYPE]:

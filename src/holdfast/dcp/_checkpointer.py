@@ -1,0 +1,108 @@
+"""Save and load with settings that are given once."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from holdfast.background.futures import warn_of_unseen_failures
+from holdfast.background.queues import wait_for_saves_to
+from holdfast.coordination.collectives import Collectives
+from holdfast.dcp.state_dict_loader import _perform_load
+from holdfast.dcp.state_dict_saver import AsyncSaveResponse, _async_save, _destination, _perform_save, _Target
+from holdfast.dcp.utils import _runs_alone
+from holdfast.metadata import STATE_DICT_TYPE, Metadata
+from holdfast.planning.planner import LoadPlanner, SavePlanner
+from holdfast.storage.contract import StorageReader, StorageWriter
+from holdfast.stores.filesystem import AnyPath
+
+__all__: list[str] = []
+
+
+class _Checkpointer:
+    """A writer, a reader and how to use them. Every call saves to the writer's path or loads from the reader's.
+
+    Args:
+        storage_writer: where and how to write.
+        storage_reader: where to read.
+        process_group: the ranks that take part. All by default.
+        coordinator_rank: the rank of the group that plans for all and commits.
+        no_dist: save and load in this process alone even if there is a group.
+        load_planner: what to read. A ``DefaultLoadPlanner`` by default.
+        save_planner: what to write. A ``DefaultSavePlanner`` by default.
+
+    Example:
+        >>> import tempfile, torch
+        >>> import holdfast.dcp as dcp
+        >>> from holdfast.dcp._checkpointer import _Checkpointer
+        >>> path = tempfile.mkdtemp()
+        >>> checkpointer = _Checkpointer(dcp.FileSystemWriter(path), dcp.FileSystemReader(path))
+        >>> _ = checkpointer.save({"weights": torch.ones(2)})
+        >>> state = {"weights": torch.zeros(2)}
+        >>> checkpointer.load(state)
+        >>> state
+        {'weights': tensor([1., 1.])}
+    """
+
+    def __init__(
+        self,
+        storage_writer: StorageWriter,
+        storage_reader: StorageReader,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        coordinator_rank: int = 0,
+        no_dist: bool = False,
+        load_planner: LoadPlanner | None = None,
+        save_planner: SavePlanner | None = None,
+    ) -> None:
+        self.storage_writer = storage_writer
+        self.storage_reader = storage_reader
+        self.process_group = process_group
+        self.coordinator_rank = coordinator_rank
+        self.no_dist = no_dist
+        self.load_planner = load_planner
+        self.save_planner = save_planner
+
+    def save(self, state_dict: STATE_DICT_TYPE) -> Metadata:
+        """Save a state, as ``holdfast.dcp.save`` does. Returns the index of the checkpoint."""
+        warn_of_unseen_failures()
+        if (destination := _destination(None, self.storage_writer)) is not None:
+            wait_for_saves_to(destination)
+        return _perform_save(self._ranks("save"), state_dict, **self._target()._asdict())
+
+    def async_save(self, state_dict: STATE_DICT_TYPE) -> Future[Metadata]:
+        """Take a private copy of a state and save it in the background. The future is of the checkpoint's index."""
+        response = _async_save(
+            state_dict,
+            self._target(),
+            process_group=self.process_group,
+            coordinator_rank=self.coordinator_rank,
+            no_dist=self.no_dist,
+        )
+        if isinstance(response, AsyncSaveResponse):
+            return cast("Future[Metadata]", response.upload_completion)
+        return response
+
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """Load into a state, as ``holdfast.dcp.load`` does."""
+        _perform_load(
+            self._ranks("load"),
+            state_dict,
+            checkpoint_id=_path_of(self.storage_reader),
+            storage_reader=self.storage_reader,
+            planner=self.load_planner,
+        )
+
+    def _ranks(self, verb: str) -> Collectives:
+        return Collectives(self.process_group, not _runs_alone(self.no_dist, verb), self.coordinator_rank)
+
+    def _target(self) -> _Target:
+        return _Target(_path_of(self.storage_writer), self.storage_writer, self.save_planner)
+
+
+def _path_of(storage: StorageWriter | StorageReader) -> AnyPath | None:
+    """Where a storage is. Naming its path anew tells it that a new save or load begins."""
+    path: AnyPath | None = getattr(storage, "checkpoint_id", None)
+    return path
