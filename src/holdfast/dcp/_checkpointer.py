@@ -57,13 +57,9 @@ class _Checkpointer:
         load_planner: LoadPlanner | None = None,
         save_planner: SavePlanner | None = None,
     ) -> None:
-        self.storage_writer = storage_writer
-        self.storage_reader = storage_reader
-        self.process_group = process_group
-        self.coordinator_rank = coordinator_rank
-        self.no_dist = no_dist
-        self.load_planner = load_planner
-        self.save_planner = save_planner
+        self.storage_writer, self.save_planner = storage_writer, save_planner
+        self.storage_reader, self.load_planner = storage_reader, load_planner
+        self.process_group, self.coordinator_rank, self.no_dist = process_group, coordinator_rank, no_dist
 
     def save(self, state_dict: STATE_DICT_TYPE) -> Metadata:
         """Save a state, as ``holdfast.dcp.save`` does. Returns the index of the checkpoint."""
