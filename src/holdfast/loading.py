@@ -52,7 +52,10 @@ class _Load:
         self.planner = planner
         self.ranks = ranks
         self.saved_rank_by_rank = False
-        self.about = {"checkpoint_id": getattr(reader, "checkpoint_id", None), "process_group": ranks.group}
+        self.about: dict[str, Any] = {
+            "checkpoint_id": getattr(reader, "checkpoint_id", None),
+            "process_group": ranks.group,
+        }
 
     def run(self) -> None:
         """All steps."""

@@ -52,7 +52,10 @@ class _Save:
         self.ranks = ranks
         self.destination: str | None = None
         self.metadata: Metadata | None = None
-        self.about = {"checkpoint_id": getattr(writer, "checkpoint_id", None), "process_group": ranks.group}
+        self.about: dict[str, Any] = {
+            "checkpoint_id": getattr(writer, "checkpoint_id", None),
+            "process_group": ranks.group,
+        }
 
     def together(self) -> Metadata:
         """The ranks plan together and commit one index."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ import holdfast.dcp as dcp
 from holdfast.dcp._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
 from holdfast.dcp._storage_utils import _storage_setup
 from holdfast.dcp.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+from holdfast.dcp.state_dict_saver import AsyncCheckpointerType
 from holdfast.errors import CheckpointException, DamagedCheckpointError
 from tests.dcp.states import LIBRARIES
 
@@ -150,6 +152,45 @@ def test_a_path_without_a_checkpoint_is_described(url):
     dcp.save(state(), checkpoint_id=f"{url}/inner")
     with pytest.raises(CheckpointException, match=r"checkpoints inside of it: inner"):
         dcp.load(blank(), checkpoint_id=url)
+
+
+# --- in the background -------------------------------------------------------------------------------------------
+
+
+def test_a_background_save_goes_to_memory_and_sees_nothing_of_later_changes(url):
+    changing = state(1)
+    for writer in (None, FsspecWriter(url)):
+        saved = dcp.async_save(changing, checkpoint_id=url, storage_writer=writer)
+        changing["weights"] += 100
+        saved.result()
+        changing = state(1)
+        loaded = blank()
+        dcp.load(loaded, checkpoint_id=url)
+        assert_same(loaded, state(1))
+
+
+def save_in_background(url: str, seed: int, kind: str) -> None:
+    whole = torch.arange(70.0).reshape(10, 7) + seed
+    value = {"sharded": sharded(whole), "whole": whole.clone(), "seed": seed}
+    writer = FsspecWriter(url, auto_mkdir=True)
+    saved = dcp.async_save(value, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType(kind))
+    value["whole"].zero_()
+    saved.result()
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_ranks_save_to_a_url_in_the_background(ranks, tmp_path, kind):
+    url = f"file://{tmp_path}/a"
+    ranks(2).run(save_in_background, url, 1, kind)
+    assert_all_loaded(ranks(2).run(load_sharded, url), 1)
+
+
+def test_a_writer_travels_to_another_process_with_its_options(tmp_path):
+    writer = FsspecWriter(f"file://{tmp_path}/a", auto_mkdir=True)
+    copy = pickle.loads(pickle.dumps(writer))
+    copy.reset(f"file://{tmp_path}/b")
+    assert copy.fs.fs.auto_mkdir
+    assert copy.path == f"file://{tmp_path}/b"
 
 
 # --- options -----------------------------------------------------------------------------------------------------
