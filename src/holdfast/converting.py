@@ -20,12 +20,13 @@ import torch
 
 from holdfast import settings
 from holdfast.coordination.collectives import Collectives
-from holdfast.errors import CheckpointNotFoundError
+from holdfast.errors import CheckpointNotFoundError, UnsupportedTensorError
+from holdfast.formats.dcp.tensor_records import QUANTIZED_DTYPES
 from holdfast.formats.torch_file.description import describe
 from holdfast.formats.torch_file.mapped_pages import release_pages
 from holdfast.formats.torch_file.reading import read_torch_file
 from holdfast.formats.torch_file.zip_writer import ZipWriter
-from holdfast.metadata import Metadata
+from holdfast.metadata import Metadata, TensorStorageMetadata
 from holdfast.planning.load_planner import EmptyStateDictLoadPlanner
 from holdfast.planning.local_bytes import as_bytes
 from holdfast.planning.plan import LoadItemType, LoadPlan, ReadItem, SavePlan, WriteItem, written_bytes
@@ -127,6 +128,7 @@ class _Export:
 
     def _plan(self) -> None:
         metadata = self._read_index()
+        _refuse_quantized_tensors(metadata)
         with torch.device("meta"):  # the planner makes a place for every tensor; none of them gets memory here
             self.planner.set_up_planner({}, metadata, is_coordinator=True)
         self.reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -159,6 +161,18 @@ class _Export:
 
     def _read(self, items: list[ReadItem]) -> None:
         self.ranks.all_gather_status("read", lambda: self.reader.read_data(LoadPlan(items), self.planner).wait())
+
+
+def _refuse_quantized_tensors(metadata: Metadata) -> None:
+    """Their scales are not in the index, so there is nothing to put them together with."""
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype in QUANTIZED_DTYPES:
+            raise UnsupportedTensorError(
+                f"'{key}' is a quantized tensor ({entry.properties.dtype}), which can only be loaded into one with the "
+                "same scales. Load it with holdfast.dcp.load, and torch.save the state.",
+                key=key,
+                kind=str(entry.properties.dtype),
+            )
 
 
 def _is_stand_in(value: Any) -> bool:

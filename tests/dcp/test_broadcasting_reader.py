@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import holdfast.dcp as dcp
 from holdfast.dcp.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
@@ -27,6 +28,7 @@ from holdfast.errors import (
 )
 from holdfast.planning.plan import LoadPlan, ReadItem
 from holdfast.storage import deliveries
+from tests.dcp.memory import growth_while
 from tests.dcp.states import LAYOUTS, Layouts, blank, numbered, same_bits, same_parts
 from tests.ranks import RankPool
 
@@ -95,7 +97,7 @@ def test_old_files_work_too(ranks: RankPool, tmp_path: Path, zipped: bool) -> No
 
 
 def load_laid_out(path: Path, block_bytes: int) -> list[str]:
-    deliveries.BLOCK_BYTES = block_bytes
+    usual, deliveries.BLOCK_BYTES = deliveries.BLOCK_BYTES, block_bytes
     try:
         layouts = Layouts()
         wrong = []
@@ -105,12 +107,12 @@ def load_laid_out(path: Path, block_bytes: int) -> list[str]:
             if not same_parts(target, expected):
                 wrong.append(layout)
     finally:
-        deliveries.BLOCK_BYTES = 32 << 20
+        deliveries.BLOCK_BYTES = usual
     return wrong
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("world_size", "block_bytes"), [(2, 32 << 20), (3, 20), (4, 64)])
+@pytest.mark.parametrize(("world_size", "block_bytes"), [(2, 1 << 20), (3, 20), (4, 64)])
 def test_every_rank_gets_its_slice_whatever_the_layout(
     ranks: RankPool, file: Path, world_size: int, block_bytes: int
 ) -> None:
@@ -186,6 +188,30 @@ def load_with_both(path: Path) -> bool:
         checkpoint_id=path,
     )
     return repr(ours) == repr(theirs)
+
+
+MEGABYTES = 160
+
+
+def load_large_slice(path: Path) -> tuple[int, int, bool]:
+    target = torch.zeros(MEGABYTES << 16, 4 // dist.get_world_size())  # columns, which do not lie together in the file
+    target.fill_(-1)  # so that the memory is really there
+    tensor = DTensor.from_local(target, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(1)])
+    usual, deliveries.BLOCK_BYTES = deliveries.BLOCK_BYTES, 1 << 20
+    try:
+        growth = growth_while(load, {"large": tensor}, path)
+    finally:
+        deliveries.BLOCK_BYTES = usual
+    return *growth, bool((target == dist.get_rank()).all())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_memory_that_it_takes_is_that_of_some_blocks(ranks: RankPool, tmp_path: Path) -> None:
+    torch.save({"large": torch.arange(2.0).repeat_interleave(2).repeat(MEGABYTES << 16, 1)}, tmp_path / "f.pt")
+
+    for anonymous, _, is_right in ranks(2).run(load_large_slice, tmp_path / "f.pt"):
+        assert is_right
+        assert anonymous < MEGABYTES / 4  # half of what a rank receives
 
 
 # Who reads
@@ -394,6 +420,8 @@ def load_with_a_fault(path: Path, rank: int, method: str) -> tuple[list[int], st
     state = {"big": torch.zeros(1 << 20), "small": torch.zeros(3), "step": 0}
     with pytest.raises(dcp.CheckpointException) as raised:
         load(state, path, planner=Faulty(rank, method))
+    if dist.get_rank() == rank and method == "load_bytes":
+        assert not state["big"].any()  # values come first: one that is refused leaves the tensors alone
     after: dict[str, Any] = {"big": torch.zeros(1 << 20), "small": torch.zeros(3), "step": 0}
     load(after, path)  # the ranks are still in step
     works = after["step"] == 7 and after["small"].tolist() == [2, 2, 2]
@@ -551,3 +579,14 @@ def test_a_reader_can_be_used_again(file: Path, tmp_path: Path) -> None:
     for path, expected in ((None, 7), (tmp_path / "other.pt", 8), (None, 8), (file, 7)):
         dcp.load(state, storage_reader=reader, checkpoint_id=path)
         assert state == {"step": expected}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_reader_does_not_hold_on_to_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "f.pt"
+    torch.save({"w": torch.ones(3), "step": 7}, path)
+    reader = BroadcastingTorchSaveReader(path)
+
+    dcp.load({"step": 0}, storage_reader=reader)
+
+    assert str(path) not in Path("/proc/self/maps").read_text()

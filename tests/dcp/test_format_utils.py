@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 import sys
-import threading
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -36,6 +35,7 @@ from holdfast.errors import (
     UnsupportedTensorError,
     UnsupportedValueError,
 )
+from tests.dcp.memory import growth_while
 from tests.dcp.states import LAYOUTS, Layouts, bits, numbered
 from tests.ranks import RankPool
 
@@ -239,6 +239,18 @@ def test_values_that_need_code_are_refused_by_key_and_read_after_an_opt_in(tmp_p
         dcp_to_torch_save(tmp_path / "c", tmp_path / "f.pt")
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_a_quantized_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    # Stock fails with an internal assertion of torch.
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 1, torch.qint8)
+    save(dcp, {"w": torch.ones(2), "q": quantized}, tmp_path / "c")
+
+    with pytest.raises(dcp.CheckpointException, match="'q' is a quantized tensor"):
+        dcp_to_torch_save(tmp_path / "c", tmp_path / "f.pt")
+
+    assert os.listdir(tmp_path) == ["c"]
+
+
 def data_file(folder: Path) -> Path:
     (path,) = folder.glob("*.distcp")
     return path
@@ -382,6 +394,19 @@ def test_new_folders_are_removed_after_an_error_and_old_ones_stay(tmp_path: Path
     assert os.listdir(tmp_path / "old") == []
 
 
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({f"t{n}": torch.ones(1000) for n in range(3)}, tmp_path / "f.pt")
+
+    def interrupt(tensor: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("holdfast.converting.release_pages", interrupt)  # called when a tensor has been written
+    with pytest.raises(KeyboardInterrupt):
+        torch_save_to_dcp(tmp_path / "f.pt", tmp_path / "a" / "b")
+
+    assert os.listdir(tmp_path) == ["f.pt"]
+
+
 def test_an_earlier_checkpoint_is_replaced_with_a_warning(tmp_path: Path) -> None:
     save(dcp, {"old": 1}, tmp_path / "c")
     torch.save({"new": 2}, tmp_path / "f.pt")
@@ -426,31 +451,6 @@ TENSOR_MB, TENSORS = 36, 7
 """Each is larger than what glibc keeps for itself when it is freed, so that it is seen when one is not freed."""
 
 
-def megabytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) // 1024
-
-
-def growth(convert: Callable[[Path, Path], None], source: Path, target: Path) -> tuple[int, int]:
-    """By how many megabytes a process grows at most: memory of its own, and with pages of files that it has mapped."""
-    seen: list[tuple[int, int]] = [(megabytes("RssAnon"), megabytes("VmRSS"))]
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.0005):
-            seen.append((megabytes("RssAnon"), megabytes("VmRSS")))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        convert(source, target)
-    finally:
-        done.set()
-        watcher.join()
-    anonymous, resident = zip(*seen, strict=True)
-    return max(anonymous) - anonymous[0], max(resident) - resident[0]
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("large")
@@ -465,12 +465,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_file_becomes_a_checkpoint_with_the_memory_of_one_tensor(
     ranks: RankPool, large: Path, tmp_path: Path
 ) -> None:
-    ((anonymous, resident),) = ranks(1).run(
-        growth, torch_save_to_dcp, large / "f.pt", tmp_path / "c", process_group=False
-    )
+    (growth,) = ranks(1).run(growth_while, torch_save_to_dcp, large / "f.pt", tmp_path / "c", process_group=False)
 
-    assert anonymous < TENSOR_MB
-    assert resident < 2 * TENSOR_MB
+    assert growth.anonymous < TENSOR_MB
+    assert growth.resident < 2 * TENSOR_MB
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -478,9 +476,8 @@ def test_a_file_becomes_a_checkpoint_with_the_memory_of_one_tensor(
 def test_a_checkpoint_becomes_a_file_with_the_memory_of_a_few_tensors(
     ranks: RankPool, large: Path, tmp_path: Path, saved_by: str
 ) -> None:
-    ((anonymous, _),) = ranks(1).run(
-        growth, dcp_to_torch_save, large / saved_by, tmp_path / "f.pt", process_group=False
-    )
+    source, target = large / saved_by, tmp_path / "f.pt"
+    (growth,) = ranks(1).run(growth_while, dcp_to_torch_save, source, target, process_group=False)
 
     # One as it is stored, one unpacked from that, and one that is put together from all chunks.
-    assert anonymous < 3.5 * TENSOR_MB
+    assert growth.anonymous < 3.5 * TENSOR_MB

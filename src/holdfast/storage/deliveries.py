@@ -26,7 +26,7 @@ from holdfast.planning.local_bytes import as_bytes, as_plain_cpu, copyable
 from holdfast.planning.plan import LoadItemType, ReadItem
 from holdfast.planning.planner import LoadPlanner
 
-BLOCK_BYTES = 32 << 20
+BLOCK_BYTES = 16 << 20
 """How much of an item is sent at a time. Sender and receiver need this much memory beside the state itself."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -85,6 +85,14 @@ def test_a_file_of_another_kind_is_named(tmp_path: Path, content: bytes) -> None
         read(tmp_path / "f.pt", verify=False)
 
 
+@pytest.mark.parametrize("content", [b"", b"hello world", b"PK\x03\x04 and nothing else"])
+def test_with_code_allowed_a_file_of_another_kind_is_still_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "f.pt").write_bytes(content)
+
+    with pytest.raises(DamagedCheckpointError, match=r"f\.pt"):
+        read(tmp_path / "f.pt", allow_pickle=True)
+
+
 def test_a_file_that_was_cut_off_is_noticed(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1000)}, tmp_path / "f.pt")
     whole = (tmp_path / "f.pt").read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import zlib
 from pathlib import Path
@@ -53,9 +54,9 @@ def _load(file: Path, *, mmap: bool, allow_pickle: bool) -> Any:
     except (OSError, MemoryError):
         raise
     except Exception as error:
-        if allow_pickle:
+        if allow_pickle and not isinstance(error, (pickle.UnpicklingError, EOFError)):
             raise  # code that the file names was run, and this may be its own error
-        names = _refused_names(file, error, is_archive=mmap)
+        names = [] if allow_pickle else _refused_names(file, error, is_archive=mmap)
         if names:
             raise RefusedPickleError(
                 f"{file} holds objects that only code can rebuild: {', '.join(names)}. If you trust its author, allow "
