@@ -270,6 +270,21 @@ def test_scales_that_do_not_fit_are_refused(stored: dict[str, torch.Tensor], tmp
     assert refused.value.key == key
 
 
+def test_blocks_that_were_torn_apart_are_refused(tmp_path: Path) -> None:
+    told = {"e_scales": [0, 0], "e_blocks": [0, 0, 0]}
+    for number, blocks in enumerate(torch.ones(1, 2, 4, dtype=torch.uint8).chunk(2, dim=2)):
+        tensors = {"e_blocks": blocks.contiguous()}
+        if number == 0:
+            tensors["e_scales"] = torch.ones(1, 2, dtype=torch.uint8)
+        sharding = {key: {"saved_offsets": told[key]} for key in tensors}
+        name = f"shard-{number + 1:05d}-model-00001-of-00001.safetensors"
+        save_file(tensors, tmp_path / name, {"DCP_SHARDING_INFO": json.dumps(sharding)})
+        told["e_blocks"] = [0, 0, 2]
+
+    with pytest.raises(DamagedCheckpointError, match=r"'e_blocks'.*blocks in one piece"):
+        QuantizedHuggingFaceStorageReader(tmp_path).read_metadata()
+
+
 def test_a_block_has_at_least_one_row(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="block_size"):
         QuantizedHuggingFaceStorageReader(tmp_path, block_size=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,17 @@ from holdfast.dcp import _consolidate_hf_safetensors as consolidation
 from holdfast.dcp import _hf_utils as utils
 from holdfast.dcp import hf_storage as storage
 from holdfast.dcp import quantized_hf_storage as quantized
-from holdfast.dcp.default_planner import DefaultSavePlanner
+from holdfast.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.dcp.filesystem import FileSystemReader, FileSystemWriter
 from holdfast.dcp.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from holdfast.dcp.metadata import TensorStorageMetadata
-from holdfast.errors import CheckpointException, InvalidPlanError, UnsupportedTensorError, UnsupportedValueError
+from holdfast.dcp.metadata import MetadataIndex, TensorStorageMetadata
+from holdfast.errors import (
+    CheckpointException,
+    DamagedCheckpointError,
+    InvalidPlanError,
+    UnsupportedTensorError,
+    UnsupportedValueError,
+)
 from holdfast.formats.safetensors.torch_dtypes import BY_NAME
 from tests.dcp.states import bits, blank, differing, of_bytes
 
@@ -308,6 +316,36 @@ def test_a_reader_follows_reset(tmp_path: Path) -> None:
     assert state["w"] == 2
 
 
+def test_a_save_in_the_background_takes_the_state_of_the_moment(tmp_path: Path) -> None:
+    state = {"w": torch.ones(4)}
+
+    future = dcp.async_save(state, storage_writer=HuggingFaceStorageWriter(tmp_path))
+    state["w"].zero_()
+    future.result()
+
+    assert loaded(state, tmp_path)["w"].tolist() == [1, 1, 1, 1]
+
+
+def test_a_writer_travels_to_other_processes(tmp_path: Path) -> None:
+    writer = pickle.loads(pickle.dumps(HuggingFaceStorageWriter(tmp_path, {"w": 1}, save_distributed=True)))
+
+    dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
+
+    assert files(tmp_path) == [f"shard-00001-model-00001-of-00001{utils.SUFFIX}"]
+
+
+def test_a_reader_tells_which_save_it_sees(tmp_path: Path) -> None:
+    ids = []
+    for mode in ("whole", "parts"):
+        save({"w": torch.ones(3)}, tmp_path / mode, **MODES[mode])
+        meta = HuggingFaceStorageReader(tmp_path / mode).read_metadata().storage_meta
+        assert meta is not None
+        ids.append(meta.save_id)
+    assert None not in ids
+    assert ids[0] != ids[1]
+    assert ids[0] == json.loads((tmp_path / "whole" / INDEX).read_text())["metadata"]["holdfast_save_id"]
+
+
 def test_only_the_slices_that_are_needed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save({"big": torch.arange(1 << 20), "w": torch.ones(3)}, tmp_path)
     read: list[int] = []
@@ -436,6 +474,33 @@ def test_a_read_error_in_any_thread_is_the_error_of_the_load(
     monkeypatch.setattr(region_reads, "read_exactly", failing)
     with pytest.raises(CheckpointException, match=r"Input/output error.*item\(s\) of this rank"):
         loaded(state, tmp_path, thread_count=threads)
+
+
+def test_a_load_planner_with_another_shape_than_planned_is_refused(tmp_path: Path) -> None:
+    class Larger(DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            return torch.zeros(2, 3)
+
+    save({"w": torch.ones(3)}, tmp_path)
+    with pytest.raises(CheckpointException, match=r"'w'.*shape \[2, 3\].*\[3\]"):
+        dcp.load(
+            {"w": torch.zeros(3)}, storage_reader=HuggingFaceStorageReader(tmp_path), planner=Larger(), no_dist=True
+        )
+
+
+def test_a_load_planner_that_asks_for_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    class Elsewhere(DefaultLoadPlanner):
+        def create_local_plan(self) -> Any:
+            plan = super().create_local_plan()
+            wrong = MetadataIndex("w", torch.Size([1]))
+            return replace(plan, items=[replace(item, storage_index=wrong) for item in plan.items])
+
+    save({"w": torch.ones(3)}, tmp_path)
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load(
+            {"w": torch.zeros(3)}, storage_reader=HuggingFaceStorageReader(tmp_path), planner=Elsewhere(), no_dist=True
+        )
+    assert isinstance(cause(raised), DamagedCheckpointError)
 
 
 def test_loading_into_other_dtypes_follows_the_planner(tmp_path: Path) -> None:

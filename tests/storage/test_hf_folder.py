@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
 
 import holdfast.dcp as dcp
+from holdfast.dcp._consolidate_hf_safetensors import consolidate_safetensors_files
 from holdfast.dcp.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError
 from holdfast.storage.hf_commit import Folder, Switch, make_index
@@ -372,6 +373,22 @@ def test_files_are_found_under_either_name(options: dict[str, Any], tmp_path: Pa
     assert value(path) == 2
     assert not list(path.glob("*.tmp"))
     assert not (path / RECORD).exists()
+
+
+def test_parts_under_either_name_are_consolidated(tmp_path: Path) -> None:
+    path = half_switched(tmp_path, save_distributed=True)
+
+    consolidate_safetensors_files(path, tmp_path / "whole")
+
+    assert value(tmp_path / "whole", "w") == value(tmp_path / "whole", "v") == 1
+
+
+def test_a_part_that_was_replaced_after_the_commit_is_refused(tmp_path: Path) -> None:
+    path = half_switched(tmp_path, save_distributed=True)
+    save_file({"w": torch.full((3,), 9.0)}, path / "shard-00001-model-00001-of-00002.safetensors")
+
+    with pytest.raises(DamagedCheckpointError, match="different saves"):
+        contents(path)
 
 
 def test_a_file_that_was_replaced_after_the_commit_is_refused(tmp_path: Path) -> None:
