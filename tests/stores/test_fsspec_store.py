@@ -25,8 +25,8 @@ class Place:
     """A folder of a file system under test, and a second, independent view of it."""
 
     def __init__(self, url: str, options: dict[str, Any], other: Any) -> None:
-        self.files = FsspecFileSystem(**options)
-        self.folder = self.files.init_path(url)
+        self.files = FsspecFileSystem()
+        self.folder = self.files.init_path(url, **options)
         self.other = other
         self.files.mkdir(self.folder)
 
@@ -127,19 +127,24 @@ def test_a_file_whose_writing_fails_is_not_there(place):
     assert not place.other.exists(place.files._inner(place.at("part")))
 
 
-def test_what_others_wrote_is_seen_although_fsspec_remembers(place):
+SEEN = {
+    "a listing": lambda place: place.names() == ["mine", "theirs"],
+    "a file that came": lambda place: place.files.exists(place.at("theirs")),
+    "a file that went": lambda place: not place.files.exists(place.at("gone")),
+    "a file that grew": lambda place: place.read("mine") == b"much longer now",
+}
+
+
+@pytest.mark.parametrize("what", SEEN)
+def test_what_others_did_is_seen_although_fsspec_remembers(place, what):
     place.write("mine", b"short")
-    assert place.names() == ["mine"]  # from now on fsspec could answer from memory
-    assert not place.files.exists(place.at("theirs"))
-    assert place.read("mine") == b"short"
-    place.other.pipe_file(place.files._inner(place.at("theirs")), b"1")
-    place.other.pipe_file(place.files._inner(place.at("mine")), b"much longer now")
-    assert place.files.exists(place.at("theirs"))
-    assert place.names() == ["mine", "theirs"]
-    assert place.read("mine") == b"much longer now"
-    place.other.rm_file(place.files._inner(place.at("theirs")))
-    assert place.names() == ["mine"]
-    assert not place.files.exists(place.at("theirs"))
+    place.write("gone", b"1")
+    folder = place.files._inner(place.folder)
+    assert len(place.files.fs.ls(folder, detail=False)) == 2  # from now on fsspec could answer from memory
+    place.other.pipe_file(f"{folder}/theirs", b"1")
+    place.other.pipe_file(f"{folder}/mine", b"much longer now")
+    place.other.rm_file(f"{folder}/gone")
+    assert SEEN[what](place)
 
 
 def test_flushing_a_stream_never_syncs_the_whole_machine(place, monkeypatch):
@@ -248,8 +253,8 @@ def test_it_must_be_told_where_it_is():
 
 
 def test_options_stay_until_others_are_given(tmp_path):
-    files = FsspecFileSystem(auto_mkdir=True)
-    files.init_path(f"file://{tmp_path}/a")
+    files = FsspecFileSystem()
+    files.init_path(f"file://{tmp_path}/a", auto_mkdir=True)
     assert files.fs.auto_mkdir
     files.init_path(f"file://{tmp_path}/b")
     assert files.fs.auto_mkdir
@@ -395,8 +400,9 @@ def test_the_object_that_stands_for_a_folder_is_not_in_it(remote, bucket):
 @needs_s3
 def test_chained_urls_reach_the_server(remote, bucket, tmp_path):
     remote.write("file", b"content")
-    files = FsspecFileSystem(s3=bucket.options, simplecache={"cache_storage": str(tmp_path)})
-    folder = files.init_path(f"simplecache::{remote.folder}")
+    files = FsspecFileSystem()
+    options = {"s3": bucket.options, "simplecache": {"cache_storage": str(tmp_path)}}
+    folder = files.init_path(f"simplecache::{remote.folder}", **options)
     with files.create_stream(files.concat_path(folder, "file"), "rb") as stream:
         assert stream.read() == b"content"
     assert files.exists(files.concat_path(folder, "file"))
@@ -406,8 +412,9 @@ def test_chained_urls_reach_the_server(remote, bucket, tmp_path):
 @needs_s3
 def test_a_server_that_cannot_be_reached_is_an_os_error():
     config = {"retries": {"max_attempts": 0}, "connect_timeout": 1}
-    files = FsspecFileSystem(endpoint_url="http://127.0.0.1:9", key="k", secret="s", config_kwargs=config)
-    files.init_path("s3://bucket/folder")
+    files = FsspecFileSystem()
+    options = {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "s", "config_kwargs": config}
+    files.init_path("s3://bucket/folder", **options)
     files.fs.retries = 1
     with pytest.raises(OSError, match=r"127\.0\.0\.1:9"):
         files.ls("s3://bucket/folder")

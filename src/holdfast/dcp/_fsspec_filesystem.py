@@ -46,8 +46,9 @@ class FsspecWriter(FileSystemWriter):
             _extensions=_extensions,
             serialization_format=serialization_format,
         )
-        self.fs = FileSystem(**kwargs)
-        self.path = self.fs.init_path(path)
+        files = FileSystem()
+        self.path = files.init_path(path, **kwargs)
+        self.fs = files
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: AnyPath) -> bool:
@@ -70,15 +71,16 @@ class FsspecReader(FileSystemReader):
     def __init__(
         self,
         path: AnyPath,
-        _extension_registry: TransformRegistry | None = None,
         *,
+        _extension_registry: TransformRegistry | None = None,
         allow_pickle: bool | None = None,
         verify: bool | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(path, _extension_registry, allow_pickle=allow_pickle, verify=verify)
-        self.fs = FileSystem(**kwargs)
-        self.path = self.fs.init_path(path)
+        files = FileSystem()
+        self.path = files.init_path(path, **kwargs)
+        self.fs = files
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: AnyPath) -> bool:

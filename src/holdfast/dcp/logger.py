@@ -13,8 +13,8 @@ from holdfast.events import logger as _dcp_logger
 
 __all__ = ["DCP_LOGGER_NAME", "_dcp_logger", "_dcp_method_logger", "_get_msg_dict", "_init_logger", "logger"]
 
-P = ParamSpec("P")
-T = TypeVar("T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 logger = logging.getLogger("holdfast")
 
@@ -23,7 +23,7 @@ _RECORDED = {"checkpoint_id", "process_group", "group", "pg", "storage_writer", 
 
 def _dcp_method_logger(
     log_exceptions: bool = False, **wrapper_kwargs: Any
-) -> Callable[[Callable[P, T]], Callable[P, T]]:
+) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Record the calls of a function. ``wrapper_kwargs`` stand for arguments that it is not given by name.
 
     Example:
@@ -43,9 +43,9 @@ def _dcp_method_logger(
         >>> _dcp_logger.removeHandler(handler)
     """
 
-    def decorate(func: Callable[P, T]) -> Callable[P, T]:
+    def decorate(func: Callable[_P, _T]) -> Callable[_P, _T]:
         @functools.wraps(func)
-        def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             about = {key: value for key, value in {**wrapper_kwargs, **kwargs}.items() if key in _RECORDED}
             with recorded(func.__name__, log_exceptions=log_exceptions, **about):
                 return func(*args, **kwargs)

@@ -22,7 +22,7 @@ from holdfast.stores.filesystem import AnyPath, FileSystemBase
 
 
 class FsspecFileSystem(FileSystemBase):
-    """A file system of fsspec. Paths are URLs, chained ones too; ``options`` are those of the URL's protocol.
+    """A file system of fsspec. Paths are URLs, chained ones too.
 
     Example:
         >>> files = FsspecFileSystem()
@@ -32,14 +32,14 @@ class FsspecFileSystem(FileSystemBase):
         ['/run/step-1/notes']
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
         self.fs: Any = None
         self._url = ""
         self._root = ""
 
     def init_path(self, path: AnyPath, **kwargs: Any) -> str:
-        """Connect to where ``path`` is. Options are kept for later paths, until others are given."""
+        """Connect to where ``path`` is. ``kwargs`` are options of its protocol, and stay until others are given."""
         if kwargs:
             self.options = kwargs
         url = _without_end_slash(os.fspath(path))
