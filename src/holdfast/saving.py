@@ -35,7 +35,10 @@ def save_state(
     """Save ``state_dict`` with all ranks of ``ranks``; every rank gets the index of the whole checkpoint."""
     started = time.perf_counter()
     save = _Save(state_dict, writer, planner, ranks)
-    metadata = save.together() if use_collectives else save.each_for_itself()
+    try:
+        metadata = save.together() if use_collectives else save.each_for_itself()
+    finally:
+        save.let_go()
     logger.info("saved %d keys in %.3f s", len(metadata.state_dict_metadata), time.perf_counter() - started)
     return metadata
 
@@ -56,6 +59,10 @@ class _Save:
             "checkpoint_id": getattr(writer, "checkpoint_id", None),
             "process_group": ranks.group,
         }
+
+    def let_go(self) -> None:
+        """Forget the state. The traceback of an error leads here, and must not keep it alive."""
+        del self.state_dict, self.planner
 
     def together(self) -> Metadata:
         """The ranks plan together and commit one index."""

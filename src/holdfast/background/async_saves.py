@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -14,11 +14,11 @@ from holdfast import settings
 from holdfast.background import exit as _waits_for_saves_at_exit  # noqa: F401
 from holdfast.background.futures import SaveFuture
 from holdfast.background.messages import Request, Work
-from holdfast.background.queues import SaveQueue, queue_of
-from holdfast.background.writer_process import WriterProcess, pack_request
+from holdfast.background.queues import SaveQueue, forget_queue, queue_of
+from holdfast.background.writer_process import idle_writer, pack_request
 from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.linked import LinkedCollectives
-from holdfast.coordination.private_group import PrivateGroup, private_group_of
+from holdfast.coordination.private_group import PrivateGroup, forget_private_group, private_group_of
 from holdfast.metadata import Metadata
 
 State = dict[str, Any]
@@ -30,18 +30,26 @@ class Lane:
 
     link: PrivateGroup | None
     queue: SaveQueue
-    writer: WriterProcess = field(default_factory=WriterProcess)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, *, alone: bool) -> Lane:
         """The lane of a process group, or of this process alone. The same one each time."""
         link = None if alone else private_group_of(group)
         if link not in _lanes:
+            _close_lanes_of_destroyed_groups()
             _lanes[link] = cls(link, queue_of(link))
         return _lanes[link]
 
 
 _lanes: dict[PrivateGroup | None, Lane] = {}
+
+
+def _close_lanes_of_destroyed_groups() -> None:
+    for link, lane in list(_lanes.items()):
+        if link is not None and link.is_orphaned() and lane.queue.is_idle():
+            del _lanes[link]
+            forget_queue(link)
+            forget_private_group(link)
 
 
 def save_in_background(
@@ -52,9 +60,13 @@ def save_in_background(
     Every rank of the lane must do so, in the same order. ``work`` saves; with ``in_process`` in a process of its own.
     """
     chosen = asdict(settings.current())
+    # Taken out when it is needed: what is left of this call in the traceback of an error must not keep the copy alive.
+    box = [staged]
+    del staged
 
     def get_state() -> State:
-        return staged.result() if isinstance(staged, Future) else staged
+        taken = box.pop()
+        return taken.result() if isinstance(taken, Future) else taken
 
     def save_here(ranks: Collectives) -> Metadata:
         return work(ranks, ranks.own_error_first("plan", get_state))
@@ -64,7 +76,8 @@ def save_in_background(
         request = ranks.own_error_first(
             "plan", lambda: pack_request(Request(work, get_state(), ranks.rank, members, coordinator_rank, chosen))
         )
-        return lane.writer.save(request, lane.link, destination)
+        with idle_writer() as writer:
+            return writer.save(request, lane.link, destination)
 
     return _queue(lane, save_in_writer if in_process else save_here, destination, coordinator_rank)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from holdfast.background.futures import SaveFuture, forget_failures
 from holdfast.coordination.private_group import forget_private_groups
+from holdfast.errors import CheckpointException
 from holdfast.metadata import Metadata
 
 Job = Callable[[], Metadata]
@@ -39,6 +40,11 @@ class SaveQueue:
                 self._is_working = True
                 threading.Thread(target=self._work, name="holdfast-save", daemon=True).start()
         return future
+
+    def is_idle(self) -> bool:
+        """Whether nothing is running or waiting."""
+        with self._changed:
+            return not self._is_working
 
     def wait_until_idle(self) -> None:
         """Return when nothing is running or waiting."""
@@ -76,11 +82,18 @@ def _run(job: Job, future: SaveFuture, context: contextvars.Context) -> None:
         future.set_result(metadata)
 
 
-def _let_go_of_locals(error: BaseException | None) -> None:
+def _let_go_of_locals(error: BaseException) -> None:
     """A future may be kept for long, and its error must not keep a copy of the state."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    waiting, seen = [error], set()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        waiting.extend(linked for linked in (each.__cause__, each.__context__) if linked is not None)
+        if isinstance(each, CheckpointException):
+            waiting.extend(failure for failure, _ in each.failures.values())
 
 
 _queues: dict[object, SaveQueue] = {}
@@ -91,6 +104,12 @@ def queue_of(group: object) -> SaveQueue:
     """The queue of a group, or of the saves without one (``None``)."""
     with _lock:
         return _queues.setdefault(group, SaveQueue())
+
+
+def forget_queue(group: object) -> None:
+    """Give up the queue of a group that is no more."""
+    with _lock:
+        _queues.pop(group, None)
 
 
 def all_queues() -> list[SaveQueue]:

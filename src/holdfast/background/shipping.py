@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from holdfast.staging.arenas import Arena, ArenaPool, Memory, shared_arena_of
+from holdfast.staging.arenas import Arena, ArenaPool, Lease, Memory, shared_arena_of
 from holdfast.staging.copies import is_wrapper, make_sharded, put_together, take_apart
 from holdfast.staging.snapshots import Snapshot, plain_parts_of_state
 
@@ -42,9 +42,9 @@ class _Packer(pickle.Pickler):
             return None
         if arena not in self.arenas:
             self.arenas.append(arena)
-        start = obj.data_ptr() - obj.untyped_storage().data_ptr()
-        layout = (tuple(obj.size()), obj.stride(), obj.dtype, obj.requires_grad)
-        return (self.arenas.index(arena), start, *layout)
+        start = obj.untyped_storage().data_ptr() - arena.address
+        memory = (self.arenas.index(arena), start, obj.untyped_storage().nbytes())
+        return (*memory, tuple(obj.size()), obj.stride(), obj.storage_offset(), obj.dtype, obj.requires_grad)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ShardedTensor):  # its own way asks for a process group on the other side
@@ -56,17 +56,15 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, blocks: list[torch.Tensor], import_main: Callable[[], None]) -> None:
+    def __init__(self, stream: io.BytesIO, blocks: list[memoryview], import_main: Callable[[], None]) -> None:
         super().__init__(stream)
         self._blocks = blocks
         self._import_main = import_main
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        block, start, size, stride, dtype, requires_grad = pid
-        elements = self._blocks[block][start:]
-        whole = len(elements) // dtype.itemsize * dtype.itemsize
-        tensor: torch.Tensor = elements[:whole].view(dtype).as_strided(size, stride)
-        return tensor.requires_grad_(requires_grad)
+        block, start, nbytes, size, stride, offset, dtype, requires_grad = pid
+        storage = Lease(self._blocks[block]).tensor(start, nbytes)
+        return storage.view(dtype).as_strided(size, stride, offset).requires_grad_(requires_grad)
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "__main__" and not hasattr(sys.modules["__main__"], name):
@@ -87,5 +85,5 @@ def unpack(data: bytes, descriptors: Iterable[tuple[int, int]], import_main: Cal
 
     ``import_main`` is called if something was defined in the program's main script.
     """
-    blocks = [torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8) for fd, size in descriptors]
+    blocks = [memoryview(mmap.mmap(fd, size)) for fd, size in descriptors]
     return _Unpacker(io.BytesIO(data), blocks, import_main).load()

@@ -13,7 +13,8 @@ import pickle
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -32,6 +33,18 @@ logger = logging.getLogger(__name__)
 PackedRequest = tuple[bytes, list[Arena]]
 
 _START = "from holdfast.background.writer_main import main; main({descriptor})"
+
+
+class _ConnectionLost(Exception):
+    """The other end is gone. Not to be mistaken for an error of the save, which can be an ``OSError`` too."""
+
+
+@contextmanager
+def _noticing_a_lost_connection() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise _ConnectionLost from error
 
 
 class WriterProcess:
@@ -54,24 +67,25 @@ class WriterProcess:
         data, arenas = request
         try:
             connection = self._start() if self._connection is None else self._connection
-            connection.send_bytes(pickle.dumps([arena.size for arena in arenas]))
-            for arena in arenas:
-                assert self._process is not None
-                assert arena.descriptor is not None
-                reduction.send_handle(connection, arena.descriptor, self._process.pid)
-            connection.send_bytes(data)
+            with _noticing_a_lost_connection():
+                connection.send_bytes(pickle.dumps([arena.size for arena in arenas]))
+                for arena in arenas:
+                    assert self._process is not None
+                    assert arena.descriptor is not None
+                    reduction.send_handle(connection, arena.descriptor, self._process.pid)
+                connection.send_bytes(data)
             return self._serve(connection, link)
-        except (EOFError, OSError) as error:
-            if isinstance(error, OSError) and self._process is not None and self._process.poll() is None:
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(timeout=10)  # its end of the connection is closed: it is about to end
+        except _ConnectionLost as lost:
+            assert self._process is not None
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=10)  # it is about to end, if it has not
             message = (
                 f"{self._obituary()} while it saved to {destination}. Nothing was committed; an earlier checkpoint "
                 "there is as it was. Save again: a new process is started."
             )
-            exit_code = None if self._process is None else self._process.returncode
+            exit_code = self._process.returncode
             self.close()
-            raise WriterProcessError(message, exit_code=exit_code, path=destination) from error
+            raise WriterProcessError(message, exit_code=exit_code, path=destination) from lost.__cause__
 
     def close(self) -> None:
         """End the process. It finishes what it is doing."""
@@ -87,7 +101,8 @@ class WriterProcess:
 
     def _serve(self, connection: Connection[Any, Any], link: Link | None) -> Metadata:
         while True:
-            message = opened(connection.recv_bytes())
+            with _noticing_a_lost_connection():
+                message = opened(connection.recv_bytes())
             if isinstance(message, Answer):
                 result: Metadata = message.get()
                 return result
@@ -97,7 +112,8 @@ class WriterProcess:
                 answer = Answer(getattr(link, message.method)(*message.arguments))
             except Exception as error:
                 answer = Answer(error=PackedError.of(error))
-            connection.send_bytes(pickle.dumps(answer))
+            with _noticing_a_lost_connection():
+                connection.send_bytes(pickle.dumps(answer))
 
     def _start(self) -> Connection[Any, Any]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -116,8 +132,9 @@ class WriterProcess:
         connection: Connection[Any, Any] = Connection(ours.detach())
         preparation = get_preparation_data("holdfast-writer")
         preparation.pop("authkey", None)  # a secret of processes that listen; this one does not
-        connection.send_bytes(pickle.dumps(preparation))
         self._connection = connection
+        with _noticing_a_lost_connection():
+            connection.send_bytes(pickle.dumps(preparation))
         return connection
 
     def _obituary(self) -> str:
@@ -126,6 +143,23 @@ class WriterProcess:
         if code is not None and code < 0:
             return f"the writer process {self._process.pid} was killed by signal {-code}"
         return f"the writer process {self._process.pid} ended with exit code {code}"
+
+
+_idle: list[WriterProcess] = []
+
+
+@contextmanager
+def idle_writer() -> Iterator[WriterProcess]:
+    """A writer process for one save. It is kept for the next one, of whatever group."""
+    writer = _idle.pop() if _idle else WriterProcess()
+    try:
+        yield writer
+    finally:
+        _idle.append(writer)
+
+
+# A forked child has connections to its parent's writers, which are none of its business.
+os.register_at_fork(after_in_child=_idle.clear)
 
 
 def pack_request(request: Request) -> PackedRequest:

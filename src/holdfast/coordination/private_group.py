@@ -66,7 +66,8 @@ class PrivateGroup:
         self.rank = rank
         self.members = members
         self._origin = store
-        self._store = PrefixStore(name, store)
+        # A connection to the store of its own: while this one waits for the others, nobody else could use it.
+        self._store = PrefixStore(name, store.clone())  # type: ignore[attr-defined]
         self._timeout = timeout
         self._backend: Any = None
         self._broken: Exception | None = None
@@ -82,6 +83,10 @@ class PrivateGroup:
             self._leave(_Phase.FAILED)
             raise
         self._leave(_Phase.FINISHED)
+
+    def is_orphaned(self) -> bool:
+        """Whether the process group that this one goes with is no more."""
+        return all(store is not self._origin for _, store in c10d._world.pg_map.values())
 
     def close(self) -> None:
         """End the connection."""
@@ -183,7 +188,6 @@ class PrivateGroup:
 
 
 _groups: dict[tuple[int, str], PrivateGroup] = {}
-_made: dict[str, int] = {}
 _lock = threading.Lock()
 
 
@@ -197,10 +201,17 @@ def private_group_of(group: dist.ProcessGroup | None) -> PrivateGroup:
     with _lock:
         if key not in _groups:
             members = tuple(dist.get_process_group_ranks(group))
-            number = _made[group.group_name] = _made.get(group.group_name, -1) + 1
-            name = f"holdfast/{group.group_name}/{number}"
+            name = f"holdfast/{group.group_name}"
             _groups[key] = PrivateGroup(dist.get_rank(group), members, store, name, _timeout_of(group))
         return _groups[key]
+
+
+def forget_private_group(group: PrivateGroup) -> None:
+    """End one connection."""
+    with _lock:
+        for key in [key for key, known in _groups.items() if known is group]:
+            del _groups[key]
+    group.close()
 
 
 def forget_private_groups() -> None:

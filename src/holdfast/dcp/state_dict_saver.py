@@ -205,9 +205,9 @@ def _async_save(
     warn_of_unseen_failures()
     _refuse_stock_objects(target.storage_writer, target.planner)
     alone = _runs_alone(no_dist, "save")
+    Collectives(process_group, not alone, coordinator_rank)  # complains of a rank that is not in the group
     if dist.is_available() and dist.is_initialized():
         _require_cpu_backend(process_group)
-    Collectives(process_group, not alone, coordinator_rank)  # complains of a rank that is not in the group
     destination = _destination(target.checkpoint_id, target.storage_writer)
     if destination is None and target.storage_writer is None:
         _storage_setup(None, None)  # says what is missing, before any rank has begun

@@ -48,6 +48,22 @@ class Arena:
             self.buffer = mmap.mmap(self.descriptor, size)
         else:
             self.buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.address = torch.frombuffer(self.buffer, dtype=torch.uint8).data_ptr()
+        if memory is Memory.SHARED:
+            _shared_arenas.add(self)
+
+
+class Lease:
+    """The right to put tensors into a block. Each of them holds on to the block, and none on to another."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer = buffer
+
+    def tensor(self, start: int, size: int) -> torch.Tensor:
+        """Some of the bytes, as a tensor with a storage of its own: whoever saves it whole saves nothing else."""
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._buffer, dtype=torch.uint8, count=size, offset=start)
 
 
 class ArenaPool:
@@ -60,17 +76,12 @@ class ArenaPool:
         self._free: deque[Arena] = deque()
         self._lock = threading.Lock()
 
-    def lend(self, size: int) -> torch.Tensor:
-        """Bytes for a snapshot, as one tensor. They are ours again when it and all its views are gone."""
-        if size == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        arena = self._take(size) or Arena(size, self.memory)
-        lease = memoryview(arena.buffer)
-        weakref.finalize(lease, self._give_back, arena).atexit = False
-        block = torch.frombuffer(lease, dtype=torch.uint8)
-        if arena.memory is Memory.SHARED:
-            _shared_blocks[block.data_ptr()] = weakref.ref(arena)
-        return block[:size]
+    def lend(self, size: int) -> Lease:
+        """Memory for a snapshot. It is ours again when all tensors in it are gone."""
+        arena = self._take(size) or Arena(max(size, 1), self.memory)
+        buffer = memoryview(arena.buffer)
+        weakref.finalize(buffer, self._give_back, arena).atexit = False
+        return Lease(buffer)
 
     def drop(self) -> None:
         """Forget the blocks that are not in use, and those in use when they come back."""
@@ -94,17 +105,14 @@ class ArenaPool:
             self._free.append(arena)
 
 
-_shared_blocks: dict[int, weakref.ref[Arena]] = {}
+_shared_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
 
 def shared_arena_of(tensor: torch.Tensor) -> Arena | None:
     """The shared block that a tensor lies in, if it does."""
-    found = _shared_blocks.get(tensor.untyped_storage().data_ptr())
-    arena = None if found is None else found()
-    if found is not None and arena is None:
-        # Another save's tensors may be at the address by now; they have put their own entry there, or are not shared.
-        _shared_blocks.pop(tensor.untyped_storage().data_ptr(), None)
-    return arena
+    address = tensor.data_ptr()
+    found = (arena for arena in list(_shared_arenas) if arena.address <= address < arena.address + arena.size)
+    return next(found, None)
 
 
 def aligned(size: int) -> int:

@@ -86,11 +86,10 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def twin_in(block: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like ``tensor``, over the first bytes of ``block``. Dense layouts such as channels-last are kept."""
+def twin_over(elements: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like ``tensor`` over these bytes. Dense layouts such as channels-last are kept."""
     strides = torch.empty_like(tensor, device="meta").stride()
-    flat = block[: bytes_of(tensor)].view(tensor.dtype)
-    return flat.as_strided(tensor.size(), strides)
+    return elements.view(tensor.dtype).as_strided(tensor.size(), strides)
 
 
 def transfer(source: torch.Tensor, twin: torch.Tensor, *, non_blocking: bool) -> None:

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from holdfast.errors import SnapshotError
-from holdfast.staging.arenas import ArenaPool, Memory, aligned
+from holdfast.staging.arenas import ArenaPool, Lease, Memory, aligned
 from holdfast.staging.copies import (
     bytes_of,
     copy_with,
     fingerprint_of_memory,
     plain_parts,
     transfer,
-    twin_in,
+    twin_over,
 )
 
 _UNCHANGEABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -36,7 +36,7 @@ class Snapshot:
         self._deep_copies: dict[int, Any] = {}
         self._todo: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._ready = _Moment.now()
-        self._block = pool.lend(_bytes_needed(state))
+        self._memory: Lease | None = pool.lend(_bytes_needed(state))
         self._used = 0
         self.state: dict[str, Any] = self._copy(state, ())
 
@@ -52,7 +52,7 @@ class Snapshot:
         self._todo = []
         self._seen = {}
         self._deep_copies = {}
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._memory = None
 
     def _copy(self, value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, torch.Tensor):
@@ -94,7 +94,8 @@ class Snapshot:
         """A place for a plain tensor's elements, which ``fill`` brings there."""
         known = fingerprint_of_memory(tensor)
         if known not in self._seen:
-            twin = twin_in(self._block[self._used :], tensor)
+            assert self._memory is not None
+            twin = twin_over(self._memory.tensor(self._used, bytes_of(tensor)), tensor)
             self._used += aligned(bytes_of(tensor))
             self._todo.append((tensor, twin))
             self._seen[known] = twin

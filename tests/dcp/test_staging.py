@@ -1,0 +1,180 @@
+"""The stagers of the drop-in, on a machine without an accelerator."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import staging as stock_staging
+
+from holdfast.dcp import FileSystemWriter
+from holdfast.dcp._state_dict_stager import StateDictStager
+from holdfast.dcp.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
+from holdfast.staging.arenas import shared_arena_of
+
+pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+
+
+def state(value: float = 1.0) -> dict[str, Any]:
+    return {"weight": torch.full((3,), value), "scalar": torch.tensor(value), "list": [value]}
+
+
+def settled(staged: Any) -> dict[str, Any]:
+    return staged.result() if isinstance(staged, Future) else staged
+
+
+@pytest.mark.parametrize("options", list(itertools.product([False, True], repeat=4)), ids=str)
+def test_every_option_works_and_what_cannot_be_had_is_said_once(options: tuple[bool, ...]) -> None:
+    config = StagingOptions(*options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stager = DefaultStager(config)
+        for value in (1.0, 2.0):
+            source = state(value)
+            staged = stager.stage(source)
+            assert isinstance(staged, Future) == config.use_async_staging
+            private = settled(staged)
+            source["weight"].fill_(9)
+            source["list"].append(9)
+            assert private["weight"].tolist() == [value] * 3
+            assert private["list"] == [value]
+            assert (shared_arena_of(private["weight"]) is not None) == config.use_shared_memory
+        stager.close()
+    unavailable = config.use_pinned_memory or config.use_non_blocking_copy
+    assert ["need an accelerator" in str(warning.message) for warning in caught] == [True] * unavailable
+
+
+def test_a_default_stager_needs_no_accelerator() -> None:
+    with pytest.warns(UserWarning, match="need an accelerator"):
+        stager = DefaultStager()
+    assert settled(stager.stage(state()))["list"] == [1.0]
+    stager.close()
+
+
+NO_FRILLS = StagingOptions(False, False, False, False)
+STAGERS = {
+    "DefaultStager": lambda: DefaultStager(NO_FRILLS),
+    "DefaultStager in a thread": lambda: DefaultStager(StagingOptions(False, False, True, False)),
+    "BlockingAsyncStager": lambda: BlockingAsyncStager(cache_staged_state_dict=True),
+    "StateDictStager": StateDictStager,
+    "StateDictStager, shared": lambda: StateDictStager(share_memory=True),
+}
+
+
+@pytest.mark.parametrize("name", STAGERS)
+def test_memory_is_reused_when_the_copy_is_gone_and_not_before(name: str) -> None:
+    stager = STAGERS[name]()
+    first = settled(stager.stage(state(1.0)))
+    second = settled(stager.stage(state(2.0)))
+    assert first["weight"].tolist() == [1.0] * 3
+    addresses = {first["weight"].data_ptr(), second["weight"].data_ptr()}
+    assert len(addresses) == 2
+    del first, second
+    assert settled(stager.stage(state(3.0)))["weight"].data_ptr() in addresses
+    stager.close()
+
+
+def test_states_may_change_between_saves() -> None:
+    stager = BlockingAsyncStager(cache_staged_state_dict=True)
+    assert stager.stage({"a": torch.zeros(2)})["a"].tolist() == [0, 0]
+    assert stager.stage({"b": torch.ones(5), "c": {1: "new"}})["b"].tolist() == [1] * 5
+
+
+@pytest.mark.parametrize("name", ["DefaultStager", "DefaultStager in a thread", "StateDictStager"])
+def test_a_closed_stager_says_that_it_is(name: str) -> None:
+    stager = STAGERS[name]()
+    kept = settled(stager.stage(state()))
+    stager.close()
+    stager.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        stager.stage(state())
+    assert kept["weight"].tolist() == [1.0] * 3
+
+
+def test_a_failure_to_stage_is_raised_where_it_happens() -> None:
+    class Odd:
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise OSError("no copy")
+
+    for name, make in STAGERS.items():
+        with pytest.raises(TypeError, match=r"'a\.b'"):
+            settled(make().stage({"a": {"b": Odd()}}))
+            pytest.fail(name)
+
+
+def test_waiting_for_staging_returns_when_it_is_complete() -> None:
+    stager = DefaultStager(StagingOptions(False, False, True, False))
+    staged = stager.stage({"weight": torch.ones(1_000_000)})
+    stager.synchronize_staging()
+    assert staged.done()
+    stager.close()
+
+
+def test_unusual_values_are_refused_on_request() -> None:
+    stager = BlockingAsyncStager(type_check=True)
+    stager.stage({"ok": [1, "text", None, {"t": torch.ones(1)}]})
+    with pytest.raises(ValueError, match=r"Unexpected value type .*set.* at 'a\.1'"):
+        stager.stage({"a": [1, {2}]})
+    BlockingAsyncStager().stage({"a": [1, {2}]})
+
+
+def test_the_protocol_is_structural_as_in_stock() -> None:
+    class Foreign:
+        _synchronize_after_execute = True
+        should_synchronize_after_execute = True
+
+        def stage(self, state_dict: Any) -> Any:
+            return state_dict
+
+        def synchronize_staging(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    class WithoutClose:
+        _synchronize_after_execute = True
+        should_synchronize_after_execute = True
+
+        def stage(self, state_dict: Any) -> Any:
+            return state_dict
+
+        def synchronize_staging(self) -> None: ...
+
+    for protocol in (AsyncStager, stock_staging.AsyncStager):
+        assert isinstance(Foreign(), protocol)
+        assert not isinstance(WithoutClose(), protocol)
+        assert isinstance(BlockingAsyncStager(), protocol)
+        assert isinstance(DefaultStager(NO_FRILLS), protocol)
+
+
+def test_the_base_has_stocks_defaults() -> None:
+    class Lazy(AsyncStager):
+        pass
+
+    assert Lazy().should_synchronize_after_execute
+    with pytest.warns(FutureWarning, match="synchronize_staging"):
+        Lazy().synchronize_staging()
+    with pytest.raises(NotImplementedError, match="Lazy"):
+        Lazy().stage({})
+    assert not BlockingAsyncStager().should_synchronize_after_execute
+
+
+def test_a_file_system_writer_is_a_stager(tmp_path) -> None:
+    for cached in (False, True):
+        writer = FileSystemWriter(tmp_path, cache_staged_state_dict=cached)
+        assert isinstance(writer, BlockingAsyncStager)
+        source = state(1.0)
+        staged = writer.stage(source)
+        source["weight"].fill_(9)
+        assert staged["weight"].tolist() == [1.0] * 3
+        assert writer.per_thread_copy_ahead == 10_000_000
+        writer.close()
+
+
+def test_a_state_dict_stager_does_without_pinned_memory() -> None:
+    with pytest.warns(UserWarning, match="pinned memory need an accelerator"):
+        stager = StateDictStager(pin_memory=True)
+    assert stager.stage(state())["list"] == [1.0]
