@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 import holdfast.dcp as dcp
 from holdfast.dcp._consolidate_hf_safetensors import consolidate_safetensors_files
+from holdfast.dcp.default_planner import DefaultLoadPlanner
 from holdfast.dcp.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError
+from holdfast.errors import CheckpointException, CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError
 from holdfast.storage.hf_commit import Folder, Switch, make_index
 from holdfast.storage.hf_folder import Contents, read_contents
 from holdfast.stores.local import FileSystem
@@ -170,6 +171,27 @@ def test_a_model_that_stock_torch_saved_over_ours_is_loaded(tmp_path: Path) -> N
     stock.save({"w": torch.full((3,), 2.0)}, storage_writer=writer, no_dist=True)
 
     assert value(tmp_path) == 2
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_file_that_is_replaced_while_a_load_is_going_on_is_noticed(gone: bool, threads: int, tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, tmp_path)
+
+    class Slow(DefaultLoadPlanner):
+        def create_local_plan(self) -> Any:
+            plan = super().create_local_plan()
+            if gone:
+                (tmp_path / MODEL).unlink()
+            else:
+                save({"w": torch.full((3,), 2.0)}, tmp_path)
+            return plan
+
+    state = {"w": torch.zeros(3)}
+    reader = HuggingFaceStorageReader(tmp_path, threads)
+    with pytest.raises(CheckpointException, match="a save has replaced it meanwhile"):
+        dcp.load(state, storage_reader=reader, planner=Slow(), no_dist=True)
+    assert state["w"].tolist() == [0, 0, 0]
 
 
 # --- parts that do not tile their tensors ----------------------------------------------------------------------------

@@ -30,6 +30,8 @@ class _HFStorageInfo:
     dtype: torch.dtype
     position: int = 0
     """Where in the file it begins."""
+    header: bytes = b""
+    """The digest of the file's header."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ class StoredChunk:
     sizes: tuple[int, ...]
     file: str
     position: int
+    header: bytes
+    """The digest of the file's header, by which a file that was replaced meanwhile is noticed."""
 
 
 @dataclass
@@ -210,7 +212,8 @@ def _assemble(folder: Folder, files: Iterable[_File], save_id: str | None) -> Co
             if len(offsets) != len(shape) or entry.dtype != dtype:
                 problems.setdefault(key, f"has a part of another dtype or number of dimensions in {file.name}")
                 continue
-            entry.chunks.append(StoredChunk(offsets, shape, file.path, file.header.position(key)))
+            position = file.header.position(key)
+            entry.chunks.append(StoredChunk(offsets, shape, file.path, position, file.header.digest))
             if key in file.notes.sizes:
                 sizes.setdefault(key, set()).add(tuple(file.notes.sizes[key]))
     for key, entry in keys.items():

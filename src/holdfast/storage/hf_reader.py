@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.futures import Future
 
 from holdfast.errors import DamagedCheckpointError, HoldfastError
+from holdfast.formats.safetensors.header import read_digest
 from holdfast.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -62,7 +64,8 @@ class HuggingFaceStorageReader(FileSystemReader):
         for key, stored in contents.keys.items():
             described[key] = _describe(stored)
             for chunk in stored.chunks:
-                info = _HFStorageInfo(chunk.file, torch.Size(chunk.sizes), stored.dtype, chunk.position)
+                shape = torch.Size(chunk.sizes)
+                info = _HFStorageInfo(chunk.file, shape, stored.dtype, chunk.position, chunk.header)
                 places[MetadataIndex(key, chunk.offsets)] = info
         meta = StorageMeta(save_id=contents.save_id, load_id=self.load_id)
         return Metadata(described, storage_data=places, storage_meta=meta)
@@ -73,9 +76,9 @@ class HuggingFaceStorageReader(FileSystemReader):
         stop = threading.Event()
 
         def read(share: tuple[str, Sequence[ReadItem]]) -> None:
-            file, items = share
+            _, items = share
             try:
-                with self.fs.create_stream(file, "rb") as stream:
+                with self._opened_as_described(self._info(items[0])) as stream:
                     for item in items:
                         if stop.is_set():
                             return
@@ -102,6 +105,18 @@ class HuggingFaceStorageReader(FileSystemReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    @contextmanager
+    def _opened_as_described(self, info: _HFStorageInfo) -> Iterator[Any]:
+        """Open a file. Names are always the same in this layout, so that a save may have put another file there."""
+        with ExitStack() as stack:
+            try:
+                stream = stack.enter_context(self.fs.create_stream(info.relative_path, "rb"))
+            except FileNotFoundError as error:
+                raise _replaced(info) from error
+            if read_digest(stream, info.relative_path) != info.header:
+                raise _replaced(info)
+            yield stream
 
     def _process_read_request(self, stream: Any, item: ReadItem, planner: LoadPlanner) -> None:
         """Read one item from its file into the place that the planner has for it."""
@@ -159,3 +174,14 @@ class HuggingFaceStorageReader(FileSystemReader):
 def _describe(stored: StoredKey) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in stored.chunks]
     return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.size), chunks)
+
+
+def _replaced(info: _HFStorageInfo) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"{info.relative_path} is not the file any more that it was when the load began: a save has replaced it "
+        "meanwhile, or it was removed. Load again when the save has finished.",
+        file=info.relative_path,
+        key=None,
+        expected=info.header.hex(),
+        found=None,
+    )

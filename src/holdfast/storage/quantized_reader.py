@@ -209,7 +209,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
                 for chunk in entry.chunks:
                     places: dict[MetadataIndex, Any] = self.storage_data
                     info: _HFStorageInfo = places[MetadataIndex(key, chunk.offsets)]
-                    with self.fs.create_stream(info.relative_path, "rb") as stream:
+                    with self._opened_as_described(info) as stream:
                         read_region(
                             stream,
                             info.position,

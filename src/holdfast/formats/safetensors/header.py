@@ -7,6 +7,7 @@ passes here can be read without looking twice.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ class Header:
     tensors: Mapping[str, StoredTensor]
     notes: Mapping[str, str]
     data_start: int
+    digest: bytes
+    """Of the header as it stands in the file: files with different headers are different files."""
 
     def position(self, name: str) -> int:
         """Where in the file a tensor begins."""
@@ -98,11 +101,21 @@ def plan_header(
             "spread the tensors over more files"
         )
     start = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    return Header(placed, dict(notes or {}), len(start)), start
+    return Header(placed, dict(notes or {}), len(start), _digest(text)), start
 
 
 def read_header(stream: ByteSource, source: str) -> Header:
     """Read and check the header of the file ``source``, opened as ``stream``."""
+    text, file_size = _read_text(stream, source)
+    return decode_header(text, file_size, source)
+
+
+def read_digest(stream: ByteSource, source: str) -> bytes:
+    """The digest of a file's header, without a look at what it says."""
+    return _digest(_read_text(stream, source)[0])
+
+
+def _read_text(stream: ByteSource, source: str) -> tuple[bytes, int]:
     file_size = stream.seek(0, 2)
     stream.seek(0)
     length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
@@ -110,7 +123,11 @@ def read_header(stream: ByteSource, source: str) -> Header:
         _refuse(source, None, "is cut off inside of its header", LENGTH_BYTES + length, file_size)
     if length > MAX_LENGTH:
         _refuse(source, None, "has a header that is too large", MAX_LENGTH, length)
-    return decode_header(stream.read(length), file_size, source)
+    return stream.read(length), file_size
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 def decode_header(text: bytes, file_size: int, source: str) -> Header:
@@ -134,7 +151,7 @@ def decode_header(text: bytes, file_size: int, source: str) -> Header:
         last = next(reversed(ordered), None)
         kind = "is cut off" if file_size < data_start + position else "has more data than its header tells"
         _refuse(source, last, kind, data_start + position, file_size)
-    return Header(ordered, notes, data_start)
+    return Header(ordered, notes, data_start, _digest(text))
 
 
 def _parse(text: bytes, source: str) -> dict[str, Any]:
