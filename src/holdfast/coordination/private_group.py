@@ -96,7 +96,7 @@ class PrivateGroup:
         """What every rank gave, on every rank."""
         sizes = self._open_exchange(len(payload))
         mine = _padded(payload, max(sizes))
-        received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        received = [torch.empty_like(mine) for _ in sizes]
         self._run(lambda backend: backend.allgather([received], [mine]))
         return [_payload(box, size) for box, size in zip(received, sizes, strict=True)]
 
@@ -106,7 +106,7 @@ class PrivateGroup:
         options = dist.GatherOptions()
         options.rootRank = root
         mine = _padded(payload, max(sizes))
-        received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if self.rank == root else []
+        received = [torch.empty_like(mine) for _ in sizes] if self.rank == root else []
         self._run(lambda backend: backend.gather([received] if received else [], [mine], options))
         if self.rank != root:
             return None
@@ -128,7 +128,7 @@ class PrivateGroup:
     def broadcast(self, payload: bytes | None, root: int) -> bytes:
         """What ``root`` gave, on every rank."""
         size = self._open_exchange(len(payload or b""))[root]
-        box = _padded(payload or b"", size) if self.rank == root else torch.empty(max(size, 1), dtype=torch.uint8)
+        box = _padded(payload or b"", size)
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
