@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -229,6 +230,37 @@ def change_while_saving(path):
 
 def test_a_background_save_does_not_see_later_changes(ranks: RankPool, tmp_path):
     assert ranks(2).run(change_while_saving, tmp_path) == [True, True]
+
+
+class StagingInTheBackground(dcp.FileSystemWriter):
+    """Takes the copy in the background, and counts the saves that it is told of."""
+
+    resets = 0
+
+    def reset(self, checkpoint_id=None):
+        self.resets += 1
+        super().reset(checkpoint_id)
+
+    def stage(self, state_dict):
+        staged: Future[Any] = Future()
+        staged.set_result({key: value.clone() for key, value in state_dict.items()})
+        return staged
+
+
+def save_with_background_staging(path):
+    writer = StagingInTheBackground(path)
+    made = _Checkpointer(writer, dcp.FileSystemReader(path))
+    futures = [made.async_save({"weights": numbered(3)}), made.async_save({"weights": numbered(4)})]
+    sizes = [future.result(60).state_dict_metadata["weights"].size for future in futures]
+    made.save({"weights": numbered(5)})
+    made.load(target := {"weights": torch.zeros(5)})
+    return [tuple(size) for size in sizes], target["weights"].tolist(), writer.resets
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_a_future_is_of_the_index_and_every_save_is_a_new_one_to_the_writer(ranks: RankPool, tmp_path):
+    expected = ([(3,), (4,)], [0, 1, 2, 3, 4], 3)
+    assert ranks(2).run(save_with_background_staging, tmp_path) == [expected, expected]
 
 
 class FailingPlanner(dcp.DefaultSavePlanner):

@@ -248,20 +248,26 @@ def test_a_process_without_a_group_gets_whole_tensors(ranks: RankPool, tmp_path)
     assert described(found) == described({"optimizer": optimizer_state()})
 
 
-def save_rank_by_rank(path):
-    dcp.save({"model": {}, "optimizer": optimizer_state()}, checkpoint_id=path, use_collectives=False)
+def save_own_parts(path, **options):
+    """Every rank has moments that no other rank has, and shares of others."""
+    state, rank = optimizer_state(), dist.get_rank()
+    state["state"][f"only on {rank}"] = {"exp_avg": numbered(3, start=rank)}
+    dcp.save({"model": {}, "optimizer": state}, checkpoint_id=path, **options)
 
 
-def load_rank_by_rank(path):
+def load_described(path):
     return described(load_optimizer("ours", {}, path))
 
 
-def test_a_checkpoint_that_was_saved_rank_by_rank_loads_too(ranks: RankPool, tmp_path):
-    ranks(2).run(save_rank_by_rank, tmp_path / "parts")
-    ranks(2).run(save_by_hand, "ours", tmp_path / "whole")
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_checkpoint_that_was_saved_rank_by_rank_loads_too(ranks: RankPool, tmp_path, world_size):
+    ranks(2).run(save_own_parts, tmp_path / "parts", use_collectives=False)
+    ranks(2).run(save_own_parts, tmp_path / "whole")
 
-    expected = ranks(3).run(load_rank_by_rank, tmp_path / "whole")
-    assert ranks(3).run(load_rank_by_rank, tmp_path / "parts") == expected
+    found = ranks(world_size).run(load_described, tmp_path / "parts")
+
+    assert found == ranks(world_size).run(load_described, tmp_path / "whole")
+    assert {"only on 0", "only on 1"} <= found[0]["optimizer"]["state"].keys()
 
 
 def save_empty_tensors(path):
@@ -273,7 +279,7 @@ def save_empty_tensors(path):
 def test_tensors_without_elements_come_back_plain(ranks: RankPool, tmp_path):
     ranks(1).run(save_empty_tensors, tmp_path)
 
-    for found in ranks(2).run(load_rank_by_rank, tmp_path):
+    for found in ranks(2).run(load_described, tmp_path):
         assert {k: (v[0], v[2]) for k, v in found["optimizer"]["state"]["w"].items()} == {
             "none": (torch.Tensor, (0, 3)),
             "wide": (torch.Tensor, (4, 0)),
@@ -439,6 +445,39 @@ def test_a_given_planner_does_the_loading(ranks: RankPool, tmp_path):
 
     assert first == (ALL_CALLS, [[[0, 2], [4, 6], [8, 10]]], 6)
     assert second == (ALL_CALLS - {"create_global_plan"}, [[[12, 14], [16, 18]]], 6)
+
+
+class FailingPlanner(dcp.DefaultLoadPlanner):
+    """Cannot plan, and counts how often it is told to give up."""
+
+    given_up = 0
+
+    def create_local_plan(self):
+        raise OSError("no plan today")
+
+    def undo_set_up(self):
+        self.given_up += 1
+
+
+class CountingReader(dcp.FileSystemReader):
+    resets = 0
+
+    def reset(self, checkpoint_id=None):
+        self.resets += 1
+        super().reset(checkpoint_id)
+
+
+def fail_to_plan(path):
+    planner, reader = FailingPlanner(), CountingReader(path)
+    with pytest.raises(CheckpointException, match="no plan today"):
+        load_sharded_optimizer_state_dict({}, "optimizer", reader, planner)
+    return planner.given_up, reader.resets
+
+
+def test_reader_and_planner_are_told_of_beginning_and_failure(ranks: RankPool, tmp_path):
+    ranks(1).run(save_by_hand, "ours", tmp_path)
+
+    assert ranks(2).run(fail_to_plan, tmp_path) == [(1, 1), (1, 1)]
 
 
 # --- private helpers that programs import --------------------------------------------------------------------------
