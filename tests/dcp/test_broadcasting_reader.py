@@ -383,6 +383,7 @@ def test_an_empty_file_has_no_keys(tmp_path: Path) -> None:
     error = cause(raised)
     assert isinstance(error, StateMismatchError)
     assert error.missing == ["w"]
+    assert raised.value.args[0] == "plan"
 
 
 # Errors on the way
