@@ -15,7 +15,7 @@ from holdfast.background import exit as _waits_for_saves_at_exit  # noqa: F401
 from holdfast.background.futures import SaveFuture
 from holdfast.background.messages import Request, Work
 from holdfast.background.queues import SaveQueue, forget_queue, queue_of
-from holdfast.background.writer_process import idle_writer, pack_request
+from holdfast.background.writer_process import PackedRequest, find_main_script, idle_writer, pack_request
 from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.linked import LinkedCollectives
 from holdfast.coordination.private_group import PrivateGroup, forget_private_group, private_group_of
@@ -60,6 +60,7 @@ def save_in_background(
     Every rank of the lane must do so, in the same order. ``work`` saves; with ``in_process`` in a process of its own.
     """
     chosen = asdict(settings.current())
+    main_script = find_main_script() if in_process else {}
     # Taken out when it is needed: what is left of this call in the traceback of an error must not keep the copy alive.
     box = [staged]
     del staged
@@ -73,9 +74,12 @@ def save_in_background(
 
     def save_in_writer(ranks: Collectives) -> Metadata:
         members = None if lane.link is None else lane.link.members
-        request = ranks.own_error_first(
-            "plan", lambda: pack_request(Request(work, get_state(), ranks.rank, members, coordinator_rank, chosen))
-        )
+
+        def prepare() -> PackedRequest:
+            request = Request(work, get_state(), ranks.rank, members, coordinator_rank, chosen)
+            return pack_request(request, main_script)
+
+        request = ranks.own_error_first("plan", prepare)
         with idle_writer() as writer:
             return writer.save(request, lane.link, destination)
 

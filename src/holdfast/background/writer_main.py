@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import logging
 import os
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import reduction, spawn
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, cast
 
 from holdfast import settings
@@ -18,6 +20,7 @@ from holdfast.background.messages import Answer, Exchange, PackedError, Request,
 from holdfast.background.shipping import unpack
 from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.linked import LinkedCollectives
+from holdfast.errors import WriterProcessError
 
 
 class _ProgramIsGone(BaseException):
@@ -61,18 +64,17 @@ def main(descriptor: int) -> None:
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     connection: Connection[Any, Any] = Connection(descriptor)
     with suppress(EOFError, ConnectionError, _ProgramIsGone):
-        import_main = _importer(opened(connection.recv_bytes()))
         while True:
-            _serve(connection, import_main)
+            _serve(connection)
             gc.collect()  # the mapped memory of this save must not wait for the next one
 
 
-def _serve(connection: Connection[Any, Any], import_main: Callable[[], None]) -> None:
-    sizes: list[int] = opened(connection.recv_bytes())
+def _serve(connection: Connection[Any, Any]) -> None:
+    sizes, main_script = opened(connection.recv_bytes())
     descriptors = [(reduction.recv_handle(connection), size) for size in sizes]
     data = connection.recv_bytes()
     try:
-        request: Request = unpack(data, descriptors, import_main)
+        request: Request = unpack(data, descriptors, _importer(main_script))
         answer = Answer(_carry_out(request, connection))
         reply = pickle.dumps(answer)
     except _ProgramIsGone:
@@ -99,6 +101,22 @@ def _importer(preparation: dict[str, Any]) -> Callable[[], None]:
     """Makes what the program's main script defines importable, when it is needed, as multiprocessing does."""
 
     def import_main() -> None:
+        path = preparation.get("init_main_from_path")
+        if path is not None and not _is_guarded(Path(path).read_text()):
+            raise WriterProcessError(
+                f"the state, the planner or the writer uses a class of the main script {path}. To get it the writer "
+                "process would have to run the script, and all of it: there is no `if __name__ == '__main__':`. Add "
+                "that, move the class to a module, or save with AsyncCheckpointerType.THREAD.",
+                exit_code=None,
+                path=path,
+            )
         spawn.prepare(preparation)
 
     return import_main
+
+
+def _is_guarded(script: str) -> bool:
+    """Whether a script looks at how it is run."""
+    conditions = [statement.test for statement in ast.parse(script).body if isinstance(statement, ast.If)]
+    names = {node.id for test in conditions for node in ast.walk(test) if isinstance(node, ast.Name)}
+    return "__name__" in names

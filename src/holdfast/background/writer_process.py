@@ -19,7 +19,7 @@ from dataclasses import replace
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_preparation_data
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast.background.messages import Answer, Exchange, PackedError, Request, opened
 from holdfast.background.shipping import in_shared_memory, pack
@@ -30,7 +30,14 @@ from holdfast.staging.arenas import Arena
 
 logger = logging.getLogger(__name__)
 
-PackedRequest = tuple[bytes, list[Arena]]
+
+class PackedRequest(NamedTuple):
+    """A request as it is sent: bytes, the memory that they refer to, and how to find the program's main script."""
+
+    data: bytes
+    arenas: list[Arena]
+    main_script: dict[str, Any]
+
 
 _START = "from holdfast.background.writer_main import main; main({descriptor})"
 
@@ -64,16 +71,16 @@ class WriterProcess:
         if self._process is not None and self._process.poll() is not None:
             logger.warning("%s; a new one is started", self._obituary())
             self.close()
-        data, arenas = request
         try:
             connection = self._start() if self._connection is None else self._connection
             with _noticing_a_lost_connection():
-                connection.send_bytes(pickle.dumps([arena.size for arena in arenas]))
-                for arena in arenas:
+                sizes = [arena.size for arena in request.arenas]
+                connection.send_bytes(pickle.dumps((sizes, request.main_script)))
+                for arena in request.arenas:
                     assert self._process is not None
                     assert arena.descriptor is not None
                     reduction.send_handle(connection, arena.descriptor, self._process.pid)
-                connection.send_bytes(data)
+                connection.send_bytes(request.data)
             return self._serve(connection, link)
         except _ConnectionLost as lost:
             assert self._process is not None
@@ -129,13 +136,8 @@ class WriterProcess:
             self._process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
-        connection: Connection[Any, Any] = Connection(ours.detach())
-        preparation = get_preparation_data("holdfast-writer")
-        preparation.pop("authkey", None)  # a secret of processes that listen; this one does not
-        self._connection = connection
-        with _noticing_a_lost_connection():
-            connection.send_bytes(pickle.dumps(preparation))
-        return connection
+        self._connection = Connection(ours.detach())
+        return self._connection
 
     def _obituary(self) -> str:
         assert self._process is not None
@@ -162,6 +164,13 @@ def idle_writer() -> Iterator[WriterProcess]:
 os.register_at_fork(after_in_child=_idle.clear)
 
 
-def pack_request(request: Request) -> PackedRequest:
+def pack_request(request: Request, main_script: dict[str, Any]) -> PackedRequest:
     """A request in the form in which it is sent. Fails if something in it cannot be pickled."""
-    return pack(replace(request, state=in_shared_memory(request.state)))
+    return PackedRequest(*pack(replace(request, state=in_shared_memory(request.state))), main_script)
+
+
+def find_main_script() -> dict[str, Any]:
+    """How another process can import the program's main script. Not to be found any more when the program ends."""
+    preparation: dict[str, Any] = get_preparation_data("holdfast-writer")
+    preparation.pop("authkey", None)  # a secret of processes that listen; a writer does not
+    return preparation
