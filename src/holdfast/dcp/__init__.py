@@ -10,16 +10,20 @@ The modules below this package carry the names that they have in torch. They are
 ``holdfast.saving``, ``holdfast.loading`` and what these build on.
 """
 
+from holdfast.dcp import _extension
 from holdfast.dcp.api import CheckpointException
 from holdfast.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.dcp.filesystem import FileSystemReader, FileSystemWriter
+from holdfast.dcp.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from holdfast.dcp.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     TensorStorageMetadata,
 )
+from holdfast.dcp.optimizer import load_sharded_optimizer_state_dict
 from holdfast.dcp.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from holdfast.dcp.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from holdfast.dcp.state_dict_loader import load, load_state_dict
 from holdfast.dcp.state_dict_saver import async_save, save, save_state_dict
 from holdfast.dcp.storage import StorageReader, StorageWriter
@@ -32,9 +36,12 @@ __all__ = [
     "DefaultSavePlanner",
     "FileSystemReader",
     "FileSystemWriter",
+    "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
     "LoadPlan",
     "LoadPlanner",
     "Metadata",
+    "QuantizedHuggingFaceStorageReader",
     "ReadItem",
     "SavePlan",
     "SavePlanner",
@@ -42,8 +49,10 @@ __all__ = [
     "StorageWriter",
     "TensorStorageMetadata",
     "WriteItem",
+    "_extension",
     "async_save",
     "load",
+    "load_sharded_optimizer_state_dict",
     "load_state_dict",
     "save",
     "save_state_dict",

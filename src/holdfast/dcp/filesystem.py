@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from holdfast.dcp._hf_utils import CUSTOM_METADATA_KEY, DCP_VERSION_KEY, FORMAT_KEY, FORMAT_VALUE, HF_DCP_VERSION
 from holdfast.dcp.staging import BlockingAsyncStager
 from holdfast.formats.dcp.storage_info import _StorageInfo, _StoragePrefix
 from holdfast.planning.plan import WriteItem, written_bytes
@@ -33,7 +34,12 @@ from holdfast.stores.local import FileSystem
 
 __all__ = [
     "CURRENT_DCP_VERSION",
+    "CUSTOM_METADATA_KEY",
+    "DCP_VERSION_KEY",
     "DEFAULT_SUFFIX",
+    "FORMAT_KEY",
+    "FORMAT_VALUE",
+    "HF_DCP_VERSION",
     "FileSystem",
     "FileSystemBase",
     "FileSystemReader",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -73,8 +73,8 @@ class DefaultStager(AsyncStager):
 
     _synchronize_after_execute: bool = False
 
-    def __init__(self, config: StagingOptions | None = None) -> None:
-        self._config = StagingOptions() if config is None else config
+    def __init__(self, config: StagingOptions = StagingOptions()) -> None:  # noqa: B008 - shown as stock shows it
+        self._config = replace(config)
         memory, self._non_blocking = host_memory(
             pinned=self._config.use_pinned_memory,
             shared=self._config.use_shared_memory,

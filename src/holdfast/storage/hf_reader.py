@@ -82,7 +82,7 @@ class HuggingFaceStorageReader(FileSystemReader):
                     for item in items:
                         if stop.is_set():
                             return
-                        self._process_read_request(stream, item, planner)
+                        self._read_item(stream, item, planner)
                         done.append(item)
             except BaseException:
                 stop.set()
@@ -118,7 +118,7 @@ class HuggingFaceStorageReader(FileSystemReader):
                 raise _replaced(info)
             yield stream
 
-    def _process_read_request(self, stream: Any, item: ReadItem, planner: LoadPlanner) -> None:
+    def _read_item(self, stream: Any, item: ReadItem, planner: LoadPlanner) -> None:
         """Read one item from its file into the place that the planner has for it."""
         info = self._info(item)
         target = self._resolve(item, planner)

@@ -175,12 +175,12 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             found=found,
         )
 
-    def _process_read_request(self, stream: Any, item: ReadItem, planner: LoadPlanner) -> None:
+    def _read_item(self, stream: Any, item: ReadItem, planner: LoadPlanner) -> None:
         """Read one item; quantized ones in small parts, since they grow on the way."""
         key = item.storage_index.fqn
         kind = self._quantized.get(key)
         if kind is None:
-            super()._process_read_request(stream, item, planner)
+            super()._read_item(stream, item, planner)
             return
         info = self._info(item)
         target = self._resolve(item, planner)

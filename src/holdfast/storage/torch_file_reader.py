@@ -93,9 +93,9 @@ class BroadcastingTorchSaveReader(StorageReader):
         """Nothing to add."""
         return plan
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+    def prepare_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Nothing to add."""
-        return plans
+        return global_plan
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all items of all ranks. All ranks call this together."""
