@@ -429,14 +429,24 @@ def test_a_given_planner_is_used(tmp_path, where) -> None:
     assert set(saved.result(WAIT).state_dict_metadata) == {"renamed.n"}
 
 
+def save_what_differs(root: Path, where: AsyncCheckpointerType) -> str:
+    with settings.override(replica_check="error"):
+        saved = dcp.async_save({"n": dist.get_rank()}, checkpoint_id=root, async_checkpointer_type=where)
+    return str(saved.exception(WAIT))
+
+
 @BOTH
-def test_settings_of_the_caller_hold_in_the_background(tmp_path, where) -> None:
-    class_of_main = Progress([1])
+def test_settings_of_the_caller_hold_in_the_background(ranks: RankPool, tmp_path, where) -> None:
+    assert all("ReplicaMismatchError" in error for error in ranks(2).run(save_what_differs, tmp_path, where))
+
+
+@BOTH
+def test_objects_are_copied_too(tmp_path, where) -> None:
+    state: dict[str, Any] = {"p": Progress([1])}
+    saved = dcp.async_save(state, checkpoint_id=tmp_path, async_checkpointer_type=where)
+    state["p"].seen.append(2)
+    saved.result(WAIT)
     with settings.override(allow_pickle=True):
-        saved = dcp.async_save({"p": class_of_main}, checkpoint_id=tmp_path, async_checkpointer_type=where)
-        class_of_main.seen.append(2)
-        saved.result(WAIT)
-        state: dict[str, Any] = {"p": None}
         dcp.load(state, checkpoint_id=tmp_path)
     assert state["p"].seen == [1]
 

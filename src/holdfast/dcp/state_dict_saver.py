@@ -214,7 +214,7 @@ def _async_save(
     lane = Lane.of(process_group, alone=alone)
     where: dict[str, Any] = {"destination": str(destination), "coordinator_rank": coordinator_rank}
 
-    chosen, is_ours = _choose_stager(stager, target.storage_writer, in_process)
+    chosen = _choose_stager(stager, target.storage_writer, in_process)
     try:
         states = _stateful_to_state_dict(state_dict)
         with recorded("stage_state_dict", log_exceptions=True):
@@ -224,8 +224,6 @@ def _async_save(
         raise
     work = functools.partial(_perform_async_save, **target._asdict())
     saved = save_in_background(work, staged, lane, **where, in_process=in_process)
-    if is_ours:
-        saved.add_done_callback(lambda _: chosen.close())
     if isinstance(staged, Future):
         return AsyncSaveResponse(_without_value(staged), cast("Future[None]", saved))
     with recorded("maybe_synchronize_staging", log_exceptions=True):
@@ -234,19 +232,18 @@ def _async_save(
     return saved
 
 
-def _choose_stager(given: AsyncStager | None, writer: Any, in_process: bool) -> tuple[AsyncStager, bool]:
-    """The stager to use, and whether it is ours to close."""
+def _choose_stager(given: AsyncStager | None, writer: Any, in_process: bool) -> AsyncStager:
     if given is not None:
-        return given, False
+        return given
     if isinstance(writer, AsyncStager):
-        return writer, False
+        return writer
     options = StagingOptions(
         use_pinned_memory=False,
         use_shared_memory=in_process,  # spares the way to a writer process another copy
         use_async_staging=False,
         use_non_blocking_copy=False,
     )
-    return DefaultStager(options), True
+    return DefaultStager(options)
 
 
 def _require_cpu_backend(group: dist.ProcessGroup | None) -> None:

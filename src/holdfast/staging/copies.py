@@ -135,8 +135,6 @@ def make_sharded(shards: list[Shard], metadata: Any, spec: Any, group: Any = Non
 
 def _of_same_class(tensor: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     kind = type(tensor)
-    if isinstance(tensor, torch.nn.Parameter) and not isinstance(plain, torch.nn.Parameter):
-        return torch.nn.Parameter(plain, requires_grad=tensor.requires_grad)
     if kind is not type(plain) and not is_wrapper(tensor):
         plain = plain.as_subclass(kind)
         plain.__dict__.update(tensor.__dict__)
