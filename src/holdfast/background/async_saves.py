@@ -63,7 +63,6 @@ def save_in_background(
     main_script = find_main_script() if in_process else {}
     # Taken out when it is needed: what is left of this call in the traceback of an error must not keep the copy alive.
     box = [staged]
-    del staged
 
     def get_state() -> State:
         taken = box.pop()

@@ -71,9 +71,8 @@ class SaveFuture(Future[Metadata]):
             _unseen.pop(id(self._outcome), None)
 
     def _was_looked_at(self) -> None:
-        if self.done():
-            with _lock:
-                _unseen.pop(id(self._outcome), None)
+        with _lock:
+            _unseen.pop(id(self._outcome), None)
 
 
 def _report_if_unseen(outcome: _Outcome) -> None:

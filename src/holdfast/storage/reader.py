@@ -7,13 +7,14 @@ the index holds if we wrote the checkpoint (they notice a swapped file too), or 
 from __future__ import annotations
 
 import io
+import os
 import uuid
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.futures import Future
@@ -40,6 +41,8 @@ from holdfast.storage.transforms import ReaderTransforms, TransformRegistry
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
 from holdfast.stores.local import FileSystem
 from holdfast.stores.windows import ReaderView
+
+Blob: TypeAlias = bytes | bytearray
 
 _TRANSFORM_PIECE = 1 << 20
 
@@ -222,7 +225,7 @@ class FileSystemReader(StorageReader):
         """Apply items that need a part of one blob. Yields each as soon as it has changed the state."""
         index = items[0].storage_index
         source = str(self.fs.concat_path(self.path, info.relative_path))
-        blob = self._slice_file(stream, info).read()
+        blob: Blob = _all_of(self._slice_file(stream, info))
         if len(blob) != info.length:
             raise DamagedCheckpointError(
                 f"{source} ends {info.length - len(blob)} byte(s) too early: {_name(index)} should be the "
@@ -247,7 +250,7 @@ class FileSystemReader(StorageReader):
             yield item
             planner.commit_tensor(item, target)
 
-    def _transformed_back(self, blob: bytes, descriptors: Sequence[str], source: str, item: ReadItem) -> bytes:
+    def _transformed_back(self, blob: Blob, descriptors: Sequence[str], source: str, item: ReadItem) -> bytes:
         """What the blob was before it went through transforms. What they cannot undo is damaged."""
         try:
             stream = self.transforms.transform_load_stream(item, descriptors, io.BytesIO(blob))
@@ -265,7 +268,7 @@ class FileSystemReader(StorageReader):
                 found=str(error),
             ) from error
 
-    def _tensor_of(self, blob: bytes, info: _StorageInfo, source: str, index: MetadataIndex) -> torch.Tensor:
+    def _tensor_of(self, blob: Blob, info: _StorageInfo, source: str, index: MetadataIndex) -> torch.Tensor:
         entry, chunk = self._stored_chunk(index)
         seal = info.seal
         if seal is not None and seal.payload_length < len(blob) and not info.transform_descriptors:
@@ -329,13 +332,13 @@ class FileSystemReader(StorageReader):
 class _NamedBytes(io.BytesIO):
     """Bytes that know their file, as files do, and whether they still have to be checked, for planners to use."""
 
-    def __init__(self, content: bytes, name: str, verify: bool) -> None:
+    def __init__(self, content: Blob, name: str, verify: bool) -> None:
         super().__init__(content)
         self.name = name
         self.verify = verify
 
 
-def _check_seal(blob: bytes, info: _StorageInfo, source: str, index: MetadataIndex) -> None:
+def _check_seal(blob: Blob, info: _StorageInfo, source: str, index: MetadataIndex) -> None:
     seal = info.seal
     assert seal is not None
     end = seal.payload_offset + seal.payload_length
@@ -357,13 +360,25 @@ def _check_seal(blob: bytes, info: _StorageInfo, source: str, index: MetadataInd
         )
 
 
+def _all_of(window: ReaderView) -> bytearray:
+    """What a window shows, as memory that a tensor can use without another copy; less than promised at a file's end."""
+    promised, stream = window.len, window.base_stream
+    blob = bytearray(min(promised, max(0, stream.seek(0, os.SEEK_END) - window.offset)))
+    filled = 0
+    with memoryview(blob) as view:
+        while filled < len(blob) and (count := window.readinto(view[filled:])):
+            filled += count
+    del blob[filled:]
+    return blob
+
+
 def _from_payload(payload: memoryview, dtype: torch.dtype, chunk: ChunkStorageMetadata) -> torch.Tensor | None:
     """The tensor behind raw bytes; None if they are not what the index describes."""
     if payload.nbytes != chunk.sizes.numel() * dtype.itemsize:
         return None
     if payload.nbytes == 0:
         return torch.empty(chunk.sizes, dtype=dtype)
-    raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    raw = torch.frombuffer(payload if not payload.readonly else bytearray(payload), dtype=torch.uint8)
     return raw.view(dtype).view(chunk.sizes)
 
 
