@@ -174,6 +174,16 @@ class RankLeftError(HoldfastError, RuntimeError):
     ranks: list[int]
 
 
+class ConnectionLostError(HoldfastError, RuntimeError):
+    """The ranks cannot reach each other any more for background saves."""
+
+
+class UnguardedScriptError(HoldfastError, RuntimeError):
+    """A writer process would have to run the whole main script to get a class from it. Fields: ``script``."""
+
+    script: str
+
+
 class WriterProcessError(HoldfastError, RuntimeError):
     """The process that writes a checkpoint in the background ended. Fields: ``exit_code``, ``path``."""
 

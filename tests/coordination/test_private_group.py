@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from holdfast.coordination.linked import LinkedCollectives
 from holdfast.coordination.private_group import PrivateGroup, forget_private_group, private_group_of
-from holdfast.errors import CheckpointException, RankLeftError
+from holdfast.errors import CheckpointException, ConnectionLostError
 from tests.ranks import RankPool
 
 
@@ -181,8 +181,8 @@ def lose_a_rank() -> list[str] | None:
 
 def test_a_lost_connection_is_told_again(ranks: RankPool) -> None:
     (first, second), _ = ranks(2).run(lose_a_rank)
-    assert not first.startswith(RankLeftError.__name__)
-    assert second.startswith(RankLeftError.__name__)
+    assert not first.startswith(ConnectionLostError.__name__)
+    assert second.startswith(ConnectionLostError.__name__)
     assert "lost the connection" in second
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,13 @@ from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.data import DataLoader
 
 import holdfast.dcp as dcp
 from holdfast import settings
 from holdfast.background import writer_process
-from holdfast.background.async_saves import Lane
+from holdfast.background.lanes import Lane
+from holdfast.background.queues import SaveQueue
 from holdfast.dcp import CheckpointException, DefaultSavePlanner, FileSystemWriter
 from holdfast.dcp.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from holdfast.dcp.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
@@ -304,14 +306,49 @@ def test_ranks_can_save_for_themselves(ranks: RankPool, tmp_path, where) -> None
     assert (tmp_path / "apart" / "__1.metadata").exists()
 
 
-def test_a_save_in_the_foreground_waits_for_those_to_the_same_path(tmp_path) -> None:
-    folder = tmp_path / "saved"
-    saved = dcp.async_save(numbered(1), storage_writer=Gated(folder))
+@pytest.mark.parametrize("shared", ["path", "other spelling", "writer", "planner"])
+def test_a_save_in_the_foreground_waits_for_those_that_use_the_same(tmp_path, monkeypatch, shared) -> None:
+    folder, other = tmp_path / "saved", tmp_path / "other"
+    writer, planner = Gated(folder), DefaultSavePlanner()
+    saved = dcp.async_save(numbered(1), storage_writer=writer, planner=planner)
     wait_for(tmp_path / "saved.waiting0")
-    threading.Timer(0.2, open_gate, [folder]).start()
-    dcp.save(numbered(2), checkpoint_id=folder)
+    waits = SaveQueue.wait_for
+
+    def open_gates_and_wait(queue: SaveQueue, claim: Any) -> None:
+        open_gate(folder)
+        open_gate(other)
+        waits(queue, claim)
+
+    monkeypatch.setattr(SaveQueue, "wait_for", open_gates_and_wait)
+    monkeypatch.chdir(tmp_path)
+    uses: dict[str, Any] = {
+        "path": {"checkpoint_id": folder},
+        "other spelling": {"checkpoint_id": "./saved/"},
+        "writer": {"checkpoint_id": other, "storage_writer": writer},
+        "planner": {"checkpoint_id": other, "planner": planner},
+    }
+    dcp.save(numbered(2), **uses[shared])
     assert saved.done()
+    if shared in ("writer", "planner"):
+        assert number_in(folder) == 1
+        folder = other
     assert number_in(folder) == 2
+
+
+@BOTH
+def test_a_relative_path_is_that_of_the_moment_of_the_call(tmp_path, monkeypatch, where) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        saves = [
+            dcp.async_save(numbered(1), checkpoint_id="id", async_checkpointer_type=where),
+            dcp.async_save(numbered(2), storage_writer=FileSystemWriter("writer"), async_checkpointer_type=where),
+        ]
+        monkeypatch.chdir(tmp_path)
+        for saved in saves:
+            saved.result(WAIT)
+    for name in ("one", "two"):
+        assert [number_in(tmp_path / name / kind) for kind in ("id", "writer")] == [1, 2]
 
 
 def save_and_destroy_the_group(folder: Path) -> int:
@@ -589,13 +626,58 @@ def test_a_failure_that_somebody_looked_at_is_told_nowhere_else(tmp_path, caplog
     assert [warning for warning in recwarn if "background save" in str(warning.message)] == []
 
 
+class GatedFailing(Gated):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        super().write_data(plan, planner)
+        raise OSError("the disk is gone")
+
+
 def test_looking_before_the_end_is_not_looking_at_the_failure(tmp_path) -> None:
-    saved = dcp.async_save({"n": 1}, storage_writer=Gated(tmp_path / "saved"))
+    saved = dcp.async_save({"n": 1}, storage_writer=GatedFailing(tmp_path / "saved"))
     with pytest.raises(TimeoutError):
         saved.result(0.01)
     assert not saved.cancel()
     open_gate(tmp_path / "saved")
-    saved.result(WAIT)
+    Lane.of(None, alone=True).queue.wait_until_idle()
+    with pytest.warns(RuntimeWarning, match="the disk is gone"):
+        dcp.async_save({"n": 1}, checkpoint_id=tmp_path / "2").result(WAIT)
+    assert isinstance(saved.exception(), CheckpointException)
+
+
+def fork_after_a_save(folder: Path) -> list[int]:
+    """Children of all kinds, while a save is running and while none is."""
+    found = []
+    for number in range(2):
+        saved = dcp.async_save(numbered(number), storage_writer=Gated(folder / f"{number}"))
+        wait_for(folder / f"{number}.waiting{dist.get_rank()}")
+        child = os.fork()
+        if child == 0:
+            dcp.async_save({"n": torch.tensor(1)}, checkpoint_id=folder / f"{os.getpid()}", no_dist=True).result(WAIT)
+            os._exit(7)
+        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        loader = DataLoader(torch.arange(8), num_workers=1, multiprocessing_context="fork", timeout=WAIT)
+        found.append(int(sum(loader)))
+        open_gate(folder / f"{number}")
+        saved.result(WAIT)
+    return found
+
+
+def test_a_program_with_background_saves_can_fork(ranks: RankPool, tmp_path) -> None:
+    assert ranks(2).run(fork_after_a_save, tmp_path) == [[7, 28, 7, 28]] * 2
+
+
+def test_a_staging_future_that_is_cancelled_ends_both(tmp_path) -> None:
+    class Cancelling(BlockingAsyncStager):
+        def stage(self, state_dict: Any) -> Any:
+            staged: Future[Any] = Future()
+            staged.cancel()
+            staged.set_running_or_notify_cancel()
+            return staged
+
+    response = dcp.async_save({"n": 1}, checkpoint_id=tmp_path, async_stager=Cancelling())
+    for ended in (response.staging_completion, response.upload_completion):
+        with pytest.raises(CancelledError):
+            ended.result(WAIT)
 
 
 def test_a_kept_future_keeps_no_copy_of_the_state(tmp_path) -> None:

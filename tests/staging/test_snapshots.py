@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from threading import Lock
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -201,6 +203,48 @@ def test_containers_keep_their_types_and_nothing_is_shared() -> None:
     assert staged["custom"].values == [1]
     zeros = [staged["ordered"]["b"], staged["default"]["k"][0], staged["user"]["k"], staged["point"].x]
     assert [tensor.sum().item() for tensor in (*zeros, staged["tuple"][0], staged["custom"].tensor)] == [0] * 6
+
+
+class Facade(MutableMapping[str, Any]):
+    """A mapping around another one, which a shallow copy would share."""
+
+    def __init__(self, inner: dict[str, Any]) -> None:
+        self.inner = inner
+
+    def __getitem__(self, key: str) -> Any:
+        return self.inner[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.inner[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.inner[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+class MyList(list[Any]):
+    """A list with an attribute."""
+
+
+@pytest.mark.parametrize("make", [Facade, lambda inner: MyList(inner.values()), UserDict, MappingProxyType])
+def test_the_source_is_never_touched(make: Any) -> None:
+    tensor, numbers = torch.zeros(3, requires_grad=True) * 1, [1]
+    source = make({"tensor": tensor, "numbers": numbers})
+    values = source if isinstance(source, list) else list(source.values())
+    staged = take_snapshot({"x": source})["x"]
+    copies = staged if isinstance(staged, list) else list(staged.values())
+    assert values[0] is tensor
+    assert values[1] is numbers
+    assert type(staged) is (dict if make is MappingProxyType else type(source))
+    with torch.no_grad():
+        tensor.fill_(9)
+    numbers.append(2)
+    assert (copies[0].tolist(), copies[1]) == ([0.0] * 3, [1])
 
 
 def test_tied_tensors_stay_tied_and_take_memory_once() -> None:

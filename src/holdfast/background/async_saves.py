@@ -2,58 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-import torch.distributed as dist
-
 from holdfast import settings
-from holdfast.background import exit as _waits_for_saves_at_exit  # noqa: F401
+from holdfast.background import exit as _waits_for_saves_at_exit  # noqa: F401 - imported for what it registers
 from holdfast.background.futures import SaveFuture
+from holdfast.background.lanes import Lane
 from holdfast.background.messages import Request, Work
-from holdfast.background.queues import SaveQueue, forget_queue, queue_of
+from holdfast.background.queues import Claim
 from holdfast.background.writer_process import PackedRequest, find_main_script, idle_writer, pack_request
 from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.linked import LinkedCollectives
-from holdfast.coordination.private_group import PrivateGroup, forget_private_group, private_group_of
 from holdfast.metadata import Metadata
 
 State = dict[str, Any]
 
 
-@dataclass
-class Lane:
-    """What the background saves of one group of ranks share. ``link`` is None for a process that saves alone."""
-
-    link: PrivateGroup | None
-    queue: SaveQueue
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup | None, *, alone: bool) -> Lane:
-        """The lane of a process group, or of this process alone. The same one each time."""
-        link = None if alone else private_group_of(group)
-        if link not in _lanes:
-            _close_lanes_of_destroyed_groups()
-            _lanes[link] = cls(link, queue_of(link))
-        return _lanes[link]
-
-
-_lanes: dict[PrivateGroup | None, Lane] = {}
-
-
-def _close_lanes_of_destroyed_groups() -> None:
-    for link, lane in list(_lanes.items()):
-        if link is not None and link.is_orphaned() and lane.queue.is_idle():
-            del _lanes[link]
-            forget_queue(link)
-            forget_private_group(link)
-
-
 def save_in_background(
-    work: Work, staged: State | Future[State], lane: Lane, *, destination: str, coordinator_rank: int, in_process: bool
+    work: Work, staged: State | Future[State], lane: Lane, claim: Claim, *, coordinator_rank: int, in_process: bool
 ) -> SaveFuture:
     """Queue a save of ``staged``, which must be private by now or when its future is done.
 
@@ -80,30 +49,26 @@ def save_in_background(
 
         request = ranks.own_error_first("plan", prepare)
         with idle_writer() as writer:
-            return writer.save(request, lane.link, destination)
+            return writer.save(request, lane.link, str(claim))
 
-    return _queue(lane, save_in_writer if in_process else save_here, destination, coordinator_rank)
+    return _queue(lane, save_in_writer if in_process else save_here, claim, coordinator_rank)
 
 
-def give_up_in_background(error: BaseException, lane: Lane, *, destination: str, coordinator_rank: int) -> None:
+def give_up_in_background(error: BaseException, lane: Lane, claim: Claim, *, coordinator_rank: int) -> None:
     """Take part in a save only to tell the other ranks that this one cannot, and why."""
 
     def fail() -> Metadata:
         raise error
 
-    future = _queue(lane, lambda ranks: ranks.own_error_first("plan", fail), destination, coordinator_rank)
-    future.is_reported_otherwise()
+    future = _queue(lane, lambda ranks: ranks.own_error_first("plan", fail), claim, coordinator_rank)
+    future.tell_nobody()
 
 
-def _queue(lane: Lane, save: Callable[[Collectives], Metadata], destination: str, coordinator_rank: int) -> SaveFuture:
+def _queue(lane: Lane, save: Callable[[Collectives], Metadata], claim: Claim, coordinator_rank: int) -> SaveFuture:
     def job() -> Metadata:
         if lane.link is None:
             return save(Collectives(None, False, 0))
         with lane.link.round() as link:
             return save(LinkedCollectives(link, coordinator_rank))
 
-    return lane.queue.submit(job, destination)
-
-
-# A forked child has the lanes of its parent, with connections that are not its own.
-os.register_at_fork(after_in_child=_lanes.clear)
+    return lane.queue.submit(job, claim)

@@ -1,40 +1,42 @@
 """The end of the program: it waits for pending saves, and its exit code tells of a failed one.
 
 Waiting happens where Python waits for threads, before anything is taken apart, so it also happens after an uncaught
-exception. The exit code can only be changed by leaving for good, which is put off until the other exit functions
-have run.
+exception. The exit code can only be changed by leaving for good, which is put off until other exit functions have run.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import sys
 import threading
 
-# Whoever registers later is called earlier: this module's function must run while pools of threads still work.
+# Whoever registers later is called earlier, and pools of threads must still work when this module's function runs.
 import concurrent.futures.thread  # noqa: F401  isort: skip
 
-from holdfast.background.futures import unseen_failures
-from holdfast.background.queues import all_queues
+from holdfast.background.futures import has_unseen_failures, take_untold_failures
+from holdfast.background.lanes import all_lanes
+from holdfast.background.writer_process import close_idle_writers
 from holdfast.coordination.private_group import forget_private_groups
 
 _FAILED = 1
 
 
 def _finish_pending_saves() -> None:
-    for queue in all_queues():
-        queue.wait_until_idle()
+    for lane in all_lanes():
+        lane.queue.wait_until_idle()
+    close_idle_writers()
     forget_private_groups()
-    for outcome in unseen_failures():
-        if not outcome.reported:
-            outcome.reported = True
-            sys.stderr.write(f"holdfast: {outcome}\n")
+    for told in take_untold_failures():
+        sys.stderr.write(f"holdfast: {told}\n")
+    if multiprocessing.parent_process() is not None:
+        _leave_if_a_save_failed()  # exit functions may not be called in such a process
 
 
-def _fail_if_a_save_failed() -> None:
-    if not unseen_failures():
+def _leave_if_a_save_failed() -> None:
+    if not has_unseen_failures():
         return
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -45,5 +47,5 @@ def _fail_if_a_save_failed() -> None:
     os._exit(_FAILED)
 
 
-threading._register_atexit(_finish_pending_saves)  # type: ignore[attr-defined]
-atexit.register(_fail_if_a_save_failed)
+threading._register_atexit(_finish_pending_saves)  # type: ignore[attr-defined]  # typeshed leaves out private names
+atexit.register(_leave_if_a_save_failed)

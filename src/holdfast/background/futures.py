@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from concurrent.futures import Future
-from typing import Any
 
 from holdfast.metadata import Metadata
 from holdfast.notices import warn_caller
@@ -20,13 +20,15 @@ class _Outcome:
     def __init__(self, destination: str) -> None:
         self.destination = destination
         self.error: BaseException | None = None
-        self.reported = False
+        self.is_told = False
 
     def __str__(self) -> str:
         return f"the background save to {self.destination} failed: {type(self.error).__name__}: {self.error}"
 
 
 _unseen: dict[int, _Outcome] = {}
+"""The failed saves that nobody has looked at."""
+
 _lock = threading.RLock()  # a future may die, and take it, wherever Python collects garbage
 
 
@@ -40,7 +42,7 @@ class SaveFuture(Future[Metadata]):
         super().__init__()
         self._outcome = _Outcome(destination)
         self.set_running_or_notify_cancel()
-        weakref.finalize(self, _report_if_unseen, self._outcome).atexit = False
+        weakref.finalize(self, _log_if_unseen, self._outcome).atexit = False
 
     def result(self, timeout: float | None = None) -> Metadata:
         """The index, when the checkpoint is committed; raises what the save raised."""
@@ -60,14 +62,14 @@ class SaveFuture(Future[Metadata]):
         """The save failed."""
         self._outcome.error = exception
         with _lock:
-            if not self._outcome.reported:
+            if not self._outcome.is_told:
                 _unseen[id(self._outcome)] = self._outcome
         super().set_exception(exception)
 
-    def is_reported_otherwise(self) -> None:
+    def tell_nobody(self) -> None:
         """The caller gets the error of this save in another way."""
         with _lock:
-            self._outcome.reported = True
+            self._outcome.is_told = True
             _unseen.pop(id(self._outcome), None)
 
     def _was_looked_at(self) -> None:
@@ -75,30 +77,41 @@ class SaveFuture(Future[Metadata]):
             _unseen.pop(id(self._outcome), None)
 
 
-def _report_if_unseen(outcome: _Outcome) -> None:
-    """The future is gone. If it failed and nobody looked, nobody ever will."""
+def take_untold_failures() -> list[str]:
+    """What is to be said of saves that failed and that nobody looked at. Each is given once."""
     with _lock:
-        if outcome.reported or id(outcome) not in _unseen:
-            return
-        outcome.reported = True
-    logger.error("%s", outcome)
+        untold = [outcome for outcome in _unseen.values() if not outcome.is_told]
+        for outcome in untold:
+            outcome.is_told = True
+    return [str(outcome) for outcome in untold]
+
+
+def has_unseen_failures() -> bool:
+    """Whether a save failed and nobody ever looked, told or not."""
+    with _lock:
+        return bool(_unseen)
 
 
 def warn_of_unseen_failures() -> None:
     """Tell the caller of saves that failed since the last time, if nobody has looked at their futures."""
-    for outcome in unseen_failures():
-        if not outcome.reported:
-            outcome.reported = True
-            warn_caller(f"{outcome}. Nobody has looked at its future.", RuntimeWarning)
+    for told in take_untold_failures():
+        warn_caller(f"{told}. Nobody has looked at its future.", RuntimeWarning)
 
 
-def unseen_failures() -> list[Any]:
-    """The failed saves that nobody has looked at, in the order in which they failed."""
+def _log_if_unseen(outcome: _Outcome) -> None:
+    """The future is gone. If it failed and nobody looked, nobody ever will."""
     with _lock:
-        return list(_unseen.values())
+        if outcome.is_told or id(outcome) not in _unseen:
+            return
+        outcome.is_told = True
+    logger.error("%s", outcome)
 
 
 def forget_failures() -> None:
-    """In a forked child: these are the parent's."""
-    with _lock:
-        _unseen.clear()
+    """In a forked child, where the failures are the parent's and somebody may hold the lock; and between tests."""
+    global _lock
+    _lock = threading.RLock()
+    _unseen.clear()
+
+
+os.register_at_fork(after_in_child=forget_failures)

@@ -1,41 +1,63 @@
-"""Background saves, one after the other in the order of the calls.
-
-Each process group has a queue of its own, and all ranks put their saves into it in the same order; so the saves of a
-group never get in each other's way, and groups never wait for each other.
-"""
+"""Background saves, one after the other in the order of the calls."""
 
 from __future__ import annotations
 
 import contextvars
-import os
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from holdfast.background.futures import SaveFuture, forget_failures
-from holdfast.coordination.private_group import forget_private_groups
+from holdfast.background.futures import SaveFuture
 from holdfast.errors import CheckpointException
 from holdfast.metadata import Metadata
 
 Job = Callable[[], Metadata]
 
 
+@dataclass(frozen=True)
+class Claim:
+    """What a save uses. Another one that uses some of it too has to wait."""
+
+    destination: str | None
+    writer: object = None
+    planner: object = None
+
+    def conflicts_with(self, other: Claim) -> bool:
+        """Whether the two saves must not run at the same time."""
+        return (
+            (self.destination is not None and self.destination == other.destination)
+            or (self.writer is not None and self.writer is other.writer)
+            or (self.planner is not None and self.planner is other.planner)
+        )
+
+    def __str__(self) -> str:
+        return self.destination or f"a {type(self.writer).__name__}"
+
+
+@dataclass
+class _Entry:
+    job: Job
+    future: SaveFuture
+    context: contextvars.Context
+
+
 class SaveQueue:
     """Saves that wait for each other. A thread works on them, and ends when there are none."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Job, SaveFuture, contextvars.Context]] = deque()
+        self._waiting: deque[_Entry] = deque()
+        self._claims: deque[Claim] = deque()
         self._changed = threading.Condition()
         self._is_working = False
-        self._destinations: list[str] = []
 
-    def submit(self, job: Job, destination: str) -> SaveFuture:
+    def submit(self, job: Job, claim: Claim) -> SaveFuture:
         """Run ``job`` after all that were submitted before."""
-        future = SaveFuture(destination)
+        future = SaveFuture(str(claim))
         with self._changed:
-            self._waiting.append((job, future, contextvars.copy_context()))
-            self._destinations.append(destination)
+            self._waiting.append(_Entry(job, future, contextvars.copy_context()))
+            self._claims.append(claim)
             if not self._is_working:
                 self._is_working = True
                 threading.Thread(target=self._work, name="holdfast-save", daemon=True).start()
@@ -51,10 +73,10 @@ class SaveQueue:
         with self._changed:
             self._changed.wait_for(lambda: not self._is_working)
 
-    def wait_for(self, destination: str) -> None:
-        """Return when no save to ``destination`` is running or waiting."""
+    def wait_for(self, claim: Claim) -> None:
+        """Return when no save that conflicts with ``claim`` is running or waiting."""
         with self._changed:
-            self._changed.wait_for(lambda: destination not in self._destinations)
+            self._changed.wait_for(lambda: not any(claim.conflicts_with(other) for other in self._claims))
 
     def _work(self) -> None:
         while True:
@@ -63,23 +85,22 @@ class SaveQueue:
                     self._is_working = False
                     self._changed.notify_all()
                     return
-                job, future, context = self._waiting.popleft()
-            _run(job, future, context)
-            # Nothing of this save may stay alive while the thread waits for the next one.
-            del job, future, context
+                entry = self._waiting.popleft()
+            _run(entry)
+            del entry  # nothing of this save may stay alive while the next one runs
             with self._changed:
-                self._destinations.pop(0)
+                self._claims.popleft()
                 self._changed.notify_all()
 
 
-def _run(job: Job, future: SaveFuture, context: contextvars.Context) -> None:
+def _run(entry: _Entry) -> None:
     try:
-        metadata = context.run(job)
+        metadata = entry.context.run(entry.job)
     except BaseException as error:  # whatever it is, it belongs to the caller
         _let_go_of_locals(error)
-        future.set_exception(error)
+        entry.future.set_exception(error)
     else:
-        future.set_result(metadata)
+        entry.future.set_result(metadata)
 
 
 def _let_go_of_locals(error: BaseException) -> None:
@@ -94,43 +115,3 @@ def _let_go_of_locals(error: BaseException) -> None:
         waiting.extend(linked for linked in (each.__cause__, each.__context__) if linked is not None)
         if isinstance(each, CheckpointException):
             waiting.extend(failure for failure, _ in each.failures.values())
-
-
-_queues: dict[object, SaveQueue] = {}
-_lock = threading.Lock()
-
-
-def queue_of(group: object) -> SaveQueue:
-    """The queue of a group, or of the saves without one (``None``)."""
-    with _lock:
-        return _queues.setdefault(group, SaveQueue())
-
-
-def forget_queue(group: object) -> None:
-    """Give up the queue of a group that is no more."""
-    with _lock:
-        _queues.pop(group, None)
-
-
-def all_queues() -> list[SaveQueue]:
-    """The queues that were ever used."""
-    with _lock:
-        return list(_queues.values())
-
-
-def wait_for_saves_to(destination: str) -> None:
-    """Return when no background save of this process to ``destination`` is pending."""
-    for queue in all_queues():
-        queue.wait_for(destination)
-
-
-def _forget_all_in_child() -> None:
-    """A forked child has copies of the queues without the threads that work on them."""
-    global _lock
-    _lock = threading.Lock()
-    _queues.clear()
-    forget_failures()
-    forget_private_groups()
-
-
-os.register_at_fork(after_in_child=_forget_all_in_child)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import importlib.util
 import logging
 import os
 import pickle
@@ -20,7 +21,7 @@ from holdfast.background.messages import Answer, Exchange, PackedError, Request,
 from holdfast.background.shipping import unpack
 from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.linked import LinkedCollectives
-from holdfast.errors import WriterProcessError
+from holdfast.errors import UnguardedScriptError
 
 
 class _ProgramIsGone(BaseException):
@@ -101,18 +102,26 @@ def _importer(preparation: dict[str, Any]) -> Callable[[], None]:
     """Makes what the program's main script defines importable, when it is needed, as multiprocessing does."""
 
     def import_main() -> None:
-        path = preparation.get("init_main_from_path")
-        if path is not None and not _is_guarded(Path(path).read_text()):
-            raise WriterProcessError(
-                f"the state, the planner or the writer uses a class of the main script {path}. To get it the writer "
+        script = _source_of(preparation)
+        if script is not None and not _is_guarded(Path(script).read_text()):
+            raise UnguardedScriptError(
+                f"the state, the planner or the writer uses a class of the main script {script}. To get it the writer "
                 "process would have to run the script, and all of it: there is no `if __name__ == '__main__':`. Add "
                 "that, move the class to a module, or save with AsyncCheckpointerType.THREAD.",
-                exit_code=None,
-                path=path,
+                script=script,
             )
         spawn.prepare(preparation)
 
     return import_main
+
+
+def _source_of(preparation: dict[str, Any]) -> str | None:
+    """The file of the main script, or of the module that was run by its name."""
+    if "init_main_from_name" in preparation:
+        found = importlib.util.find_spec(preparation["init_main_from_name"])
+        return None if found is None else found.origin
+    path: str | None = preparation.get("init_main_from_path")
+    return path
 
 
 def _is_guarded(script: str) -> bool:

@@ -87,15 +87,15 @@ class WriterProcess:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=10)  # it is about to end, if it has not
             message = (
-                f"{self._obituary()} while it saved to {destination}. Nothing was committed; an earlier checkpoint "
-                "there is as it was. Save again: a new process is started."
+                f"{self._obituary()} while it saved to {destination}. The earlier checkpoint is still there, or the "
+                "new one if it was committed just before. Save again: a new process is started."
             )
             exit_code = self._process.returncode
             self.close()
             raise WriterProcessError(message, exit_code=exit_code, path=destination) from lost.__cause__
 
     def close(self) -> None:
-        """End the process. It finishes what it is doing."""
+        """End the process, which has nothing to do by now."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
@@ -127,7 +127,7 @@ class WriterProcess:
         with theirs:
             command = [
                 sys.executable,
-                *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
+                *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]  # as multiprocessing does
                 "-c",
                 _START.format(descriptor=theirs.fileno()),
             ]
@@ -142,7 +142,9 @@ class WriterProcess:
     def _obituary(self) -> str:
         assert self._process is not None
         code = self._process.poll()
-        if code is not None and code < 0:
+        if code is None:
+            return f"the writer process {self._process.pid} closed its connection"
+        if code < 0:
             return f"the writer process {self._process.pid} was killed by signal {-code}"
         return f"the writer process {self._process.pid} ended with exit code {code}"
 
@@ -153,11 +155,20 @@ _idle: list[WriterProcess] = []
 @contextmanager
 def idle_writer() -> Iterator[WriterProcess]:
     """A writer process for one save. It is kept for the next one, of whatever group."""
-    writer = _idle.pop() if _idle else WriterProcess()
+    try:
+        writer = _idle.pop()
+    except IndexError:
+        writer = WriterProcess()
     try:
         yield writer
     finally:
         _idle.append(writer)
+
+
+def close_idle_writers() -> None:
+    """End all writer processes, at the end of the program."""
+    while _idle:
+        _idle.pop().close()
 
 
 # A forked child has connections to its parent's writers, which are none of its business.

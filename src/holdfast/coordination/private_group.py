@@ -11,6 +11,8 @@ being waited for.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from holdfast.coordination.failures import wrap_exception
-from holdfast.errors import CheckpointException, RankLeftError
+from holdfast.errors import CheckpointException, ConnectionLostError, RankLeftError
 
 
 class Link(Protocol):
@@ -67,7 +69,7 @@ class PrivateGroup:
         self.members = members
         self._origin = store
         # A connection to the store of its own: while this one waits for the others, nobody else could use it.
-        self._store = PrefixStore(name, store.clone())  # type: ignore[attr-defined]
+        self._store = PrefixStore(name, store.clone())  # type: ignore[attr-defined]  # not in torch's stubs
         self._timeout = timeout
         self._backend: Any = None
         self._broken: Exception | None = None
@@ -149,7 +151,8 @@ class PrivateGroup:
     def _report_absent(self, absent: list[int]) -> NoReturn:
         names = ", ".join(map(str, absent))
         error = RankLeftError(
-            f"rank {names} gave up the save before it was complete, so nothing was committed. Its own error tells why.",
+            f"rank {names} gave up the save before all ranks had finished it. Its own error tells why. The earlier "
+            "checkpoint is still there, or the new one if it was committed just before. Save again.",
             ranks=absent,
         )
         raise CheckpointException("write", {rank: wrap_exception(error) for rank in absent})
@@ -173,10 +176,9 @@ class PrivateGroup:
 
     def _run(self, operation: Any) -> None:
         if self._broken is not None:
-            raise RankLeftError(
+            raise ConnectionLostError(
                 f"an earlier background save lost the connection to the other ranks ({self._broken}). Start the job "
-                "again; the checkpoints that were committed are not affected.",
-                ranks=[],
+                "again; the checkpoints that were committed are not affected."
             ) from self._broken
         try:
             if self._backend is None:
@@ -215,11 +217,26 @@ def forget_private_group(group: PrivateGroup) -> None:
 
 
 def forget_private_groups() -> None:
-    """End all connections, at the end of the program, or in a child that got copies of them."""
+    """End all connections, at the end of the program."""
     with _lock:
         for group in _groups.values():
             group.close()
         _groups.clear()
+
+
+def _start_anew_in_forked_child() -> None:
+    """A forked child has copies of the connections without the threads that serve them; somebody may hold the lock.
+
+    Ending such a connection would wait for its threads for ever, so it is left as it is, and kept from being freed.
+    """
+    global _lock
+    _lock = threading.Lock()
+    for group in _groups.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._backend))
+    _groups.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew_in_forked_child)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -231,7 +248,7 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def _padded(payload: bytes, width: int) -> torch.Tensor:
-    """``payload`` in a tensor of ``width`` bytes, of at least one: nobody likes to send nothing."""
+    """``payload`` in a tensor of ``width`` bytes, and at least one: gloo does not send empty tensors."""
     box = torch.zeros(max(width, 1), dtype=torch.uint8)
     if payload:
         box[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)

@@ -7,11 +7,9 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from holdfast.background.futures import warn_of_unseen_failures
-from holdfast.background.queues import wait_for_saves_to
 from holdfast.coordination.collectives import Collectives
 from holdfast.dcp.state_dict_loader import _perform_load
-from holdfast.dcp.state_dict_saver import AsyncSaveResponse, _async_save, _destination, _perform_save, _Target
+from holdfast.dcp.state_dict_saver import AsyncSaveResponse, _async_save, _save, _Target
 from holdfast.dcp.utils import _runs_alone
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.planning.planner import LoadPlanner, SavePlanner
@@ -63,20 +61,11 @@ class _Checkpointer:
 
     def save(self, state_dict: STATE_DICT_TYPE) -> Metadata:
         """Save a state, as ``holdfast.dcp.save`` does. Returns the index of the checkpoint."""
-        warn_of_unseen_failures()
-        if (destination := _destination(None, self.storage_writer)) is not None:
-            wait_for_saves_to(destination)
-        return _perform_save(self._ranks("save"), state_dict, **self._target()._asdict())
+        return _save(state_dict, self._target(), **self._role())
 
     def async_save(self, state_dict: STATE_DICT_TYPE) -> Future[Metadata]:
         """Take a private copy of a state and save it in the background. The future is of the checkpoint's index."""
-        response = _async_save(
-            state_dict,
-            self._target(),
-            process_group=self.process_group,
-            coordinator_rank=self.coordinator_rank,
-            no_dist=self.no_dist,
-        )
+        response = _async_save(state_dict, self._target(), **self._role())
         if isinstance(response, AsyncSaveResponse):
             return cast("Future[Metadata]", response.upload_completion)
         return response
@@ -84,15 +73,19 @@ class _Checkpointer:
     def load(self, state_dict: dict[str, Any]) -> None:
         """Load into a state, as ``holdfast.dcp.load`` does."""
         _perform_load(
-            self._ranks("load"),
+            Collectives(self.process_group, not _runs_alone(self.no_dist, "load"), self.coordinator_rank),
             state_dict,
             checkpoint_id=_path_of(self.storage_reader),
             storage_reader=self.storage_reader,
             planner=self.load_planner,
         )
 
-    def _ranks(self, verb: str) -> Collectives:
-        return Collectives(self.process_group, not _runs_alone(self.no_dist, verb), self.coordinator_rank)
+    def _role(self) -> dict[str, Any]:
+        return {
+            "process_group": self.process_group,
+            "coordinator_rank": self.coordinator_rank,
+            "no_dist": self.no_dist,
+        }
 
     def _target(self) -> _Target:
         return _Target(_path_of(self.storage_writer), self.storage_writer, self.save_planner)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from concurrent.futures import Future
+import os
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, cast
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from holdfast.background.async_saves import Lane, give_up_in_background, save_in_background
+from holdfast.background.async_saves import give_up_in_background, save_in_background
 from holdfast.background.futures import warn_of_unseen_failures
-from holdfast.background.queues import wait_for_saves_to
+from holdfast.background.lanes import Lane, wait_for_conflicting_saves
+from holdfast.background.queues import Claim
 from holdfast.coordination.collectives import Collectives
 from holdfast.dcp._storage_utils import _refuse_stock_objects, _storage_setup
 from holdfast.dcp.logger import _dcp_method_logger
@@ -28,6 +30,7 @@ from holdfast.planning.save_planner import DefaultSavePlanner
 from holdfast.saving import save_state
 from holdfast.storage.contract import StorageWriter
 from holdfast.stores.filesystem import AnyPath
+from holdfast.stores.local import FileSystem
 
 __all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "async_save", "save", "save_state_dict"]
 
@@ -66,18 +69,55 @@ def save(
         >>> sorted(metadata.state_dict_metadata)
         ['step', 'weights']
     """
+    target = _Target(checkpoint_id, storage_writer, planner, use_collectives)
+    return _save(state_dict, target, process_group=process_group, coordinator_rank=0, no_dist=no_dist)
+
+
+class _Target(NamedTuple):
+    """Where a save goes, and how."""
+
+    checkpoint_id: AnyPath | None
+    storage_writer: StorageWriter | None
+    planner: SavePlanner | None
+    use_collectives: bool = True
+
+    def path(self) -> AnyPath | None:
+        """The path of the save, if it is known."""
+        if self.checkpoint_id is None or str(self.checkpoint_id) == "":
+            return cast("AnyPath | None", getattr(self.storage_writer, "checkpoint_id", None))
+        return self.checkpoint_id
+
+    def is_local(self) -> bool:
+        """Whether the path is one of the local file system."""
+        writer = self.storage_writer
+        takes_local_paths = writer is None or isinstance(getattr(writer, "fs", None), FileSystem)
+        return takes_local_paths and "://" not in str(self.path())
+
+    def anchored(self) -> _Target:
+        """With a path that means the same after a change of the working directory, and in another process."""
+        path = self.path()
+        return self if path is None or not self.is_local() else self._replace(checkpoint_id=os.path.abspath(path))
+
+    def claim(self) -> Claim:
+        """What no other save may use meanwhile."""
+        path = self.path()
+        if path is not None:
+            path = os.path.realpath(path) if self.is_local() else str(path).rstrip("/")
+        return Claim(path, self.storage_writer, self.planner)
+
+
+def _save(
+    state_dict: STATE_DICT_TYPE,
+    target: _Target,
+    *,
+    process_group: dist.ProcessGroup | None,
+    coordinator_rank: int,
+    no_dist: bool,
+) -> Metadata:
     warn_of_unseen_failures()
-    if (destination := _destination(checkpoint_id, storage_writer)) is not None:
-        wait_for_saves_to(destination)
-    ranks = Collectives(process_group, not _runs_alone(no_dist, "save"), 0)
-    return _perform_save(
-        ranks,
-        state_dict,
-        checkpoint_id=checkpoint_id,
-        storage_writer=storage_writer,
-        planner=planner,
-        use_collectives=use_collectives,
-    )
+    wait_for_conflicting_saves(target.claim())
+    ranks = Collectives(process_group, not _runs_alone(no_dist, "save"), coordinator_rank)
+    return _perform_save(ranks, state_dict, **target._asdict())
 
 
 def _perform_save(
@@ -183,15 +223,6 @@ def async_save(
     )
 
 
-class _Target(NamedTuple):
-    """Where a save goes, and how."""
-
-    checkpoint_id: AnyPath | None
-    storage_writer: StorageWriter | None
-    planner: SavePlanner | None
-    use_collectives: bool = True
-
-
 def _async_save(
     state_dict: STATE_DICT_TYPE,
     target: _Target,
@@ -208,11 +239,10 @@ def _async_save(
     Collectives(process_group, not alone, coordinator_rank)  # complains of a rank that is not in the group
     if dist.is_available() and dist.is_initialized():
         _require_cpu_backend(process_group)
-    destination = _destination(target.checkpoint_id, target.storage_writer)
-    if destination is None and target.storage_writer is None:
+    if target.path() is None and target.storage_writer is None:
         _storage_setup(None, None)  # says what is missing, before any rank has begun
-    lane = Lane.of(process_group, alone=alone)
-    where: dict[str, Any] = {"destination": str(destination), "coordinator_rank": coordinator_rank}
+    target = target.anchored()
+    lane, claim = Lane.of(process_group, alone=alone), target.claim()
 
     chosen = _choose_stager(stager, target.storage_writer, in_process)
     try:
@@ -220,10 +250,11 @@ def _async_save(
         with recorded("stage_state_dict", log_exceptions=True):
             staged = chosen.stage(states)
     except BaseException as error:
-        give_up_in_background(error, lane, **where)  # or the other ranks would wait for this one
+        # Or else the other ranks would wait for this one.
+        give_up_in_background(error, lane, claim, coordinator_rank=coordinator_rank)
         raise
     work = functools.partial(_perform_async_save, **target._asdict())
-    saved = save_in_background(work, staged, lane, **where, in_process=in_process)
+    saved = save_in_background(work, staged, lane, claim, coordinator_rank=coordinator_rank, in_process=in_process)
     if isinstance(staged, Future):
         return AsyncSaveResponse(_without_value(staged), cast("Future[None]", saved))
     with recorded("maybe_synchronize_staging", log_exceptions=True):
@@ -255,20 +286,13 @@ def _require_cpu_backend(group: dist.ProcessGroup | None) -> None:
         )
 
 
-def _destination(checkpoint_id: AnyPath | None, writer: StorageWriter | None) -> str | None:
-    """The path of a save, if it is known."""
-    if checkpoint_id is None or str(checkpoint_id) == "":
-        checkpoint_id = getattr(writer, "checkpoint_id", None)
-    return None if checkpoint_id is None else str(checkpoint_id)
-
-
 def _without_value(staged: Future[STATE_DICT_TYPE]) -> Future[None]:
     """A future that ends as ``staged`` does, and does not keep the copy alive."""
     ended: Future[None] = Future()
     ended.set_running_or_notify_cancel()
 
     def pass_on(source: Future[STATE_DICT_TYPE]) -> None:
-        error = source.exception()
+        error = CancelledError() if source.cancelled() else source.exception()
         ended.set_result(None) if error is None else ended.set_exception(error)
 
     staged.add_done_callback(pass_on)

@@ -55,7 +55,7 @@ def copy_with(tensor: torch.Tensor, copy_plain: CopyPlain) -> torch.Tensor:
     if has_ordinary_memory(tensor):
         return _of_same_class(tensor, copy_plain(tensor))
     if tensor.layout is torch.strided and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return copy.deepcopy(tensor)  # a subclass with secrets of its own
+        return copy.deepcopy(tensor)  # a subclass whose memory we know nothing about
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -104,11 +104,9 @@ def fingerprint_of_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*where, tensor.is_conj(), tensor.is_neg(), tensor.requires_grad, type(tensor))
 
 
-def sharded_like(tensor: ShardedTensor, shards: list[Shard], *, keep_group: bool = True) -> ShardedTensor:
+def sharded_like(tensor: ShardedTensor, shards: list[Shard]) -> ShardedTensor:
     """A ``ShardedTensor`` of the same layout around other local shards. Takes no communication."""
-    metadata = tensor.metadata()
-    group = tensor._process_group if keep_group else None
-    return make_sharded(shards, metadata, tensor.sharding_spec(), group)
+    return make_sharded(shards, tensor.metadata(), tensor.sharding_spec(), tensor._process_group)
 
 
 def make_sharded(shards: list[Shard], metadata: Any, spec: Any, group: Any = None) -> ShardedTensor:

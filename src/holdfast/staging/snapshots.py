@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ _UNCHANGEABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype,
 
 
 class Snapshot:
-    """A state of its own. ``state`` has its final shape at once, and its elements after ``fill``."""
+    """A private copy. ``state`` has its final shape at once, and its elements after ``fill``."""
 
     def __init__(self, state: dict[str, Any], pool: ArenaPool) -> None:
         self._seen: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -60,27 +61,18 @@ class Snapshot:
         kind = type(value)
         if kind in _UNCHANGEABLE:
             return value
-        if isinstance(value, Mapping):
-            return self._copy_mapping(value, path)
-        if kind is list:
-            return [self._copy(item, (*path, position)) for position, item in enumerate(value)]
-        if isinstance(value, tuple):
-            items = [self._copy(item, (*path, position)) for position, item in enumerate(value)]
-            return kind._make(items) if hasattr(kind, "_make") else kind(items)
-        return self._deep_copy(value, path)
-
-    def _copy_mapping(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
-        items = [(key, self._copy(item, (*path, key))) for key, item in value.items()]
-        if type(value) in (dict, OrderedDict):
-            return dict(items) if type(value) is dict else OrderedDict(items)
+        if kind in (dict, OrderedDict):
+            return kind((key, self._copy(item, (*path, key))) for key, item in value.items())
+        if kind in (list, tuple):
+            return kind(self._copy(item, (*path, position)) for position, item in enumerate(value))
+        # Any other container is copied by its own rules, and finds the copies of its tensors made.
+        items = [(key, self._copy(item, (*path, key))) for key, item in _items_of(value)]
         try:
-            # Whatever else the mapping knows (the factory of a defaultdict, attributes) comes along.
-            made: Any = copy.copy(value)
-            for key, item in items:
-                made[key] = item
-        except Exception:  # one that cannot be written to
-            return dict(items)
-        return made
+            return self._deep_copy(value, path)
+        except SnapshotError:
+            if not isinstance(value, Mapping):
+                raise
+            return dict(items)  # such as the read-only view of a dict, which nobody can copy
 
     def _copy_tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
         try:
@@ -127,15 +119,7 @@ class _Moment:
 
     def device_copies(self) -> Any:
         """Copies inside of the ``with`` block come after this moment, and are complete at its end."""
-        return _NoDevice() if self._event is None else _OnSideStream(self._event)
-
-
-class _NoDevice:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
+        return nullcontext() if self._event is None else _OnSideStream(self._event)
 
 
 class _OnSideStream:
@@ -168,12 +152,18 @@ def _bytes_needed(state: Any) -> int:
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    else:
+        for _, item in _items_of(value):
             yield from _tensors_in(item)
-    elif type(value) is list or isinstance(value, tuple):
-        for item in value:
-            yield from _tensors_in(item)
+
+
+def _items_of(value: Any) -> list[tuple[Any, Any]]:
+    """What a container holds, by key or position. Nothing, if it is no container."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (list, tuple)) and type(value) not in _UNCHANGEABLE:
+        return list(enumerate(value))
+    return []
 
 
 def _cannot_copy(value: Any, path: tuple[Any, ...], error: Exception) -> SnapshotError:
