@@ -570,3 +570,12 @@ def test_small_helpers_do_what_those_of_stock_torch_do(tmp_path: Path) -> None:
         utils._get_dtype("nonsense")
     info, expected = (library._HFStorageInfo("file", torch.Size([3]), torch.bool) for library in (utils, stock_utils))
     assert vars(expected).items() <= vars(info).items()
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 8 + b"{}", b"\2", (5).to_bytes(8, "little") + b"[1,2]"])
+def test_a_header_without_a_sensible_length_or_content_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(content)
+
+    with (tmp_path / "file").open("rb") as stream, pytest.raises(DamagedCheckpointError, match="file") as refused:
+        utils._get_safetensors_file_metadata(stream)
+    assert refused.value.file == str(tmp_path / "file")

@@ -293,12 +293,15 @@ def test_notes_that_make_no_sense_are_refused(note: dict[str, str], tmp_path: Pa
 # --- the index -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"w": 3}}', "\xff"])
+NO_INDEX = ["", "[]", "{}", '{"a":' * 100_000, '{"weight_map": 3}', '{"weight_map": {"w": 3}}', "\xff"]
+
+
+@pytest.mark.parametrize("text", NO_INDEX, ids=[text[:30] for text in NO_INDEX])
 def test_an_index_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     save_file({"w": torch.ones(1)}, tmp_path / MODEL)
     (tmp_path / INDEX).write_text(text)
 
-    with pytest.raises(DamagedCheckpointError, match="weight_map") as refused:
+    with pytest.raises(DamagedCheckpointError, match=r"weight_map|JSON") as refused:
         contents(tmp_path)
     assert refused.value.file == str(tmp_path / INDEX)
 
@@ -421,19 +424,51 @@ def test_a_file_that_was_replaced_after_the_commit_is_refused(tmp_path: Path) ->
         contents(path)
 
 
-@pytest.mark.parametrize("content", [
+def record(name: str, temporary: str) -> str:
+    return json.dumps({"generation": "0badcafe", "files": {name: temporary}})
+
+
+NO_RECORD = [
     "no json",
     "[]",
-    '{"files": {"/etc/model-00001-of-00001.safetensors": "model-00001-of-00001.safetensors.0badcafe.tmp"}}',
-    '{"files": {"model-00001-of-00001.safetensors": "../model-00001-of-00001.safetensors.0badcafe.tmp"}}',
-    '{"files": {"model-00001-of-00001.safetensors": "/etc/passwd"}}',
-    '{"files": {"config.json": "model-00001-of-00001.safetensors.0badcafe.tmp"}}',
-    '{"files": {}, "index": {"weight_map": 3}}',
-])  # fmt: skip
+    record("/etc/model-00001-of-00001.safetensors", "model-00001-of-00001.safetensors.0badcafe.tmp"),
+    record("model-00001-of-00001.safetensors", "../model-00001-of-00001.safetensors.0badcafe.tmp"),
+    record("model-00001-of-00001.safetensors", "/etc/passwd"),
+    record("config.json", "model-00001-of-00001.safetensors.0badcafe.tmp"),
+    '{"generation": "0badcafe", "files": {"model-00001-of-00001.safetensors": 3}}',
+    '{"generation": "0badcafe", "files": {}, "index": {"weight_map": 3}}',
+    '{"generation": "0badcafe", "files": []}',
+    '{"generation": 3, "files": {}, "index": {"weight_map": {}}}',
+    '{"generation": "0badcafe", "save_id": 3, "files": {}, "index": {"weight_map": {}}}',
+    '{"generation": "0badcafe", "generation": "0badcafe", "files": {}, "index": {"weight_map": {}}}',
+    '{"files":' * 100_000,
+]
+
+
+@pytest.mark.parametrize("content", NO_RECORD, ids=[content[:60] for content in NO_RECORD])
 def test_a_record_that_makes_no_sense_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / RECORD).write_text(content)
 
     with pytest.raises(DamagedCheckpointError, match=RECORD):
+        contents(tmp_path)
+
+
+def test_a_folder_that_cannot_be_looked_into_is_not_called_empty(tmp_path: Path) -> None:
+    class Forbidden(FileSystem):
+        def ls(self, path: Any) -> list[str]:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    save_file({"w": torch.ones(1)}, tmp_path / MODEL)
+
+    with pytest.raises(PermissionError):
+        read_contents(Folder(Forbidden(), tmp_path))
+
+
+@pytest.mark.parametrize("name", ["", ".", "/a.safetensors", "../a.safetensors", "a/../../b.safetensors", "a\0b"])
+def test_names_of_an_index_stay_in_its_folder(name: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": name}}))
+
+    with pytest.raises(UnsafePathError, match="Do not load"):
         contents(tmp_path)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from holdfast.formats.safetensors.header import LENGTH_BYTES, METADATA_KEY
+from holdfast.formats.json_objects import parse_json_object
+from holdfast.formats.safetensors.header import LENGTH_BYTES, METADATA_KEY, ByteSource, read_header_text
 from holdfast.formats.safetensors.torch_dtypes import BY_NAME
 from holdfast.storage import hf_names, hf_notes
 from holdfast.storage.hf_files import _HFStorageInfo
@@ -78,11 +78,12 @@ def _get_dtype(dtype_str: str) -> torch.dtype:
 
 def _get_safetensors_file_metadata(file_bytes: io.IOBase) -> tuple[Any, int]:
     """The header of an open file as it stands there, and where the data begins."""
-    length = int.from_bytes(file_bytes.read(LENGTH_BYTES), "little")
-    return json.loads(file_bytes.read(length)), LENGTH_BYTES + length
+    source = str(getattr(file_bytes, "name", "the file"))
+    text, _ = read_header_text(cast("ByteSource", file_bytes), source)
+    return parse_json_object(text, source, "its header"), LENGTH_BYTES + len(text)
 
 
 def _get_dcp_custom_metadata(metadata: Any) -> Any | None:
     """The offsets of parts of tensors that a header tells; None if it tells none."""
     told = (metadata.get(METADATA_KEY) or {}).get(hf_notes.SHARDING_KEY)
-    return None if told is None else json.loads(told)
+    return None if told is None else parse_json_object(told, f"the note {hf_notes.SHARDING_KEY}")

@@ -16,8 +16,16 @@ from pathlib import PurePath
 from typing import Any, NoReturn
 
 from holdfast.errors import DamagedCheckpointError, IncompleteSaveError
+from holdfast.formats.json_objects import parse_json_object
 from holdfast.storage.data_files import flush_to_disk
-from holdfast.storage.hf_names import COMMIT_NAME, INDEX_NAME, generation_of, is_data_file, temporary_name
+from holdfast.storage.hf_names import (
+    COMMIT_NAME,
+    INDEX_NAME,
+    generation_of,
+    is_data_file,
+    lies_inside,
+    temporary_name,
+)
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
 
 
@@ -59,9 +67,9 @@ class Folder:
         return self.fs.concat_path(self.path, name)
 
     def names(self) -> set[str]:
-        """What is in the folder."""
+        """What is in the folder; nothing if there is none. One that cannot be looked into is an error."""
         found: set[str] = set()
-        with suppress(OSError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             found |= {PurePath(path).name for path in self.fs.ls(self.path)}
             if self.inner in found:
                 found |= {f"{self.inner}/{PurePath(path).name}" for path in self.fs.ls(self.at(self.inner))}
@@ -114,38 +122,39 @@ class Folder:
     def stale(self, before: Iterable[str], switch: Switch, *, keep: Iterable[str] = ()) -> list[str]:
         """Of the names that were there ``before``: files of earlier saves, except those of saves that still write."""
         before = set(before)
-        alive = {_generation(name) for name in self.names() - before} | {None}
+        alive = {generation_of(name) for name in self.names() - before} | {None}
         kept = {*switch.files, *switch.files.values(), *keep}
         return sorted(
-            name for name in before - kept if is_data_file(PurePath(name).name) or _generation(name) not in alive
+            name for name in before - kept if is_data_file(PurePath(name).name) or generation_of(name) not in alive
         )
 
     def remove_unfinished(self, generation: str) -> None:
-        """Remove what a save has written that was not committed."""
-        self.remove(name for name in self.names() if _generation(name) == generation)
+        """Remove what a save has written that was not committed. A failure is only untidy here too."""
+        with suppress(OSError):
+            self.remove(name for name in self.names() if generation_of(name) == generation)
 
     def switch_under_way(self) -> Switch | None:
         """A switch that was committed and whose files may not all have their names yet."""
         try:
             with self.fs.create_stream(self.at(COMMIT_NAME), "rb") as stream:
-                content = json.loads(stream.read())
+                content = parse_json_object(stream.read(), str(self.at(COMMIT_NAME)))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except ValueError as error:
-            self._refuse_record(str(error))
-        if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
+        generation, save_id = content.get("generation"), content.get("save_id")
+        if not isinstance(generation, str) or not isinstance(save_id, str | None):
+            self._refuse_record("it does not name its save")
+        if not isinstance(content.get("files"), dict):
             self._refuse_record("it lists no files")
         files = {name: temporary for name, temporary in content["files"].items() if self._is_pair(name, temporary)}
         if len(files) < len(content["files"]):
             self._refuse_record("it names files that are not part of a checkpoint")
-        return Switch(str(content.get("generation")), content.get("save_id"), files, content.get("index"))
+        return Switch(generation, save_id, files, content.get("index"))
 
     @staticmethod
     def _is_pair(name: str, temporary: Any) -> bool:
-        own, under_way = PurePath(name), PurePath(str(temporary))
-        if any(path.is_absolute() or ".." in path.parts for path in (own, under_way)):
+        if not isinstance(temporary, str) or not lies_inside(name) or not lies_inside(temporary):
             return False
-        return is_data_file(own.name) and generation_of(under_way.name) is not None
+        return is_data_file(PurePath(name).name) and generation_of(temporary) is not None
 
     def _refuse_record(self, why: str) -> NoReturn:
         file = str(self.at(COMMIT_NAME))
@@ -169,7 +178,3 @@ class Folder:
         self.fs.sync_folder(self.path)
         for inner in {str(PurePath(name).parent) for name in switch.files} - {"."}:
             self.fs.sync_folder(self.at(inner))
-
-
-def _generation(name: str) -> str | None:
-    return generation_of(PurePath(name).name)

@@ -6,21 +6,29 @@ must be of one save. In either case the parts of every tensor must tile it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import PurePath, PurePosixPath
+from pathlib import PurePath
 from typing import Any
 
 import torch
 
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError
+from holdfast.formats.json_objects import parse_json_object
 from holdfast.formats.safetensors.header import Header, read_header
 from holdfast.formats.safetensors.torch_dtypes import to_torch
 from holdfast.planning.boxes import first_overlap, out_of_bounds, volume
 from holdfast.storage.hf_commit import Folder, Switch
-from holdfast.storage.hf_names import COMMIT_NAME, INDEX_NAME, SHARDED_FOLDER, SUFFIX, is_data_file, is_shard
+from holdfast.storage.hf_names import (
+    COMMIT_NAME,
+    INDEX_NAME,
+    SHARDED_FOLDER,
+    SUFFIX,
+    is_data_file,
+    is_shard,
+    lies_inside,
+)
 from holdfast.storage.hf_notes import FileNotes, read_notes
 
 _MOST_SHOWN = 10
@@ -73,10 +81,11 @@ def read_contents(folder: Folder, threads: int = 1) -> Contents:
     """What can be loaded from a folder."""
     switch = folder.switch_under_way()
     index = _read_index(folder) if switch is None else switch.index
+    lister = str(folder.at(INDEX_NAME if switch is None else COMMIT_NAME))
     if switch is not None and index is not None:
-        index = _checked_index(index, str(folder.at(COMMIT_NAME)))
+        index = _checked_index(index, lister)
     if index is not None:
-        files = _read_headers(folder, _weight_files(index, folder), switch, threads)
+        files = _read_headers(folder, _weight_files(index, lister), switch, threads)
         save_id = switch.save_id if switch is not None else _index_save_id(index)
         if save_id is not None:
             _refuse_other_saves(folder, files + _shards_beside(folder, files, threads), save_id)
@@ -104,12 +113,10 @@ def _read_index(folder: Folder) -> Mapping[str, Any] | None:
     file = str(folder.at(INDEX_NAME))
     try:
         with folder.fs.create_stream(file, "rb") as stream:
-            content: Any = json.loads(stream.read())
+            content = stream.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, RecursionError) as error:
-        content = str(error)
-    return _checked_index(content, file)
+    return _checked_index(parse_json_object(content, file), file)
 
 
 def _checked_index(content: Any, file: str) -> Mapping[str, Any]:
@@ -133,13 +140,16 @@ def _index_save_id(index: Mapping[str, Any]) -> str | None:
     return save_id if isinstance(save_id, str) else None
 
 
-def _weight_files(index: Mapping[str, Any], folder: Folder) -> dict[str, Collection[str] | None]:
+def _weight_files(index: Mapping[str, Any], source: str) -> dict[str, Collection[str] | None]:
     files: dict[str, Collection[str] | None] = {}
     keys: dict[str, set[str]] = {}
     for key, name in index["weight_map"].items():
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or not path.name:
-            raise UnsafePathError(f"{folder.at(INDEX_NAME)} names a file outside of its folder: {name!r}", name=name)
+        if not lies_inside(name):
+            raise UnsafePathError(
+                f"{source} names {name!r}, which is not a file in its folder. Do not load this checkpoint unless you "
+                "know who wrote it; if it is yours, write the index again with names of files in the folder.",
+                name=name,
+            )
         files[name] = keys.setdefault(name, set())
         keys[name].add(key)
     return files
@@ -148,6 +158,8 @@ def _weight_files(index: Mapping[str, Any], folder: Folder) -> dict[str, Collect
 def _read_headers(
     folder: Folder, wanted: Mapping[str, Collection[str] | None], switch: Switch | None, threads: int
 ) -> list[_File]:
+    lister = "the index" if switch is None else "the record of a save"
+
     def look(name: str) -> _File:
         places = switch.places(name) if switch is not None and name in switch.files else (name,)
         for place in places:
@@ -160,8 +172,8 @@ def _read_headers(
             keys = wanted[name]
             return _File(name, path, header, read_notes(header.notes, path), header.tensors if keys is None else keys)
         raise DamagedCheckpointError(
-            f"{folder.at(name)} is missing, and the index of the folder lists it. If a save has replaced the "
-            "checkpoint meanwhile, load again; if not, copy the file back or load another checkpoint.",
+            f"{folder.at(name)} is missing, and {lister} of the folder lists it. If a save has replaced the checkpoint "
+            "meanwhile, load again; if not, copy the file back or load another checkpoint.",
             file=str(folder.at(name)),
             key=next(iter(wanted[name] or ()), None),
             expected="a file",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import PurePath
 
 INDEX_NAME = "model.safetensors.index.json"
 COMMIT_NAME = "model.safetensors.commit.json"
@@ -28,9 +29,18 @@ def file_name(index: int, largest_index: int, shard: int | None = None) -> str:
     return whole if shard is None else f"shard-{shard:05d}-{whole}"
 
 
-def temporary_name(final_name: str, generation: str) -> str:
+def temporary_name(final: str, generation: str) -> str:
     """What a file is called until the save that it belongs to is complete."""
-    return f"{final_name}.{generation}.tmp"
+    return f"{final}.{generation}.tmp"
+
+
+def final_name(temporary: str) -> str:
+    """What an unfinished file is going to be called.
+
+    >>> final_name(temporary_name("model-00001-of-00001.safetensors", "0a1b2c3d"))
+    'model-00001-of-00001.safetensors'
+    """
+    return temporary.rsplit(".", 2)[0]
 
 
 def is_data_file(name: str) -> bool:
@@ -44,6 +54,16 @@ def is_shard(name: str) -> bool:
 
 
 def generation_of(name: str) -> str | None:
-    """The save that an unfinished file is of; None for other files."""
-    match = _TEMPORARY.fullmatch(name)
+    """The save that an unfinished file is of, given by its name or by its path in the folder; None for other files."""
+    match = _TEMPORARY.fullmatch(PurePath(name).name)
     return match["generation"] if match else None
+
+
+def lies_inside(name: str) -> bool:
+    """Whether a name that was read from a file stays inside of the folder that it is relative to.
+
+    >>> lies_inside("sharded/a.safetensors"), lies_inside("../a.safetensors"), lies_inside("/a.safetensors")
+    (True, False, False)
+    """
+    path = PurePath(name)
+    return bool(path.name) and not path.anchor and ".." not in path.parts and "\0" not in name

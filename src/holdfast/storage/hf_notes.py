@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from holdfast.errors import DamagedCheckpointError
+from holdfast.formats.json_objects import are_sizes, parse_json_object
 
 SHARDING_KEY = "DCP_SHARDING_INFO"
 OFFSETS_KEY = "saved_offsets"
@@ -56,30 +57,20 @@ def read_notes(notes: Mapping[str, str], source: str) -> FileNotes:
     save = _parse(notes, SAVE_KEY, source)
     offsets: dict[str, Sequence[int]] = {}
     for key, entry in sharding.items():
-        if not isinstance(entry, dict) or not _are_numbers(entry.get(OFFSETS_KEY)):
+        if not isinstance(entry, dict) or not are_sizes(entry.get(OFFSETS_KEY)):
             _refuse(source, key, SHARDING_KEY)
         offsets[key] = entry[OFFSETS_KEY]
     save_id, sizes = save.get("id"), save.get("sizes", {})
     if not isinstance(save_id, (str, type(None))) or not isinstance(sizes, dict):
         _refuse(source, None, SAVE_KEY)
     for key, size in sizes.items():
-        if not _are_numbers(size):
+        if not are_sizes(size):
             _refuse(source, key, SAVE_KEY)
     return FileNotes(save_id, offsets, sizes)
 
 
 def _parse(notes: Mapping[str, str], note: str, source: str) -> dict[str, Any]:
-    try:
-        content = json.loads(notes.get(note, "{}"))
-    except (ValueError, RecursionError):
-        _refuse(source, None, note)
-    if not isinstance(content, dict):
-        _refuse(source, None, note)
-    return content
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(number) is int and 0 <= number < 1 << 62 for number in value)
+    return parse_json_object(notes.get(note, "{}"), source, f"its note {note}")
 
 
 def _refuse(source: str, key: str | None, note: str) -> NoReturn:

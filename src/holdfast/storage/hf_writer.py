@@ -27,6 +27,7 @@ from holdfast.storage.hf_names import (
     INDEX_NAME,
     SHARDED_FOLDER,
     file_name,
+    final_name,
     is_data_file,
     temporary_name,
 )
@@ -142,9 +143,9 @@ class HuggingFaceWriter(_FileSystemWriter):
         _record_real_dtypes(metadata, stored)
         folder = self._folder()
         parts = sorted({result.storage_data.relative_path for result in stored})
-        kept = {_final_name(part): part for part in parts} if self.save_distributed else {}
+        kept = {final_name(part): part for part in parts} if self.save_distributed else {}
         switch = Switch(self._generation, self.save_id, kept, None)
-        folder.refuse_lost_files(replace(switch, files={_final_name(part): part for part in parts}))
+        folder.refuse_lost_files(replace(switch, files={final_name(part): part for part in parts}))
         if not self.save_distributed or self.enable_consolidation:
             switch = self._with_model_files(folder, switch, parts)
         # Another save into this folder removes what it finds useless. Either it does so before we look, or not at all.
@@ -214,10 +215,6 @@ class HuggingFaceWriter(_FileSystemWriter):
             )
         if self.fqn_to_index_mapping is not None:
             refuse_unmapped((item.index.fqn for item in items), self.fqn_to_index_mapping)
-
-
-def _final_name(part: str) -> str:
-    return part.rsplit(".", 2)[0]
 
 
 def _only_part(keys: Iterable[str], contents: Contents, folder: Folder, parts: Iterable[str]) -> str | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from holdfast.errors import DamagedCheckpointError
+from holdfast.formats.json_objects import are_sizes, parse_json_object
 from holdfast.formats.safetensors.dtypes import BITS, nbytes
 
 METADATA_KEY = "__metadata__"
@@ -106,16 +107,17 @@ def plan_header(
 
 def read_header(stream: ByteSource, source: str) -> Header:
     """Read and check the header of the file ``source``, opened as ``stream``."""
-    text, file_size = _read_text(stream, source)
+    text, file_size = read_header_text(stream, source)
     return decode_header(text, file_size, source)
 
 
 def read_digest(stream: ByteSource, source: str) -> bytes:
     """The digest of a file's header, without a look at what it says."""
-    return _digest(_read_text(stream, source)[0])
+    return _digest(read_header_text(stream, source)[0])
 
 
-def _read_text(stream: ByteSource, source: str) -> tuple[bytes, int]:
+def read_header_text(stream: ByteSource, source: str) -> tuple[bytes, int]:
+    """The header of a file as it stands there, of a length that was checked, and the size of the file."""
     file_size = stream.seek(0, 2)
     stream.seek(0)
     length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
@@ -155,23 +157,9 @@ def decode_header(text: bytes, file_size: int, source: str) -> Header:
 
 
 def _parse(text: bytes, source: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in found:
-                _refuse(source, name, "is listed twice", "unique names", name)
-            found[name] = value
-        return found
-
     if not text.startswith(b"{"):
         _refuse(source, None, "is not a safetensors file: its header does not begin with a brace", b"{", text[:1])
-    try:
-        content = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        _refuse(source, None, f"has a header that is not JSON ({error!s:.200})", "JSON", type(error).__name__)
-    if not isinstance(content, dict):
-        _refuse(source, None, "has a header that is not a JSON object", "object", type(content).__name__)
-    return content
+    return parse_json_object(text, source, "its header")
 
 
 def _tensor(name: str, entry: Any, source: str) -> StoredTensor:
@@ -181,19 +169,14 @@ def _tensor(name: str, entry: Any, source: str) -> StoredTensor:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         _refuse(source, name, "has an unknown dtype", sorted(BITS), dtype)
-    if not _are_sizes(shape):
+    if not are_sizes(shape):
         _refuse(source, name, "has no valid shape", "numbers that are not negative", shape)
-    if not _are_sizes(offsets) or len(offsets) != 2:
+    if not are_sizes(offsets) or len(offsets) != 2:
         _refuse(source, name, "has no valid offsets", "two numbers that are not negative", offsets)
     size = nbytes(dtype, shape)
     if size is None or offsets[1] - offsets[0] != size:
         _refuse(source, name, f"has the wrong number of bytes for {dtype} {shape}", size, offsets[1] - offsets[0])
     return StoredTensor(dtype, tuple(shape), *offsets)
-
-
-def _are_sizes(value: Any) -> bool:
-    """Numbers that no sum of two takes beyond 63 bits, where arithmetic elsewhere would go wrong."""
-    return isinstance(value, list) and all(type(number) is int and 0 <= number < 1 << 62 for number in value)
 
 
 def _refuse(source: str, key: str | None, what: str, expected: Any, found: Any) -> NoReturn:
