@@ -71,6 +71,17 @@ SCRIPTS = {
             sys.exit(os.waitstatus_to_exitcode(status))
         dcp.async_save(state, checkpoint_id=folder + "-child")
     """,
+    "interrupted": """
+        import signal, traceback
+        class Endless(dcp.FileSystemWriter):
+            def write_data(self, plan, planner):
+                main = threading.main_thread().ident
+                while "wait_until_idle" not in "".join(traceback.format_stack(sys._current_frames()[main])):
+                    pass  # the program has not ended yet
+                signal.raise_signal(signal.SIGINT)
+                threading.Event().wait()
+        saved = dcp.async_save(state, storage_writer=Endless(folder))
+    """,
     "process": """
         print("the script runs")  # and nothing keeps it from running again
         saved = dcp.async_save(state, checkpoint_id=folder, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
@@ -159,6 +170,12 @@ def test_a_failed_save_that_nobody_saw_makes_the_program_fail(scripts, name) -> 
 def test_a_failed_save_that_was_seen_does_not(scripts) -> None:
     code, _, err, _ = outcome(scripts, "failed and seen")
     assert (code, err) == (0, "")
+
+
+def test_ctrl_c_while_it_waits_names_what_is_lost(scripts) -> None:
+    code, _, err, folder = outcome(scripts, "interrupted")
+    assert code == 130
+    assert f"these saves were not finished: {folder}" in err
 
 
 def test_a_forked_child_does_not_wait_for_its_parents_saves(scripts) -> None:

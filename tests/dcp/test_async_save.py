@@ -528,17 +528,23 @@ class NotToday:
 
 def fail_to_stage(root: Path, how: str) -> tuple[str, int]:
     state = numbered(1)
+    path: Path | None = root / "1"
     if dist.get_rank() == 1:
-        state["odd"] = NotToday() if how == "stateful" else threading.Lock()
+        if how == "no path":
+            path = None
+        else:
+            state["odd"] = NotToday() if how == "stateful" else threading.Lock()
     try:
-        error = dcp.async_save(state, checkpoint_id=root / "1").exception(WAIT)
+        error = dcp.async_save(state, checkpoint_id=path).exception(WAIT)
     except Exception as raised:
         error = raised
     dcp.async_save(numbered(2), checkpoint_id=root / "2").result(WAIT)
     return f"{type(error).__name__}: {error}", number_in(root / "2")
 
 
-@pytest.mark.parametrize(("how", "error"), [("stateful", "LookupError"), ("lock", "SnapshotError")])
+@pytest.mark.parametrize(
+    ("how", "error"), [("stateful", "LookupError"), ("lock", "SnapshotError"), ("no path", "RuntimeError")]
+)
 def test_a_rank_that_cannot_stage_does_not_keep_the_others_waiting(ranks: RankPool, tmp_path, how, error) -> None:
     (other, after), (own, after_own) = ranks(2).run(fail_to_stage, tmp_path, how)
     assert own.startswith(error)

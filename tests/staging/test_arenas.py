@@ -54,6 +54,15 @@ def test_a_dropped_pool_keeps_nothing() -> None:
     assert open_files() == before
 
 
+def test_a_pool_keeps_no_more_than_it_needs_to_go_on() -> None:
+    before = open_files()
+    pool = ArenaPool(Memory.SHARED, keep=True)
+    many = [pool.lend(100).tensor(0, 100) for _ in range(6)]
+    one = (open_files() - before) // 6
+    del many
+    assert open_files() == before + 2 * one
+
+
 def test_memory_that_has_become_too_small_is_given_up() -> None:
     before = open_files()
     pool = ArenaPool(Memory.SHARED, keep=True)

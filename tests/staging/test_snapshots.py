@@ -273,6 +273,23 @@ def test_a_tensor_inside_of_an_object_is_the_copy_that_the_state_has() -> None:
     assert staged["custom"].tensor is staged["tensor"]
 
 
+def test_a_computed_tensor_inside_of_an_object_is_copied() -> None:
+    computed = torch.zeros(2, requires_grad=True) * 2
+    state = {"computed": Custom(tensor=computed), "both": [Custom(tensor=computed)]}
+    staged = take_snapshot(state)
+    with torch.no_grad():
+        computed.fill_(9)
+    assert staged["computed"].tensor.tolist() == staged["both"][0].tensor.tolist() == [0, 0]
+    assert state["computed"].tensor is computed
+
+
+def test_the_default_device_makes_no_difference() -> None:
+    source = {"empty": torch.empty(0), "ones": torch.ones(2)}
+    with torch.device("meta"):
+        staged = take_snapshot(source)
+    assert [tensor.device.type for tensor in staged.values()] == ["cpu", "cpu"]
+
+
 def test_what_cannot_be_copied_is_named() -> None:
     with pytest.raises(SnapshotError, match=r"'a\.b\.1', a lock") as caught:
         take_snapshot({"a": {"b": [1, Lock()]}})

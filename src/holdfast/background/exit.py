@@ -10,8 +10,10 @@ import atexit
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import threading
+from typing import NoReturn
 
 # Whoever registers later is called earlier, and pools of threads must still work when this module's function runs.
 import concurrent.futures.thread  # noqa: F401  isort: skip
@@ -22,11 +24,18 @@ from holdfast.background.writer_process import close_idle_writers
 from holdfast.coordination.private_group import forget_private_groups
 
 _FAILED = 1
+_INTERRUPTED = 128 + signal.SIGINT
+"""What shells call a program that ended by Ctrl-C."""
 
 
 def _finish_pending_saves() -> None:
-    for lane in all_lanes():
-        lane.queue.wait_until_idle()
+    try:
+        for lane in all_lanes():
+            lane.queue.wait_until_idle()
+    except KeyboardInterrupt:
+        pending = [str(claim) for lane in all_lanes() for claim in lane.queue.claims()]
+        sys.stderr.write(f"holdfast: interrupted; these saves were not finished: {', '.join(pending)}\n")
+        _leave(_INTERRUPTED)
     close_idle_writers()
     forget_private_groups()
     for told in take_untold_failures():
@@ -36,15 +45,18 @@ def _finish_pending_saves() -> None:
 
 
 def _leave_if_a_save_failed() -> None:
-    if not has_unseen_failures():
-        return
+    if has_unseen_failures():
+        _leave(_FAILED)
+
+
+def _leave(code: int) -> NoReturn:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError):  # closed already
             continue
-    os._exit(_FAILED)
+    os._exit(code)
 
 
 threading._register_atexit(_finish_pending_saves)  # type: ignore[attr-defined]  # typeshed leaves out private names

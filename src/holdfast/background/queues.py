@@ -63,6 +63,11 @@ class SaveQueue:
                 threading.Thread(target=self._work, name="holdfast-save", daemon=True).start()
         return future
 
+    def claims(self) -> list[Claim]:
+        """What the saves use that are running or waiting."""
+        with self._changed:
+            return list(self._claims)
+
     def is_idle(self) -> bool:
         """Whether nothing is running or waiting."""
         with self._changed:

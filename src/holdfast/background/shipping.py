@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from holdfast.errors import UnguardedScriptError
 from holdfast.staging.arenas import Arena, ArenaPool, Lease, Memory, shared_arena_of
 from holdfast.staging.copies import is_wrapper, make_sharded, put_together, take_apart
 from holdfast.staging.snapshots import Snapshot, plain_parts_of_state
@@ -69,6 +70,12 @@ class _Unpacker(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "__main__" and not hasattr(sys.modules["__main__"], name):
             self._import_main()
+            if not hasattr(sys.modules["__main__"], name):
+                raise UnguardedScriptError(
+                    f"the state, the planner or the writer uses {name}, which the main program defines, and which a "
+                    "writer process cannot import. Move it to a module, or save with AsyncCheckpointerType.THREAD.",
+                    script="",
+                )
         return super().find_class(module, name)
 
 

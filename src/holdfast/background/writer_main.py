@@ -103,7 +103,9 @@ def _importer(preparation: dict[str, Any]) -> Callable[[], None]:
 
     def import_main() -> None:
         script = _source_of(preparation)
-        if script is not None and not _is_guarded(Path(script).read_text()):
+        if script is None or not Path(script).is_file():
+            return  # a session, or a program from standard input: there is nothing to import
+        if not _is_guarded(Path(script).read_text()):
             raise UnguardedScriptError(
                 f"the state, the planner or the writer uses a class of the main script {script}. To get it the writer "
                 "process would have to run the script, and all of it: there is no `if __name__ == '__main__':`. Add "

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -67,9 +68,10 @@ class PrivateGroup:
     def __init__(self, rank: int, members: tuple[int, ...], store: Store, name: str, timeout: timedelta) -> None:
         self.rank = rank
         self.members = members
-        self._origin = store
+        # Weak, because the store may be a server: it must end with the group that it belongs to.
+        self._origin = weakref.ref(store)
         # A connection to the store of its own: while this one waits for the others, nobody else could use it.
-        self._store = PrefixStore(name, store.clone())  # type: ignore[attr-defined]  # not in torch's stubs
+        self._store: Store | None = PrefixStore(name, store.clone())  # type: ignore[attr-defined]  # not in torch's stubs
         self._timeout = timeout
         self._backend: Any = None
         self._broken: Exception | None = None
@@ -88,7 +90,11 @@ class PrivateGroup:
 
     def is_orphaned(self) -> bool:
         """Whether the process group that this one goes with is no more."""
-        return all(store is not self._origin for _, store in c10d._world.pg_map.values())
+        return all(not self.is_of(store) for _, store in c10d._world.pg_map.values())
+
+    def is_of(self, store: Store) -> bool:
+        """Whether this is the connection of the group with that store."""
+        return self._origin() is store
 
     def close(self) -> None:
         """End the connection."""
@@ -122,7 +128,7 @@ class PrivateGroup:
         options.rootRank = root
         # A length of its own goes in front of each, for the ranks know only the largest.
         boxed = [_padded(len(each).to_bytes(8, "little") + each, width + 8) for each in payloads or []]
-        received = torch.empty(width + 8, dtype=torch.uint8)
+        received = torch.empty(width + 8, dtype=torch.uint8, device="cpu")
         self._run(lambda backend: backend.scatter([received], [boxed] if self.rank == root else [], options))
         length = int.from_bytes(_payload(received, 8), "little")
         return _payload(received[8:], length)
@@ -169,8 +175,8 @@ class PrivateGroup:
             return
 
     def _exchange_headers(self, phase: _Phase, size: int) -> list[tuple[_Phase, int]]:
-        mine = torch.tensor([int(phase), size], dtype=torch.int64)
-        received = [torch.empty(2, dtype=torch.int64) for _ in self.members]
+        mine = torch.tensor([int(phase), size], dtype=torch.int64, device="cpu")
+        received = [torch.empty(2, dtype=torch.int64, device="cpu") for _ in self.members]
         self._run(lambda backend: backend.allgather([received], [mine]))
         return [(_Phase(int(header[0])), int(header[1])) for header in received]
 
@@ -181,8 +187,9 @@ class PrivateGroup:
                 "again; the checkpoints that were committed are not affected."
             ) from self._broken
         try:
-            if self._backend is None:
+            if self._backend is None and self._store is not None:
                 self._backend = dist.ProcessGroupGloo(self._store, self.rank, len(self.members), self._timeout)
+                self._store = None  # it has served its purpose
             operation(self._backend).wait()
         except Exception as error:
             self._broken = error
@@ -197,11 +204,10 @@ def private_group_of(group: dist.ProcessGroup | None) -> PrivateGroup:
     """The private connection between the ranks of ``group``, or of all ranks. The same one each time."""
     group = c10d._get_default_group() if group is None else group
     store = c10d._get_process_group_store(group)
-    # The store tells a group from one of the same name before a re-initialization. The group below holds on to it, so
-    # that no other store can get its id.
-    key = (id(store), group.group_name)
     with _lock:
-        if key not in _groups:
+        # The store tells a group from one of the same name before a re-initialization.
+        key = (id(store), group.group_name)
+        if key not in _groups or not _groups[key].is_of(store):
             members = tuple(dist.get_process_group_ranks(group))
             name = f"holdfast/{group.group_name}"
             _groups[key] = PrivateGroup(dist.get_rank(group), members, store, name, _timeout_of(group))
@@ -249,7 +255,7 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 def _padded(payload: bytes, width: int) -> torch.Tensor:
     """``payload`` in a tensor of ``width`` bytes, and at least one: gloo does not send empty tensors."""
-    box = torch.zeros(max(width, 1), dtype=torch.uint8)
+    box = torch.zeros(max(width, 1), dtype=torch.uint8, device="cpu")
     if payload:
         box[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     return box

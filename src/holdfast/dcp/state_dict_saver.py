@@ -234,18 +234,17 @@ def _async_save(
     stager: AsyncStager | None = None,
 ) -> Future[Metadata] | AsyncSaveResponse:
     warn_of_unseen_failures()
-    _refuse_stock_objects(target.storage_writer, target.planner)
     alone = _runs_alone(no_dist, "save")
     Collectives(process_group, not alone, coordinator_rank)  # complains of a rank that is not in the group
     if dist.is_available() and dist.is_initialized():
         _require_cpu_backend(process_group)
-    if target.path() is None and target.storage_writer is None:
-        _storage_setup(None, None)  # says what is missing, before any rank has begun
     target = target.anchored()
     lane, claim = Lane.of(process_group, alone=alone), target.claim()
-
-    chosen = _choose_stager(stager, target.storage_writer, in_process)
     try:
+        _refuse_stock_objects(target.storage_writer, target.planner)
+        if target.path() is None and target.storage_writer is None:
+            _storage_setup(None, None)  # says what is missing
+        chosen = _choose_stager(stager, target.storage_writer, in_process)
         states = _stateful_to_state_dict(state_dict)
         with recorded("stage_state_dict", log_exceptions=True):
             staged = chosen.stage(states)

@@ -22,6 +22,10 @@ ALIGNMENT = 64
 """Tensors start at multiples of this many bytes: a cache line, and enough for every dtype."""
 
 
+_MOST_FREE = 2
+"""How many blocks a pool keeps: one that is being written and one that is being filled are enough to go on with."""
+
+
 class Memory(Enum):
     """What a block is made of."""
 
@@ -41,7 +45,7 @@ class Arena:
         self.descriptor: int | None = None
         self.buffer: Any
         if memory is Memory.PINNED:
-            self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+            self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu").numpy()
         elif memory is Memory.SHARED:
             self.descriptor = _anonymous_file(size)
             weakref.finalize(self, os.close, self.descriptor).atexit = False
@@ -62,7 +66,7 @@ class Lease:
     def tensor(self, start: int, size: int) -> torch.Tensor:
         """Some of the bytes, as a tensor with a storage of its own: whoever saves it whole saves nothing else."""
         if size == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(self._buffer, dtype=torch.uint8, count=size, offset=start)
 
 
@@ -101,7 +105,7 @@ class ArenaPool:
             return found
 
     def _give_back(self, arena: Arena) -> None:
-        if self._keep:
+        if self._keep and len(self._free) < _MOST_FREE:
             self._free.append(arena)
 
 

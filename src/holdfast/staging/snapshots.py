@@ -8,9 +8,11 @@ the snapshot is taken.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+import io
+import pickle
+from collections import ChainMap, OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -95,9 +97,20 @@ class Snapshot:
 
     def _deep_copy(self, value: Any, path: tuple[Any, ...]) -> Any:
         try:
-            return copy.deepcopy(value, self._deep_copies)
+            return self._try_deep_copy(value)
+        except Exception:
+            for tensor in _tensors_inside(value):  # those that came out of a computation have no deep copy
+                self._deep_copies.setdefault(id(tensor), copy_with(tensor, _fresh_copy))
+        try:
+            return self._try_deep_copy(value)
         except Exception as error:
             raise _cannot_copy(value, path, error) from error
+
+    def _try_deep_copy(self, value: Any) -> Any:
+        memo = ChainMap({}, self._deep_copies)  # a copy that fails leaves half-made objects in its memo
+        made = copy.deepcopy(value, memo)  # type: ignore[arg-type]  # any mapping will do
+        self._deep_copies.update(memo.maps[0])
+        return made
 
 
 class _Moment:
@@ -164,6 +177,31 @@ def _items_of(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, (list, tuple)) and type(value) not in _UNCHANGEABLE:
         return list(enumerate(value))
     return []
+
+
+class _TensorFinder(pickle.Pickler):
+    """Goes through an object as pickle would, and takes note of the tensors in it."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.found: list[torch.Tensor] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            self.found.append(obj)
+            return len(self.found)
+        return None
+
+
+def _tensors_inside(value: Any) -> list[torch.Tensor]:
+    finder = _TensorFinder()
+    with suppress(Exception):  # what cannot be pickled cannot be saved either; the caller says so
+        finder.dump(value)
+    return finder.found
+
+
+def _fresh_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _cannot_copy(value: Any, path: tuple[Any, ...], error: Exception) -> SnapshotError:
