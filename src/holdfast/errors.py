@@ -189,3 +189,9 @@ class WriterProcessError(HoldfastError, RuntimeError):
 
     exit_code: int | None
     path: str | None
+
+
+class MissingPackageError(HoldfastError, ImportError, ValueError):
+    """Something needs a package that is not installed. Fields: ``install``, what to give to ``pip install``."""
+
+    install: str

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import pickle
 import sys
 import tracemalloc
 from pathlib import Path
@@ -20,7 +22,7 @@ import holdfast.dcp as dcp
 from holdfast.dcp._extension import Extension, ExtensionRegistry, StreamTransformExtension, ZStandard
 from holdfast.dcp._fsspec_filesystem import FsspecReader, FsspecWriter
 from holdfast.dcp.filesystem import _StorageWriterTransforms
-from holdfast.errors import CheckpointException, DamagedCheckpointError, HoldfastError
+from holdfast.errors import CheckpointException, DamagedCheckpointError, HoldfastError, MissingPackageError
 from tests.dcp.states import LIBRARIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # stock says so on every call
@@ -213,7 +215,7 @@ CHAINS = [[Xor, ZStandard], [ZStandard, Xor], [Framed, ZStandard, Xor], [ZStanda
 @pytest.mark.parametrize("saver", ["ours", "stock"])
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: "-".join(kind.__name__ for kind in chain))
 def test_several_extensions_are_undone_whoever_wrote_them(tmp_path, chain, saver):
-    """Stock undoes them in the wrong order: spec 8.1-12."""
+    """Stock undoes them in the order in which they were done."""
     writer = LIBRARIES[saver].FileSystemWriter(tmp_path, _extensions=[kind() for kind in chain])
     LIBRARIES[saver].save(state(), storage_writer=writer)
     assert_loaded(load(tmp_path, _extension_registry=registry()))
@@ -396,7 +398,7 @@ def test_decompressing_takes_little_memory_however_much_comes_out(package):
 
 
 def test_streams_to_write_to_can_be_buffered():
-    """Stock's say that they are not writable: spec 8.8."""
+    """Stock's say that they are not writable, which buffers refuse."""
     raw = io.BytesIO()
     stream, _ = _StorageWriterTransforms([Xor()]).transform_save_stream(None, raw)  # type: ignore[arg-type]
     assert stream.writable()
@@ -469,6 +471,44 @@ def test_without_a_package_the_error_says_which_to_install(tmp_path, monkeypatch
     assert isinstance(error, HoldfastError)
     assert not isinstance(error, DamagedCheckpointError)
     assert "holdfast[zstd]" in str(error)
+    assert "registry" not in str(error)  # which would not help
+    assert isinstance(pickle.loads(pickle.dumps(error)), MissingPackageError)
+
+
+class OtherContent(dcp.FileSystemReader):
+    """The only item of the checkpoint is something else, as one may let it be who wants to harm its reader."""
+
+    content = b""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        metadata = super().read_metadata(*args, **kwargs)
+        for index, info in metadata.storage_data.items():
+            (Path(self.path) / info.relative_path).write_bytes(self.content)
+            metadata.storage_data[index] = dataclasses.replace(info, offset=0, length=len(self.content), seal=None)
+        return metadata
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), "a value"])
+def test_what_decompresses_to_more_than_the_index_promises_is_refused_early(tmp_path, monkeypatch, package, value):
+    monkeypatch.setattr("holdfast.storage.reader._LARGEST_VALUE", 1 << 20)
+    monkeypatch.setattr("holdfast.storage.reader._LARGEST_RATIO", 1)
+    dcp.save({"w": value}, storage_writer=dcp.FileSystemWriter(tmp_path, _extensions=[ZStandard()]))
+    reader = OtherContent(tmp_path)
+    reader.content = compressed(*[bytes(1 << 20)] * 64)
+    blank = {"w": torch.zeros(3) if isinstance(value, torch.Tensor) else ""}
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointException) as caught:
+            dcp.load(blank, storage_reader=reader)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    error, _ = caught.value.failures[0]
+    assert isinstance(error, DamagedCheckpointError)
+    assert error.key == "w"
+    assert "more than the" in str(error)
+    assert peak < 16 << 20
 
 
 def test_an_extension_that_the_reader_does_not_know_is_named_with_its_item(tmp_path):

@@ -197,7 +197,7 @@ def test_a_writer_travels_to_another_process_with_its_options(tmp_path):
 
 
 def test_options_of_the_protocol_survive_a_new_path(tmp_path):
-    """Stock forgets them: spec 8.2-15."""
+    """Stock forgets them when it gets a new path."""
     for kind in (FsspecWriter, FsspecReader):
         storage = kind(f"file://{tmp_path}/a", auto_mkdir=True)
         storage.reset(f"file://{tmp_path}/b")

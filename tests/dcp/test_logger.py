@@ -207,7 +207,7 @@ def test_a_handler_put_in_torchs_table_gets_all_records_once():
 
 
 def test_init_logger_leaves_the_root_logger_alone():
-    """Stock's makes every library of the process talk: spec 8.6-8."""
+    """Stock's makes every library of the process talk, by setting the level of the root logger."""
     root = logging.getLogger()
     before = (root.level, list(root.handlers))
     ours = logging.getLogger("holdfast")
@@ -327,7 +327,7 @@ def profiled(what: str, path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["save", "load", "save_state_dict", "load_state_dict"])
 def test_a_profile_is_printed_without_a_group(tmp_path, capsys, what):
-    """Stock raises ValueError: spec 8.5-12."""
+    """Stock raises a ValueError where there is no process group."""
     dcp.save({"a": 1}, checkpoint_id=tmp_path)
     capsys.readouterr()
     profiled(what, tmp_path)

@@ -45,6 +45,13 @@ from holdfast.stores.windows import ReaderView
 Blob: TypeAlias = bytes | bytearray
 
 _TRANSFORM_PIECE = 1 << 20
+_ENVELOPE = 1 << 20
+"""More than an archive takes around the bytes of a tensor."""
+_WIDEST_ELEMENT = 16
+"""What an element may take beyond the index's dtype: it was converted on its way, or it has a scale of its own."""
+_LARGEST_VALUE = 4 << 30
+_LARGEST_RATIO = 1024
+"""A value may be that much larger than what is stored of it, or ``_LARGEST_VALUE``. The index does not tell more."""
 
 
 class FileSystemReader(StorageReader):
@@ -136,7 +143,7 @@ class FileSystemReader(StorageReader):
         return name if name in waiting else None
 
     def _names(self) -> list[str]:
-        with suppress(OSError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             return [PurePath(path).name for path in self.fs.ls(self.path)]
         return []
 
@@ -250,11 +257,14 @@ class FileSystemReader(StorageReader):
             yield item
             planner.commit_tensor(item, target)
 
-    def _transformed_back(self, blob: Blob, descriptors: Sequence[str], source: str, item: ReadItem) -> bytes:
+    def _transformed_back(self, blob: Blob, descriptors: Sequence[str], source: str, item: ReadItem) -> Blob:
         """What the blob was before it went through transforms. What they cannot undo is damaged."""
+        limit = self._most_bytes(item, len(blob))
+        content = bytearray()
         try:
             stream = self.transforms.transform_load_stream(item, descriptors, io.BytesIO(blob))
-            return b"".join(iter(lambda: stream.read(_TRANSFORM_PIECE), b""))
+            while len(content) <= limit and (piece := stream.read(_TRANSFORM_PIECE)):
+                content += piece
         except (HoldfastError, MemoryError):
             raise
         except Exception as error:
@@ -267,6 +277,24 @@ class FileSystemReader(StorageReader):
                 expected=list(descriptors),
                 found=str(error),
             ) from error
+        if len(content) > limit:
+            raise DamagedCheckpointError(
+                f"{source} is damaged, or made to fill the memory: undoing {list(descriptors)} for "
+                f"{_name(item.storage_index)} gives more than the {limit} bytes that it can have by the index. Copy "
+                "the file again, or load another checkpoint.",
+                file=source,
+                key=item.storage_index.fqn,
+                expected=limit,
+                found=len(content),
+            )
+        return content
+
+    def _most_bytes(self, item: ReadItem, stored: int) -> int:
+        """How large the archive of an item can be of which so many bytes are stored."""
+        if item.type == LoadItemType.BYTE_IO:
+            return max(_LARGEST_VALUE, _LARGEST_RATIO * stored)
+        entry, chunk = self._stored_chunk(item.storage_index)
+        return chunk.sizes.numel() * (entry.properties.dtype.itemsize + _WIDEST_ELEMENT) + _ENVELOPE
 
     def _tensor_of(self, blob: Blob, info: _StorageInfo, source: str, index: MetadataIndex) -> torch.Tensor:
         entry, chunk = self._stored_chunk(index)
@@ -297,7 +325,8 @@ class FileSystemReader(StorageReader):
             if chunk.offsets == index.offset:
                 return entry, chunk
         raise DamagedCheckpointError(
-            f"{self.path}: the index has no chunk {_name(index)}",
+            f"{self.path}: the index has no chunk {_name(index)}. A planner has asked for what is not there, or the "
+            "index is of another checkpoint; copy the right one, or load another checkpoint.",
             file=str(self.path),
             key=index.fqn,
             expected=index.offset,

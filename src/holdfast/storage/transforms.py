@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import IO, Any, Protocol, cast
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, MissingPackageError
 from holdfast.planning.plan import ReadItem, WriteItem
 from holdfast.storage.extension_registry import ExtensionRegistry
 
@@ -61,12 +61,16 @@ class ReaderTransforms:
         return stream
 
     def _extensions(self, read_item: ReadItem, descriptors: Sequence[str]) -> Sequence[StreamTransform]:
+        key = read_item.storage_index.fqn
         try:
             return self.extension_registry.from_descriptor_list(descriptors)
+        except MissingPackageError as error:
+            error.message = f"'{key}' went through {list(descriptors)} when it was saved: {error.message}"
+            raise
         except ValueError as error:
             raise HoldfastError(
-                f"'{read_item.storage_index.fqn}' went through {list(descriptors)} when it was saved, which cannot be "
-                f"undone: {error}. Give the reader an extension registry that knows all of them."
+                f"'{key}' went through {list(descriptors)} when it was saved, which cannot be undone: {error}. Give "
+                "the reader an extension registry that knows all of them."
             ) from error
 
 

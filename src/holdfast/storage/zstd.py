@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import IO, Any, cast
 
+from holdfast.errors import MissingPackageError
 from holdfast.storage.extensions import StreamTransformExtension
 from holdfast.storage.zstd_frames import frame_pieces
 
@@ -31,8 +32,9 @@ class ZStandard(StreamTransformExtension):
     def __init__(self) -> None:
         package = _installed()
         if package is None:
-            raise ValueError(
-                f"{self.registry_name()} needs the package zstandard or pyzstd: pip install 'holdfast[zstd]'"
+            raise MissingPackageError(
+                f"{self.registry_name()} needs the package zstandard or pyzstd: pip install 'holdfast[zstd]'",
+                install="holdfast[zstd]",
             )
         self._package = package
 
