@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,3 +98,27 @@ def test_a_kill_leaves_nothing_behind(tmp_path: Path) -> None:
 
     assert done.returncode == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))])
+def test_a_pipe_or_a_device_is_not_replaced(tmp_path: Path, make: Any) -> None:
+    try:
+        make(tmp_path / "special")
+    except PermissionError:
+        pytest.skip("only root can make devices")
+    before = (tmp_path / "special").stat().st_mode
+    with pytest.raises(FileExistsError, match="device or a pipe"), written_atomically(tmp_path / "special"):
+        pass
+    assert (tmp_path / "special").stat().st_mode == before
+    assert [path.name for path in tmp_path.iterdir()] == ["special"]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+def test_a_replaced_file_keeps_its_permissions(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    file.chmod(mode)
+    with written_atomically(file) as stream:
+        stream.write(b"new")
+    assert file.read_bytes() == b"new"
+    assert stat.S_IMODE(file.stat().st_mode) == mode

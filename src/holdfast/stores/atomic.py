@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from holdfast.stores.durability import flush_to_disk
 from holdfast.stores.local import FileSystem
 
 _CANNOT_BE_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
@@ -32,15 +34,17 @@ def written_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     final = Path(os.path.realpath(path))  # a link stays a link, and what it points to is replaced
     if final.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder and not a file to be replaced", str(final))
+    if final.exists() and not final.is_file():
+        raise FileExistsError(errno.EEXIST, "is a device or a pipe and not a file to be replaced", str(final))
     if not final.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such folder to write to", str(final.parent))
     temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
     stream, has_name = _opened(temporary)
     try:
         with stream:
+            _keep_permissions(final, stream.fileno())
             yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
+            flush_to_disk(stream)
             if not has_name:
                 _give_name(stream.fileno(), temporary)
         os.replace(temporary, final)
@@ -49,6 +53,16 @@ def written_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             temporary.unlink()
         raise
     FileSystem().sync_folder(final.parent)
+
+
+def _keep_permissions(replaced: Path, descriptor: int) -> None:
+    """Who may read the old file may read the new one, and nobody else."""
+    if not replaced.exists():
+        return
+    before = replaced.stat()
+    os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
+    with suppress(PermissionError):  # only some may give files away
+        os.fchown(descriptor, before.st_uid, before.st_gid)
 
 
 def _opened(temporary: Path) -> tuple[IO[bytes], bool]:

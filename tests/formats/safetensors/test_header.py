@@ -209,3 +209,11 @@ def test_tensors_out_of_turn_of_the_wrong_size_or_missing_are_refused() -> None:
 def test_names_that_a_file_cannot_hold_are_refused(names: list[str]) -> None:
     with pytest.raises(ValueError, match=names[-1]):
         plan_header([(name, "U8", (1,)) for name in names])
+
+
+def test_a_shape_of_countless_dimensions_is_refused_at_once() -> None:
+    entry = {"dtype": "U8", "shape": [1 << 61] * 60_000, "data_offsets": [0, 8]}
+    text = json.dumps({"x": entry}).encode()
+    stream = io.BytesIO(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(DamagedCheckpointError, match="no valid shape"):
+        read_header(stream, "file")

@@ -23,6 +23,8 @@ MAX_LENGTH = 100_000_000
 """Longer headers are refused, here as in other readers of the format: they would be an attack, or damage."""
 
 _ALIGNMENT = 8
+_MOST_DIMENSIONS = 64
+"""More than any library has; the sizes of more would multiply to numbers that take seconds to compute."""
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
@@ -169,8 +171,8 @@ def _tensor(name: str, entry: Any, source: str) -> StoredTensor:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         _refuse(source, name, "has an unknown dtype", sorted(BITS), dtype)
-    if not are_sizes(shape):
-        _refuse(source, name, "has no valid shape", "numbers that are not negative", shape)
+    if not are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
+        _refuse(source, name, "has no valid shape", f"up to {_MOST_DIMENSIONS} numbers that are not negative", shape)
     if not are_sizes(offsets) or len(offsets) != 2:
         _refuse(source, name, "has no valid offsets", "two numbers that are not negative", offsets)
     size = nbytes(dtype, shape)

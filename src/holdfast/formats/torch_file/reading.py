@@ -13,6 +13,9 @@ import torch
 
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, RefusedPickleError, UnsupportedValueError
 from holdfast.formats.dcp.zip_layout import LOCAL_MAGIC, Entry, damaged, read_directory
+from holdfast.formats.torch_file.storages import check_storage_sizes
+
+DESCRIPTION = "data.pkl"
 
 _PIECE = 1 << 20
 _REFUSED = re.compile(r"(?:Unsupported (?:global|class)|GLOBAL|Trying to instantiate class)\W+(?:GLOBAL )?([\w.]+)")
@@ -31,8 +34,8 @@ def read_torch_file(path: str | os.PathLike[str], *, allow_pickle: bool, verify:
             f"no torch.save file at {file}: {what}. Give the path of a file that torch.save wrote.", path=str(file)
         )
     can_be_mapped = _is_archive(file)
-    if can_be_mapped and verify:
-        _check_archive(file)
+    if can_be_mapped:
+        _check_archive(file, verify=verify)
     state = _load(file, mmap=can_be_mapped, allow_pickle=allow_pickle)
     if not isinstance(state, dict):
         raise UnsupportedValueError(
@@ -86,8 +89,8 @@ def _refused_names(file: Path, error: Exception, *, is_archive: bool) -> list[st
     return [match[1]] if match else []
 
 
-def _check_archive(file: Path) -> None:
-    """Compare all entries with their CRCs, which torch does not do."""
+def _check_archive(file: Path, *, verify: bool) -> None:
+    """Compare all entries with the sizes that are claimed for them, and with ``verify`` with their CRCs."""
     with file.open("rb", buffering=0) as stream:
 
         def read_at(offset: int, length: int) -> bytes:
@@ -95,7 +98,11 @@ def _check_archive(file: Path) -> None:
             return stream.read(length)
 
         size = os.fstat(stream.fileno()).st_size
-        for name, entry in read_directory(read_at, size, source=str(file)).items():
+        entries = read_directory(read_at, size, source=str(file))
+        if DESCRIPTION in entries:
+            where = entries[DESCRIPTION]
+            check_storage_sizes(read_at(where.offset, where.length), entries, source=str(file))
+        for name, entry in entries.items() if verify else ():
             if entry.crc is not None and (found := _crc(stream, entry)) != entry.crc:
                 raise damaged(str(file), name, "wrong CRC-32", f"{entry.crc:08x}", f"{found:08x}")
 
