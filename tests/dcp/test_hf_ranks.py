@@ -143,12 +143,12 @@ def test_ranks_share_the_work_of_consolidating(mapping: dict[str, int] | None, r
 
 def fail_to_consolidate_on_rank_1(path: Path) -> str:
     if dist.get_rank() == 1:
-        from holdfast.storage import consolidate
+        from holdfast.storage import hf_model_files
 
         def full_disk(stream: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        consolidate.flush_to_disk = full_disk
+        hf_model_files.flush_to_disk = full_disk
     try:
         consolidate_safetensors_files_on_every_rank(
             path, path / "whole", {"rows": 1, "columns": 2, "blocks": 3, "hsdp": 3}
@@ -157,9 +157,9 @@ def fail_to_consolidate_on_rank_1(path: Path) -> str:
         return ", ".join(f"{rank}: {failure[0]}" for rank, failure in error.failures.items())
     finally:
         if dist.get_rank() == 1:
-            from holdfast.storage import data_files
+            from holdfast.stores import durability
 
-            consolidate.flush_to_disk = data_files.flush_to_disk
+            hf_model_files.flush_to_disk = durability.flush_to_disk
     return "done"
 
 
@@ -207,7 +207,8 @@ def test_a_value_on_one_rank_fails_all_ranks(ranks: RankPool, tmp_path: Path) ->
 
 
 def save_with_a_full_disk_on_rank_1(path: Path) -> str:
-    from holdfast.storage import data_files, hf_files
+    from holdfast.storage import hf_files
+    from holdfast.stores import durability
 
     def full_disk(stream: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -221,7 +222,7 @@ def save_with_a_full_disk_on_rank_1(path: Path) -> str:
     except CheckpointException as error:
         return str({rank: str(failure[0]) for rank, failure in error.failures.items()})
     finally:
-        hf_files.flush_to_disk = data_files.flush_to_disk
+        hf_files.flush_to_disk = durability.flush_to_disk
     return "done"
 
 

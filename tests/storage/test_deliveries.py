@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.storage import deliveries
+from holdfast.storage.filling import narrowed
 
 
 @given(st.lists(st.integers(0, 9), max_size=4).map(tuple), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 300))
@@ -19,10 +20,10 @@ def test_blocks_tile_the_region_in_order_and_are_small(lengths: tuple[int, ...],
         boxes = list(deliveries.blocks(lengths, itemsize))
 
     numbered = torch.arange(prod(lengths)).reshape(lengths)
-    pieces = [deliveries._narrowed(numbered, box).flatten() for box in boxes]
+    pieces = [narrowed(numbered, *box).flatten() for box in boxes]
     assert torch.cat(pieces).tolist() == numbered.flatten().tolist()
     assert all(piece.numel() <= max(1, most // itemsize) for piece in pieces)
-    assert all(tuple(deliveries._narrowed(numbered, box).shape) == box[1] for box in boxes)
+    assert all(tuple(narrowed(numbered, *box).shape) == box[1] for box in boxes)
 
 
 def test_a_small_region_is_one_block() -> None:

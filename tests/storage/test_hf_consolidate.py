@@ -24,7 +24,7 @@ from holdfast.dcp._consolidate_hf_safetensors import (
 from holdfast.dcp.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidPlanError
 from holdfast.formats.safetensors.torch_dtypes import BY_NAME
-from holdfast.storage import consolidate, region_reads
+from holdfast.storage import filling, hf_model_files, region_reads
 from tests.dcp.states import differing, of_bytes
 from tests.ranks import RankPool
 
@@ -104,11 +104,11 @@ def test_any_tiling_comes_together_with_any_buffer(
     full, boxes = tiling
     path = tmp_path_factory.mktemp("tiling")
     for number, (offsets, sizes) in enumerate(boxes):
-        part = region_reads.narrowed(full, offsets, sizes)
+        part = filling.narrowed(full, offsets, sizes)
         write_parts(path, number + 1, {"w": (part, list(offsets))})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(consolidate, "BUFFER_BYTES", buffer)
+        patch.setattr(hf_model_files, "BUFFER_BYTES", buffer)
         patch.setattr(region_reads, "BUFFER_BYTES", buffer)
         patch.setattr(region_reads, "WORTH_SKIPPING", gap)
         consolidate_safetensors_files(path, path / "whole")
@@ -221,14 +221,14 @@ def test_an_error_in_any_thread_leaves_the_folder_as_it_was(
     target = tmp_path / "whole"
     consolidate_safetensors_files(tmp_path, target)
     before = {file.name: file.read_bytes() for file in target.iterdir()}
-    original = consolidate.read_region
+    original = hf_model_files.read_region
 
     def failing(*args: Any, key: str, **kwargs: Any) -> None:
         if key == "c":
             raise OSError(5, "Input/output error")
         original(*args, key=key, **kwargs)
 
-    monkeypatch.setattr(consolidate, "read_region", failing)
+    monkeypatch.setattr(hf_model_files, "read_region", failing)
     with pytest.raises(OSError, match="Input/output error"):
         consolidate_safetensors_files(tmp_path, target, {"a": 1, "b": 2, "c": 3, "d": 4}, threads)
 
@@ -278,7 +278,7 @@ def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     for number in range(count):
         write_parts(tmp_path, number + 1, {"w": (torch.full((2, 1), float(number)), [0, number])})
     most = 0
-    original = consolidate.read_region
+    original = hf_model_files.read_region
 
     def counting(*args: Any, **kwargs: Any) -> None:
         nonlocal most
@@ -286,7 +286,7 @@ def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
         original(*args, **kwargs)
 
     already = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(consolidate, "read_region", counting)
+    monkeypatch.setattr(hf_model_files, "read_region", counting)
     consolidate_safetensors_files(tmp_path, tmp_path / "whole")
 
     assert most - already < count - 10

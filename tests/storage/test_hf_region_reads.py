@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 from holdfast.planning.boxes import Box
-from holdfast.storage.region_reads import byte_strides, narrowed, read_region, readable_parts
+from holdfast.storage.filling import narrowed
+from holdfast.storage.region_reads import byte_strides, read_region, readable_parts
 
 
 class Counting(io.BytesIO):

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.storage.data_files import flush_to_disk
+from holdfast.stores.durability import flush_to_disk
 from holdfast.stores.fsspec_store import FsspecFileSystem
 from tests import s3_server
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -20,6 +19,7 @@ from holdfast.storage.blobs import write_blob
 from holdfast.storage.contract import WriteResult
 from holdfast.storage.device_copies import OverlappingCpuLoader
 from holdfast.storage.transforms import WriterTransforms
+from holdfast.stores.durability import flush_to_disk
 from holdfast.stores.filesystem import AnyPath
 
 
@@ -62,7 +62,7 @@ def write_file(
     results: list[WriteResult] = []
     position = 0
     with create_stream(file.path, "wb") as stream:
-        for item, data in _resolved(file.items, planner, copy_ahead):
+        for item, data in resolved_items(file.items, planner, copy_ahead):
             result = write_item(stream, position, file.name, item, data, transforms)
             position += result.size_in_bytes
             results.append(result)
@@ -101,17 +101,7 @@ def split_by_size_and_type(bins: int, items: list[WriteItem]) -> list[list[Write
     return shares
 
 
-def flush_to_disk(stream: Any) -> None:
-    """Make what was written to a stream durable."""
-    stream.flush()
-    try:
-        descriptor = stream.fileno()
-    except (AttributeError, io.UnsupportedOperation, OSError):
-        return  # not a file of this machine: closing it is what makes it durable
-    os.fsync(descriptor)
-
-
-def _resolved(
+def resolved_items(
     items: Iterable[WriteItem], planner: SavePlanner, copy_ahead: int
 ) -> Iterator[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
     """Items with their data, of which only as much is in memory at a time as is needed."""

@@ -22,15 +22,14 @@ from holdfast.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from holdfast.planning.local_bytes import as_bytes, as_plain_cpu, copyable
+from holdfast.planning.boxes import Box
+from holdfast.planning.local_bytes import as_bytes, as_plain_cpu
 from holdfast.planning.plan import LoadItemType, ReadItem
 from holdfast.planning.planner import LoadPlanner
+from holdfast.storage.filling import fill, narrowed, resolve_target
 
 BLOCK_BYTES = 16 << 20
 """How much of an item is sent at a time. Sender and receiver need this much memory beside the state itself."""
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and lengths."""
 
 
 class Delivery:
@@ -51,10 +50,10 @@ class Delivery:
         for rank, number, item in self._requests:
             part = self._value
             if self.is_tensor:
-                part = _narrowed(part, (tuple(item.storage_offsets), tuple(item.lengths)))
+                part = narrowed(part, item.storage_offsets, item.lengths)
             left = part.numel() * part.dtype.itemsize
             for box in blocks(tuple(part.shape), part.dtype.itemsize):
-                content = _flat_bytes(_narrowed(part, box))
+                content = _flat_bytes(narrowed(part, box.offsets, box.sizes))
                 left -= content.numel()
                 yield rank, Note(number, content.numel(), left), content
 
@@ -140,22 +139,12 @@ class _Region(_Filling):
         super().__init__(item, planner)
         self._dtype = dtype
         self._boxes = blocks(tuple(item.lengths), dtype.itemsize)
-        self._target = planner.resolve_tensor(item).detach()
-        if self._target.size() != item.lengths:
-            raise HoldfastError(
-                f"'{item.dest_index.fqn}': the planner resolved the item to a tensor of shape "
-                f"{list(self._target.size())}, where the plan says {list(item.lengths)}"
-            )
+        self._target = resolve_target(item, planner)
 
     def add(self, content: torch.Tensor) -> None:
         box = next(self._boxes)
-        target, block = _narrowed(self._target, box), content.view(self._dtype).view(box[1])
-        try:
-            if target.dtype == self._dtype:
-                target, block = copyable(target), copyable(block)
-            target.copy_(block)
-        except RuntimeError as error:
-            raise HoldfastError(f"'{self.item.dest_index.fqn}' cannot be filled: {str(error).rstrip('.')}.") from error
+        block = content.view(self._dtype).view(box.sizes)
+        fill(narrowed(self._target, box.offsets, box.sizes), block, self.item.dest_index.fqn)
 
     def finish(self) -> None:
         self.planner.commit_tensor(self.item, self._target)
@@ -168,7 +157,7 @@ def blocks(lengths: tuple[int, ...], itemsize: int) -> Iterator[Box]:
 
 def _cut(offsets: tuple[int, ...], lengths: tuple[int, ...], most: int) -> Iterator[Box]:
     if prod(lengths) <= most:
-        yield offsets, lengths
+        yield Box(offsets, lengths)
         return
     dim = next(dim for dim, length in enumerate(lengths) if length > 1)
     half = lengths[dim] // 2
@@ -178,12 +167,6 @@ def _cut(offsets: tuple[int, ...], lengths: tuple[int, ...], most: int) -> Itera
             (*lengths[:dim], length, *lengths[dim + 1 :]),
             most,
         )
-
-
-def _narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    for dim, (start, length) in enumerate(zip(*box, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
-    return tensor
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -205,7 +188,10 @@ def entry_of(value: Any) -> STORAGE_TYPES:
 def _check_request(key: str, tensor: torch.Tensor | None, item: ReadItem) -> None:
     """A planner of the caller's own may ask for what is not there."""
     if (item.type == LoadItemType.TENSOR) != (tensor is not None):
-        raise HoldfastError(f"'{key}' was asked for as a {item.type.name}, which it is not")
+        raise HoldfastError(
+            f"'{key}' was asked for as a {item.type.name}, which it is not. The planner must ask for what the "
+            "metadata of the file says."
+        )
     if tensor is None:
         return
     sizes, starts, lengths = tensor.size(), item.storage_offsets, item.lengths
@@ -213,5 +199,5 @@ def _check_request(key: str, tensor: torch.Tensor | None, item: ReadItem) -> Non
     if not fits or any(s + n > size for s, n, size in zip(starts, lengths, sizes, strict=True)):
         raise HoldfastError(
             f"'{key}': a region at {list(starts)} of sizes {list(lengths)} was asked for, and the tensor in the file "
-            f"is of size {list(sizes)}"
+            f"is of size {list(sizes)}. The planner must ask for regions inside of it."
         )

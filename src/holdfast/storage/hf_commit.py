@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 from holdfast.errors import DamagedCheckpointError, IncompleteSaveError
 from holdfast.formats.json_objects import parse_json_object
-from holdfast.storage.data_files import flush_to_disk
 from holdfast.storage.hf_names import (
     COMMIT_NAME,
     INDEX_NAME,
@@ -26,6 +25,7 @@ from holdfast.storage.hf_names import (
     lies_inside,
     temporary_name,
 )
+from holdfast.stores.durability import flush_to_disk
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
 
 

@@ -16,8 +16,9 @@ from holdfast.planning.local_bytes import as_bytes
 from holdfast.planning.plan import WriteItem
 from holdfast.planning.planner import SavePlanner
 from holdfast.storage.contract import WriteResult
-from holdfast.storage.data_files import StoredResult, _resolved, flush_to_disk
+from holdfast.storage.data_files import StoredResult, resolved_items
 from holdfast.storage.hf_notes import FileNotes, notes_of_parts
+from holdfast.stores.durability import flush_to_disk
 from holdfast.stores.filesystem import FileSystemBase
 
 
@@ -91,7 +92,7 @@ def _write(
     with fs.create_stream(file.path, "wb") as stream:
         writer = SafetensorsWriter(stream, entries, notes_of_parts(_notes(items, save_id)))
         in_order = [items[key] for key in writer.header.tensors]
-        for item, data in _resolved(in_order, planner, copy_ahead):
+        for item, data in resolved_items(in_order, planner, copy_ahead):
             tensor = _tensor_of(item, data)
             key = item.index.fqn
             if tensor.dtype != dtypes[key]:

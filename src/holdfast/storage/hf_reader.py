@@ -25,10 +25,11 @@ from holdfast.metadata import (
 from holdfast.planning.boxes import Box
 from holdfast.planning.plan import LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner
+from holdfast.storage.filling import resolve_target
 from holdfast.storage.hf_commit import Folder
 from holdfast.storage.hf_files import _HFStorageInfo
 from holdfast.storage.hf_folder import StoredKey, read_contents
-from holdfast.storage.reader import FileSystemReader, _how_far
+from holdfast.storage.reader import FileSystemReader, how_far
 from holdfast.storage.region_reads import read_region
 from holdfast.stores.filesystem import AnyPath
 
@@ -75,8 +76,7 @@ class HuggingFaceStorageReader(FileSystemReader):
         done: list[ReadItem] = []
         stop = threading.Event()
 
-        def read(share: tuple[str, Sequence[ReadItem]]) -> None:
-            _, items = share
+        def read(items: Sequence[ReadItem]) -> None:
             try:
                 with self._opened_as_described(self._info(items[0])) as stream:
                     for item in items:
@@ -97,10 +97,10 @@ class HuggingFaceStorageReader(FileSystemReader):
                 with ThreadPoolExecutor(self.thread_count, thread_name_prefix="holdfast-read") as pool:
                     list(pool.map(read, shares))
         except HoldfastError as error:
-            error.message = f"{error.message} {_how_far(len(done), len(plan.items))}"
+            error.message = f"{error.message} {how_far(len(done), len(plan.items))}"
             raise
         except Exception as error:
-            note = _how_far(len(done), len(plan.items))
+            note = how_far(len(done), len(plan.items))
             raise HoldfastError(f"reading {self.path} failed: {type(error).__name__}: {error}. {note}") from error
         future: Future[None] = Future()
         future.set_result(None)
@@ -121,7 +121,7 @@ class HuggingFaceStorageReader(FileSystemReader):
     def _read_item(self, stream: Any, item: ReadItem, planner: LoadPlanner) -> None:
         """Read one item from its file into the place that the planner has for it."""
         info = self._info(item)
-        target = self._resolve(item, planner)
+        target = resolve_target(item, planner)
         region = Box(tuple(item.storage_offsets), tuple(item.lengths))
         read_region(
             stream,
@@ -135,21 +135,13 @@ class HuggingFaceStorageReader(FileSystemReader):
         )
         planner.commit_tensor(item, target)
 
-    def _resolve(self, item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
-        target = planner.resolve_tensor(item).detach()
-        if target.size() != item.lengths:
-            raise HoldfastError(
-                f"'{item.dest_index.fqn}': the planner resolved the item to a tensor of shape {list(target.size())}, "
-                f"where the plan says {list(item.lengths)}"
-            )
-        return target
-
     def _info(self, item: ReadItem) -> _HFStorageInfo:
         places: dict[MetadataIndex, Any] = self.storage_data
         info: _HFStorageInfo | None = places.get(item.storage_index)
         if info is None:
             raise DamagedCheckpointError(
-                f"{self.path}: there is no part {item.storage_index} in the files of the folder",
+                f"{self.path}: there is no part {item.storage_index} in the files of the folder. The "
+                "planner must ask for what the metadata of the folder says.",
                 file=str(self.path),
                 key=item.storage_index.fqn,
                 expected=item.storage_index,
@@ -157,17 +149,17 @@ class HuggingFaceStorageReader(FileSystemReader):
             )
         return info
 
-    def _shares(self, items: Sequence[ReadItem]) -> list[tuple[str, list[ReadItem]]]:
+    def _shares(self, items: Sequence[ReadItem]) -> list[list[ReadItem]]:
         """Items of one file in the order in which they lie; large files in several shares if there are threads."""
         files: dict[str, list[ReadItem]] = defaultdict(list)
         for item in items:
             files[self._info(item).relative_path].append(item)
-        shares: list[tuple[str, list[ReadItem]]] = []
+        shares: list[list[ReadItem]] = []
         per_file = max(1, self.thread_count // max(1, len(files)))
-        for file, wanted in files.items():
+        for wanted in files.values():
             wanted.sort(key=lambda item: self._info(item).position)
             count = -(-len(wanted) // per_file)
-            shares.extend((file, wanted[first : first + count]) for first in range(0, len(wanted), count))
+            shares.extend(wanted[first : first + count] for first in range(0, len(wanted), count))
         return shares
 
 

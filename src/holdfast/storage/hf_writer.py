@@ -17,11 +17,11 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.metadata import Metadata
 from holdfast.planning.plan import SavePlan, WriteItem, WriteItemType
 from holdfast.planning.planner import SavePlanner
-from holdfast.storage.consolidate import assign_files, refuse_unmapped, write_model_files
 from holdfast.storage.contract import WriteResult
 from holdfast.storage.hf_commit import Folder, Switch, make_index
 from holdfast.storage.hf_files import PartFile, split_by_file, write_part_file
 from holdfast.storage.hf_folder import Contents, read_files
+from holdfast.storage.hf_model_files import assign_files, refuse_unmapped, write_model_files
 from holdfast.storage.hf_names import (
     COMMIT_NAME,
     INDEX_NAME,
@@ -34,8 +34,8 @@ from holdfast.storage.hf_names import (
 from holdfast.storage.writer import (
     SerializationFormat,
     _FileSystemWriter,
-    _record_real_dtypes,
-    _refuse_incomplete,
+    record_real_dtypes,
+    refuse_incomplete,
 )
 from holdfast.stores.filesystem import AnyPath
 
@@ -139,8 +139,8 @@ class HuggingFaceWriter(_FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit: check that everything was written, make model files if they are wanted, put all in place."""
         stored = [result for part in results for result in part]
-        _refuse_incomplete(replace(metadata, storage_data={result.index: result.storage_data for result in stored}))
-        _record_real_dtypes(metadata, stored)
+        refuse_incomplete(replace(metadata, storage_data={result.index: result.storage_data for result in stored}))
+        record_real_dtypes(metadata, stored)
         folder = self._folder()
         parts = sorted({result.storage_data.relative_path for result in stored})
         kept = {final_name(part): part for part in parts} if self.save_distributed else {}

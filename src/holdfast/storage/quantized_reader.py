@@ -18,9 +18,10 @@ from holdfast.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, Ten
 from holdfast.planning.boxes import Box
 from holdfast.planning.plan import LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner
+from holdfast.storage.filling import fill, narrowed, resolve_target
 from holdfast.storage.hf_files import _HFStorageInfo
 from holdfast.storage.hf_reader import HuggingFaceStorageReader
-from holdfast.storage.region_reads import copy_elements, narrowed, read_region, readable_parts
+from holdfast.storage.region_reads import read_region, readable_parts
 from holdfast.stores.filesystem import AnyPath
 
 _FLOAT8 = {
@@ -183,7 +184,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             super()._read_item(stream, item, planner)
             return
         info = self._info(item)
-        target = self._resolve(item, planner)
+        target = resolve_target(item, planner)
         scales = self._all_scales(kind.scales)
         region = Box(tuple(item.storage_offsets), tuple(item.lengths))
         shape = info.shape
@@ -197,7 +198,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             else:
                 values = _read_block_scaled(stream, info, part, at, scales, self._blocks(len(at)), key)
             inside_target = [place - start for place, start in zip(part.offsets, region.offsets, strict=True)]
-            copy_elements(narrowed(target, inside_target, part.sizes), values.to(self.target_dtype), key=key)
+            fill(narrowed(target, inside_target, part.sizes), values.to(self.target_dtype), key)
         planner.commit_tensor(item, target)
 
     def _all_scales(self, key: str) -> torch.Tensor:

@@ -31,11 +31,11 @@ from holdfast.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from holdfast.planning.local_bytes import copyable
 from holdfast.planning.plan import LoadItemType, LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner
 from holdfast.storage import layout
 from holdfast.storage.contract import StorageReader
+from holdfast.storage.filling import fill, narrowed, resolve_target
 from holdfast.storage.rank_local import merge_rank_metadata, shared_save_id
 from holdfast.storage.transforms import ReaderTransforms, TransformRegistry
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
@@ -175,10 +175,10 @@ class FileSystemReader(StorageReader):
                             for _ in self._read_blob(stream, info, items, planner):
                                 applied += 1
         except HoldfastError as error:
-            error.message = f"{error.message} {_how_far(applied, len(plan.items))}"
+            error.message = f"{error.message} {how_far(applied, len(plan.items))}"
             raise
         except Exception as error:
-            note = _how_far(applied, len(plan.items))
+            note = how_far(applied, len(plan.items))
             raise HoldfastError(f"reading {self.path} failed: {type(error).__name__}: {error}. {note}") from error
         future: Future[None] = Future()
         future.set_result(None)
@@ -253,7 +253,8 @@ class FileSystemReader(StorageReader):
             return
         tensor = self._tensor_of(blob, info, source, index)
         for item in items:
-            target = _copy_part(tensor, item, planner)
+            target = resolve_target(item, planner)
+            fill(target, narrowed(tensor, item.storage_offsets, item.lengths), item.dest_index.fqn)
             yield item
             planner.commit_tensor(item, target)
 
@@ -411,40 +412,7 @@ def _from_payload(payload: memoryview, dtype: torch.dtype, chunk: ChunkStorageMe
     return raw.view(dtype).view(chunk.sizes)
 
 
-def _copy_part(stored: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
-    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        stored = stored.narrow(dim, start, length)
-    target = planner.resolve_tensor(item).detach()
-    if target.size() != stored.size():
-        raise HoldfastError(
-            f"'{item.dest_index.fqn}': the planner resolved the item to a tensor of shape {list(target.size())}, where "
-            f"the plan says {list(stored.size())}"
-        )
-    try:
-        _fill(target, stored)
-    except RuntimeError as error:
-        raise HoldfastError(f"'{item.dest_index.fqn}' cannot be filled: {str(error).rstrip('.')}.") from error
-    return target
-
-
-def _fill(target: torch.Tensor, stored: torch.Tensor) -> None:
-    if target.is_quantized and stored.is_quantized and _scale(target) != _scale(stored):
-        # Copying would bring the integers without the scale that gives them their meaning.
-        raise RuntimeError(f"it was saved with {_scale(stored)}, and the tensor to load into has {_scale(target)}")
-    if target.dtype == stored.dtype:
-        target, stored = copyable(target), copyable(stored)
-    target.copy_(stored)
-
-
-def _scale(tensor: torch.Tensor) -> str:
-    """How the integers of a quantized tensor are meant."""
-    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return f"scale {tensor.q_scale()} and zero point {tensor.q_zero_point()}"
-    scales, zeros = tensor.q_per_channel_scales().tolist(), tensor.q_per_channel_zero_points().tolist()
-    return f"scales {scales} and zero points {zeros} along dimension {tensor.q_per_channel_axis()}"
-
-
-def _how_far(applied: int, total: int) -> str:
+def how_far(applied: int, total: int) -> str:
     """What had already happened to the state when reading failed."""
     if applied == 0:
         return f"None of the {total} item(s) of this rank had been loaded."

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from holdfast.errors import DamagedCheckpointError, HoldfastError
+from holdfast.errors import DamagedCheckpointError
 from holdfast.planning.boxes import Box
+from holdfast.storage.filling import fill, narrowed
 
 BUFFER_BYTES = 8 << 20
 """As much as is read, and held in memory, at a time."""
@@ -97,7 +98,7 @@ def read_region(
             buffer = torch.empty(span, dtype=torch.uint8)
         read_exactly(stream, start, buffer[:span].numpy().data, source=source, key=key)
         steps = [stride // dtype.itemsize for stride in strides]
-        copy_elements(place, buffer[:span].view(dtype).as_strided(part.sizes, steps), key=key)
+        fill(place, buffer[:span].view(dtype).as_strided(part.sizes, steps), key)
 
 
 def read_exactly(stream: Any, start: int, into: memoryview, *, source: str, key: str) -> None:
@@ -116,23 +117,6 @@ def read_exactly(stream: Any, start: int, into: memoryview, *, source: str, key:
                 found=filled,
             )
         filled += count
-
-
-def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """The part of a tensor at these offsets."""
-    for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
-    return tensor
-
-
-def copy_elements(target: torch.Tensor, stored: torch.Tensor, *, key: str) -> None:
-    """Copy, converting if the dtypes differ."""
-    try:
-        if target.dtype == stored.dtype and stored.dtype.itemsize == 1:
-            target, stored = target.view(torch.uint8), stored.view(torch.uint8)  # bits, whatever they mean
-        target.copy_(stored)
-    except RuntimeError as error:
-        raise HoldfastError(f"'{key}' cannot be filled: {str(error).rstrip('.')}.") from error
 
 
 def as_byte_view(tensor: torch.Tensor) -> memoryview:

@@ -159,7 +159,8 @@ class BroadcastingTorchSaveReader(StorageReader):
         unknown = sorted(by_key.keys() - stored.keys())
         if unknown:
             raise StateMismatchError(
-                f"{self.checkpoint_id} does not hold {unknown}",
+                f"{self.checkpoint_id} does not hold {unknown}. Take them out of the state to load, or give the file "
+                "that has them.",
                 missing=unknown,
                 shapes={},
                 dtypes={},

@@ -31,8 +31,9 @@ from holdfast.planning.plan import SavePlan
 from holdfast.planning.planner import SavePlanner
 from holdfast.storage import layout
 from holdfast.storage.contract import StorageWriter, WriteResult
-from holdfast.storage.data_files import DataFile, ValueNeedingPickle, flush_to_disk, split_by_size_and_type, write_file
+from holdfast.storage.data_files import DataFile, ValueNeedingPickle, split_by_size_and_type, write_file
 from holdfast.storage.transforms import StreamTransform, WriterTransforms
+from holdfast.stores.durability import flush_to_disk
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
 from holdfast.stores.local import FileSystem
 
@@ -190,8 +191,8 @@ class _FileSystemWriter(StorageWriter):
         metadata.storage_data = {result.index: result.storage_data for result in stored}
         metadata.version = layout.FORMAT_VERSION
         metadata.storage_meta = self.storage_meta()
-        _refuse_incomplete(metadata)
-        _record_real_dtypes(metadata, stored)
+        refuse_incomplete(metadata)
+        record_real_dtypes(metadata, stored)
         self._write_index(metadata)
         self._in_use = {info.relative_path for info in metadata.storage_data.values()} | {self._index_name()}
         # Another save into this folder removes what it finds useless. Either it does so before we look, or not at all.
@@ -388,7 +389,7 @@ def _warn_of_values_that_need_pickle(results: list[WriteResult]) -> None:
         )
 
 
-def _refuse_incomplete(metadata: Metadata) -> None:
+def refuse_incomplete(metadata: Metadata) -> None:
     """No index without every item that it promises."""
     missing: list[str] = []
     for key, entry in metadata.state_dict_metadata.items():
@@ -405,7 +406,7 @@ def _refuse_incomplete(metadata: Metadata) -> None:
         )
 
 
-def _record_real_dtypes(metadata: Metadata, results: Iterable[WriteResult]) -> None:
+def record_real_dtypes(metadata: Metadata, results: Iterable[WriteResult]) -> None:
     """A planner may have converted tensors on the way; the index tells what is really in the files."""
     written: dict[str, set[torch.dtype]] = defaultdict(set)
     for result in results:

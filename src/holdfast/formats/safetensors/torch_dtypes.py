@@ -62,7 +62,8 @@ def to_torch(key: str, name: str, shape: Sequence[int], source: str) -> tuple[to
     dtype = BY_NAME.get(name)
     if dtype is None or (name == _PAIRS and (not shape or shape[-1] % 2)):
         raise UnsupportedTensorError(
-            f"{source}: '{key}' has elements of type {name} and shape {list(shape)}, for which torch has no dtype.",
+            f"{source}: '{key}' has elements of type {name} and shape {list(shape)}, for which torch "
+            "has no dtype. Leave it out of the folder (or of its index), or have the model converted to another type.",
             key=key,
             kind=name,
         )
