@@ -78,7 +78,7 @@ SCRIPTS = {
                 main = threading.main_thread().ident
                 while "wait_until_idle" not in "".join(traceback.format_stack(sys._current_frames()[main])):
                     pass  # the program has not ended yet
-                signal.raise_signal(signal.SIGINT)
+                signal.pthread_kill(main, signal.SIGINT)
                 threading.Event().wait()
         saved = dcp.async_save(state, storage_writer=Endless(folder))
     """,
