@@ -113,10 +113,10 @@ LEFT_OUT = {
 ADDED_FIELDS = {
     "SavePlan": {"replica_digests"},
     "_StorageInfo": {"seal"},
-    "_HFStorageInfo": {"position", "header"},
+    "_HFStorageInfo": {"position", "header_digest"},
 }
 # Those of them that can be given by position. Only readers and writers of the format make these.
-ADDED_POSITIONS = {"_StorageInfo": {"seal"}, "_HFStorageInfo": {"position", "header"}}
+ADDED_POSITIONS = {"_StorageInfo": {"seal"}, "_HFStorageInfo": {"position", "header_digest"}}
 
 # Type aliases belong to one module; other modules of stock have them because they import them.
 HOMES = {

@@ -27,12 +27,13 @@ class _HFStorageInfo:
     """Where a part of a tensor is: in which file, and as what."""
 
     relative_path: str
+    """As torch has it: a writer gives the name in the folder, and a reader the path."""
     shape: torch.Size
     dtype: torch.dtype
     position: int = 0
     """Where in the file it begins."""
-    header: bytes = b""
-    """The digest of the file's header."""
+    header_digest: bytes = b""
+    """By which a file that was replaced meanwhile is noticed."""
 
 
 @dataclass(frozen=True)

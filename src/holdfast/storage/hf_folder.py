@@ -42,8 +42,8 @@ class StoredChunk:
     sizes: tuple[int, ...]
     file: str
     position: int
-    header: bytes
-    """The digest of the file's header, by which a file that was replaced meanwhile is noticed."""
+    header_digest: bytes
+    """By which a file that was replaced meanwhile is noticed."""
 
 
 @dataclass

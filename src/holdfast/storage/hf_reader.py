@@ -66,7 +66,7 @@ class HuggingFaceStorageReader(FileSystemReader):
             described[key] = _describe(stored)
             for chunk in stored.chunks:
                 shape = torch.Size(chunk.sizes)
-                info = _HFStorageInfo(chunk.file, shape, stored.dtype, chunk.position, chunk.header)
+                info = _HFStorageInfo(chunk.file, shape, stored.dtype, chunk.position, chunk.header_digest)
                 places[MetadataIndex(key, chunk.offsets)] = info
         meta = StorageMeta(save_id=contents.save_id, load_id=self.load_id)
         return Metadata(described, storage_data=places, storage_meta=meta)
@@ -114,7 +114,7 @@ class HuggingFaceStorageReader(FileSystemReader):
                 stream = stack.enter_context(self.fs.create_stream(info.relative_path, "rb"))
             except FileNotFoundError as error:
                 raise _replaced(info) from error
-            if read_digest(stream, info.relative_path) != info.header:
+            if read_digest(stream, info.relative_path) != info.header_digest:
                 raise _replaced(info)
             yield stream
 
@@ -174,6 +174,6 @@ def _replaced(info: _HFStorageInfo) -> DamagedCheckpointError:
         "meanwhile, or it was removed. Load again when the save has finished.",
         file=info.relative_path,
         key=None,
-        expected=info.header.hex(),
+        expected=info.header_digest.hex(),
         found=None,
     )
