@@ -19,7 +19,7 @@ from holdfast.dcp.metadata import MetadataIndex
 from holdfast.dcp.planner import LoadItemType, LoadPlan, ReadItem
 from holdfast.dcp.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from holdfast.errors import CheckpointException, DamagedCheckpointError
-from holdfast.storage import quantized_reader
+from holdfast.storage import quantized_reader, quantized_weights
 from tests.dcp.states import Layouts, same_parts
 from tests.ranks import RankPool
 
@@ -202,7 +202,8 @@ def test_scales_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         reads.append(key)
         original(*args, key=key, **kwargs)
 
-    monkeypatch.setattr(quantized_reader, "read_region", counting)
+    for module in (quantized_reader, quantized_weights):
+        monkeypatch.setattr(module, "read_region", counting)
     reader = QuantizedHuggingFaceStorageReader(tmp_path, block_size=2)
     targets = [torch.zeros(1, 6) for _ in range(6)]
 

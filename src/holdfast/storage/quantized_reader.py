@@ -8,12 +8,13 @@ exponent for every block of them.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 
 from holdfast.errors import DamagedCheckpointError
+from holdfast.formats.safetensors.torch_dtypes import FLOAT8
 from holdfast.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planning.boxes import Box
 from holdfast.planning.plan import LoadPlan, ReadItem
@@ -21,32 +22,12 @@ from holdfast.planning.planner import LoadPlanner
 from holdfast.storage.filling import fill, narrowed, resolve_target
 from holdfast.storage.hf_files import _HFStorageInfo
 from holdfast.storage.hf_reader import HuggingFaceStorageReader
+from holdfast.storage.quantized_weights import BlockScaled, Mxfp4, QuantizedWeight
 from holdfast.storage.region_reads import read_region, readable_parts
 from holdfast.stores.filesystem import AnyPath
 
-_FLOAT8 = {
-    dtype for name, dtype in vars(torch).items() if name.startswith("float8_") and isinstance(dtype, torch.dtype)
-}
-_FOUR_BIT_FLOATS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_FOUR_BIT_FLOATS = torch.cat([_FOUR_BIT_FLOATS, -_FOUR_BIT_FLOATS]).double()
-_EXPONENT_BIAS = 127
 _PART = 1 << 20
 """Elements that are brought to their full size at a time."""
-
-
-@dataclass(frozen=True)
-class _BlockScaled:
-    """A weight with a factor for every block."""
-
-    scales: str
-
-
-@dataclass(frozen=True)
-class _Mxfp4:
-    """A weight of 4-bit floats with an exponent for every block of ``per_block`` of them."""
-
-    scales: str
-    per_block: int
 
 
 class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
@@ -88,7 +69,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             raise ValueError(f"block_size is {block_size}; a block has at least one row and one column")
         self.target_dtype = target_dtype
         self.block_size = block_size
-        self._quantized: dict[str, _BlockScaled | _Mxfp4] = {}
+        self._quantized: dict[str, QuantizedWeight] = {}
         self._unpaired: dict[str, str] = {}
         self._described: dict[str, Any] = {}
         self._scales: dict[str, torch.Tensor] = {}
@@ -127,12 +108,13 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     def _pair_block_scaled(self, key: str, entry: TensorStorageMetadata, metadata: Metadata) -> None:
         scales = f"{key}_scale_inv"
         if scales not in self._described:
-            if entry.properties.dtype in _FLOAT8:
+            if entry.properties.dtype in FLOAT8:
                 self._unpaired[key] = scales
             return
-        blocks = [-(-size // block) for size, block in zip(entry.size, self._blocks(len(entry.size)), strict=True)]
-        self._check_scales(key, scales, blocks)
-        self._quantized[key] = _BlockScaled(scales)
+        # Blocks are of matrices, of which there may be many.
+        block = [1] * (len(entry.size) - 2) + [self.block_size] * min(len(entry.size), 2)
+        self._check_scales(key, scales, [-(-size // length) for size, length in zip(entry.size, block, strict=True)])
+        self._quantized[key] = BlockScaled(scales, block)
         properties = replace(entry.properties, dtype=self.target_dtype)
         metadata.state_dict_metadata[key] = replace(entry, properties=properties)
 
@@ -142,31 +124,25 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             self._unpaired[key] = scales
             return
         self._check_scales(key, scales, entry.size[:-1])
-        per_block = entry.size[-1] * 2
+        weight = self._quantized[key] = Mxfp4(scales, per_block=entry.size[-1] * 2)
         chunks = []
         for chunk in entry.chunks:
             if chunk.sizes[-1] != entry.size[-1]:
                 self._refuse(key, "blocks in one piece", list(chunk.sizes))
             info = metadata.storage_data.pop(MetadataIndex(key, chunk.offsets))
-            offsets = torch.Size((*chunk.offsets[:-2], chunk.offsets[-2] * per_block))
-            sizes = torch.Size((*chunk.sizes[:-2], chunk.sizes[-2] * per_block))
-            chunks.append(ChunkStorageMetadata(offsets, sizes))
+            offsets = torch.Size(weight.loaded_shape(chunk.offsets))
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(weight.loaded_shape(chunk.sizes))))
             metadata.storage_data[MetadataIndex(key, offsets)] = info
-        self._quantized[key] = _Mxfp4(scales, per_block)
-        size = torch.Size((*entry.size[:-2], entry.size[-2] * per_block))
+        size = torch.Size(weight.loaded_shape(entry.size))
         properties = replace(entry.properties, dtype=self.target_dtype)
         metadata.state_dict_metadata[key] = TensorStorageMetadata(properties, size, chunks)
-
-    def _blocks(self, ndim: int) -> list[int]:
-        """The size of a block in every dimension: blocks are of matrices, of which there may be many."""
-        return [1] * (ndim - 2) + [self.block_size] * min(ndim, 2)
 
     def _check_scales(self, key: str, scales: str, expected: Any) -> None:
         found = self._described[scales].size
         if list(found) != list(expected):
             self._refuse(key, f"'{scales}' of shape {list(expected)}", list(found))
 
-    def _refuse(self, key: str, expected: str, found: Any) -> None:
+    def _refuse(self, key: str, expected: str, found: Any) -> NoReturn:
         raise DamagedCheckpointError(
             f"{self.path}: '{key}' is quantized in a way that does not fit: expected {expected}, found {found}. Check "
             f"block_size, which is {self.block_size}.",
@@ -179,24 +155,18 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     def _read_item(self, stream: Any, item: ReadItem, planner: LoadPlanner) -> None:
         """Read one item; quantized ones in small parts, since they grow on the way."""
         key = item.storage_index.fqn
-        kind = self._quantized.get(key)
-        if kind is None:
+        weight = self._quantized.get(key)
+        if weight is None:
             super()._read_item(stream, item, planner)
             return
         info = self._info(item)
         target = resolve_target(item, planner)
-        scales = self._all_scales(kind.scales)
+        scales = self._all_scales(weight.scales)
         region = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        shape = info.shape
-        if isinstance(kind, _Mxfp4):
-            shape = torch.Size((*info.shape[:-2], info.shape[-2] * kind.per_block))
         start_of_chunk = item.storage_index.offset or torch.Size(())
-        for part in readable_parts(shape, region, 1, most=_PART):
+        for part in readable_parts(weight.loaded_shape(info.shape), region, 1, most=_PART):
             at = [offset + inside for offset, inside in zip(start_of_chunk, part.offsets, strict=True)]
-            if isinstance(kind, _Mxfp4):
-                values = _read_mxfp4(stream, info, part, at, scales, kind.per_block, key)
-            else:
-                values = _read_block_scaled(stream, info, part, at, scales, self._blocks(len(at)), key)
+            values = weight.read(stream, info, part, at, scales, key)
             inside_target = [place - start for place, start in zip(part.offsets, region.offsets, strict=True)]
             fill(narrowed(target, inside_target, part.sizes), values.to(self.target_dtype), key)
         planner.commit_tensor(item, target)
@@ -223,33 +193,3 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
                         )
                 self._scales[key] = whole
             return self._scales[key]
-
-
-def _read_block_scaled(
-    stream: Any, info: _HFStorageInfo, part: Box, at: list[int], scales: torch.Tensor, blocks: list[int], key: str
-) -> torch.Tensor:
-    """A part of a weight that begins ``at`` these offsets of the whole one."""
-    stored = torch.empty(part.sizes, dtype=info.dtype)
-    read_region(stream, info.position, info.shape, info.dtype, part, stored, source=info.relative_path, key=key)
-    factors = scales.float()
-    for dim, (start, length, block) in enumerate(zip(at, part.sizes, blocks, strict=True)):
-        factors = factors.index_select(dim, torch.arange(start, start + length) // block)
-    return stored.float() * factors
-
-
-def _read_mxfp4(
-    stream: Any, info: _HFStorageInfo, part: Box, at: list[int], scales: torch.Tensor, per_block: int, key: str
-) -> torch.Tensor:
-    """The same for a weight of 4-bit floats: whole blocks are read, and what was not asked for is cut off."""
-    first = part.offsets[-1] // per_block
-    count = -(-(part.offsets[-1] + part.sizes[-1]) // per_block) - first
-    region = Box((*part.offsets[:-1], first, 0), (*part.sizes[:-1], count, info.shape[-1]))
-    stored = torch.empty(region.sizes, dtype=torch.uint8)
-    read_region(stream, info.position, info.shape, torch.uint8, region, stored, source=info.relative_path, key=key)
-    pairs = torch.stack([stored & 0xF, stored >> 4], dim=-1)
-    values = _FOUR_BIT_FLOATS[pairs.int()].flatten(-2)
-    first_of_whole = at[-1] // per_block
-    powers = narrowed(scales, (*at[:-1], first_of_whole), (*part.sizes[:-1], count)).double() - _EXPONENT_BIAS
-    # In double precision, where no power of two that a byte can tell is too large or too small.
-    values = (values * torch.exp2(powers).unsqueeze(-1)).flatten(-2)
-    return values.narrow(-1, part.offsets[-1] - first * per_block, part.sizes[-1])

@@ -31,6 +31,7 @@ BY_NAME = {
     "C64": torch.complex64,
 }
 NAMES = {dtype: name for name, dtype in BY_NAME.items()}
+FLOAT8 = frozenset(dtype for name, dtype in BY_NAME.items() if name.startswith("F8_"))
 
 _PAIRS = "F4"
 """One element of torch's dtype is two of safetensors', side by side in the last dimension."""
