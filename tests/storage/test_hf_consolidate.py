@@ -292,3 +292,27 @@ def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     assert most - already < count - 10
     assert whole(tmp_path / "whole")["w"].tolist() == [[float(number) for number in range(count)]] * 2
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > count, "or else this shows nothing"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_parts_that_a_save_replaces_meanwhile_are_not_mixed(tmp_path, monkeypatch, threads) -> None:
+    mapping = {"a": 1, "b": 2}
+
+    def save(value: float) -> None:
+        state = {key: torch.full((4,), value) for key in mapping}
+        writer = HuggingFaceStorageWriter(tmp_path / "parts", mapping, save_distributed=True)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+
+    save(1.0)
+    write, replaced = hf_model_files._write_model_file, []
+
+    def write_after_a_save(*args: Any) -> None:
+        if not replaced:
+            replaced.append(True)
+            save(2.0)
+        write(*args)
+
+    monkeypatch.setattr(hf_model_files, "_write_model_file", write_after_a_save)
+    with pytest.raises(DamagedCheckpointError, match="a save has replaced it meanwhile"):
+        consolidate_safetensors_files(tmp_path / "parts", tmp_path / "whole", mapping, num_threads=threads)
+    assert not (tmp_path / "whole" / INDEX).exists()

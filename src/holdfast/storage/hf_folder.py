@@ -198,8 +198,9 @@ def _refuse_other_saves(folder: Folder, files: Iterable[_File], save_id: str | N
     if strange:
         raise DamagedCheckpointError(
             f"{folder.path} holds files of different saves: {', '.join(strange[:_MOST_SHOWN])} are not of "
-            f"save {save_id}, as others are. Remove the files of the save that you do not want, and the index and the "
-            "record (*.json) if they belong to it; or load another checkpoint.",
+            f"save {save_id}, as others are. If a save was interrupted here, save again, or load the folder above if "
+            "this one is its `sharded`: nothing is lost there. Otherwise bring the files of one save together in a "
+            "folder of their own.",
             file=str(folder.at(strange[0])),
             key=None,
             expected=save_id,

@@ -16,9 +16,10 @@ from holdfast.formats.safetensors.writer import SafetensorsWriter
 from holdfast.planning.boxes import Box, overlaps, volume
 from holdfast.storage.filling import narrowed
 from holdfast.storage.hf_commit import Folder
-from holdfast.storage.hf_folder import Contents, StoredKey
+from holdfast.storage.hf_folder import Contents, StoredChunk, StoredKey
 from holdfast.storage.hf_names import file_name
 from holdfast.storage.hf_notes import FileNotes, notes_of_whole_tensors
+from holdfast.storage.hf_opening import opened_as_described
 from holdfast.storage.region_reads import BUFFER_BYTES, read_region, readable_parts
 from holdfast.stores.durability import flush_to_disk
 from holdfast.stores.filesystem import FileSystemBase
@@ -96,7 +97,7 @@ def _blocks(key: str, stored: StoredKey, sources: _OpenFiles, buffer: torch.Tens
             )
             offsets = (*(at - start for at, start in zip(found.start, chunk.offsets, strict=True)), 0)
             read_region(
-                sources[chunk.file],
+                sources.holding(chunk),
                 chunk.position,
                 (*chunk.sizes, itemsize),
                 torch.uint8,
@@ -113,7 +114,7 @@ class _OpenFiles:
 
     def __init__(self, fs: FileSystemBase) -> None:
         self._fs = fs
-        self._open: OrderedDict[str, tuple[AbstractContextManager[Any], Any]] = OrderedDict()
+        self._open: OrderedDict[tuple[str, bytes], tuple[AbstractContextManager[Any], Any]] = OrderedDict()
 
     def __enter__(self) -> _OpenFiles:
         return self
@@ -122,14 +123,16 @@ class _OpenFiles:
         while self._open:
             self._close_oldest()
 
-    def __getitem__(self, path: str) -> Any:
-        if path not in self._open:
+    def holding(self, chunk: StoredChunk) -> Any:
+        """The file that a chunk is in, as it was when the chunk was found there."""
+        file = (chunk.file, chunk.header_digest)
+        if file not in self._open:
             if len(self._open) >= _MOST_OPEN:
                 self._close_oldest()
-            opening = self._fs.create_stream(path, "rb")
-            self._open[path] = (opening, opening.__enter__())
-        self._open.move_to_end(path)
-        return self._open[path][1]
+            opening = opened_as_described(self._fs, *file)
+            self._open[file] = (opening, opening.__enter__())
+        self._open.move_to_end(file)
+        return self._open[file][1]
 
     def _close_oldest(self) -> None:
         _, (opening, _) = self._open.popitem(last=False)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.futures import Future
 
 from holdfast.errors import DamagedCheckpointError, HoldfastError
-from holdfast.formats.safetensors.header import read_digest
 from holdfast.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,6 +27,7 @@ from holdfast.storage.filling import resolve_target
 from holdfast.storage.hf_commit import Folder
 from holdfast.storage.hf_files import _HFStorageInfo
 from holdfast.storage.hf_folder import StoredKey, read_contents
+from holdfast.storage.hf_opening import opened_as_described
 from holdfast.storage.reader import FileSystemReader, how_far
 from holdfast.storage.region_reads import read_region
 from holdfast.stores.filesystem import AnyPath
@@ -78,7 +77,9 @@ class HuggingFaceStorageReader(FileSystemReader):
 
         def read(items: Sequence[ReadItem]) -> None:
             try:
-                with self._opened_as_described(self._info(items[0])) as stream:
+                with opened_as_described(
+                    self.fs, self._info(items[0]).relative_path, self._info(items[0]).header_digest
+                ) as stream:
                     for item in items:
                         if stop.is_set():
                             return
@@ -105,18 +106,6 @@ class HuggingFaceStorageReader(FileSystemReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    @contextmanager
-    def _opened_as_described(self, info: _HFStorageInfo) -> Iterator[Any]:
-        """Open a file. Names are always the same in this layout, so that a save may have put another file there."""
-        with ExitStack() as stack:
-            try:
-                stream = stack.enter_context(self.fs.create_stream(info.relative_path, "rb"))
-            except FileNotFoundError as error:
-                raise _replaced(info) from error
-            if read_digest(stream, info.relative_path) != info.header_digest:
-                raise _replaced(info)
-            yield stream
 
     def _read_item(self, stream: Any, item: ReadItem, planner: LoadPlanner) -> None:
         """Read one item from its file into the place that the planner has for it."""
@@ -166,14 +155,3 @@ class HuggingFaceStorageReader(FileSystemReader):
 def _describe(stored: StoredKey) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in stored.chunks]
     return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.size), chunks)
-
-
-def _replaced(info: _HFStorageInfo) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"{info.relative_path} is not the file any more that it was when the load began: a save has replaced it "
-        "meanwhile, or it was removed. Load again when the save has finished.",
-        file=info.relative_path,
-        key=None,
-        expected=info.header_digest.hex(),
-        found=None,
-    )

@@ -21,6 +21,7 @@ from holdfast.planning.plan import LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner
 from holdfast.storage.filling import fill, narrowed, resolve_target
 from holdfast.storage.hf_files import _HFStorageInfo
+from holdfast.storage.hf_opening import opened_as_described
 from holdfast.storage.hf_reader import HuggingFaceStorageReader
 from holdfast.storage.quantized_weights import BlockScaled, Mxfp4, QuantizedWeight
 from holdfast.storage.region_reads import read_region, readable_parts
@@ -180,7 +181,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
                 for chunk in entry.chunks:
                     places: dict[MetadataIndex, Any] = self.storage_data
                     info: _HFStorageInfo = places[MetadataIndex(key, chunk.offsets)]
-                    with self._opened_as_described(info) as stream:
+                    with opened_as_described(self.fs, info.relative_path, info.header_digest) as stream:
                         read_region(
                             stream,
                             info.position,
