@@ -316,3 +316,19 @@ def test_parts_that_a_save_replaces_meanwhile_are_not_mixed(tmp_path, monkeypatc
     with pytest.raises(DamagedCheckpointError, match="a save has replaced it meanwhile"):
         consolidate_safetensors_files(tmp_path / "parts", tmp_path / "whole", mapping, num_threads=threads)
     assert not (tmp_path / "whole" / INDEX).exists()
+
+
+def consolidate_different_folders(folders: list[Path], output: Path) -> str:
+    with pytest.raises(dcp.CheckpointException) as caught:
+        consolidate_safetensors_files_on_every_rank(folders[torch.distributed.get_rank()], output)
+    return str(caught.value)
+
+
+def test_ranks_that_see_different_parts_write_nothing(ranks: RankPool, tmp_path) -> None:
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder, value in zip(folders, (1.0, 2.0), strict=True):
+        writer = HuggingFaceStorageWriter(folder, save_distributed=True)
+        dcp.save({"a": torch.full((4,), value)}, storage_writer=writer, no_dist=True)
+    for error in ranks(2).run(consolidate_different_folders, folders, tmp_path / "whole"):
+        assert "RankDisagreementError" in error
+    assert list((tmp_path / "whole").iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from holdfast.coordination.collectives import Collectives
-from holdfast.errors import CheckpointNotFoundError
+from holdfast.errors import CheckpointNotFoundError, RankDisagreementError
 from holdfast.storage.hf_commit import Folder, Switch, make_index
 from holdfast.storage.hf_folder import Contents, read_contents, read_files
 from holdfast.storage.hf_model_files import assign_files, write_model_files
@@ -79,6 +80,8 @@ def consolidate_safetensors_files_on_every_rank(
     work = ranks.all_gather_status(
         "plan", lambda: _Consolidation(input_dir, output_dir, fqn_to_index_mapping, num_threads, generation)
     )
+    views = ranks.all_gather("plan", work.fingerprint)
+    ranks.all_gather_status("plan", lambda: _refuse_different_views(work.source, views))
     try:
         ranks.all_gather_status("write", lambda: work.write(work.share(ranks.rank, ranks.world_size)))
         ranks.broadcast("write", work.commit)
@@ -86,6 +89,15 @@ def consolidate_safetensors_files_on_every_rank(
         if ranks.is_coordinator:
             work.discard()
         raise
+
+
+def _refuse_different_views(source: Folder, views: list[str]) -> None:
+    if len(set(views)) > 1:
+        raise RankDisagreementError(
+            f"the ranks see different files, or different contents, in {source.path}. Wait until a running save has "
+            "finished and all ranks see the same, and give all of them the same mapping; then try again.",
+            views=dict(enumerate(views)),
+        )
 
 
 class _Consolidation:
@@ -112,6 +124,13 @@ class _Consolidation:
         fs.mkdir(self.target.path)
         self.before = self.target.names()
         self.may_be_committed = False
+
+    def fingerprint(self) -> str:
+        """Equal on ranks that would write the same files from the same parts."""
+        digests = sorted(
+            {(chunk.file, chunk.header_digest) for key in self.contents.keys.values() for chunk in key.chunks}
+        )
+        return hashlib.sha256(repr((digests, sorted(self.outputs.items()))).encode()).hexdigest()[:16]
 
     def share(self, rank: int, world_size: int) -> dict[str, list[str]]:
         """The files that one of several ranks writes: about as many bytes as the others."""
