@@ -22,7 +22,10 @@ def _clean_environment(monkeypatch):
 
 
 def test_by_default_pickles_are_refused_and_everything_is_checked():
-    assert current() == Settings(allow_pickle=False, replica_check="warn", dtype_change="warn", verify=True)
+    expected = Settings(
+        allow_pickle=False, replica_check="warn", dtype_change="warn", verify=True, keep_staging_memory=True
+    )
+    assert current() == expected
 
 
 @pytest.mark.parametrize("knob", BOOLS)

@@ -33,6 +33,9 @@ class Settings:
     verify: bool = True
     """Check the CRC of everything that is read."""
 
+    keep_staging_memory: bool = True
+    """Keep the memory of the last background save's copy for the next one: fresh memory doubles the time it takes."""
+
     def __post_init__(self) -> None:
         for knob in fields(self):
             check(knob.name, getattr(self, knob.name))

@@ -78,6 +78,20 @@ def test_memory_is_reused_when_the_copy_is_gone_and_not_before(name: str) -> Non
     stager.close()
 
 
+def test_the_process_keeps_one_block_for_stagers_that_keep_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def address() -> int:
+        stager = BlockingAsyncStager()
+        staged = stager.stage({"weight": torch.ones(100_000)})
+        stager.close()
+        return int(staged["weight"].data_ptr())
+
+    kept = address()
+    assert [address(), address()] == [kept, kept]
+    monkeypatch.setenv("HOLDFAST_KEEP_STAGING_MEMORY", "0")
+    in_use = BlockingAsyncStager().stage({"weight": torch.ones(100_000)})
+    assert in_use["weight"].data_ptr() != kept
+
+
 def test_states_may_change_between_saves() -> None:
     stager = BlockingAsyncStager(cache_staged_state_dict=True)
     assert stager.stage({"a": torch.zeros(2)})["a"].tolist() == [0, 0]

@@ -18,7 +18,7 @@ HERE = [Memory.PAGEABLE, Memory.SHARED]
 
 @pytest.mark.parametrize("memory", HERE)
 def test_memory_in_use_is_not_lent_again(memory: Memory) -> None:
-    pool = ArenaPool(memory, keep=True)
+    pool = ArenaPool(memory, keep=2)
     view = pool.lend(100).tensor(10, 10).fill_(1)
     pool.lend(100).tensor(0, 100).fill_(2)
     assert view.tolist() == [1] * 10
@@ -26,7 +26,7 @@ def test_memory_in_use_is_not_lent_again(memory: Memory) -> None:
 
 @pytest.mark.parametrize("memory", HERE)
 def test_memory_that_came_back_is_lent_again_if_it_is_kept(memory: Memory) -> None:
-    pool = ArenaPool(memory, keep=True)
+    pool = ArenaPool(memory, keep=2)
     address = pool.lend(100).tensor(0, 100).data_ptr()
     assert pool.lend(90).tensor(0, 90).data_ptr() == address
 
@@ -42,7 +42,7 @@ def test_memory_that_is_not_kept_is_given_back_to_the_system() -> None:
 
 def test_a_dropped_pool_keeps_nothing() -> None:
     before = open_files()
-    pool = ArenaPool(Memory.SHARED, keep=True)
+    pool = ArenaPool(Memory.SHARED, keep=2)
     returned, in_use = pool.lend(100).tensor(0, 100), pool.lend(100).tensor(0, 100).fill_(3)
     both = open_files() - before
     del returned
@@ -56,16 +56,30 @@ def test_a_dropped_pool_keeps_nothing() -> None:
 
 def test_a_pool_keeps_no_more_than_it_needs_to_go_on() -> None:
     before = open_files()
-    pool = ArenaPool(Memory.SHARED, keep=True)
+    pool = ArenaPool(Memory.SHARED, keep=2)
     many = [pool.lend(100).tensor(0, 100) for _ in range(6)]
     one = (open_files() - before) // 6
     del many
     assert open_files() == before + 2 * one
 
 
+def test_a_forked_child_does_not_use_the_memory_of_its_parent() -> None:
+    pool = ArenaPool(Memory.SHARED, keep=2)
+    kept = pool.lend(100).tensor(0, 100).fill_(1)
+    arena = shared_arena_of(kept)
+    assert arena is not None
+    del kept
+    child = os.fork()
+    if child == 0:
+        pool.lend(100).tensor(0, 100).fill_(2)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert pool.lend(100).tensor(0, 100).tolist() == [1] * 100
+
+
 def test_memory_that_has_become_too_small_is_given_up() -> None:
     before = open_files()
-    pool = ArenaPool(Memory.SHARED, keep=True)
+    pool = ArenaPool(Memory.SHARED, keep=2)
     pool.lend(100)
     one = open_files() - before
     larger = pool.lend(5000).tensor(4000, 1000)

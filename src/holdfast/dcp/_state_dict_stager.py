@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.metadata import STATE_DICT_TYPE
-from holdfast.staging.stagers import SnapshotTaker, host_memory
+from holdfast.staging.stagers import SnapshotTaker, host_memory, own_pool
 
 __all__ = ["StateDictStager"]
 
@@ -20,7 +20,7 @@ class StateDictStager:
         self.share_memory = share_memory
         self.pin_memory_min_bytes = pin_memory_min_bytes
         memory, _ = host_memory(pinned=pin_memory, shared=share_memory, non_blocking=False)
-        self._taker = SnapshotTaker(memory)
+        self._taker = SnapshotTaker(own_pool(memory))
 
     def stage(self, state_dict: STATE_DICT_TYPE, non_blocking: bool = False) -> STATE_DICT_TYPE:
         """A private copy. Complete when this returns, also with ``non_blocking``, which only lets copies overlap."""

@@ -11,8 +11,8 @@ import torch
 
 from holdfast.metadata import STATE_DICT_TYPE
 from holdfast.notices import warn_caller
-from holdfast.staging.arenas import Memory
-from holdfast.staging.stagers import AsyncSnapshotTaker, SnapshotTaker, host_memory
+from holdfast.staging.arenas import ArenaPool, Memory
+from holdfast.staging.stagers import AsyncSnapshotTaker, SnapshotTaker, common_pool, host_memory, own_pool
 
 __all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]
 
@@ -80,7 +80,7 @@ class DefaultStager(AsyncStager):
             shared=self._config.use_shared_memory,
             non_blocking=self._config.use_non_blocking_copy,
         )
-        self._taker = AsyncSnapshotTaker(memory) if self._config.use_async_staging else SnapshotTaker(memory)
+        self._taker = (AsyncSnapshotTaker if self._config.use_async_staging else SnapshotTaker)(own_pool(memory))
 
     def stage(self, state_dict: STATE_DICT_TYPE, **kwargs: Any) -> STATE_DICT_TYPE | Future[STATE_DICT_TYPE]:
         """A private copy, or with ``use_async_staging`` a future of it."""
@@ -101,8 +101,9 @@ class DefaultStager(AsyncStager):
 class BlockingAsyncStager(AsyncStager):
     """Copies before ``async_save`` returns. ``FileSystemWriter`` is one.
 
-    With ``cache_staged_state_dict`` the memory is kept for the next save; it is not used again while a running save
-    still reads it. With ``type_check``, values other than tensors and plain ones are refused.
+    With ``cache_staged_state_dict`` it keeps memory of its own for the next save, which is locked in place if there is
+    an accelerator. Memory that a running save still reads is never used again. With ``type_check``, values other than
+    tensors and plain ones are refused.
     """
 
     _synchronize_after_execute: bool = False
@@ -117,7 +118,7 @@ class BlockingAsyncStager(AsyncStager):
         if self.type_check:
             _refuse_unusual_types(state_dict)
         if self._taker is None:
-            self._taker = SnapshotTaker(self._memory(), keep=self.cache_staged_state_dict)
+            self._taker = SnapshotTaker(self._pool())
         return self._taker.take(state_dict)
 
     def synchronize_staging(self) -> None:
@@ -129,10 +130,10 @@ class BlockingAsyncStager(AsyncStager):
             self._taker.close()
         self._taker = None
 
-    def _memory(self) -> Memory:
-        # Locked memory is worth its price only if it is used again.
-        is_worth_it = self.cache_staged_state_dict and torch.accelerator.is_available()
-        return Memory.PINNED if is_worth_it else Memory.PAGEABLE
+    def _pool(self) -> ArenaPool:
+        if not self.cache_staged_state_dict:
+            return common_pool(Memory.PAGEABLE)
+        return own_pool(Memory.PINNED if torch.accelerator.is_available() else Memory.PAGEABLE)
 
     def __getstate__(self) -> dict[str, Any]:
         # A writer travels to a writer process, and its kept memory does not.

@@ -20,7 +20,7 @@ from holdfast.background.queues import Claim
 from holdfast.coordination.collectives import Collectives
 from holdfast.dcp._storage_utils import _refuse_stock_objects, _storage_setup
 from holdfast.dcp.logger import _dcp_method_logger
-from holdfast.dcp.staging import AsyncStager, DefaultStager, StagingOptions
+from holdfast.dcp.staging import AsyncStager, BlockingAsyncStager
 from holdfast.dcp.utils import _api_bc_check, _profile, _runs_alone, _state_of
 from holdfast.events import recorded
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
@@ -28,6 +28,8 @@ from holdfast.notices import warn_caller
 from holdfast.planning.planner import SavePlanner
 from holdfast.planning.save_planner import DefaultSavePlanner
 from holdfast.saving import save_state
+from holdfast.staging.arenas import ArenaPool, Memory
+from holdfast.staging.stagers import common_pool
 from holdfast.storage.contract import StorageWriter
 from holdfast.stores.filesystem import AnyPath
 from holdfast.stores.local import FileSystem
@@ -196,7 +198,7 @@ def async_save(
         async_checkpointer_type: whether a thread or a process of its own writes. A process does not compete for
             the interpreter with the training loop; writer and planner must be picklable for it.
         async_stager: who takes the copy. By default the writer if it can (``FileSystemWriter`` does), or else a
-            ``DefaultStager``.
+            ``BlockingAsyncStager``.
         no_dist: save from this process alone even if there is a group.
         use_collectives: False to let every rank write an index of its own part, without planning together.
 
@@ -267,13 +269,14 @@ def _choose_stager(given: AsyncStager | None, writer: Any, in_process: bool) -> 
         return given
     if isinstance(writer, AsyncStager):
         return writer
-    options = StagingOptions(
-        use_pinned_memory=False,
-        use_shared_memory=in_process,  # spares the way to a writer process another copy
-        use_async_staging=False,
-        use_non_blocking_copy=False,
-    )
-    return DefaultStager(options)
+    return _SharingStager() if in_process else BlockingAsyncStager()
+
+
+class _SharingStager(BlockingAsyncStager):
+    """Copies into memory that a writer process sees, which spares it another copy."""
+
+    def _pool(self) -> ArenaPool:
+        return common_pool(Memory.SHARED)
 
 
 def _require_cpu_backend(group: dist.ProcessGroup | None) -> None:

@@ -22,10 +22,6 @@ ALIGNMENT = 64
 """Tensors start at multiples of this many bytes: a cache line, and enough for every dtype."""
 
 
-_MOST_FREE = 2
-"""How many blocks a pool keeps: one that is being written and one that is being filled are enough to go on with."""
-
-
 class Memory(Enum):
     """What a block is made of."""
 
@@ -42,6 +38,7 @@ class Arena:
     def __init__(self, size: int, memory: Memory) -> None:
         self.size = size
         self.memory = memory
+        self.owner = os.getpid()
         self.descriptor: int | None = None
         self.buffer: Any
         if memory is Memory.PINNED:
@@ -71,9 +68,9 @@ class Lease:
 
 
 class ArenaPool:
-    """Lends blocks. With ``keep`` a block that came back is lent again, which saves the cost of fresh memory."""
+    """Lends blocks. Up to ``keep`` blocks that came back are lent again, which saves the cost of fresh memory."""
 
-    def __init__(self, memory: Memory = Memory.PAGEABLE, *, keep: bool = False) -> None:
+    def __init__(self, memory: Memory = Memory.PAGEABLE, *, keep: int = 0) -> None:
         self.memory = memory
         self._keep = keep
         # Blocks come back whenever a tensor dies, maybe in the middle of `lend`: an append needs no lock.
@@ -89,7 +86,7 @@ class ArenaPool:
 
     def drop(self) -> None:
         """Forget the blocks that are not in use, and those in use when they come back."""
-        self._keep = False
+        self._keep = 0
         self._free.clear()
 
     def _take(self, size: int) -> Arena | None:
@@ -97,6 +94,8 @@ class ArenaPool:
             found = None
             for _ in range(len(self._free)):
                 arena = self._free.popleft()
+                if arena.owner != os.getpid():
+                    continue  # of a parent that forked this process, and that may use it at the same time
                 if found is None and size <= arena.size:
                     found = arena
                 elif size <= arena.size:
@@ -105,8 +104,21 @@ class ArenaPool:
             return found
 
     def _give_back(self, arena: Arena) -> None:
-        if self._keep and len(self._free) < _MOST_FREE:
+        if len(self._free) < self._keep:
             self._free.append(arena)
+
+
+_RECYCLED = {memory: ArenaPool(memory, keep=1) for memory in (Memory.PAGEABLE, Memory.SHARED)}
+
+
+def recycled(memory: Memory) -> ArenaPool:
+    """The pool of the whole process, for those who have none of their own. It keeps one block."""
+    return _RECYCLED[memory]
+
+
+def is_common(pool: ArenaPool) -> bool:
+    """Whether this is a pool of the whole process, which no single user may drop."""
+    return pool in _RECYCLED.values()
 
 
 _shared_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()

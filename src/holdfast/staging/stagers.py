@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from holdfast import settings
 from holdfast.notices import warn_caller
-from holdfast.staging.arenas import ArenaPool, Memory
+from holdfast.staging.arenas import ArenaPool, Memory, is_common, recycled
 from holdfast.staging.snapshots import Snapshot
 
 State = dict[str, Any]
@@ -17,8 +18,8 @@ State = dict[str, Any]
 class SnapshotTaker:
     """Takes snapshots into memory that it keeps. Memory of a snapshot that is still in use is left alone."""
 
-    def __init__(self, memory: Memory = Memory.PAGEABLE, *, keep: bool = True) -> None:
-        self._pool: ArenaPool | None = ArenaPool(memory, keep=keep)
+    def __init__(self, pool: ArenaPool) -> None:
+        self._pool: ArenaPool | None = pool
 
     def take(self, state: State, *, non_blocking: bool = False) -> State:
         """A private copy of ``state``, complete when this returns."""
@@ -32,7 +33,7 @@ class SnapshotTaker:
 
     def close(self) -> None:
         """Let go of the memory. Snapshots that are in use stay as they are."""
-        if self._pool is not None:
+        if self._pool is not None and not is_common(self._pool):
             self._pool.drop()
         self._pool = None
 
@@ -40,8 +41,8 @@ class SnapshotTaker:
 class AsyncSnapshotTaker(SnapshotTaker):
     """Takes snapshots in a thread, one after the other. The program may change nothing until they are complete."""
 
-    def __init__(self, memory: Memory = Memory.PAGEABLE) -> None:
-        super().__init__(memory)
+    def __init__(self, pool: ArenaPool) -> None:
+        super().__init__(pool)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holdfast-stage")
         self._last: Future[State] | None = None
 
@@ -61,6 +62,16 @@ class AsyncSnapshotTaker(SnapshotTaker):
         self._thread.shutdown()
         self._last = None
         super().close()
+
+
+def own_pool(memory: Memory) -> ArenaPool:
+    """Memory that one stager keeps: a block that is being written and one that is being filled are enough."""
+    return ArenaPool(memory, keep=2)
+
+
+def common_pool(memory: Memory) -> ArenaPool:
+    """Memory for stagers that keep none themselves. The process keeps a block, unless the settings say otherwise."""
+    return recycled(memory) if settings.current().keep_staging_memory else ArenaPool(memory)
 
 
 def host_memory(*, pinned: bool, shared: bool, non_blocking: bool) -> tuple[Memory, bool]:
