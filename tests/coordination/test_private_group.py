@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from holdfast.coordination.linked import LinkedCollectives
 from holdfast.coordination.private_group import PrivateGroup, forget_private_group, private_group_of
@@ -149,6 +152,21 @@ def outlive_the_group() -> list[Any]:
 
 def test_it_outlives_the_process_group(ranks: RankPool) -> None:
     assert ranks(2).run(outlive_the_group) == [[[b"a"] * 2, False, [b"b"] * 2, True]] * 2
+
+
+def let_go_of_the_store() -> bool:
+    store = weakref.ref(c10d._get_process_group_store(c10d._get_default_group()))
+    group = private_group_of(None)
+    with group.round():
+        group.all_gather(b"")
+    dist.destroy_process_group()
+    gc.collect()
+    return store() is None
+
+
+def test_it_does_not_keep_the_store_of_a_destroyed_group_alive(ranks: RankPool) -> None:
+    """It may be a server, whose port a new group wants to have."""
+    assert ranks(2).run(let_go_of_the_store) == [True, True]
 
 
 def make_groups() -> bool:

@@ -125,7 +125,17 @@ def test_code_runs_after_an_opt_in(folder: Path) -> None:
     assert main("dcp_to_torch", folder / "c", folder / "f.pt", "--allow-pickle") == 0
 
 
-@pytest.mark.parametrize("arguments", [[], ["sideways", "a", "b"], ["dcp_to_torch", "a"], ["torch_to_dcp"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["sideways", "a", "b"],
+        ["dcp_to_torch", "a"],
+        ["torch_to_dcp"],
+        ["torch_to_dcp", "a", ""],  # as from a shell variable that is not set
+        ["dcp_to_torch", "", "b"],
+    ],
+)
 def test_wrong_arguments_are_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         main(*arguments)

@@ -18,14 +18,14 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from holdfast.errors import UnguardedScriptError
 from holdfast.staging.arenas import Arena, ArenaPool, Lease, Memory, shared_arena_of
 from holdfast.staging.copies import is_wrapper, make_sharded, put_together, take_apart
-from holdfast.staging.snapshots import Snapshot, plain_parts_of_state
+from holdfast.staging.snapshots import plain_parts_of_state, take_snapshot
 
 
 def in_shared_memory(state: dict[str, Any]) -> dict[str, Any]:
     """``state`` itself if its tensors are shared already, or else a copy that is."""
     if all(shared_arena_of(part) is not None or part.numel() == 0 for part in plain_parts_of_state(state)):
         return state
-    return Snapshot(state, ArenaPool(Memory.SHARED)).fill()
+    return take_snapshot(state, ArenaPool(Memory.SHARED))
 
 
 class _Packer(pickle.Pickler):

@@ -89,7 +89,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m holdfast.dcp.format_utils",
         description="Convert a torch.save file to a DCP checkpoint, or a DCP checkpoint to a torch.save file.",
-        epilog="Exit status: 0 done; 2 the source is missing, damaged or of another kind; 1 anything else went wrong.",
+        epilog="Exit status: 0 done; 2 wrong arguments, or a source that is missing, damaged or of another kind; 1 "
+        "anything else went wrong.",
     )
     parser.add_argument("mode", choices=["torch_to_dcp", "dcp_to_torch"], help="which way to convert")
     parser.add_argument("src", help="the checkpoint to convert")
@@ -100,7 +101,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=None,
         help="let the source run any code it names; only if you trust its author",
     )
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    for name in ("src", "dst"):
+        if not getattr(arguments, name):  # it would mean the current folder, and comes from a variable that is not set
+            parser.error(f"{name} is empty; give a path")
+    return arguments
 
 
 def _main(argv: Sequence[str] | None = None) -> int:
