@@ -1,0 +1,65 @@
+"""What stands in a stored tree in place of the things that are not plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.formats.native.dtypes import DType
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A stored tensor, or numpy array: its key, and what is known of it without reading it."""
+
+    key: str
+    dtype: DType
+    shape: tuple[int, ...]
+    kind: str = "replicated"
+    numpy: Any = None
+    """The numpy dtype (as ``dtype.str`` or ``dtype.descr``) if it was a numpy array."""
+
+
+@dataclass(frozen=True)
+class PerRankValues:
+    """A value per rank of the save."""
+
+    ranks: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class UndeclaredValue:
+    """A value of a class that this program did not declare (see ``holdfast.declare``): its fields, as plain data.
+
+    ``kind`` is ``enum``, ``dataclass`` or ``namedtuple``; the only field of an enum member is ``name``.
+    """
+
+    kind: str
+    type: str
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PickledValue:
+    """A pickled value that was not loaded, because nobody allowed it."""
+
+    data: bytes
+
+
+@dataclass(frozen=True)
+class UnknownValue:
+    """A value of a type that this version does not know, as it is stored."""
+
+    type: str
+    stored: Mapping[str, Any]
+
+
+class Anything:
+    """In a state to load into: takes whatever is stored. There is one of it, ``ANYTHING``."""
+
+    def __repr__(self) -> str:
+        return "ANYTHING"
+
+
+ANYTHING = Anything()
