@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from holdfast.boxes import Box, first_overlap, uncovered, volume
 from holdfast.errors import UnsupportedTensorError
-from holdfast.planning.boxes import Box, first_overlap, uncovered, volume
 from holdfast.planning.layouts import Piece, dtensor_pieces, is_replicated, local_pieces
 from tests.ranks import RankPool
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from holdfast.boxes import Box
 from holdfast.errors import DamagedCheckpointError, HoldfastError
-from holdfast.planning.boxes import Box
 from holdfast.storage.filling import narrowed
 from holdfast.storage.region_reads import byte_strides, read_region, readable_parts
 

@@ -1,7 +1,7 @@
 """The planners that are used when none is given, and the functions that they consist of."""
 
+from holdfast.boxes import first_overlap, out_of_bounds
 from holdfast.metadata import ChunkStorageMetadata, Metadata
-from holdfast.planning.boxes import first_overlap, out_of_bounds
 from holdfast.planning.global_plan import create_default_global_save_plan
 from holdfast.planning.global_plan import validate_global_plan as _validate_global_plan
 from holdfast.planning.load_planner import (

@@ -1,7 +1,7 @@
 """How two chunks of one tensor overlap."""
 
+from holdfast.boxes import overlap
 from holdfast.metadata import ChunkStorageMetadata
-from holdfast.planning.boxes import overlap
 
 __all__: list[str] = []
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from holdfast.boxes import first_overlap, out_of_bounds, volume
 from holdfast.errors import InvalidPlanError
 from holdfast.metadata import (
     STORAGE_TYPES,
@@ -15,7 +16,6 @@ from holdfast.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from holdfast.planning.boxes import first_overlap, out_of_bounds, volume
 from holdfast.planning.plan import SavePlan, WriteItem, WriteItemType
 
 

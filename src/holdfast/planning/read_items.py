@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from holdfast.boxes import Overlap, overlaps, uncovered
 from holdfast.errors import StateMismatchError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from holdfast.planning.boxes import Overlap, overlaps, uncovered
 from holdfast.planning.plan import LoadItemType, ReadItem
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from holdfast.boxes import Box
 from holdfast.coordination.collectives import Attempt
 from holdfast.coordination.parcels import Note
 from holdfast.errors import HoldfastError
@@ -22,7 +23,6 @@ from holdfast.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from holdfast.planning.boxes import Box
 from holdfast.planning.local_bytes import as_bytes, as_plain_cpu
 from holdfast.planning.plan import LoadItemType, ReadItem
 from holdfast.planning.planner import LoadPlanner

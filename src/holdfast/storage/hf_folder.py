@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from holdfast.boxes import first_overlap, out_of_bounds, volume
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError
 from holdfast.formats.json_objects import parse_json_object
 from holdfast.formats.safetensors.header import Header, read_header
 from holdfast.formats.safetensors.torch_dtypes import to_torch
-from holdfast.planning.boxes import first_overlap, out_of_bounds, volume
 from holdfast.storage.hf_commit import Folder, Switch
 from holdfast.storage.hf_names import (
     COMMIT_NAME,

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from holdfast.boxes import Box, overlaps, volume
 from holdfast.errors import InvalidPlanError
 from holdfast.formats.safetensors.torch_dtypes import to_safetensors
 from holdfast.formats.safetensors.writer import SafetensorsWriter
-from holdfast.planning.boxes import Box, overlaps, volume
 from holdfast.storage.filling import narrowed
 from holdfast.storage.hf_commit import Folder
 from holdfast.storage.hf_folder import Contents, StoredChunk, StoredKey

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from holdfast.boxes import Box
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 from holdfast.metadata import (
     ChunkStorageMetadata,
@@ -20,7 +21,6 @@ from holdfast.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from holdfast.planning.boxes import Box
 from holdfast.planning.plan import LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner
 from holdfast.storage.filling import resolve_target

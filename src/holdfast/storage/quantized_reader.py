@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from holdfast.boxes import Box
 from holdfast.errors import DamagedCheckpointError
 from holdfast.formats.safetensors.torch_dtypes import FLOAT8
 from holdfast.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from holdfast.planning.boxes import Box
 from holdfast.planning.plan import LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner
 from holdfast.storage.filling import fill, narrowed, resolve_target

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from holdfast.planning.boxes import Box
+from holdfast.boxes import Box
 from holdfast.storage.filling import narrowed
 from holdfast.storage.hf_files import _HFStorageInfo
 from holdfast.storage.region_reads import read_region

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from holdfast.boxes import Box
 from holdfast.errors import DamagedCheckpointError
-from holdfast.planning.boxes import Box
 from holdfast.storage.filling import fill, narrowed
 
 BUFFER_BYTES = 8 << 20

@@ -108,7 +108,7 @@ def name_of(dtype: object) -> str | None:
     if not isinstance(dtype, (np.dtype, type)):
         return None
     try:
-        return np.dtype(dtype).name
+        return str(np.dtype(dtype).name)
     except TypeError:
         return None
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.planning import boxes as module
-from holdfast.planning.boxes import Box, first_overlap, out_of_bounds, overlap, overlaps, uncovered, volume
+from holdfast import boxes as module
+from holdfast.boxes import Box, first_overlap, out_of_bounds, overlap, overlaps, uncovered, volume
 
 SIDE = 7
 
