@@ -195,3 +195,14 @@ class MissingPackageError(HoldfastError, ImportError, ValueError):
     """Something needs a package that is not installed. Fields: ``install``, what to give to ``pip install``."""
 
     install: str
+
+
+class UncommittedCheckpointError(CheckpointNotFoundError):
+    """A save was cut off here before it was committed, so there is nothing to load. Fields: ``path``."""
+
+
+class NotACheckpointError(HoldfastError, ValueError):
+    """There is something at this path, but no checkpoint of a known format. Fields: ``path``, ``found``."""
+
+    path: str
+    found: Any

@@ -1,0 +1,107 @@
+"""A checkpoint of any format, as something to read from: what it holds, and regions of its tensors.
+
+Nothing here, and nothing that reads our own format, needs torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy.typing as npt
+
+from holdfast.boxes import Box, out_of_bounds
+from holdfast.formats.native.refs import TensorRef
+
+S = TypeVar("S", bound="Source")
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A region of a stored tensor, and the memory to put it into.
+
+    >>> import numpy as np
+    >>> Request("weight", offsets=(2, 0), sizes=(2, 4), into=np.empty((2, 4), "<u4")).sizes
+    (2, 4)
+    """
+
+    key: str
+    offsets: tuple[int, ...]
+    """Where the region begins in the whole tensor."""
+    sizes: tuple[int, ...]
+    into: npt.NDArray[Any]
+    """Of shape ``sizes`` and with elements of the stored dtype's ``carrier``; strides may be any."""
+
+
+class Source(ABC):
+    """An open checkpoint. It is read by any number of calls, also from several threads, until it is closed."""
+
+    location: str
+    """Where it is, for messages."""
+    format: str
+    """``native``, ``dcp``, ``safetensors`` or ``torch``."""
+    identity: str
+    """Which save it is: equal on all ranks that see the same one."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Mapping[str, TensorRef]:
+        """Every stored tensor, by its key."""
+
+    @property
+    @abstractmethod
+    def tree(self) -> Any:
+        """The saved state: plain containers and values, with a ``TensorRef`` in place of every tensor.
+
+        Values are read when this is first asked for. Formats that know nothing but keys have a flat dict.
+        """
+
+    @property
+    @abstractmethod
+    def metadata(self) -> Mapping[str, Any]:
+        """What the user noted, and what is known about the save."""
+
+    @abstractmethod
+    def chunks(self, key: str) -> Sequence[Box]:
+        """The boxes in which a tensor is stored."""
+
+    @abstractmethod
+    def read(self, requests: Sequence[Request], *, verify: bool = True) -> int:
+        """Fill the memory of all requests. Returns how many bytes were read for that.
+
+        Besides that memory no more is needed than for one chunk. If it raises, some requests may have been filled.
+        """
+
+    def close(self) -> None:
+        """Let go of what is open. The source cannot be read any more."""
+        return
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_requests(requests: Sequence[Request], tensors: Mapping[str, TensorRef]) -> None:
+    """Raise if a request asks for what is not stored, or into memory that does not fit it."""
+    for request in requests:
+        ref = tensors.get(request.key)
+        if ref is None:
+            raise KeyError(f"there is no tensor '{request.key}' in the checkpoint")
+        if out_of_bounds([Box(request.offsets, request.sizes)], ref.shape):
+            raise ValueError(
+                f"'{request.key}' is of shape {list(ref.shape)} and has no region of sizes {list(request.sizes)} at "
+                f"{list(request.offsets)}"
+            )
+        into = request.into
+        if into.shape != tuple(request.sizes) or into.dtype != ref.dtype.carrier or not into.flags.writeable:
+            raise ValueError(
+                f"'{request.key}' cannot be read into an array of {into.dtype} and shape {into.shape}: it takes a "
+                f"writable one of {ref.dtype.carrier} and shape {tuple(request.sizes)}"
+            )
