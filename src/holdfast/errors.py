@@ -206,3 +206,9 @@ class NotACheckpointError(HoldfastError, ValueError):
 
     path: str
     found: Any
+
+
+class CommitConflictError(HoldfastError, RuntimeError):
+    """Another save committed to the same place first, so nothing was changed. Fields: ``path``."""
+
+    path: str

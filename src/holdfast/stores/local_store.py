@@ -1,0 +1,256 @@
+"""A checkpoint in a folder of the local disk, or of what is mounted like one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from holdfast.stores.local import FileSystem
+from holdfast.stores.store import Buffer, Listed, Listing, Store, checked_name, conflict, too_short, wrong_size
+
+_CANNOT_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+class LocalStore(Store):
+    """Plain files in one folder, which is made when the first file is. All get the permissions that the umask leaves.
+
+    Example:
+        >>> import tempfile
+        >>> store = LocalStore(tempfile.mkdtemp())
+        >>> store.put("data", b"0123456789")
+        >>> store.read("data", 2, 5)
+        b'234'
+        >>> store.commit("record", b"the data is complete", replaces=None)
+        >>> sorted(found.name for found in store.list())
+        ['data', 'record']
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not os.fspath(path):
+            raise ValueError("the path of a checkpoint is empty; give the path of a folder")
+        self.folder = Path(path).absolute()  # the current folder may be another one when the first file is made
+        self.location = str(self.folder)
+        self._parent_is_durable = False
+
+    @contextmanager
+    def create(self, name: str, size: int | None = None) -> Iterator[_FileSink]:
+        """Write a new file. It has its name from the beginning, so a kill leaves a part of it."""
+        path = self._path(name)
+        sink = _FileSink(self._open_new(path), path)
+        try:
+            try:
+                yield sink
+                if size is not None and sink.size != size:
+                    raise wrong_size(path, size, sink.size)
+                with _naming(path):
+                    os.fsync(sink.descriptor)
+            finally:
+                with _naming(path):
+                    os.close(sink.descriptor)  # some network disks tell only now that they are full
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(path)
+            raise
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[_FileReader]:
+        """Open a file."""
+        path = self._path(name)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in the folder shall not keep us waiting
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "is not a plain file", path)
+            yield _FileReader(descriptor, path, found.st_size)
+        finally:
+            os.close(descriptor)
+
+    def size(self, name: str) -> int | None:
+        """The size of a file, or None."""
+        try:
+            return os.stat(self._path(name)).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def list(self) -> Listing:
+        """All plain files of the folder, and what links to one."""
+        found = []
+        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # deleted since, or a link to nothing
+                    status = entry.stat()
+                    if stat.S_ISREG(status.st_mode):
+                        found.append(Listed(entry.name, status.st_size))
+        return found
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files."""
+        paths = [self._path(name) for name in names]
+        failed: OSError | None = None
+        for path in paths:
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def sync(self) -> None:
+        """Flush the folder, and once its own name."""
+        if not self.folder.is_dir():
+            return
+        disk = FileSystem()
+        disk.sync_folder(self.folder)
+        if not self._parent_is_durable:
+            # Whoever made the folder may have been killed before it was durable.
+            with suppress(PermissionError):
+                disk.sync_folder(self.folder.parent)
+            self._parent_is_durable = True
+
+    def commit(self, name: str, content: bytes, *, replaces: bytes | None) -> None:
+        """Put a complete file in place by a link or a rename, while the folder is locked.
+
+        Where folders cannot be locked, such as on NFS, a first commit is still safe from others. Of two that replace
+        the same file at the same moment, the later one can win there without either of them noticing.
+        """
+        path = self._path(name)
+        temporary = self._path(f".{name}.{uuid.uuid4().hex[:8]}.tmp")
+        try:
+            self._write_durably(temporary, content)
+            with FileSystem().lock_folder(self.folder):
+                if self._content(name) != replaces:
+                    raise conflict(path)
+                doomed = self._temporaries_of(name)
+                if replaces is None:
+                    _link(temporary, path)
+                else:
+                    _replace(temporary, path)
+                self.sync()
+                # Those that were there before are of commits that were killed, or that come too late now.
+                self.delete(doomed)
+        finally:
+            with suppress(OSError):
+                os.unlink(temporary)
+
+    def _path(self, name: str) -> str:
+        return f"{self.location}/{checked_name(name)}"
+
+    def _open_new(self, path: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            return os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            self._make_folder()
+            return os.open(path, flags, 0o666)
+
+    def _make_folder(self) -> None:
+        try:
+            FileSystem().mkdir(self.folder)
+        except FileExistsError as error:  # which would sound as if the name of the new file were taken
+            raise NotADirectoryError(errno.ENOTDIR, "is not a folder", self.location) from error
+
+    def _write_durably(self, path: str, content: bytes) -> None:
+        descriptor = self._open_new(path)
+        try:
+            _FileSink(descriptor, path).write(content)
+            with _naming(path):
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _content(self, name: str) -> bytes | None:
+        try:
+            return self.read(name)
+        except FileNotFoundError:
+            return None
+
+    def _temporaries_of(self, name: str) -> Iterable[str]:
+        found = os.listdir(self.folder)
+        return [other for other in found if other.startswith(f".{name}.") and other.endswith(".tmp")]
+
+
+class _FileSink:
+    def __init__(self, descriptor: int, path: str) -> None:
+        self.descriptor = descriptor
+        self.path = path
+        self.size = 0
+
+    def write(self, buffer: Buffer) -> None:
+        """Write all of it, in as many calls as the system wants."""
+        view = memoryview(buffer)
+        if view.nbytes == 0:  # a shape with a zero in it cannot be cast
+            return
+        view = view.cast("B")
+        self.size += view.nbytes
+        with _naming(self.path):
+            written = os.write(self.descriptor, view)
+            while written < view.nbytes:
+                written += os.write(self.descriptor, view[written:])
+
+
+class _FileReader:
+    def __init__(self, descriptor: int, path: str, size: int) -> None:
+        self.size = size
+        self._descriptor = descriptor
+        self._path = path
+
+    def read_into(self, begin: int, buffer: Buffer) -> None:
+        """Read at a place, without a position that threads would share."""
+        wanted = memoryview(buffer).nbytes
+        if begin < 0:
+            raise ValueError(f"{self._path} has no byte {begin}")
+        if begin + wanted > self.size:
+            raise too_short(self._path, begin + wanted, self.size)
+        try:
+            done = os.preadv(self._descriptor, [buffer], begin) if wanted else 0
+            if done < wanted:
+                self._read_rest(begin, memoryview(buffer).cast("B"), done)
+        except OSError as error:
+            raise _named(error, self._path) from error
+
+    def _read_rest(self, begin: int, view: memoryview, done: int) -> None:
+        while done < view.nbytes:
+            count = os.preadv(self._descriptor, [view[done:]], begin + done)
+            if count == 0:
+                raise too_short(self._path, begin + view.nbytes, begin + done)
+            done += count
+
+
+def _link(temporary: str, path: str) -> None:
+    """Give the file its name, if that is free: even without locks only one can do that."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise conflict(path) from None
+    except OSError as error:
+        if error.errno not in _CANNOT_LINK:
+            raise
+        os.replace(temporary, path)
+
+
+def _replace(temporary: str, path: str) -> None:
+    try:
+        os.replace(temporary, path)
+    except FileNotFoundError:
+        # There are no locks here: another commit has removed it, because it was faster.
+        raise conflict(path) from None
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Calls on descriptors do not say which file it was that failed."""
+    try:
+        yield
+    except OSError as error:
+        raise _named(error, path) from error
+
+
+def _named(error: OSError, path: str) -> OSError:
+    return error if error.filename is not None else OSError(error.errno, error.strerror, path)
