@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import uuid
 from collections.abc import Iterable, Iterator
@@ -51,7 +52,7 @@ class LocalStore(Store):
                     os.fsync(sink.descriptor)
             finally:
                 with _naming(path):
-                    os.close(sink.descriptor)  # some network disks tell only now that they are full
+                    sink.close()  # some network disks tell only now that they are full
         except BaseException:
             with suppress(OSError):
                 os.unlink(path)
@@ -60,22 +61,19 @@ class LocalStore(Store):
     @contextmanager
     def reader(self, name: str) -> Iterator[_FileReader]:
         """Open a file."""
-        path = self._path(name)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in the folder shall not keep us waiting
+        reader = _opened(self._path(name))
         try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise OSError(errno.EINVAL, "is not a plain file", path)
-            yield _FileReader(descriptor, path, found.st_size)
+            yield reader
         finally:
-            os.close(descriptor)
+            reader.close()
 
     def size(self, name: str) -> int | None:
         """The size of a file, or None."""
         try:
-            return os.stat(self._path(name)).st_size
+            found = os.stat(self._path(name))
         except (FileNotFoundError, NotADirectoryError):
             return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def list(self) -> Listing:
         """All plain files of the folder, and what links to one."""
@@ -107,7 +105,8 @@ class LocalStore(Store):
         if not self.folder.is_dir():
             return
         disk = FileSystem()
-        disk.sync_folder(self.folder)
+        with _naming(self.location):
+            disk.sync_folder(self.folder)
         if not self._parent_is_durable:
             # Whoever made the folder may have been killed before it was durable.
             with suppress(PermissionError):
@@ -121,23 +120,21 @@ class LocalStore(Store):
         the same file at the same moment, the later one can win there without either of them noticing.
         """
         path = self._path(name)
-        temporary = self._path(f".{name}.{uuid.uuid4().hex[:8]}.tmp")
+        temporary = f".{name}.{uuid.uuid4().hex[:8]}.tmp"
+        self.put(temporary, content)
         try:
-            self._write_durably(temporary, content)
             with FileSystem().lock_folder(self.folder):
                 if self._content(name) != replaces:
                     raise conflict(path)
+                # Of commits that were killed, or of such that will now be too late.
                 doomed = self._temporaries_of(name)
-                if replaces is None:
-                    _link(temporary, path)
-                else:
-                    _replace(temporary, path)
+                _give_name(self._path(temporary), path, replace=replaces is not None)
                 self.sync()
-                # Those that were there before are of commits that were killed, or that come too late now.
-                self.delete(doomed)
+                with suppress(OSError):  # it is committed, whatever happens to the leftovers
+                    self.delete(doomed)
         finally:
             with suppress(OSError):
-                os.unlink(temporary)
+                self.delete([temporary])
 
     def _path(self, name: str) -> str:
         return f"{self.location}/{checked_name(name)}"
@@ -156,15 +153,6 @@ class LocalStore(Store):
         except FileExistsError as error:  # which would sound as if the name of the new file were taken
             raise NotADirectoryError(errno.ENOTDIR, "is not a folder", self.location) from error
 
-    def _write_durably(self, path: str, content: bytes) -> None:
-        descriptor = self._open_new(path)
-        try:
-            _FileSink(descriptor, path).write(content)
-            with _naming(path):
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
     def _content(self, name: str) -> bytes | None:
         try:
             return self.read(name)
@@ -172,8 +160,8 @@ class LocalStore(Store):
             return None
 
     def _temporaries_of(self, name: str) -> Iterable[str]:
-        found = os.listdir(self.folder)
-        return [other for other in found if other.startswith(f".{name}.") and other.endswith(".tmp")]
+        pattern = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp")
+        return [other for other in os.listdir(self.folder) if pattern.fullmatch(other)]
 
 
 class _FileSink:
@@ -194,11 +182,15 @@ class _FileSink:
             while written < view.nbytes:
                 written += os.write(self.descriptor, view[written:])
 
+    def close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1  # the number will soon mean another file
+        os.close(descriptor)
+
 
 class _FileReader:
     def __init__(self, descriptor: int, path: str, size: int) -> None:
         self.size = size
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._path = path
 
     def read_into(self, begin: int, buffer: Buffer) -> None:
@@ -209,7 +201,7 @@ class _FileReader:
         if begin + wanted > self.size:
             raise too_short(self._path, begin + wanted, self.size)
         try:
-            done = os.preadv(self._descriptor, [buffer], begin) if wanted else 0
+            done = os.preadv(self.descriptor, [buffer], begin) if wanted else 0
             if done < wanted:
                 self._read_rest(begin, memoryview(buffer).cast("B"), done)
         except OSError as error:
@@ -217,30 +209,50 @@ class _FileReader:
 
     def _read_rest(self, begin: int, view: memoryview, done: int) -> None:
         while done < view.nbytes:
-            count = os.preadv(self._descriptor, [view[done:]], begin + done)
+            count = os.preadv(self.descriptor, [view[done:]], begin + done)
             if count == 0:
                 raise too_short(self._path, begin + view.nbytes, begin + done)
             done += count
 
+    def close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1
+        os.close(descriptor)
+
+
+def _opened(path: str) -> _FileReader:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in the folder shall not keep us waiting
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "is not a plain file", path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return _FileReader(descriptor, path, found.st_size)
+
+
+def _give_name(temporary: str, path: str, *, replace: bool) -> None:
+    """Put a complete file in place. Even without a lock, only one of several can link it to a name that is free."""
+    try:
+        if replace:
+            os.replace(temporary, path)
+        else:
+            _link(temporary, path)
+    except FileNotFoundError:
+        # Only without a lock: another commit was faster, and has removed our file as a leftover.
+        raise conflict(path) from None
+
 
 def _link(temporary: str, path: str) -> None:
-    """Give the file its name, if that is free: even without locks only one can do that."""
     try:
         os.link(temporary, path)
     except FileExistsError:
-        raise conflict(path) from None
+        if not os.path.samefile(temporary, path):  # network disks may try twice, and meet what they did themselves
+            raise conflict(path) from None
     except OSError as error:
         if error.errno not in _CANNOT_LINK:
             raise
         os.replace(temporary, path)
-
-
-def _replace(temporary: str, path: str) -> None:
-    try:
-        os.replace(temporary, path)
-    except FileNotFoundError:
-        # There are no locks here: another commit has removed it, because it was faster.
-        raise conflict(path) from None
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class MemoryStore(Store):
             with folder.lock:
                 if name in folder.objects:  # committed meanwhile
                     raise FileExistsError(errno.EEXIST, "exists already", self.path_of(name))
-                folder.objects[name] = sink.content
+                folder.objects[name] = sink.taken()
         finally:
             with folder.lock:
                 folder.being_written.discard(name)
@@ -99,6 +99,11 @@ class _MemorySink:
         view = memoryview(buffer)
         if view.nbytes:  # a shape with a zero in it cannot be cast
             self.content += view.cast("B")
+
+    def taken(self) -> bytearray:
+        """The content, which later writes do not change any more."""
+        content, self.content = self.content, bytearray()
+        return content
 
 
 class _MemoryReader:

@@ -72,7 +72,10 @@ class Store(ABC):
 
     @abstractmethod
     def reader(self, name: str) -> AbstractContextManager[Reader]:
-        """Open an object for a ``with`` block. It stays as it is now, even if its name is replaced or deleted."""
+        """Open an object for a ``with`` block.
+
+        If its name is replaced or deleted meanwhile, reading goes on or fails; bytes of another object never come.
+        """
 
     @abstractmethod
     def size(self, name: str) -> int | None:
