@@ -212,3 +212,26 @@ class CommitConflictError(HoldfastError, RuntimeError):
     """Another save committed to the same place first, so nothing was changed. Fields: ``path``."""
 
     path: str
+
+
+class WorldSizeError(HoldfastError, RuntimeError):
+    """Each rank stored a value of its own, and now there are more or fewer ranks.
+
+    Fields: ``key``, ``saved`` and ``current``, the numbers of ranks.
+    """
+
+    key: str
+    saved: int
+    current: int
+
+
+class OptimizerMismatchError(HoldfastError, ValueError):
+    """The parameter groups of a stored optimizer do not fit those of the live one. Fields: ``problems``."""
+
+    problems: Sequence[str]
+
+
+class UnsupportedStateError(HoldfastError, TypeError):
+    """A live object of a kind that cannot be saved or loaded. Fields: ``kind``."""
+
+    kind: str

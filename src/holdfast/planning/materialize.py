@@ -24,8 +24,8 @@ def materialize(state_dict: MutableMapping[str, Any]) -> dict[Location, torch.Te
     replaced: dict[Location, torch.Tensor] = {}
 
     def look(path: ObjectPath, location: Location, value: Any) -> None:
-        if isinstance(value, torch.Tensor) and _is_meta(value):
-            found[location] = _with_memory(flat_name(path), value)
+        if isinstance(value, torch.Tensor) and is_meta(value):
+            found[location] = with_memory(flat_name(path), value)
             replaced[location] = value
 
     walk(state_dict, look, opens_list)
@@ -34,13 +34,15 @@ def materialize(state_dict: MutableMapping[str, Any]) -> dict[Location, torch.Te
     return replaced
 
 
-def _is_meta(tensor: torch.Tensor) -> bool:
+def is_meta(tensor: torch.Tensor) -> bool:
+    """Whether it has no memory here."""
     if isinstance(tensor, ShardedTensor):  # it knows its own device only while it has exactly one shard here
         return any(shard.tensor.is_meta for shard in local_shards(tensor))
     return tensor.is_meta
 
 
-def _with_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def with_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor in the place of a meta tensor: same layout, on the device that this process uses."""
     if isinstance(tensor, ShardedTensor):
         raise RuntimeError(  # noqa: TRY004 - the type that callers know from torch
             f"'{name}' is a ShardedTensor on the meta device, which cannot be given memory; use a DTensor"

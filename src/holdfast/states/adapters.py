@@ -1,0 +1,45 @@
+"""Which adapter fits a live object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from holdfast.states.context import Context
+from holdfast.states.contract import Adapter, Path
+from holdfast.states.modules import ModuleAdapter
+from holdfast.states.optimizers import OptimizerAdapter
+from holdfast.states.per_rank import PerRank
+from holdfast.states.rng import RngAdapter, RngState
+from holdfast.states.stateful import StatefulAdapter, is_stateful
+
+__all__ = ["Adapter", "Context", "Path", "adapter_for", "per_rank_of"]
+
+
+def adapter_for(value: Any, path: Path = (), context: Context | None = None) -> Adapter | None:
+    """How to save and load a live object; None if the value is not one.
+
+    >>> adapter_for(torch.nn.Linear(1, 2)).saved()["weight"].shape
+    torch.Size([2, 1])
+    >>> adapter_for(3) is None
+    True
+    """
+    if isinstance(value, torch.nn.Module):
+        return ModuleAdapter(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return OptimizerAdapter(value, context or Context())
+    if isinstance(value, RngState):
+        return RngAdapter(value)
+    return StatefulAdapter(value) if is_stateful(value) else None
+
+
+def per_rank_of(value: Any) -> PerRank | None:
+    """The value as a state that every rank has its own of; None if it is none.
+
+    >>> isinstance(per_rank_of(RngState()), PerRank)
+    True
+    """
+    if isinstance(value, RngState):
+        return value.as_per_rank()
+    return value if isinstance(value, PerRank) else None

@@ -1,0 +1,38 @@
+"""What it takes to save and load one live object."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+Path = tuple[Any, ...]
+"""Where something is in a state: dict keys as they are, numbers for positions."""
+
+
+class Adapter(ABC):
+    """How one live object is saved and loaded. Adapters only look at the object until ``apply`` is called."""
+
+    from_first_rank: frozenset[str] = frozenset()
+    """Keys of ``saved()`` which belong to the first rank by contract: the copies of other ranks may differ."""
+
+    @abstractmethod
+    def saved(self) -> Any:
+        """The object as plain nested state. It may contain further live objects."""
+
+    @abstractmethod
+    def template(self, stored: Any) -> Any:
+        """What to load into.
+
+        ``stored`` is what the checkpoint has at this place, with a ``TensorRef`` for every tensor; None if there is
+        nothing. The result holds tensors to be filled in place, ``ANYTHING`` where whatever is stored shall be taken,
+        further live objects, and plain values, which stored ones will replace. What it has and the checkpoint lacks is
+        missing there; what the checkpoint has and it lacks is unexpected.
+        """
+
+    @abstractmethod
+    def apply(self, loaded: Any) -> None:
+        """Take over what was read: the template, filled. A leaf that is still ``ANYTHING`` was not stored."""
+
+    def notes(self) -> list[str]:
+        """Remarks for the report of the load, once the template was made or applied."""
+        return []

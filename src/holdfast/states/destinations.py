@@ -1,0 +1,50 @@
+"""Memory to load a stored tensor into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from holdfast.formats.native.dtypes import DType
+from holdfast.formats.native.refs import TensorRef
+from holdfast.planning.materialize import is_meta, with_memory
+
+
+def torch_dtype(dtype: DType) -> torch.dtype | None:
+    """The element type in torch, if torch has it."""
+    found = getattr(torch, dtype.name, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether this rank has only a part of it."""
+    return isinstance(tensor, (DTensor, ShardedTensor))
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.size())
+
+
+def fits(tensor: Any, stored: TensorRef) -> bool:
+    """Whether a stored tensor can be read into this one as it is."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and stored.numpy is None
+        and not is_meta(tensor)
+        and shape_of(tensor) == tuple(stored.shape)
+        and stored.dtype == tensor.dtype
+    )
+
+
+def like(tensor: torch.Tensor, stored: TensorRef) -> torch.Tensor:
+    """Fresh memory with the layout of a tensor and the element type of a stored one."""
+    dtype = torch_dtype(stored.dtype)
+    example = tensor.detach()
+    if isinstance(example, ShardedTensor):
+        raise NotImplementedError("fresh memory for a ShardedTensor")
+    if is_meta(example):
+        example = with_memory(stored.key, example)
+    return torch.empty_like(example, dtype=dtype, requires_grad=False)

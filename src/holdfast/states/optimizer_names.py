@@ -1,0 +1,109 @@
+"""Which stored parameter of an optimizer is which live one, and whose settings each parameter group takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.errors import OptimizerMismatchError
+from holdfast.states.module_names import strip_wrapper_names
+
+Name = str | int
+"""Of a parameter: its name in a model, or else its number in the optimizer."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """How stored parameters and groups map to live ones. Live parameters and groups are numbered."""
+
+    parameters: Mapping[Name, int]
+    groups: Sequence[int | None]
+    """For each live group, the stored group whose settings it takes; None keeps its own."""
+    notes: list[str] = field(default_factory=list)
+
+
+def match(live: list[list[Name]], stored_groups: Sequence[Mapping[str, Any]]) -> Match:
+    """Find every live parameter among the stored ones: by name, by name without wrappers, or else by position."""
+    stored = [list(group.get("params", ())) for group in stored_groups]
+    notes: list[str] = []
+    parameters = _match_parameters(live, stored, notes)
+    return Match(parameters, _match_groups(live, stored_groups, stored, parameters), notes)
+
+
+def _match_parameters(live: list[list[Name]], stored: list[list[Name]], notes: list[str]) -> dict[Name, int]:
+    ours = {name: number for number, name in enumerate(_flat(live))}
+    theirs = _flat(stored)
+    numbered = all(isinstance(name, int) for name in ours) or all(isinstance(name, int) for name in theirs)
+    if numbered:
+        return _by_position(live, stored, notes)
+    found = {name: ours[name] for name in theirs if name in ours}
+    if found or not theirs:
+        return found
+    bare = {_bare(name): number for name, number in ours.items()}
+    if len(bare) == len(ours) and len({_bare(name) for name in theirs}) == len(theirs):
+        found = {name: bare[_bare(name)] for name in theirs if _bare(name) in bare}
+    if found:
+        notes.append("optimizer: parameters were matched by their names without wrappers such as 'module.'")
+    return found
+
+
+def _by_position(live: list[list[Name]], stored: list[list[Name]], notes: list[str]) -> dict[Name, int]:
+    counts, stored_counts = [len(group) for group in live], [len(group) for group in stored]
+    if counts != stored_counts:
+        raise OptimizerMismatchError(
+            f"The stored optimizer has groups of {stored_counts} parameters and this one has groups of {counts}. "
+            "One of them knows its parameters only by number, so they cannot be told apart. Put the model into the "
+            "state beside its optimizer, when saving and when loading: then they have names",
+            problems=[f"parameters per group: stored {stored_counts}, here {counts}"],
+        )
+    if _flat(live) != _flat(stored):
+        notes.append("optimizer: parameters were matched by position, since only one side knows their names")
+    return {name: number for number, name in enumerate(_flat(stored))}
+
+
+def _match_groups(
+    live: list[list[Name]],
+    stored_groups: Sequence[Mapping[str, Any]],
+    stored: list[list[Name]],
+    parameters: Mapping[Name, int],
+) -> list[int | None]:
+    group_of = {parameters[name]: index for index, names in enumerate(stored) for name in names if name in parameters}
+    sources: list[int | None] = []
+    problems: list[str] = []
+    begin = 0
+    for index, names in enumerate(live):
+        numbers = range(begin, begin + len(names))
+        begin += len(names)
+        candidates = sorted({group_of[number] for number in numbers if number in group_of})
+        if not candidates and not names and index < len(stored) and not stored[index]:
+            candidates = [index]  # both empty: nothing but the position tells
+        for other in candidates[1:]:
+            different = _different(stored_groups[candidates[0]], stored_groups[other])
+            if different:
+                problems.append(
+                    f"group {index} has parameters of the stored groups {candidates[0]} and {other}, which differ in "
+                    + ", ".join(map(repr, different))
+                )
+        sources.append(candidates[0] if candidates else None)
+    if problems:
+        raise OptimizerMismatchError(
+            "The optimizer's parameter groups cannot take over the stored settings: "
+            + "; ".join(problems)
+            + ". Group the parameters as they were when they were saved",
+            problems=problems,
+        )
+    return sources
+
+
+def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    keys = [key for key in [*one, *(key for key in other if key not in one)] if key not in ("params", "param_names")]
+    return [key for key in keys if key not in one or key not in other or one[key] != other[key]]
+
+
+def _bare(name: Name) -> Name:
+    return strip_wrapper_names(name) if isinstance(name, str) else name
+
+
+def _flat(groups: list[list[Name]]) -> list[Name]:
+    return [name for group in groups for name in group]

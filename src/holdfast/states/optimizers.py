@@ -1,0 +1,213 @@
+"""Optimizers: their state by the names of the parameters, and nothing of it ever invented.
+
+Stored is ``{"state": {name: {…}}, "param_groups": [{…, "params": [names]}]}``. Whatever is not there when an
+optimizer is saved is not there after a load either; no step is taken to make it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.formats.native.refs import ANYTHING, TensorRef
+from holdfast.states.context import Context
+from holdfast.states.contract import Adapter
+from holdfast.states.destinations import fits, like, shape_of, torch_dtype
+from holdfast.states.module_names import strip_wrapper_names
+from holdfast.states.optimizer_names import Match, Name, match
+from holdfast.states.stateful import StatefulAdapter, merged
+
+_SHAPED_LIKE_PARAMETERS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
+    | {"sum", "ax", "prev", "step_size"}
+)
+"""What torch's optimizers keep per element of a parameter. If the shape of one of these is another, it is a mistake."""
+
+
+class OptimizerAdapter(Adapter):
+    """Saves and loads a ``torch.optim.Optimizer``."""
+
+    def __init__(self, optimizer: Optimizer, context: Context) -> None:
+        self._optimizer = optimizer
+        self._context = context
+        self._match: Match | None = None
+        self._stored: Mapping[str, Any] = {}
+
+    def saved(self) -> Any:
+        raw = self._optimizer.state_dict()
+        if not _has_usual_shape(raw, self._optimizer):
+            return raw
+        names = self._names()
+        by_number = dict(zip(_flat_params(raw), _flat(names), strict=True))
+        groups = [
+            {**{key: value for key, value in group.items() if key != "param_names"}, "params": list(group_names)}
+            for group, group_names in zip(raw["param_groups"], names, strict=True)
+        ]
+        state = {by_number.get(number, number): entry for number, entry in raw["state"].items()}
+        return {**raw, "state": state, "param_groups": groups}
+
+    def template(self, stored: Any) -> Any:
+        raw = self._optimizer.state_dict()
+        if not _has_usual_shape(raw, self._optimizer):
+            return StatefulAdapter(self._optimizer).template(stored)
+        if not _is_stored_optimizer(stored):
+            return self.saved()
+        self._stored = stored
+        names = self._names()
+        self._match = match(names, stored["param_groups"])
+        template = {key: merged(raw.get(key), value) for key, value in stored.items()}
+        template["state"] = self._state_template(raw, stored, _flat(names))
+        template["param_groups"] = [dict.fromkeys(group, ANYTHING) for group in stored["param_groups"]]
+        return template
+
+    def _state_template(self, raw: Mapping[str, Any], stored: Mapping[str, Any], names: list[Name]) -> dict[Any, Any]:
+        assert self._match is not None
+        parameters = self._parameters()
+        live = dict(enumerate(raw["state"].get(number, {}) for number in _flat_params(raw)))
+        known = {name for group in stored["param_groups"] for name in group["params"]}
+        template: dict[Any, Any] = {}
+        for key, entry in stored["state"].items():
+            name = _parameter_name(key, known)
+            if name in self._match.parameters:
+                number = self._match.parameters[name]
+                template[key] = _entry_template(parameters[number], live[number], entry)
+            elif name not in known:  # not of a parameter at all
+                template[key] = ANYTHING
+        found = set(self._match.parameters.values())
+        template.update({name: live[number] or ANYTHING for number, name in enumerate(names) if number not in found})
+        return template
+
+    def apply(self, loaded: Any) -> None:
+        if self._match is None:
+            self._optimizer.load_state_dict(loaded)
+            return
+        raw = self._optimizer.state_dict()
+        numbers = _flat_params(raw)
+        known = {name for group in self._stored["param_groups"] for name in group["params"]}
+        state: dict[Any, Any] = {}
+        for key, entry in loaded["state"].items():
+            name = _parameter_name(key, known)
+            if name in self._match.parameters:
+                state[numbers[self._match.parameters[name]]] = _without_anything(entry)
+            elif key in self._stored["state"] and entry is not ANYTHING:
+                state[key] = entry
+        found = set(self._match.parameters.values())
+        state.update({n: raw["state"][n] for i, n in enumerate(numbers) if i not in found and n in raw["state"]})
+        groups = [
+            self._group(group, None if source is None else loaded["param_groups"][source])
+            for group, source in zip(raw["param_groups"], self._match.groups, strict=True)
+        ]
+        others = {key: value for key, value in loaded.items() if key not in ("state", "param_groups")}
+        self._optimizer.load_state_dict({**others, "state": state, "param_groups": groups})
+        for number, parameter in zip(numbers, self._parameters(), strict=True):
+            _undo_casts(self._optimizer.state, parameter, state.get(number, {}))
+
+    @staticmethod
+    def _group(live: Mapping[str, Any], stored: Mapping[str, Any] | None) -> dict[str, Any]:
+        settings = {key: value for key, value in (stored or {}).items() if key not in ("params", "param_names")}
+        return {**live, **_without_anything(settings)}
+
+    def notes(self) -> list[str]:
+        return [] if self._match is None else list(self._match.notes)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _names(self) -> list[list[Name]]:
+        """What the parameters are called, group by group."""
+        in_models = iter(self._context.names_of(self._parameters()))
+        number = 0
+        names: list[list[Name]] = []
+        for group in self._optimizer.param_groups:
+            own = group.get("param_names") or [None] * len(group["params"])
+            names.append([])
+            for name in own:
+                found = next(in_models) or (None if name is None else strip_wrapper_names(name))
+                names[-1].append(number if found is None else found)
+                number += 1
+        if len(set(_flat(names))) == number:
+            return names
+        numbers = iter(range(number))
+        return [[next(numbers) for _ in group] for group in names]
+
+
+def _has_usual_shape(raw: Any, optimizer: Optimizer) -> bool:
+    """Whether a state dict is made like those of ``torch.optim``, with numbers for the parameters."""
+    if not _is_stored_optimizer(raw) or len(raw["param_groups"]) != len(optimizer.param_groups):
+        return False
+    numbers = _flat_params(raw)
+    return len(set(numbers)) == len(numbers) and all(
+        len(group["params"]) == len(live["params"])
+        for group, live in zip(raw["param_groups"], optimizer.param_groups, strict=True)
+    )
+
+
+def _is_stored_optimizer(stored: Any) -> bool:
+    return (
+        isinstance(stored, Mapping)
+        and isinstance(stored.get("state"), Mapping)
+        and isinstance(stored.get("param_groups"), list)
+        and all(isinstance(group, Mapping) and "params" in group for group in stored["param_groups"])
+    )
+
+
+def _entry_template(parameter: torch.Tensor, live: Mapping[str, Any], stored: Any) -> Any:
+    if not isinstance(stored, Mapping):
+        return ANYTHING
+    return {key: _destination(key, parameter, live.get(key), value) for key, value in stored.items()}
+
+
+def _destination(key: str, parameter: torch.Tensor, live: Any, stored: Any) -> Any:
+    if not isinstance(stored, TensorRef):
+        return merged(live, stored)
+    if fits(live, stored):
+        return live
+    if key == "step" or stored.numpy is not None or torch_dtype(stored.dtype) is None:
+        return ANYTHING  # where counters live is for torch to decide
+    if shape_of(parameter) == tuple(stored.shape) or key in _SHAPED_LIKE_PARAMETERS:
+        return like(parameter, stored)
+    return ANYTHING
+
+
+def _undo_casts(state: Any, parameter: torch.Tensor, ours: Mapping[str, Any]) -> None:
+    """Put back what torch turned into the parameter's element type: moments have their own."""
+    theirs = state.get(parameter)
+    if not isinstance(theirs, dict):
+        return
+    for key, value in ours.items():
+        if key in theirs and key != "step":
+            theirs[key] = _uncast(value, theirs[key])
+
+
+def _uncast(ours: Any, theirs: Any) -> Any:
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return ours.to(theirs.device) if ours.dtype != theirs.dtype else theirs
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return {key: _uncast(ours[key], value) if key in ours else value for key, value in theirs.items()}
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        return [_uncast(*pair) for pair in zip(ours, theirs, strict=True)]
+    return ours if isinstance(ours, str) else theirs
+
+
+def _without_anything(entry: Any) -> Any:
+    if not isinstance(entry, Mapping):
+        return entry
+    return {key: value for key, value in entry.items() if value is not ANYTHING}
+
+
+def _parameter_name(key: Any, known: set[Name]) -> Any:
+    """The name of the parameter that a stored entry is of. DCP turns numbers into texts, but only in keys."""
+    if key not in known and isinstance(key, str) and key.isdecimal() and int(key) in known:
+        return int(key)
+    return key
+
+
+def _flat_params(raw: Mapping[str, Any]) -> list[Any]:
+    return [number for group in raw["param_groups"] for number in group["params"]]
+
+
+def _flat(names: list[list[Name]]) -> list[Name]:
+    return [name for group in names for name in group]
