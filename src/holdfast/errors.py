@@ -235,3 +235,9 @@ class UnsupportedStateError(HoldfastError, TypeError):
     """A live object of a kind that cannot be saved or loaded. Fields: ``kind``."""
 
     kind: str
+
+
+class UnreadablePickleError(HoldfastError):
+    """A pickle that the user allowed cannot be loaded here. Fields: ``key``."""
+
+    key: str
