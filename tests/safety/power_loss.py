@@ -37,6 +37,9 @@ class _Names:
                 assert change.new_path is not None
                 entries.pop(change.path, None)
                 entries[change.new_path] = change.inode
+            elif change.call == "link":
+                assert change.new_path is not None
+                entries[change.new_path] = change.inode
             else:
                 entries.pop(change.path, None)
         return _Names(entries)
@@ -62,7 +65,7 @@ class PowerCuts:
             elif change.call in ("fsync", "fdatasync"):
                 assert change.content is not None
                 self._bytes[change.inode] = change.content
-            elif change.call in ("create", "mkdir", "rename", "unlink", "rmdir"):
+            elif change.call in ("create", "mkdir", "rename", "link", "unlink", "rmdir"):
                 pending.append(change)
                 if change.call == "create":
                     self._bytes[change.inode] = b""

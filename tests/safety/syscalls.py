@@ -251,13 +251,13 @@ class _Watcher:
         content, place = None, ""
         if call in ("create", *_BY_DESCRIPTOR):
             place = f"/proc/{thread}/fd/{result if call == 'create' else arguments[_BY_DESCRIPTOR[call]]}"
-        elif call.startswith(("mkdir", "rename")):
+        elif call.startswith(("mkdir", "rename", "link")):
             place = paths[-1]
         status = os.stat(place) if place else None
         is_folder = status is not None and os.path.isdir(place)
         if call in ("fsync", "fdatasync") and not is_folder:
             content = Path(place).read_bytes()
-        simple = {"renameat": "rename", "renameat2": "rename", "unlinkat": "unlink", "mkdirat": "mkdir"}.get(call, call)
+        simple = call.removesuffix("2").removesuffix("at") if call.endswith(("at", "at2")) else call
         new_path = paths[1] if len(paths) > 1 else None
         inode = status.st_ino if status else 0
         self.result.changes.append(Change(simple, paths[0] if paths else "", inode, new_path, content, is_folder))
