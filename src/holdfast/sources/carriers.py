@@ -1,0 +1,68 @@
+"""The same memory as an array of carriers, which is how sources give out elements, and as a tensor of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from holdfast.formats.native.dtypes import DType, dtype_named
+
+_IN_BOTH: dict[int, tuple[str, torch.dtype]] = {
+    1: ("u1", torch.uint8),
+    2: ("i2", torch.int16),
+    4: ("i4", torch.int32),
+    8: ("i8", torch.int64),
+    16: ("c16", torch.complex128),
+}
+"""For each size of elements a type that both libraries have, so that neither looks at what the bytes mean."""
+
+
+def dtype_of(dtype: torch.dtype) -> DType | None:
+    """The element type that is called like torch's; None for those that are more than bytes, such as quantized ones.
+
+    >>> dtype_of(torch.bfloat16) == torch.bfloat16, dtype_of(torch.quint8)
+    (True, None)
+    """
+    try:
+        return dtype_named(str(dtype).removeprefix("torch."))
+    except ValueError:
+        return None
+
+
+def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The elements of a CPU tensor as carriers: its own memory, unless its elements are only computed when read.
+
+    >>> as_array(torch.tensor([1.0, -2.0], dtype=torch.bfloat16))
+    array([16256, 49152], dtype=uint16)
+    """
+    dtype = dtype_named(str(tensor.dtype).removeprefix("torch."))
+    plain = tensor.detach().resolve_conj().resolve_neg().view(_IN_BOTH[dtype.itemsize][1])
+    return plain.numpy().view(dtype.carrier)
+
+
+def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor | None:
+    """The memory of an array of carriers as a tensor; None if its strides are such as no tensor can have.
+
+    >>> import numpy as np
+    >>> as_tensor(np.array([16256, 49152], "<u2"), torch.bfloat16)
+    tensor([ 1., -2.], dtype=torch.bfloat16)
+    """
+    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
+        return None
+    in_numpy, _ = _IN_BOTH[array.itemsize]
+    return torch.from_numpy(array.view(in_numpy)).view(dtype)
+
+
+def part_of(array: npt.NDArray[Any], offsets: Sequence[int], sizes: Sequence[int]) -> npt.NDArray[Any]:
+    """The part of an array at these offsets, in the array's own memory even if it is a single element.
+
+    >>> import numpy as np
+    >>> part_of(np.arange(6).reshape(2, 3), (0, 1), (2, 1)).tolist()
+    [[1], [4]]
+    """
+    place: Any = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+    part: npt.NDArray[Any] = array[place] if place else array
+    return part

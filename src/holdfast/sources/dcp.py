@@ -1,0 +1,199 @@
+"""Checkpoints of ``torch.distributed.checkpoint``, whether torch or ``holdfast.dcp`` has written them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.boxes import Box
+from holdfast.errors import CheckpointNotFoundError, RefusedPickleError
+from holdfast.formats.dcp.values import decode_value
+from holdfast.formats.native.refs import PickledValue, TensorRef, UnknownValue
+from holdfast.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from holdfast.planning.plan import LoadPlan, ReadItem
+from holdfast.planning.planner import LoadPlanner
+from holdfast.planning.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
+from holdfast.sources.carriers import as_array, as_tensor, dtype_of, part_of
+from holdfast.sources.nesting import nested
+from holdfast.sources.source import Request, Source, check_requests
+from holdfast.storage.reader import FileSystemReader
+
+
+class DcpSource(Source):
+    """A folder with an index and data files. A checkpoint that was saved rank by rank is seen as one.
+
+    >>> import tempfile, torch, numpy as np
+    >>> import holdfast.dcp
+    >>> folder = tempfile.mkdtemp()
+    >>> _ = holdfast.dcp.save({"model": {"w": torch.tensor([[1, 2], [3, 4]])}, "step": 7}, checkpoint_id=folder)
+    >>> source = DcpSource(folder)
+    >>> source.tree["step"], source.tree["model"]["w"].shape
+    (7, (2, 2))
+    >>> column = np.empty((2, 1), source.tensors["model.w"].dtype.carrier)
+    >>> _ = source.read([Request("model.w", (0, 1), (2, 1), column)])
+    >>> column.tolist()
+    [[2], [4]]
+    """
+
+    format = "dcp"
+
+    def __init__(self, path: str | Path, *, allow_pickle: bool = False) -> None:
+        self.location = str(path)
+        self._allow_pickle = allow_pickle
+        self._index = self._read_index()
+        self.identity = _identity_of(self._index)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorRef]:
+        """Every stored tensor that is nothing but its bytes, by its key."""
+        found = {}
+        for key, entry in self._index.state_dict_metadata.items():
+            dtype = dtype_of(entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+            if isinstance(entry, TensorStorageMetadata) and dtype is not None:
+                kind = "sharded" if len(entry.chunks) > 1 else "replicated"
+                found[key] = TensorRef(key, dtype, tuple(entry.size), kind)
+        return found
+
+    @cached_property
+    def tree(self) -> dict[Any, Any]:
+        """The saved state. Where a part of it was saved as it is only needed with code, it is a ``PickledValue``.
+
+        Lists stay lists; other kinds of sequences and of keys than texts are not recorded by this format.
+        """
+        values = self._read_values()
+        leaves: dict[str, Any] = {}
+        for key, entry in self._index.state_dict_metadata.items():
+            if key in self.tensors:
+                leaves[key] = self.tensors[key]
+            elif isinstance(entry, TensorStorageMetadata):
+                leaves[key] = UnknownValue(str(entry.properties.dtype), {"shape": list(entry.size)})
+            else:
+                leaves[key] = values[key]
+        return nested(leaves, self._index.planner_data)
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the index tells about the save."""
+        meta = self._index.storage_meta
+        known: dict[str, Any] = {"version": self._index.version}
+        if meta is not None:
+            known |= {"save_id": meta.save_id, "checkpoint_id": meta.checkpoint_id}
+        return {name: value for name, value in known.items() if value is not None}
+
+    def chunks(self, key: str) -> list[Box]:
+        """The boxes in which a tensor is stored."""
+        self.tensors[key]
+        entry = self._index.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+
+    def read(self, requests: Sequence[Request], *, verify: bool = True) -> int:
+        """Fill the memory of all requests, chunk by chunk; a chunk that several requests share is read once."""
+        check_requests(requests, self.tensors)
+        by_key: dict[str, list[Request]] = defaultdict(list)
+        for request in requests:
+            by_key[request.key].append(request)
+        items: list[ReadItem] = []
+        for key, wanted in by_key.items():
+            entry = self._index.state_dict_metadata[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            boxes = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in wanted]
+            items += create_read_items_for_chunk_list(key, entry, boxes)
+        self._carry_out(items, _Placing(by_key, self._index), verify=verify)
+        places = self._index.storage_data
+        return sum(places[index].length for index in {item.storage_index for item in items})
+
+    def _read_index(self) -> Metadata:
+        reader = self._reader()
+        try:
+            return reader.read_metadata()
+        except CheckpointNotFoundError as not_saved_together:
+            try:
+                return reader.read_merged_rank_metadata(0)
+            except CheckpointNotFoundError:
+                raise not_saved_together from None
+
+    def _read_values(self) -> dict[str, Any]:
+        taking = _Taking(self._allow_pickle)
+        keys = [
+            key
+            for key, entry in self._index.state_dict_metadata.items()
+            if not isinstance(entry, TensorStorageMetadata)
+        ]
+        self._carry_out([create_read_item_for_bytes(key) for key in keys], taking, verify=True)
+        return taking.values
+
+    def _carry_out(self, items: list[ReadItem], planner: LoadPlanner, *, verify: bool) -> None:
+        reader = self._reader(verify=verify)  # one for every call: it is cheap, and calls may come from many threads
+        reader.set_up_storage_reader(self._index, is_coordinator=True)
+        reader.read_data(LoadPlan(items), planner).wait()
+
+    def _reader(self, *, verify: bool | None = None) -> FileSystemReader:
+        return FileSystemReader(self.location, allow_pickle=self._allow_pickle, verify=verify)
+
+
+class _Placing(LoadPlanner):
+    """Has the parts of chunks put where the requests want them."""
+
+    def __init__(self, requests: Mapping[str, Sequence[Request]], index: Metadata) -> None:
+        self._requests = requests
+        self._index = index
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        entry = self._index.state_dict_metadata[read_item.dest_index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        place = as_tensor(self._place(read_item), entry.properties.dtype)
+        return torch.empty(read_item.lengths, dtype=entry.properties.dtype) if place is None else place
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        place = self._place(read_item)
+        if as_tensor(place, tensor.dtype) is None:  # no tensor could be that place, so it has memory of its own
+            place[...] = as_array(tensor)
+
+    def _place(self, item: ReadItem) -> Any:
+        number = item.dest_index.index
+        assert number is not None
+        return part_of(self._requests[item.dest_index.fqn][number].into, item.dest_offsets, item.lengths)
+
+
+class _Taking(LoadPlanner):
+    """Collects values."""
+
+    def __init__(self, allow_pickle: bool) -> None:
+        self.values: dict[str, Any] = {}
+        self._allow_pickle = allow_pickle
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key, blob = read_item.dest_index.fqn, value.getvalue()
+        source, verify = getattr(value, "name", "the checkpoint"), getattr(value, "verify", True)
+        try:
+            decoded = decode_value(blob, source=source, key=key, verify=verify)
+        except RefusedPickleError:
+            if self._allow_pickle:
+                decoded = decode_value(blob, source=source, key=key, verify=verify, allow_pickle=True)
+            else:
+                decoded = PickledValue(blob)
+        self.values[key] = decoded
+
+
+def _identity_of(index: Metadata) -> str:
+    """The id of the save, or, from writers that had none, a digest of what is stored and where."""
+    if index.storage_meta is not None and index.storage_meta.save_id is not None:
+        return index.storage_meta.save_id
+    places = [
+        (item.fqn, tuple(item.offset or ()), place.relative_path, place.offset, place.length)
+        for item, place in (index.storage_data or {}).items()
+    ]
+    shapes = [
+        (key, tuple(entry.size), str(entry.properties.dtype))
+        for key, entry in index.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    ]
+    return hashlib.blake2b(repr((sorted(places), sorted(shapes))).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,134 @@
+"""Safetensors files, and folders of them as Hugging Face models are stored."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+from holdfast.boxes import Box, overlaps
+from holdfast.errors import UnsupportedTensorError
+from holdfast.formats.native.refs import TensorRef
+from holdfast.formats.safetensors.header import read_header
+from holdfast.sources.carriers import dtype_of, part_of
+from holdfast.sources.file_regions import read_into_array
+from holdfast.sources.source import Request, Source, check_requests
+from holdfast.storage.hf_commit import Folder
+from holdfast.storage.hf_folder import Contents, StoredChunk, read_contents, read_files
+from holdfast.storage.hf_opening import opened_as_described
+from holdfast.stores.local import FileSystem
+
+
+class SafetensorsSource(Source):
+    """One file, or a folder: with an index, or with parts of tensors that every rank has written for itself.
+
+    The format has no checksums; what is noticed is a file that is cut off, or that was replaced meanwhile.
+
+    >>> import tempfile, torch, numpy as np
+    >>> from safetensors.torch import save_file
+    >>> file = tempfile.mkdtemp() + "/model.safetensors"
+    >>> save_file({"w": torch.tensor([[1, 2], [3, 4]])}, file)
+    >>> source = SafetensorsSource(file)
+    >>> column = np.empty((2, 1), source.tensors["w"].dtype.carrier)
+    >>> _ = source.read([Request("w", (0, 1), (2, 1), column)])
+    >>> column.tolist()
+    [[2], [4]]
+    """
+
+    format = "safetensors"
+
+    def __init__(self, path: str | Path) -> None:
+        self.location = str(path)
+        self._fs = FileSystem()
+        place = Path(path)
+        self._notes: Mapping[str, str] = {}
+        if place.is_dir():
+            self._contents = read_contents(Folder(self._fs, place))
+        else:
+            self._contents = read_files(Folder(self._fs, place.parent), [place.name])
+            with place.open("rb") as stream:
+                self._notes = read_header(stream, self.location).notes
+        self.identity = _identity_of(self._contents)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorRef]:
+        """Every stored tensor, by its key."""
+        found = {}
+        for key, stored in self._contents.keys.items():
+            dtype = dtype_of(stored.dtype)
+            if dtype is None:
+                raise UnsupportedTensorError(f"'{key}' has elements of {stored.dtype}", key=key, kind=str(stored.dtype))
+            found[key] = TensorRef(key, dtype, stored.size, "sharded" if len(stored.chunks) > 1 else "replicated")
+        return found
+
+    @property
+    def tree(self) -> dict[str, TensorRef]:
+        """All tensors by key; the format knows nothing else."""
+        return dict(self.tensors)
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The notes in the header of a single file, and the save that the files are of if it is known."""
+        save_id = self._contents.save_id
+        return {**self._notes, **({} if save_id is None else {"save_id": save_id})}
+
+    def chunks(self, key: str) -> list[Box]:
+        """The boxes in which a tensor is stored."""
+        return [Box(chunk.offsets, chunk.sizes) for chunk in self._contents.keys[key].chunks]
+
+    def read(self, requests: Sequence[Request], *, verify: bool = True) -> int:
+        """Fill the memory of all requests, file by file; of the files only what is needed is read."""
+        check_requests(requests, self.tensors)
+        total = 0
+        for parts in self._by_file(requests).values():
+            file, digest = parts[0].chunk.file, parts[0].chunk.header_digest
+            with opened_as_described(self._fs, file, digest) as stream:
+                for part in parts:
+                    total += read_into_array(
+                        stream,
+                        part.chunk.position,
+                        part.chunk.sizes,
+                        part.region,
+                        part.into,
+                        source=file,
+                        key=part.key,
+                    )
+        return total
+
+    def _by_file(self, requests: Sequence[Request]) -> dict[str, list[_Part]]:
+        """What to read of every file, in the order in which it lies there."""
+        files: dict[str, list[_Part]] = defaultdict(list)
+        for request in requests:
+            chunks = self._contents.keys[request.key].chunks
+            for shared in overlaps([request], chunks):
+                chunk = chunks[shared.source]
+                inside = tuple(at - base for at, base in zip(shared.start, chunk.offsets, strict=True))
+                first = [at - base for at, base in zip(shared.start, request.offsets, strict=True)]
+                place = part_of(request.into, first, shared.lengths)
+                part = _Part(request.key, chunk, Box(inside, shared.lengths), place)
+                files[chunk.file].append(part)
+        for parts in files.values():
+            parts.sort(key=lambda part: (part.chunk.position, part.region.offsets))
+        return files
+
+
+class _Part(NamedTuple):
+    """A region of a chunk, and where it goes."""
+
+    key: str
+    chunk: StoredChunk
+    region: Box
+    into: Any
+
+
+def _identity_of(contents: Contents) -> str:
+    """The id of the save, or, from writers that had none, a digest of what the headers say."""
+    if contents.save_id is not None:
+        return contents.save_id
+    headers = {
+        (PurePath(chunk.file).name, chunk.header_digest) for key in contents.keys.values() for chunk in key.chunks
+    }
+    return hashlib.blake2b(repr(sorted(headers)).encode(), digest_size=16).hexdigest()
