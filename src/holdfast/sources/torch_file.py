@@ -17,7 +17,7 @@ from holdfast.boxes import Box
 from holdfast.errors import DamagedCheckpointError, NotACheckpointError, RefusedPickleError, UnsupportedValueError
 from holdfast.formats.dcp.known_names import Known
 from holdfast.formats.dcp.safe_pickle import load
-from holdfast.formats.dcp.stored_tensors import StoredArchive, StoredTensors
+from holdfast.formats.dcp.stored_tensors import StoredArchive, StoredTensors, check_crc
 from holdfast.formats.dcp.value_names import find_plain
 from holdfast.formats.dcp.zip_layout import LOCAL_MAGIC, Entry, damaged, read_directory
 from holdfast.formats.native.refs import TensorRef
@@ -193,6 +193,9 @@ class _MappedFile:
 
     def load(self) -> Any:
         """The state, made without running anything that the file names."""
+        entry = self.entries[DESCRIPTION]
+        description = self._mapped[entry.offset : entry.offset + entry.length]
+        check_crc(description, entry, DESCRIPTION, source=self._source, key=None)
         archive = StoredArchive(self._mapped, source=self._source, key=None, verify=False)  # type: ignore[arg-type]
         tensors = StoredTensors(archive, share=True)
 
@@ -204,7 +207,7 @@ class _MappedFile:
                 reference = (*reference[:3], "cpu", reference[4])
             return tensors.reference(reference)
 
-        return load(archive.pickle(), find, source=self._source, persistent_load=on_cpu)
+        return load(description, find, source=self._source, persistent_load=on_cpu)
 
     def position_of(self, memory: torch.Tensor | torch.UntypedStorage) -> int | None:
         """Where in the file this memory is; None if it is somewhere else."""
