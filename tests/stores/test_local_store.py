@@ -143,7 +143,6 @@ def test_what_is_not_a_plain_file_is_no_object_and_is_not_waited_for(store, fold
     store.put("data", b"content")
     os.mkfifo(folder / "pipe")
     (folder / "subfolder").mkdir()
-    (folder / "nowhere").symlink_to(folder / "gone")
     assert store.list() == [Listed("data", 7)]
     for name in ("pipe", "subfolder"):
         assert store.size(name) is None
@@ -151,7 +150,14 @@ def test_what_is_not_a_plain_file_is_no_object_and_is_not_waited_for(store, fold
             store.read(name)
         with pytest.raises(OSError, match=name):
             store.commit(name, b"x", replaces=None)
-    assert names_in(folder) == ["data", "nowhere", "pipe", "subfolder"]
+    assert names_in(folder) == ["data", "pipe", "subfolder"]
+
+
+def test_links_to_nothing_do_not_hide_what_is_listed_after_them(store, folder):
+    for number in range(20):
+        store.put(f"data-{number}", b"content")
+        (folder / f"link-{number}").symlink_to(folder / "gone")
+    assert {found.name for found in store.list()} == {f"data-{number}" for number in range(20)}
 
 
 def test_a_file_with_a_name_that_is_not_unicode_is_listed_and_deleted(store, folder):

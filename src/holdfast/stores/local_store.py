@@ -78,7 +78,11 @@ class LocalStore(Store):
     def list(self) -> Listing:
         """All plain files of the folder, and what links to one."""
         found = []
-        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+        try:
+            entries = os.scandir(self.folder)
+        except FileNotFoundError:
+            return []
+        with entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # deleted since, or a link to nothing
                     status = entry.stat()
