@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,16 @@ import torch
 import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
 
-from holdfast.errors import CheckpointNotFoundError, NotACheckpointError, UncommittedCheckpointError
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    NotACheckpointError,
+    UncommittedCheckpointError,
+)
 from holdfast.sources.detect import open_source
+from holdfast.stores.places import store_at
+from tests.dcp.states import bits
+from tests.sources.regions import whole
 
 STATE = {"w": torch.ones(2)}
 GENERATION = "00112233aabbccdd"
@@ -63,6 +72,43 @@ def test_leftovers_beside_a_model_do_not_hide_it(tmp_path: Path) -> None:
     assert open_source(tmp_path).format == "dcp"
 
 
+def test_leftovers_beside_a_single_model_file_are_no_part_of_it(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "model.safetensors")
+    save_file({"w[0:1]": torch.ones(1), "w": torch.ones(3)}, tmp_path / f"data-{GENERATION}-0-0.safetensors")
+    source = open_source(tmp_path)
+
+    assert (source.format, dict(source.tree)) == ("safetensors", {"w": source.tensors["w"]})
+    assert source.tensors["w"].shape == (2,)
+
+
+def test_a_record_makes_it_a_checkpoint_of_ours_whatever_else_is_there(tmp_path: Path) -> None:
+    stock.save(STATE, checkpoint_id=tmp_path, no_dist=True)
+    save_file(STATE, tmp_path / "model.safetensors")
+    (tmp_path / "holdfast.json").write_text("{}")
+
+    for place in (tmp_path, tmp_path / "holdfast.json"):
+        with pytest.raises(DamagedCheckpointError, match=r"holdfast\.json"):
+            open_source(place)
+
+
+def test_places_that_are_no_paths() -> None:
+    with pytest.raises(CheckpointNotFoundError, match="memory://nothing"):
+        open_source("memory://nothing")
+
+    store = store_at("memory://sources")
+    store.put(f"data-{GENERATION}-0-0.safetensors", b"")
+    with pytest.raises(UncommittedCheckpointError, match="cut off"):
+        open_source(store)
+
+    store.put("model.safetensors", b"")
+    with pytest.raises(NotACheckpointError, match=r"model\.safetensors.*local folders only"):
+        open_source("memory://sources")
+
+    store.put("holdfast.json", b"{}")
+    with pytest.raises(DamagedCheckpointError, match=r"holdfast\.json"):
+        open_source("memory://sources")
+
+
 def test_a_data_file_of_ours_can_be_opened_by_itself(tmp_path: Path) -> None:
     file = tmp_path / f"data-{GENERATION}-0-0.safetensors"
     save_file(STATE, file)
@@ -105,6 +151,24 @@ def test_a_file_of_something_else(tmp_path: Path, content: bytes) -> None:
 
     with pytest.raises(NotACheckpointError, match="is not a checkpoint"):
         open_source(tmp_path / "file")
+
+
+@pytest.mark.parametrize("form", ["dcp", "safetensors", "torch"])
+def test_a_source_is_read_by_many_threads_at_once(tmp_path: Path, form: str) -> None:
+    state = {f"w{number}": torch.full((64, 1000), number).T for number in range(8)}
+    if form == "dcp":
+        stock.save(state, checkpoint_id=tmp_path / form, no_dist=True)
+    elif form == "safetensors":
+        save_file({key: tensor.contiguous() for key, tensor in state.items()}, tmp_path / form)
+    else:
+        torch.save(state, tmp_path / form)
+    source = open_source(tmp_path / form)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda key: (key, whole(source, key)), [*state] * 4))
+
+    assert source.format == form
+    assert [key for key, content in found if content != bits(state[key])] == []
 
 
 def test_torch_is_only_imported_for_formats_that_need_it() -> None:

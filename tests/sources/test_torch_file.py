@@ -65,7 +65,7 @@ def test_every_dtype_shape_and_stride_is_listed_and_read(files: dict[str, Path],
 
 
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_any_region_goes_into_any_memory(files: dict[str, Path], data: st.DataObject) -> None:
     source = TorchFileSource(files[data.draw(st.sampled_from(["zip", "zip", "legacy"]))])
     requests = data.draw(requests_for(source))

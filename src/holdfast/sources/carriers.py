@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -54,15 +53,3 @@ def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor | Non
         return None
     in_numpy, _ = _IN_BOTH[array.itemsize]
     return torch.from_numpy(array.view(in_numpy)).view(dtype)
-
-
-def part_of(array: npt.NDArray[Any], offsets: Sequence[int], sizes: Sequence[int]) -> npt.NDArray[Any]:
-    """The part of an array at these offsets, in the array's own memory even if it is a single element.
-
-    >>> import numpy as np
-    >>> part_of(np.arange(6).reshape(2, 3), (0, 1), (2, 1)).tolist()
-    [[1], [4]]
-    """
-    place: Any = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-    part: npt.NDArray[Any] = array[place] if place else array
-    return part

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.boxes import Box
-from holdfast.sources.carriers import part_of
+from holdfast.sources.source import part_of
 from holdfast.storage.region_reads import byte_strides, read_exactly, readable_parts
 
 

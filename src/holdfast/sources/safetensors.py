@@ -10,14 +10,15 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from holdfast.boxes import Box, overlaps
-from holdfast.errors import UnsupportedTensorError
+from holdfast.formats.native.dtypes import dtype_named
+from holdfast.formats.native.names import generation_of
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.safetensors.header import read_header
-from holdfast.sources.carriers import dtype_of, part_of
 from holdfast.sources.file_regions import read_into_array
-from holdfast.sources.source import Request, Source, check_requests
+from holdfast.sources.source import Request, Source, check_requests, part_of
 from holdfast.storage.hf_commit import Folder
 from holdfast.storage.hf_folder import Contents, StoredChunk, read_contents, read_files
+from holdfast.storage.hf_names import COMMIT_NAME, INDEX_NAME, SUFFIX
 from holdfast.storage.hf_opening import opened_as_described
 from holdfast.stores.local import FileSystem
 
@@ -46,7 +47,7 @@ class SafetensorsSource(Source):
         place = Path(path)
         self._notes: Mapping[str, str] = {}
         if place.is_dir():
-            self._contents = read_contents(Folder(self._fs, place))
+            self._contents = _contents_of(Folder(self._fs, place))
         else:
             self._contents = read_files(Folder(self._fs, place.parent), [place.name])
             with place.open("rb") as stream:
@@ -58,9 +59,7 @@ class SafetensorsSource(Source):
         """Every stored tensor, by its key."""
         found = {}
         for key, stored in self._contents.keys.items():
-            dtype = dtype_of(stored.dtype)
-            if dtype is None:
-                raise UnsupportedTensorError(f"'{key}' has elements of {stored.dtype}", key=key, kind=str(stored.dtype))
+            dtype = dtype_named(str(stored.dtype).removeprefix("torch."))
             found[key] = TensorRef(key, dtype, stored.size, "sharded" if len(stored.chunks) > 1 else "replicated")
         return found
 
@@ -122,6 +121,15 @@ class _Part(NamedTuple):
     chunk: StoredChunk
     region: Box
     into: Any
+
+
+def _contents_of(folder: Folder) -> Contents:
+    """What is in a folder. Data files of ours are left over from a save that was cut off, and are passed over."""
+    names = folder.names()
+    left_over = {name for name in names if generation_of(name) is not None}
+    if not left_over or names & {INDEX_NAME, COMMIT_NAME}:
+        return read_contents(folder)
+    return read_files(folder, sorted(name for name in names - left_over if name.endswith(SUFFIX)))
 
 
 def _identity_of(contents: Contents) -> str:

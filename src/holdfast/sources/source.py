@@ -105,3 +105,15 @@ def check_requests(requests: Sequence[Request], tensors: Mapping[str, TensorRef]
                 f"'{request.key}' cannot be read into an array of {into.dtype} and shape {into.shape}: it takes a "
                 f"writable one of {ref.dtype.carrier} and shape {tuple(request.sizes)}"
             )
+
+
+def part_of(array: npt.NDArray[Any], offsets: Sequence[int], sizes: Sequence[int]) -> npt.NDArray[Any]:
+    """The part of an array at these offsets, in the array's own memory even if it is a single element.
+
+    >>> import numpy as np
+    >>> part_of(np.arange(6).reshape(2, 3), (0, 1), (2, 1)).tolist()
+    [[1], [4]]
+    """
+    place: Any = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+    part: npt.NDArray[Any] = array[place] if place else array
+    return part

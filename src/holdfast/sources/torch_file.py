@@ -171,8 +171,7 @@ class _MappedFile:
 
     def __init__(self, stream: BinaryIO, source: str) -> None:
         self._source = source
-        # A private mapping: whoever writes to a tensor of the state does not write to the file.
-        self._mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._mapped = _mapped(stream)
         self._start = torch.frombuffer(self._mapped, dtype=torch.uint8).data_ptr()
         view = memoryview(self._mapped)
         self.entries = read_directory(
@@ -213,6 +212,15 @@ class _MappedFile:
         """Where in the file this memory is; None if it is somewhere else."""
         position = memory.data_ptr() - self._start
         return position if 0 <= position < len(self._mapped) else None
+
+
+def _mapped(stream: BinaryIO) -> mmap.mmap:
+    """A private mapping: whoever writes to a tensor of the state does not write to the file."""
+    if os.name != "posix":
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    # Nobody is going to write to most of it, so a file that is larger than the memory must not be refused.
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+    return mmap.mmap(stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def _check(stream: BinaryIO, name: str, entry: Entry, source: str) -> None:
