@@ -380,7 +380,14 @@ def test_no_descriptor_stays_open(store):
 def test_a_commit_removes_what_killed_commits_left_and_nothing_else(store, folder):
     store.put("data", b"content")
     leftovers = [".record.0123abcd.tmp", ".record.ffffffff.tmp"]
-    others = [".other.0123abcd.tmp", ".record.swp", ".record.backup.tmp", "record.0123abcd.tmp"]
+    others = [
+        ".other.0123abcd.tmp",
+        "x.record.0123abcd.tmp",
+        ".record.0123abcd.tmp~",
+        ".record.swp",
+        ".record.backup.tmp",
+        "record.0123abcd.tmp",
+    ]
     for name in (*leftovers, *others):
         (folder / name).write_bytes(b"?")
     with pytest.raises(CommitConflictError):
