@@ -81,8 +81,10 @@ class StateMismatchError(HoldfastError, RuntimeError, ValueError):
     """The checkpoint and the state to load into do not fit; lists every problem of this rank at once.
 
     Fields: ``missing`` (keys), ``shapes`` (key to ``(saved, current)``), ``dtypes`` (key to ``(saved, current)``),
-    ``kinds`` (key to text), ``uncovered`` (key to text).
+    ``kinds`` (key to text), ``uncovered`` (key to text), ``unexpected`` (stored keys without a place in the state).
     """
+
+    unexpected: Sequence[str] = ()
 
     missing: Sequence[str]
     shapes: Mapping[str, tuple[Any, Any]]
@@ -111,9 +113,10 @@ class UnsupportedTensorError(HoldfastError, ValueError):
 
 
 class UnsupportedValueError(HoldfastError, TypeError):
-    """A value that cannot be stored. Fields: ``key``."""
+    """Values that cannot be stored. Fields: ``key`` (of the first), and ``keys`` where all of them were looked for."""
 
     key: str
+    keys: Sequence[str] = ()
 
 
 class IncompleteSaveError(HoldfastError, RuntimeError):

@@ -16,7 +16,7 @@ from holdfast.formats.native.stored_members import CannotStore
 
 T = TypeVar("T", bound=type)
 
-_BUILTIN_CONTENT = (dict, list, tuple, set, frozenset, str, bytes, bytearray, int, float, complex, BaseException)
+_CONTENT_BESIDE_FIELDS = (dict, list, tuple, set, frozenset, str, bytes, bytearray, int, float, complex, BaseException)
 
 
 class DoesNotFit(Exception):
@@ -100,7 +100,7 @@ def _kind_of(cls: type) -> str:
     if tuple in bases and isinstance(getattr(cls, "_fields", None), tuple):
         return "namedtuple"
     if bases and dataclasses.is_dataclass(cls):
-        if any(base in _BUILTIN_CONTENT for base in bases):
+        if any(base in _CONTENT_BESIDE_FIELDS for base in bases):
             raise TypeError(f"{cls.__qualname__} holds more than its fields: it is also a container or a number")
         return "dataclass"
     raise TypeError(
@@ -130,9 +130,12 @@ def instance_of(declared: DeclaredClass, fields: Mapping[str, Any]) -> Any:
     fields = _completed(declared, fields)
     if declared.kind == "namedtuple":
         return tuple.__new__(declared.cls, fields.values())
-    instance: Any = object.__new__(declared.cls)
-    for name, value in fields.items():
-        object.__setattr__(instance, name, value)
+    try:
+        instance: Any = object.__new__(declared.cls)
+        for name, value in fields.items():
+            object.__setattr__(instance, name, value)
+    except (TypeError, AttributeError) as error:
+        raise DoesNotFit(f"the declared class cannot be made from its fields ({error})") from error
     return instance
 
 
@@ -168,10 +171,10 @@ def _names_and_defaults(declared: DeclaredClass) -> tuple[tuple[str, ...], dict[
 def member_name(value: enum.Enum) -> str:
     """The name of an enum member; of a combination of flags, their names with ``|`` between them."""
     members = type(value).__members__
-    if value.name in members:
-        return value.name
+    if value._name_ in members:
+        return value._name_
     if isinstance(value, enum.Flag):
-        single = [name for name, member in members.items() if member.value & value.value == member.value != 0]
+        single = [name for name, flag in members.items() if flag._value_ & value._value_ == flag._value_ != 0]
         if _combined(type(value), single) == value:
             return "|".join(single)
     raise CannotStore("it is a combination of flags that have no names; give them names")

@@ -31,9 +31,10 @@ from holdfast.formats.native.stored_members import (
     text_from,
 )
 from holdfast.formats.native.torch_types import TORCH_TYPES
+from holdfast.notices import warn_caller
 
 _RECORD = "holdfast.json"
-_PLAIN = frozenset({type(None), bool, int, float, str})
+PLAIN = frozenset({type(None), bool, int, float, str})
 _MOST_OF_ONE_HASH = 128
 _MANY_KEYS = 1024
 
@@ -69,7 +70,7 @@ class Decoder:
 
     def _child(self, stored: JSON) -> Any:
         kind = type(stored)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             return stored
         if kind is list:
             return self.items(stored)
@@ -82,11 +83,11 @@ class Decoder:
             raise Malformed("the name of its type is not a text")
         reader = _readers.get(name)
         if reader is None:
-            return UnknownValue(name, stored)
+            return UnknownValue(name, _Fields(stored))
         try:
             return reader(self, stored)
         except NotHere:
-            return UnknownValue(name, stored)
+            return UnknownValue(name, _Fields(stored))
 
     def _enter(self) -> None:
         self._depth += 1
@@ -105,14 +106,14 @@ class Decoder:
         place, values = self._place, []
         for position, item in enumerate(stored):
             place[-1] = position
-            values.append(item if type(item) in _PLAIN else self._child(item))
+            values.append(item if type(item) in PLAIN else self._child(item))
         self._leave()
         return values
 
-    def closed_items(self, stored: Members) -> list[Any]:
+    def closed_items(self, stored: list[JSON]) -> list[Any]:
         """The items of a container in which no tensors can be."""
         self._closed += 1
-        values = self.items(member(stored, "items", list))
+        values = self.items(stored)
         self._closed -= 1
         return values
 
@@ -122,7 +123,7 @@ class Decoder:
         place, values = self._place, {}
         for name, item in stored.items():
             place[-1] = name
-            values[name] = item if type(item) in _PLAIN else self._child(item)
+            values[name] = item if type(item) in PLAIN else self._child(item)
         self._leave()
         return values
 
@@ -131,9 +132,7 @@ class Decoder:
         pairs = member(stored, "items", list)
         if any(type(pair) is not list or len(pair) != 2 for pair in pairs):
             raise Malformed("its items are not pairs")
-        self._closed += 1
-        keys = self.items([pair[0] for pair in pairs])
-        self._closed -= 1
+        keys = self.closed_items([pair[0] for pair in pairs])
         _check_hashes(keys)
         self._enter()
         values: dict[Any, Any] = {}
@@ -155,12 +154,12 @@ class Decoder:
         self.only_where_opened()
         return self._tensor(member(stored, "key", str))
 
-    def read_closed(self, stored: JSON) -> Any:
-        """A value in which no tensors can be."""
-        self._closed += 1
-        value = self._child(stored)
-        self._closed -= 1
-        return value
+    def warn_of_misfit(self, type_name: str, reason: DoesNotFit) -> None:
+        """Say why a value stays undeclared although its class is declared."""
+        warn_caller(
+            f"The stored value {readable(tuple(self._place))!r:.300} of class {type_name!r:.300} does not fit the "
+            f"class of this program: {reason}. It is given as an UndeclaredValue, which has the stored fields."
+        )
 
     def read_pickle(self, stored: Members) -> Any:
         """A pickle: loaded if the user allowed it, else left as it is."""
@@ -172,7 +171,7 @@ class Decoder:
         except Exception as error:  # whatever the code in the pickle raises
             key = readable(tuple(self._place))
             raise UnreadablePickleError(
-                f"The pickled value {key!r} cannot be loaded ({type(error).__name__}: {error!s:.300}). Install or "
+                f"The pickled value {key!r:.300} cannot be loaded ({type(error).__name__}: {error!s:.300}). Install or "
                 "import what it needs, or load without allow_pickle and leave it out.",
                 key=key,
             ) from error
@@ -182,13 +181,23 @@ def malformed(path: Path, what: str) -> DamagedCheckpointError:
     """The error for a stored value that nobody can have stored."""
     key = readable(path)
     return DamagedCheckpointError(
-        f"{_RECORD}: the value {key!r} is damaged: {what}. Load another checkpoint, or copy this one again from "
+        f"{_RECORD}: the value {key!r:.300} is damaged: {what}. Load another checkpoint, or copy this one again from "
         "where it came from.",
         file=_RECORD,
         key=key,
         expected="a typed value",
         found=what,
     )
+
+
+class _Fields(dict[str, Any]):
+    """The fields of a value that cannot be made here. Hashable, since it may be the key of a dict."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        try:
+            return hash(tuple(self.items()))
+        except TypeError:
+            return hash(tuple(self))
 
 
 def _check_hashes(keys: Iterable[Any]) -> None:
@@ -216,7 +225,7 @@ def _read_counter(decoder: Decoder, stored: Members) -> Any:
 
 def _reads_set(kind: type) -> Reader:
     def read(decoder: Decoder, stored: Members) -> Any:
-        items = decoder.closed_items(stored)
+        items = decoder.closed_items(member(stored, "items", list))
         _check_hashes(items)
         values = kind(items)
         if len(values) != len(items):
@@ -227,15 +236,15 @@ def _reads_set(kind: type) -> Reader:
 
 
 def _read_deque(decoder: Decoder, stored: Members) -> Any:
-    items, longest = decoder.closed_items(stored), member(stored, "maxlen", (type(None), int))
+    items, longest = decoder.closed_items(member(stored, "items", list)), member(stored, "maxlen", (type(None), int))
     if longest is not None and not len(items) <= longest < 1 << 63:
         raise Malformed("it is longer than its longest length")
     return collections.deque(items, longest)
 
 
 def _read_slice(decoder: Decoder, stored: Members) -> Any:
-    kinds = (*_PLAIN, list, dict)
-    return slice(*(decoder.read_closed(member(stored, name, kinds)) for name in ("start", "stop", "step")))
+    kinds = (*PLAIN, list, dict)
+    return slice(*decoder.closed_items([member(stored, name, kinds) for name in ("start", "stop", "step")]))
 
 
 def _read_per_rank(decoder: Decoder, stored: Members) -> Any:
@@ -246,24 +255,24 @@ def _read_per_rank(decoder: Decoder, stored: Members) -> Any:
 def _read_enum(decoder: Decoder, stored: Members) -> Any:
     type_name, name = member(stored, "type", str), member(stored, "name", str)
     declared = declared_as("enum", type_name)
-    if declared is None:
-        return UndeclaredValue("enum", type_name, {"name": name})
     try:
-        return member_named(declared.cls, name)
-    except DoesNotFit:
-        return UndeclaredValue("enum", type_name, {"name": name})
+        if declared is not None:
+            return member_named(declared.cls, name)
+    except DoesNotFit as error:
+        decoder.warn_of_misfit(type_name, error)
+    return UndeclaredValue("enum", type_name, _Fields(name=name))
 
 
 def _reads_fields(kind: str) -> Reader:
     def read(decoder: Decoder, stored: Members) -> Any:
         type_name, fields = member(stored, "type", str), decoder.members(member(stored, "fields", dict))
         declared = declared_as(kind, type_name)
-        if declared is None:
-            return UndeclaredValue(kind, type_name, fields)
         try:
-            return instance_of(declared, fields)
-        except DoesNotFit:
-            return UndeclaredValue(kind, type_name, fields)
+            if declared is not None:
+                return instance_of(declared, fields)
+        except DoesNotFit as error:
+            decoder.warn_of_misfit(type_name, error)
+        return UndeclaredValue(kind, type_name, _Fields(fields))
 
     return read
 

@@ -67,7 +67,7 @@ class Encoder:
         self._closed = 0
         """How many of them are not opened, so that tensors in them have no keys."""
         self._refused: list[tuple[Path, str]] = []
-        self._without_key = False
+        self._without_key: list[dict[str, JSON]] = []
 
     def encode(self, value: Any, path: Path = ()) -> JSON:
         """The typed value of a state that lies at ``path``.
@@ -79,7 +79,7 @@ class Encoder:
         if self._refused:
             raise _unsupported(self._refused)
         if self._without_key:
-            _fill_in_keys(stored, path)
+            _fill_in_keys(self._without_key, stored, path)
         return stored
 
     # What follows is called once per value, so that the loops are written out.
@@ -152,9 +152,10 @@ class Encoder:
     def reference(self, tensor: Any) -> JSON:
         """A tensor or array: a reference to where its bytes will be."""
         key = self._take(tuple(self._place), tensor)
+        reference = {"$": "tensor", "key": key or ""}
         if key is None:
-            self._without_key = True
-        return {"$": "tensor", "key": key}
+            self._without_key.append(reference)
+        return reference
 
     def is_closed(self) -> bool:
         """Whether this place is in something that is not opened."""
@@ -184,9 +185,7 @@ def _as_it_is(encoder: Encoder, value: JSON) -> JSON:
 
 
 def _write_dict(encoder: Encoder, value: dict[Any, Any]) -> JSON:
-    if not value:
-        return {}
-    if set(map(type, value)) == {str} and "$" not in value:
+    if {str}.issuperset(map(type, value)) and "$" not in value:
         names = "".join(value)
         if names.isascii() or SURROGATE.search(names) is None:
             return encoder.members(value, value)
@@ -365,11 +364,13 @@ def _unsupported(refused: list[tuple[Path, str]]) -> UnsupportedValueError:
     )
 
 
-def _fill_in_keys(stored: JSON, path: Path) -> None:
+def _fill_in_keys(references: list[dict[str, JSON]], stored: JSON, path: Path) -> None:
     from holdfast.formats.native.keys import keys_of
     from holdfast.formats.native.leaves import leaves
 
+    # All leaves take part, because a key must not be that of a plain value either.
     found = list(leaves(stored))
-    for leaf, key in zip(found, keys_of([path + leaf.path for leaf in found]), strict=True):
-        if leaf.is_tensor and leaf.node["key"] is None:
-            leaf.node["key"] = key
+    keys = [leaf.key for leaf in found] if not path else keys_of(path + leaf.path for leaf in found)
+    key_at = {id(leaf.node): key for leaf, key in zip(found, keys, strict=True) if leaf.is_tensor}
+    for reference in references:
+        reference["key"] = key_at[id(reference)]

@@ -7,7 +7,7 @@ import pathlib
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -72,7 +72,7 @@ def _read_range(members: Members) -> range:
 
 def _write_moment(value: datetime.datetime | datetime.time) -> dict[str, Any]:
     zone = value.tzinfo
-    if zone is not None and (type(zone) is not datetime.timezone or zone != _nameless(zone)):
+    if zone is not None and (type(zone) is not datetime.timezone or _has_name(zone)):
         raise CannotStore(
             "its time zone has a name, and only the offset would be stored; convert it to UTC with "
             "`.astimezone(datetime.timezone.utc)`"
@@ -80,16 +80,16 @@ def _write_moment(value: datetime.datetime | datetime.time) -> dict[str, Any]:
     return {"iso": value.isoformat(), "fold": 1} if value.fold else {"iso": value.isoformat()}
 
 
-def _nameless(zone: datetime.timezone) -> datetime.timezone | None:
-    # Zones are equal if their offsets are; the name only shows in what their constructor was given.
-    given = zone.__getinitargs__()  # type: ignore[attr-defined]
-    return zone if len(given) == 1 else None
+def _has_name(zone: datetime.timezone) -> bool:
+    return zone.tzname(None) != datetime.timezone(zone.utcoffset(None)).tzname(None)
 
 
 def _reads_moment(kind: type[datetime.datetime] | type[datetime.time]) -> Callable[[Members], Any]:
     def read(members: Members) -> datetime.datetime | datetime.time:
         text = member(members, "iso", str)
         fold = member(members, "fold", int) if "fold" in members else 0
+        if fold not in (0, 1):
+            raise Malformed("a fold is 0 or 1")
         try:
             value = kind.fromisoformat(text).replace(fold=fold)
         except ValueError:
@@ -135,7 +135,7 @@ def _read_decimal(members: Members) -> Decimal:
     text = member(members, "text", str)
     try:
         value = Decimal(text)
-    except InvalidOperation:
+    except ArithmeticError:
         raise Malformed("it is not a decimal number") from None
     if str(value) != text:
         raise Malformed("it is not a decimal number as `str` writes it")

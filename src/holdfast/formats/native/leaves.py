@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from holdfast.formats.native.decoding import decode, malformed
+from holdfast.errors import DamagedCheckpointError, UnsupportedValueError
+from holdfast.formats.native.decoding import PLAIN, decode, malformed
 from holdfast.formats.native.encoding import Path
 from holdfast.formats.native.keys import keys_of
 from holdfast.formats.native.stored_members import DEEPEST, JSON
@@ -32,71 +33,83 @@ def leaves(stored: JSON) -> Iterator[Leaf]:
     >>> [leaf.key for leaf in leaves(tree)]
     ['w', 'betas']
     """
-    walk = _Walk()
-    walk.visit(stored, (), 0)
-    for key, (path, node) in zip(keys_of(path for path, _ in walk.found), walk.found, strict=True):
+    found: list[tuple[Path, JSON]] = []
+    _visit(stored, (), found)
+    try:
+        keys = keys_of(path for path, _ in found)
+    except UnsupportedValueError as error:
+        raise malformed((), f"a key of a dict cannot be one ({error.key:.100})") from None
+    for key, (path, node) in zip(keys, found, strict=True):
         yield Leaf(path, key, node, type(node) is dict and node.get("$") == "tensor")
 
 
-class _Walk:
-    def __init__(self) -> None:
-        self.found: list[tuple[Path, JSON]] = []
-        self._hiding: dict[int, bool] = {}
+def _visit(node: JSON, path: Path, found: list[tuple[Path, JSON]]) -> bool:
+    """Note the leaves in a node, or the node itself if it is one. Whether there is a tensor, or a value per rank."""
+    kind = _kind_of(node, path)
+    if kind == "tensor":
+        found.append((path, node))
+        return True
+    parts = _parts(node, path)
+    if not parts:
+        found.append((path, node))
+        return kind == "per_rank"
+    if len(path) >= DEEPEST:
+        raise malformed(path, f"it lies in more than {DEEPEST} containers")
+    before, has_tensor = len(found), kind == "per_rank"
+    for part, child in parts:
+        if type(child) in PLAIN:
+            found.append(((*path, part), child))
+        elif _visit(child, (*path, part), found):
+            has_tensor = True
+    if not has_tensor and (kind == "tuple" or type(node) is list):
+        found[before:] = [(path, node)]
+    return has_tensor
 
-    def visit(self, node: JSON, path: Path, depth: int) -> None:
-        """Note the leaves in a node, or the node itself if it is one."""
-        children = self._opened(node, path) if type(node) is dict or type(node) is list else None
-        if not children:
-            self.found.append((path, node))
-            return
-        if depth == DEEPEST:
-            raise malformed(path, f"it lies in more than {DEEPEST} containers")
-        for part, child in children:
-            if type(child) is dict or type(child) is list:
-                self.visit(child, (*path, part), depth + 1)
-            else:
-                self.found.append(((*path, part), child))
 
-    def _opened(self, node: JSON, path: Path) -> list[tuple[Any, JSON]] | None:
-        """The parts of a container that is opened, with what they add to the path."""
-        if type(node) is list:
-            return list(enumerate(node)) if self._hides_tensor(node, path, 0) else None
-        kind = node.get("$")
-        if kind is None and "$" not in node:
-            return list(node.items())
-        if kind == "tuple":
-            items = _list_in(node, "items", path)
-            return list(enumerate(items)) if self._hides_tensor(items, path, 0) else None
-        if kind == "per_rank":
-            return list(enumerate(_list_in(node, "ranks", path)))
-        if kind in _OF_PAIRS:
-            return [(decode(key, _no_tensors), item) for key, item in _pairs_in(node, path)]
-        if kind in _OF_FIELDS:
-            fields = node.get("fields")
-            if type(fields) is not dict:
-                raise malformed(path, "its fields are not an object")
-            return list(fields.items())
+def _kind_of(node: JSON, path: Path) -> str | None:
+    if type(node) is not dict or "$" not in node:
         return None
+    kind = node["$"]
+    if type(kind) is not str or (kind == "tensor" and type(node.get("key")) is not str):
+        raise malformed(path, "its type, or the key of its tensor, is not a text")
+    return kind
 
-    def _hides_tensor(self, node: JSON, path: Path, depth: int) -> bool:
-        """Whether a tensor, or a value per rank, can be reached in a node."""
-        if type(node) is list:
-            known = self._hiding.get(id(node))
-            if known is None:
-                if depth > 4 * DEEPEST:
-                    raise malformed(path, f"it lies in more than {DEEPEST} containers")
-                containers = (item for item in node if type(item) is dict or type(item) is list)
-                known = any(self._hides_tensor(item, path, depth + 1) for item in containers)
-                self._hiding[id(node)] = known
-            return known
-        if type(node) is not dict:
-            return False
-        kind = node.get("$")
-        if kind == "tensor" or kind == "per_rank":
-            return True
-        if kind is None or kind == "tuple" or kind in _OF_PAIRS or kind in _OF_FIELDS:
-            return self._hides_tensor(list(node.values()), path, depth + 1)
-        return False
+
+def _parts(node: JSON, path: Path) -> Iterable[tuple[Any, JSON]] | None:
+    """The parts of a container that is opened, with what they add to the path. Nothing for leaves."""
+    if type(node) is list:
+        return _positions(node)
+    if type(node) is not dict:
+        return None
+    if "$" not in node:
+        return node.items()
+    kind = node["$"]
+    if kind == "tuple":
+        return _positions(_list_in(node, "items", path))
+    if kind == "per_rank":
+        return list(enumerate(_list_in(node, "ranks", path)))
+    if kind in _OF_PAIRS:
+        return [(_key_from(key, path), item) for key, item in _pairs_in(node, path)]
+    if kind in _OF_FIELDS:
+        fields = node.get("fields")
+        if type(fields) is not dict:
+            raise malformed(path, "its fields are not an object")
+        return fields.items()
+    return None
+
+
+def _positions(items: list[JSON]) -> Iterable[tuple[int, JSON]] | None:
+    # Most lists are of numbers, and there is no need to look at each of them.
+    return None if PLAIN.issuperset(map(type, items)) else list(enumerate(items))
+
+
+def _key_from(stored: JSON, path: Path) -> Any:
+    if type(stored) in PLAIN:
+        return stored
+    try:
+        return decode(stored, _no_tensors)
+    except DamagedCheckpointError as error:
+        raise malformed(path, f"a key in it is damaged: {error.found}") from None
 
 
 def _list_in(node: dict[str, JSON], name: str, path: Path) -> list[JSON]:
@@ -114,4 +127,4 @@ def _pairs_in(node: dict[str, JSON], path: Path) -> list[list[JSON]]:
 
 
 def _no_tensors(key: str) -> Any:
-    raise malformed((), "a tensor is the key of a dict")
+    raise malformed((), "it refers to a tensor")

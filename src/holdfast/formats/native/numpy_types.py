@@ -21,7 +21,7 @@ from holdfast.formats.native.stored_members import (
     stored_bytes,
 )
 
-_SIMPLE = re.compile(r"[<>|](?:[biufcSUV][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[A-Za-zμ]{1,7}\])?)")
+_SIMPLE = re.compile(r"[<>|](?:[biufcSUV][0-9]{1,9}|[mM]8(?:\[(?:[1-9][0-9]{0,8})?[A-Za-zμ]{1,7}\])?)")
 _DEEPEST_STRUCTURE = 16
 _MOST_DIMENSIONS = 64
 
@@ -40,12 +40,12 @@ def stored_numpy_dtype(dtype: np.dtype[Any]) -> JSON:
         raise CannotStore(f"arrays of dtype {dtype} hold Python objects and no bytes; store a list instead")
     if any(leaf in (np.longdouble, np.clongdouble) and leaf not in (np.double, np.cdouble) for leaf in _leaves(dtype)):
         raise CannotStore(f"the bytes of dtype {dtype} mean different things on different machines; use float64")
-    stored = _as_lists(np.lib.format.dtype_to_descr(dtype))
     try:
-        same = numpy_dtype_from(stored) == dtype
-    except (Malformed, NotHere):
-        same = False
-    if not same:
+        stored = _as_lists(np.lib.format.dtype_to_descr(dtype))
+        is_exact = numpy_dtype_from(stored) == dtype
+    except (ValueError, Malformed, NotHere):  # ValueError: fields that overlap
+        is_exact = False
+    if not is_exact:
         raise CannotStore(f"dtype {dtype!r} has no exact description as text; convert the array to another one")
     if len(_dtypes_written) < 1000:
         _dtypes_written[dtype] = stored
@@ -106,8 +106,8 @@ def _leaves(dtype: np.dtype[Any]) -> list[np.dtype[Any]]:
 def _shape_from(stored: JSON) -> tuple[int, ...]:
     if not isinstance(stored, list) or len(stored) > _MOST_DIMENSIONS:
         raise Malformed(f"a shape is a list of at most {_MOST_DIMENSIONS} sizes")
-    if any(type(size) is not int or size < 0 for size in stored):
-        raise Malformed("sizes are ints and not negative")
+    if any(type(size) is not int or not 0 <= size < 1 << 63 for size in stored):
+        raise Malformed("sizes are ints of 64 bits and not negative")
     return tuple(stored)
 
 
@@ -121,13 +121,13 @@ def _read_dtype(members: Members) -> np.dtype[Any]:
 
 def _write_scalar(value: np.generic) -> dict[str, Any]:
     if isinstance(value, np.str_):
-        # numpy takes zeros at the end for padding; here they are part of the text.
-        content = str(value).encode("utf-32-le", "surrogatepass")
+        # numpy takes zeros at the end for padding, and leaves them out in most ways; here they are part of the text.
+        content = str.encode(value, "utf-32-le", "surrogatepass")
         return {"numpy": f"<U{len(value)}", "base64": stored_bytes(content)}
     if isinstance(value, np.bytes_):
         return {"numpy": f"|S{len(value)}", "base64": stored_bytes(bytes(value))}
     described = stored_numpy_dtype(value.dtype)
-    if not issubclass(type(value), value.dtype.type) or type(value) is np.record:
+    if type(value) is not value.dtype.type or type(value) is np.record:
         raise CannotStore("it is of a class of its own; convert it to a numpy scalar")
     return {"numpy": described, "base64": stored_bytes(value.tobytes())}
 
@@ -150,7 +150,7 @@ def _write_array(value: np.ndarray) -> dict[str, Any]:
     return {"numpy": described, "shape": list(value.shape), "base64": stored_bytes(value.tobytes())}
 
 
-def _read_array(members: Members) -> np.ndarray:
+def _read_array(members: Members) -> Any:
     dtype, shape = _read_dtype(members), _shape_from(member(members, "shape", list))
     return _array(shape, dtype, _content(members, dtype, shape))
 
@@ -162,9 +162,9 @@ def _content(members: Members, dtype: np.dtype[Any], shape: Sequence[int]) -> by
     return content
 
 
-def _array(shape: Sequence[int], dtype: np.dtype[Any], content: bytes) -> np.ndarray:
+def _array(shape: Sequence[int], dtype: np.dtype[Any], content: bytes) -> Any:
     try:
-        return np.ndarray(shape, dtype, buffer=bytearray(content)) if content else np.zeros(shape, dtype)
+        return np.ndarray(shape, dtype, buffer=bytearray(content or 1))  # there is no view of an empty buffer
     except (ValueError, TypeError, OverflowError, MemoryError) as error:
         raise Malformed(f"there is no such array: {error}") from None
 
