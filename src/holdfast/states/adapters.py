@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from holdfast.errors import UnsupportedStateError
 from holdfast.states.context import Context
 from holdfast.states.contract import Adapter, Path
+from holdfast.states.fsdp1_modules import contains_fsdp1
 from holdfast.states.modules import ModuleAdapter
 from holdfast.states.optimizers import OptimizerAdapter
 from holdfast.states.per_rank import PerRank
@@ -28,10 +30,26 @@ def adapter_for(value: Any, path: Path = (), context: Context | None = None) -> 
     if isinstance(value, torch.nn.Module):
         return ModuleAdapter(value)
     if isinstance(value, torch.optim.Optimizer):
-        return OptimizerAdapter(value, context or Context())
+        return _optimizer_adapter(value, path, context or Context())
     if isinstance(value, RngState):
         return RngAdapter(value)
     return StatefulAdapter(value) if is_stateful(value) else None
+
+
+def _optimizer_adapter(optimizer: torch.optim.Optimizer, path: Path, context: Context) -> Adapter:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    model = context.module_of(parameters)
+    if model is not None and contains_fsdp1(model):
+        from holdfast.states.fsdp1_optimizers import Fsdp1OptimizerAdapter
+
+        return Fsdp1OptimizerAdapter(optimizer, model)
+    if any(getattr(parameter, "_is_flat_param", False) for parameter in parameters):
+        raise UnsupportedStateError(
+            f"'{'.'.join(map(str, path))}' is an optimizer of flat parameters, as FullyShardedDataParallel makes them, "
+            "which mean nothing without their model. Put the model into the state beside its optimizer",
+            kind=type(optimizer).__name__,
+        )
+    return OptimizerAdapter(optimizer, context)
 
 
 def per_rank_of(value: Any) -> PerRank | None:

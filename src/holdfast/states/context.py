@@ -45,6 +45,13 @@ class Context:
                 return [names[id(parameter)] for parameter in parameters]
         return [self._name_with_place(parameter) for parameter in parameters]
 
+    def module_of(self, parameters: list[torch.Tensor]) -> torch.nn.Module | None:
+        """The first model that has any of these parameters."""
+        for number, (_, module) in enumerate(self.modules):
+            if any(id(parameter) in self._names_in(number) for parameter in parameters):
+                return module
+        return None
+
     def _name_with_place(self, parameter: torch.Tensor) -> str | None:
         for number, (path, _) in enumerate(self.modules):
             name = self._names_in(number).get(id(parameter))

@@ -61,8 +61,12 @@ def _set_generator_state(name: str, stream: torch.Tensor | int) -> None:
     device = torch.device(name)
     module: Any = torch.get_device_module(device.type)
     if isinstance(stream, int):
-        stream = torch.Generator(device).manual_seed(stream).get_state()
+        stream = _new_generator(device).manual_seed(stream).get_state()
     if device.type == "mps":
         module.set_rng_state(stream)
     else:
         module.set_rng_state(stream, device.index)
+
+
+def _new_generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device)

@@ -58,12 +58,12 @@ def canonical_name(root: torch.nn.Module, name: str) -> str:
     kept: list[str] = []
     module = root
     for number, part in enumerate(parts):
-        inside = wrapped_module(module)
-        if inside is not None and part == wrapper_attribute(type(module)):
+        # Some wrappers leave themselves out of the names in state dicts. Those are passed through all the same.
+        while (inside := wrapped_module(module)) is not None and part != wrapper_attribute(type(module)):
+            module = inside
+        if inside is not None:
             module = inside
             continue
-        while inside is not None:  # a wrapper that leaves itself out of the names of its state
-            module, inside = inside, wrapped_module(inside)
         child = module._modules.get(part)
         if child is None:
             return ".".join(kept + parts[number:])

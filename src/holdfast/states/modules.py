@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +14,7 @@ from holdfast.formats.native.refs import ANYTHING, TensorRef
 from holdfast.planning.materialize import is_meta, with_memory
 from holdfast.states.contract import Adapter
 from holdfast.states.destinations import fits, is_distributed
+from holdfast.states.fsdp1_modules import contains_fsdp1, sharded_states
 from holdfast.states.module_names import canonical_name
 from holdfast.states.stateful import merged
 
@@ -50,11 +48,11 @@ class ModuleAdapter(Adapter):
 
     def apply(self, loaded: Any) -> None:
         given = {self._raw_names[name]: value for name, value in loaded.items() if value is not ANYTHING}
-        with _sharded_states(self._module):
+        with sharded_states(self._module):
             _load(self._module, given)
 
     def _canonical_state(self) -> dict[str, Any]:
-        with _sharded_states(self._module):
+        with sharded_states(self._module):
             raw = _state_dict(self._module)
         self._raw_names = {canonical_name(self._module, name): name for name in raw}
         return dict(zip(self._raw_names, raw.values(), strict=True))
@@ -129,23 +127,3 @@ def _versions(module: nn.Module) -> OrderedDict[str, dict[str, int]]:
     return OrderedDict(
         (name, {"version": part._version}) for name, part in module.named_modules(remove_duplicate=False)
     )
-
-
-def contains_fsdp1(module: nn.Module) -> bool:
-    """Whether parameters are in the flat ones of ``FullyShardedDataParallel``."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules())
-
-
-@contextmanager
-def _sharded_states(module: nn.Module) -> Iterator[None]:
-    """Have FSDP1 speak of its parameters by their own names, each rank of its part."""
-    if not contains_fsdp1(module):
-        yield
-        return
-    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # that FSDP1 is to go some day
-        with FullyShardedDataParallel.state_dict_type(module, StateDictType.SHARDED_STATE_DICT):
-            yield

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import OptimizerMismatchError
+from holdfast.formats.native.refs import ANYTHING
 from holdfast.states.module_names import strip_wrapper_names
 
 Name = str | int
@@ -29,6 +30,34 @@ def match(live: list[list[Name]], stored_groups: Sequence[Mapping[str, Any]]) ->
     notes: list[str] = []
     parameters = _match_parameters(live, stored, notes)
     return Match(parameters, _match_groups(live, stored_groups, stored, parameters), notes)
+
+
+def is_optimizer_state(value: Any) -> bool:
+    """Whether it is made like the state dicts of ``torch.optim``."""
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("state"), Mapping)
+        and isinstance(value.get("param_groups"), list)
+        and all(isinstance(group, Mapping) and "params" in group for group in value["param_groups"])
+    )
+
+
+def take_settings(
+    live: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]], matched: Match
+) -> list[dict[str, Any]]:
+    """The live groups with the loaded settings. Settings that were not stored stay."""
+    groups = []
+    for group, source in zip(live, matched.groups, strict=True):
+        settings = {} if source is None else without_anything(loaded[source])
+        groups.append({**group, **{key: settings[key] for key in settings if key not in ("params", "param_names")}})
+    return groups
+
+
+def without_anything(entry: Any) -> Any:
+    """A loaded dict without what was not stored after all."""
+    if not isinstance(entry, Mapping):
+        return entry
+    return {key: value for key, value in entry.items() if value is not ANYTHING}
 
 
 def _match_parameters(live: list[list[Name]], stored: list[list[Name]], notes: list[str]) -> dict[Name, int]:

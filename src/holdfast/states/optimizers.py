@@ -17,7 +17,7 @@ from holdfast.states.context import Context
 from holdfast.states.contract import Adapter
 from holdfast.states.destinations import fits, like, shape_of, torch_dtype
 from holdfast.states.module_names import strip_wrapper_names
-from holdfast.states.optimizer_names import Match, Name, match
+from holdfast.states.optimizer_names import Match, Name, is_optimizer_state, match, take_settings, without_anything
 from holdfast.states.stateful import StatefulAdapter, merged
 
 _SHAPED_LIKE_PARAMETERS = frozenset(
@@ -53,7 +53,7 @@ class OptimizerAdapter(Adapter):
         raw = self._optimizer.state_dict()
         if not _has_usual_shape(raw, self._optimizer):
             return StatefulAdapter(self._optimizer).template(stored)
-        if not _is_stored_optimizer(stored):
+        if not is_optimizer_state(stored):
             return self.saved()
         self._stored = stored
         names = self._names()
@@ -91,24 +91,16 @@ class OptimizerAdapter(Adapter):
         for key, entry in loaded["state"].items():
             name = _parameter_name(key, known)
             if name in self._match.parameters:
-                state[numbers[self._match.parameters[name]]] = _without_anything(entry)
+                state[numbers[self._match.parameters[name]]] = without_anything(entry)
             elif key in self._stored["state"] and entry is not ANYTHING:
                 state[key] = entry
         found = set(self._match.parameters.values())
         state.update({n: raw["state"][n] for i, n in enumerate(numbers) if i not in found and n in raw["state"]})
-        groups = [
-            self._group(group, None if source is None else loaded["param_groups"][source])
-            for group, source in zip(raw["param_groups"], self._match.groups, strict=True)
-        ]
+        groups = take_settings(raw["param_groups"], loaded["param_groups"], self._match)
         others = {key: value for key, value in loaded.items() if key not in ("state", "param_groups")}
         self._optimizer.load_state_dict({**others, "state": state, "param_groups": groups})
         for number, parameter in zip(numbers, self._parameters(), strict=True):
             _undo_casts(self._optimizer.state, parameter, state.get(number, {}))
-
-    @staticmethod
-    def _group(live: Mapping[str, Any], stored: Mapping[str, Any] | None) -> dict[str, Any]:
-        settings = {key: value for key, value in (stored or {}).items() if key not in ("params", "param_names")}
-        return {**live, **_without_anything(settings)}
 
     def notes(self) -> list[str]:
         return [] if self._match is None else list(self._match.notes)
@@ -136,21 +128,12 @@ class OptimizerAdapter(Adapter):
 
 def _has_usual_shape(raw: Any, optimizer: Optimizer) -> bool:
     """Whether a state dict is made like those of ``torch.optim``, with numbers for the parameters."""
-    if not _is_stored_optimizer(raw) or len(raw["param_groups"]) != len(optimizer.param_groups):
+    if not is_optimizer_state(raw) or len(raw["param_groups"]) != len(optimizer.param_groups):
         return False
     numbers = _flat_params(raw)
     return len(set(numbers)) == len(numbers) and all(
         len(group["params"]) == len(live["params"])
         for group, live in zip(raw["param_groups"], optimizer.param_groups, strict=True)
-    )
-
-
-def _is_stored_optimizer(stored: Any) -> bool:
-    return (
-        isinstance(stored, Mapping)
-        and isinstance(stored.get("state"), Mapping)
-        and isinstance(stored.get("param_groups"), list)
-        and all(isinstance(group, Mapping) and "params" in group for group in stored["param_groups"])
     )
 
 
@@ -190,12 +173,6 @@ def _uncast(ours: Any, theirs: Any) -> Any:
     if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
         return [_uncast(*pair) for pair in zip(ours, theirs, strict=True)]
     return ours if isinstance(ours, str) else theirs
-
-
-def _without_anything(entry: Any) -> Any:
-    if not isinstance(entry, Mapping):
-        return entry
-    return {key: value for key, value in entry.items() if value is not ANYTHING}
 
 
 def _parameter_name(key: Any, known: set[Name]) -> Any:

@@ -58,13 +58,15 @@ class RngState:
 
     def restore(self, captured: Mapping[str, Any]) -> None:
         """Put the streams back. What was captured stays as it is and may be restored again."""
-        python = captured["python"]
-        numbers = tuple(int(number) for number in python["numbers"])
-        # Everything that may turn out to be malformed is looked at before any stream is changed.
-        python_state = (int(python["version"]), numbers, python["gauss"])
-        random.Random().setstate(python_state)
-        numpy_state = _numpy_state(captured["numpy"])
-        torch.Generator().set_state(captured["torch"])
+        # Streams that belong to nobody show whether all is well formed, before any other is changed.
+        try:
+            python_state = _python_state(captured["python"])
+            random.Random().setstate(python_state)
+            numpy_state = _numpy_state(captured["numpy"])
+            _spare_numpy_stream().set_state(numpy_state)
+            torch.Generator().set_state(captured["torch"])
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"These are no random streams of RngState: {error}. No stream was changed") from error
 
         random.setstate(python_state)
         np.random.set_state(numpy_state)
@@ -148,6 +150,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return sorted((key, _plain(inner)) for key, inner in value.items())
     return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _python_state(form: Mapping[str, Any]) -> tuple[Any, ...]:
+    return int(form["version"]), tuple(int(number) for number in form["numbers"]), form["gauss"]
+
+
+def _spare_numpy_stream() -> np.random.RandomState:
+    """A stream of the kind that numpy's functions use now."""
+    kind = getattr(np.random, np.random.get_state(legacy=False)["bit_generator"])
+    return np.random.RandomState(kind(0))
 
 
 def _numpy_form(state: Mapping[str, Any]) -> dict[str, Any]:

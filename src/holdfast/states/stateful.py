@@ -51,8 +51,8 @@ def merged(live: Any, stored: Any) -> Any:
     if isinstance(stored, dict):
         known = live if isinstance(live, Mapping) else {}
         template = copy.copy(stored)  # of the same class, with the same default
-        template.update({key: merged(known.get(key), value) for key, value in stored.items()})
-        template.update({key: value for key, value in known.items() if key not in stored})
+        for key in [*stored, *(key for key in known if key not in stored)]:  # not `update`: a Counter would add up
+            template[key] = merged(known.get(key), stored[key]) if key in stored else known[key]
         return template
     if type(stored) in (list, tuple):
         beside = live if isinstance(live, (list, tuple)) and len(live) == len(stored) else [None] * len(stored)
