@@ -16,7 +16,6 @@ import struct
 import subprocess
 import sys
 import uuid
-import zoneinfo
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import DamagedCheckpointError, UnreadablePickleError, UnsupportedValueError
 from holdfast.formats.native.refs import PerRankValues, PickledValue, UndeclaredValue, UnknownValue
-from holdfast.formats.native.values import Encoder, declare, decode, leaves
+from holdfast.formats.native.values import Encoder, declare, decode, leaves, numpy_dtype_from
 
 Point = declare(collections.namedtuple("Point", ["x", "y"]))
 
@@ -345,6 +344,11 @@ class Float64(np.float64):
     pass
 
 
+class Zone(datetime.tzinfo):
+    def utcoffset(self, moment):
+        return datetime.timedelta(0)
+
+
 REFUSED = {
     "a class": Opaque(1),
     "a type": int,
@@ -356,7 +360,7 @@ REFUSED = {
     "an undeclared enum": Undeclared.ONE,
     "an undeclared dataclass": Plain(),
     "a dict with a lambda": collections.defaultdict(lambda: 1),
-    "a time zone with a name": datetime.datetime(2026, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")),
+    "a time zone with a name": datetime.datetime(2026, 1, 1, tzinfo=Zone()),
     "an offset with a name": datetime.time(1, tzinfo=datetime.timezone(datetime.timedelta(0), "here")),
     "an array of objects": np.array([{}, []], dtype=object),
     "an array of objects in fields": np.zeros(2, [("a", "O")]),
@@ -667,6 +671,15 @@ DAMAGED = [
 @pytest.mark.parametrize("stored", DAMAGED, ids=lambda stored: json.dumps(stored)[:60])
 def test_what_nobody_can_have_stored_is_damage(stored):
     assert damaged(stored).key.startswith("a.0")
+
+
+def test_a_numpy_dtype_of_a_tensor_entry_is_a_dtype_or_damage_or_unknown():
+    assert numpy_dtype_from([["a", "<i4", [2]]]) == np.dtype([("a", "<i4", (2,))])
+    for stored in ("O", "i4,i4", None, [["a"]]):
+        with pytest.raises(DamagedCheckpointError):
+            numpy_dtype_from(stored)
+    with pytest.raises(UnsupportedValueError, match="<i3"):
+        numpy_dtype_from("<i3")
 
 
 def test_a_set_is_not_json():

@@ -21,6 +21,7 @@ from holdfast.formats.native.refs import PerRankValues, PickledValue, Undeclared
 from holdfast.formats.native.stored_members import (
     DEEPEST,
     JSON,
+    RECORD,
     Malformed,
     Members,
     NotHere,
@@ -33,7 +34,6 @@ from holdfast.formats.native.stored_members import (
 from holdfast.formats.native.torch_types import TORCH_TYPES
 from holdfast.notices import warn_caller
 
-_RECORD = "holdfast.json"
 PLAIN = frozenset({type(None), bool, int, float, str})
 _MOST_OF_ONE_HASH = 128
 _MANY_KEYS = 1024
@@ -181,9 +181,9 @@ def malformed(path: Path, what: str) -> DamagedCheckpointError:
     """The error for a stored value that nobody can have stored."""
     key = readable(path)
     return DamagedCheckpointError(
-        f"{_RECORD}: the value {key!r:.300} is damaged: {what}. Load another checkpoint, or copy this one again from "
+        f"{RECORD}: the value {key!r:.300} is damaged: {what}. Load another checkpoint, or copy this one again from "
         "where it came from.",
-        file=_RECORD,
+        file=RECORD,
         key=key,
         expected="a typed value",
         found=what,

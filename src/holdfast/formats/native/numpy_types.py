@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.errors import DamagedCheckpointError, UnsupportedValueError
 from holdfast.formats.native.leaf_types import LeafType
 from holdfast.formats.native.stored_members import (
     JSON,
+    RECORD,
     CannotStore,
     Malformed,
     Members,
@@ -42,7 +44,7 @@ def stored_numpy_dtype(dtype: np.dtype[Any]) -> JSON:
         raise CannotStore(f"the bytes of dtype {dtype} mean different things on different machines; use float64")
     try:
         stored = _as_lists(np.lib.format.dtype_to_descr(dtype))
-        is_exact = numpy_dtype_from(stored) == dtype
+        is_exact = _dtype_from(stored) == dtype
     except (ValueError, Malformed, NotHere):  # ValueError: fields that overlap
         is_exact = False
     if not is_exact:
@@ -56,7 +58,31 @@ _dtypes_written: dict[np.dtype[Any], JSON] = {}
 
 
 def numpy_dtype_from(stored: JSON) -> np.dtype[Any]:
-    """The numpy dtype that ``stored_numpy_dtype`` stored. Raises ``Malformed``, or ``NotHere`` if numpy has no such."""
+    """The numpy dtype that ``stored_numpy_dtype`` stored.
+
+    Raises ``DamagedCheckpointError`` for what is none, and ``UnsupportedValueError`` for one that numpy does not have
+    on this machine.
+
+    >>> numpy_dtype_from("<M8[ns]")
+    dtype('<M8[ns]')
+    """
+    try:
+        return _dtype_from(stored)
+    except Malformed as error:
+        raise DamagedCheckpointError(
+            f"{RECORD}: a numpy dtype is damaged: {error}. Load another checkpoint, or copy this one again from where "
+            "it came from.",
+            file=RECORD,
+            key=None,
+            expected="a numpy dtype",
+            found=str(error),
+        ) from None
+    except NotHere as error:
+        raise UnsupportedValueError(f"{error}. Load this part with the numpy that saved it.", key="") from error
+
+
+def _dtype_from(stored: JSON) -> np.dtype[Any]:
+    """The same; raises ``Malformed`` or ``NotHere``."""
     description = _description(stored, _DEEPEST_STRUCTURE)
     try:
         dtype = np.lib.format.descr_to_dtype(description)
@@ -116,7 +142,7 @@ def _write_dtype(value: np.dtype[Any]) -> dict[str, Any]:
 
 
 def _read_dtype(members: Members) -> np.dtype[Any]:
-    return numpy_dtype_from(member(members, "numpy", (str, list)))
+    return _dtype_from(member(members, "numpy", (str, list)))
 
 
 def _write_scalar(value: np.generic) -> dict[str, Any]:
