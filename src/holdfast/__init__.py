@@ -1,11 +1,74 @@
 """Holdfast: checkpoints of distributed PyTorch training that cannot be lost, torn or faked.
 
+    import holdfast as hf
+
+    hf.save(state, "runs/a/step-100")            # collective with N processes, plain with one
+    report = hf.load(state, "runs/a/step-100")   # in place, any layout; says what it did
+    ckpt = hf.open("runs/a/step-100")            # lazy: no process group, no template, no pickle
+    ckpt["model.layers.0.wq"][0:128]             # reads only what that takes
+
 ``holdfast.dcp`` is a drop-in for ``torch.distributed.checkpoint``: change the import, keep the files.
-Importing this package alone needs no torch; its submodules load it when they are used.
+Importing this package needs no torch; saving and loading do.
 """
 
-from holdfast.errors import CheckpointException, HoldfastError
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from holdfast.checkpoint import Checkpoint
+from holdfast.checkpoint import open_checkpoint as open
+from holdfast.errors import CheckpointException, HoldfastError, MissingPackageError
+from holdfast.formats.native.declared import declare
+from holdfast.load_report import LoadReport
+
+if TYPE_CHECKING:
+    from holdfast.states.per_rank import PerRank
+    from holdfast.states.rng import RngState
+    from holdfast.verbs.load import load
+    from holdfast.verbs.save import SavedCheckpoint, save
 
 __version__ = "0.1.0"
 
-__all__ = ["CheckpointException", "HoldfastError", "__version__"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointException",
+    "HoldfastError",
+    "LoadReport",
+    "PerRank",
+    "RngState",
+    "SavedCheckpoint",
+    "__version__",
+    "declare",
+    "load",
+    "open",
+    "save",
+]
+
+_NEED_TORCH = {
+    "PerRank": "holdfast.states.per_rank",
+    "RngState": "holdfast.states.rng",
+    "SavedCheckpoint": "holdfast.verbs.save",
+    "load": "holdfast.verbs.load",
+    "save": "holdfast.verbs.save",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    try:
+        found = getattr(importlib.import_module(_NEED_TORCH[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingPackageError(
+            f"holdfast.{name} needs torch, which is not installed. Checkpoints can be opened without it: holdfast.open",
+            install="torch",
+        ) from error
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

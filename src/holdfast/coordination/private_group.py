@@ -11,6 +11,7 @@ being waited for.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import threading
@@ -196,22 +197,30 @@ class PrivateGroup:
             raise
 
 
-_groups: dict[tuple[int, str], PrivateGroup] = {}
+_groups: dict[tuple[int, str, str], PrivateGroup] = {}
 _lock = threading.Lock()
 
 
-def private_group_of(group: dist.ProcessGroup | None) -> PrivateGroup:
-    """The private connection between the ranks of ``group``, or of all ranks. The same one each time."""
+def private_group_of(group: dist.ProcessGroup | None, purpose: str = "background") -> PrivateGroup:
+    """The private connection between the ranks of ``group``, or of all ranks. The same one each time for a purpose."""
     group = c10d._get_default_group() if group is None else group
     store = c10d._get_process_group_store(group)
     with _lock:
+        _close_orphans(purpose)
         # The store tells a group from one of the same name before a re-initialization.
-        key = (id(store), group.group_name)
+        key = (id(store), group.group_name, purpose)
         if key not in _groups or not _groups[key].is_of(store):
             members = tuple(dist.get_process_group_ranks(group))
-            name = f"holdfast/{group.group_name}"
+            name = f"holdfast/{group.group_name}/{purpose}"
             _groups[key] = PrivateGroup(dist.get_rank(group), members, store, name, _timeout_of(group))
         return _groups[key]
+
+
+def _close_orphans(purpose: str) -> None:
+    """End connections whose process groups are no more. Background saves may still need theirs, and end them later."""
+    if purpose != "background":
+        for key in [key for key, known in _groups.items() if key[2] == purpose and known.is_orphaned()]:
+            _groups.pop(key).close()
 
 
 def forget_private_group(group: PrivateGroup) -> None:
@@ -243,6 +252,7 @@ def _start_anew_in_forked_child() -> None:
 
 
 os.register_at_fork(after_in_child=_start_anew_in_forked_child)
+atexit.register(forget_private_groups)  # they have threads, which must not outlive the interpreter
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

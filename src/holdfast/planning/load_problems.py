@@ -56,7 +56,7 @@ class LoadProblems:
             )
 
     def _fatal_lines(self) -> list[str]:
-        suggestions = _suggestions(self.missing, self._stored_keys)
+        suggestions = near_misses(self.missing, self._stored_keys)
         return [
             *(f"Missing key in checkpoint state_dict: {key}.{suggestions.get(key, '')}" for key in self.missing),
             *(
@@ -80,7 +80,7 @@ def _joined(headline: str, lines: list[str]) -> str:
     return "\n".join([headline, *shown])
 
 
-def _suggestions(missing: list[str], stored: list[str]) -> dict[str, str]:
+def near_misses(missing: list[str], stored: list[str]) -> dict[str, str]:
     """Stored keys that may be meant; looked up for the first few missing ones only, since searching is slow."""
     found: dict[str, str] = {}
     by_tail: dict[str, str] = {}

@@ -62,7 +62,12 @@ class Source(ABC):
     @property
     @abstractmethod
     def metadata(self) -> Mapping[str, Any]:
-        """What the user noted, and what is known about the save."""
+        """What the user noted."""
+
+    @property
+    def written(self) -> Mapping[str, Any]:
+        """What is known about how and when it was written."""
+        return {}
 
     @abstractmethod
     def chunks(self, key: str) -> Sequence[Box]:

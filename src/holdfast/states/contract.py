@@ -12,8 +12,10 @@ Path = tuple[Any, ...]
 class Adapter(ABC):
     """How one live object is saved and loaded. Adapters only look at the object until ``apply`` is called."""
 
-    from_first_rank: frozenset[str] = frozenset()
-    """Keys of ``saved()`` which belong to the first rank by contract: the copies of other ranks may differ."""
+    @property
+    def from_first_rank(self) -> frozenset[str]:
+        """Keys of ``saved()`` which belong to the first rank by contract: the copies of other ranks may differ."""
+        return frozenset()
 
     @abstractmethod
     def saved(self) -> Any:

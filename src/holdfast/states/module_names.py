@@ -7,6 +7,8 @@ names of everything inside. A checkpoint should not depend on that.
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -72,6 +74,13 @@ def canonical_name(root: torch.nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
+def canonical_names(root: torch.nn.Module, names: Iterable[str]) -> list[str]:
+    """The canonical names of many things; those that would have the same one keep their own."""
+    pairs = [(name, canonical_name(root, name)) for name in names]
+    count = Counter(short for _, short in pairs)
+    return [short if count[short] == 1 else name for name, short in pairs]
+
+
 def wrapped_module(module: torch.nn.Module) -> torch.nn.Module | None:
     """What is in a wrapper; None if the module is none."""
     attribute = wrapper_attribute(type(module))
@@ -100,9 +109,10 @@ def _look_up(cls: type[torch.nn.Module]) -> str | None:
 def parameter_names(module: torch.nn.Module) -> dict[int, str]:
     """The canonical name of every parameter, by the parameter's identity. Of several names, the first one."""
     reshard(module)
+    parameters = list(module.named_parameters(remove_duplicate=False))
     names: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), canonical_name(module, name))
+    for (_, parameter), name in zip(parameters, canonical_names(module, [name for name, _ in parameters]), strict=True):
+        names.setdefault(id(parameter), name)
     return names
 
 

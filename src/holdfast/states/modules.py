@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,8 @@ from holdfast.planning.materialize import is_meta, with_memory
 from holdfast.states.contract import Adapter
 from holdfast.states.destinations import fits, is_distributed
 from holdfast.states.fsdp1_modules import contains_fsdp1, sharded_states
-from holdfast.states.module_names import canonical_name
+from holdfast.states.module_loading import heeds_loading, load_module
+from holdfast.states.module_names import canonical_name, canonical_names
 from holdfast.states.stateful import merged
 
 _EXTRA_STATE = "_extra_state"
@@ -27,15 +27,21 @@ class ModuleAdapter(Adapter):
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._raw_names: dict[str, str] = {}
+        self._own: dict[str, torch.Tensor] = {}
+        self._in_place: dict[str, torch.Tensor] = {}
+        self._notes: list[str] = []
 
     @property
-    def from_first_rank(self) -> frozenset[str]:  # type: ignore[override]
+    def from_first_rank(self) -> frozenset[str]:
         """Buffers of ``DistributedDataParallel``, which takes those of rank 0 before it uses them."""
         names = set()
         for prefix, part in self._module.named_modules(remove_duplicate=False):
             if isinstance(part, nn.parallel.DistributedDataParallel) and part.broadcast_buffers:
+                own = f"{prefix}.module." if prefix else "module."
+                ignored = {own + name for name in part.parameters_to_ignore}
                 for name, _ in part.named_buffers(prefix, remove_duplicate=False):
-                    names.add(canonical_name(self._module, name))
+                    if name not in ignored:
+                        names.add(canonical_name(self._module, name))
         return frozenset(names)
 
     def saved(self) -> Any:
@@ -44,17 +50,31 @@ class ModuleAdapter(Adapter):
     def template(self, stored: Any) -> Any:
         beside = stored if isinstance(stored, Mapping) else {}
         memory: dict[int, torch.Tensor] = {}
-        return {name: _target(name, value, beside, memory) for name, value in self._canonical_state().items()}
+        template = {name: _target(name, value, beside, memory) for name, value in self._canonical_state().items()}
+        self._in_place = {
+            name: template[name] for name, raw in self._raw_names.items() if template[name] is self._own.get(raw)
+        }
+        return template
 
     def apply(self, loaded: Any) -> None:
-        given = {self._raw_names[name]: value for name, value in loaded.items() if value is not ANYTHING}
+        stored = {name: value for name, value in loaded.items() if value is not ANYTHING}
+        if all(value is self._in_place.get(name) for name, value in stored.items()) and not heeds_loading(self._module):
+            return
         with sharded_states(self._module):
-            _load(self._module, given)
+            replaced = load_module(self._module, {self._raw_names[name]: value for name, value in stored.items()})
+        if replaced:
+            self._notes.append(
+                f"{len(replaced)} parameters on the meta device, such as '{replaced[0]}', became new objects; "
+                "optimizers that were made before do not know them"
+            )
+
+    def notes(self) -> list[str]:
+        return list(self._notes)
 
     def _canonical_state(self) -> dict[str, Any]:
         with sharded_states(self._module):
-            raw = _state_dict(self._module)
-        self._raw_names = {canonical_name(self._module, name): name for name in raw}
+            raw, self._own = _state_dict(self._module)
+        self._raw_names = dict(zip(canonical_names(self._module, raw), raw, strict=True))
         return dict(zip(self._raw_names, raw.values(), strict=True))
 
 
@@ -82,48 +102,25 @@ def _extra_target(value: Any, stored: Any) -> Any:
     return ANYTHING
 
 
-def _state_dict(module: nn.Module) -> dict[str, Any]:
-    """The state dict, with one object for every tensor however many names it has."""
+def _state_dict(module: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The state dict, and the part of it which is the memory of the model itself, and no copy.
+
+    There is one object for every tensor, however many names it has.
+    """
     if type(module).state_dict is not nn.Module.state_dict or contains_fsdp1(module):
-        return dict(module.state_dict())
+        return dict(module.state_dict()), {}
+    with_grad = module.state_dict(keep_vars=True)
+    members = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     detached: dict[int, torch.Tensor] = {}
     state: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and not isinstance(value, UninitializedTensorMixin):
-            state[name] = detached.setdefault(id(value), value.detach())
-        else:
+    own: dict[str, torch.Tensor] = {}
+    for name, value in with_grad.items():
+        if not isinstance(value, torch.Tensor) or isinstance(value, UninitializedTensorMixin):
             state[name] = value
-    return state
-
-
-def _load(module: nn.Module, given: dict[str, Any]) -> None:
-    """Give a model its state. Copying a tensor onto itself costs nothing, so what was read in place stays there."""
-    if type(module).load_state_dict is not nn.Module.load_state_dict:
-        module.load_state_dict(given)
-        return
-    state: OrderedDict[str, Any] = OrderedDict(given)
-    # Legacy conversions depend on versions of classes; these keys are those of the classes as they are now.
-    state._metadata = _versions(module)  # type: ignore[attr-defined]
-    live = {} if contains_fsdp1(module) else module.state_dict(keep_vars=True)
-    bare = [name for name, value in live.items() if isinstance(value, torch.Tensor) and is_meta(value)]
-    for name in bare:
-        if name in given:
-            _give_memory(live[name], given[name])
-    if bare:
-        state.update({name: live[name] for name in live if name in given and isinstance(live[name], torch.Tensor)})
-    module.load_state_dict(state, strict=False, assign=bool(bare))
-
-
-def _give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
-    """Turn a meta tensor into a real one which is the same object, so that optimizers still know it."""
-    if not is_meta(tensor):  # done already, under another name
-        return
-    if isinstance(tensor, nn.Parameter) and not isinstance(memory, nn.Parameter):
-        memory = nn.Parameter(memory, tensor.requires_grad)
-    torch.utils.swap_tensors(tensor, memory)  # type: ignore[no-untyped-call]
-
-
-def _versions(module: nn.Module) -> OrderedDict[str, dict[str, int]]:
-    return OrderedDict(
-        (name, {"version": part._version}) for name, part in module.named_modules(remove_duplicate=False)
-    )
+            continue
+        if id(value) not in detached:
+            detached[id(value)] = value.detach()
+        state[name] = detached[id(value)]
+        if id(value) in members:
+            own[name] = state[name]
+    return state, own

@@ -63,11 +63,12 @@ def without_anything(entry: Any) -> Any:
 def _match_parameters(live: list[list[Name]], stored: list[list[Name]], notes: list[str]) -> dict[Name, int]:
     ours = {name: number for number, name in enumerate(_flat(live))}
     theirs = _flat(stored)
-    numbered = all(isinstance(name, int) for name in ours) or all(isinstance(name, int) for name in theirs)
-    if numbered:
+    if not ours or not theirs:
+        return {}
+    if all(isinstance(name, int) for name in ours) or all(isinstance(name, int) for name in theirs):
         return _by_position(live, stored, notes)
     found = {name: ours[name] for name in theirs if name in ours}
-    if found or not theirs:
+    if found:
         return found
     bare = {_bare(name): number for name, number in ours.items()}
     if len(bare) == len(ours) and len({_bare(name) for name in theirs}) == len(theirs):

@@ -17,6 +17,7 @@ from holdfast.states.context import Context
 from holdfast.states.contract import Adapter
 from holdfast.states.destinations import fits, like, shape_of, torch_dtype
 from holdfast.states.module_names import strip_wrapper_names
+from holdfast.states.optimizer_casts import put_back, quick_groups, stand_ins
 from holdfast.states.optimizer_names import Match, Name, is_optimizer_state, match, take_settings, without_anything
 from holdfast.states.stateful import StatefulAdapter, merged
 
@@ -98,9 +99,13 @@ class OptimizerAdapter(Adapter):
         state.update({n: raw["state"][n] for i, n in enumerate(numbers) if i not in found and n in raw["state"]})
         groups = take_settings(raw["param_groups"], loaded["param_groups"], self._match)
         others = {key: value for key, value in loaded.items() if key not in ("state", "param_groups")}
-        self._optimizer.load_state_dict({**others, "state": state, "param_groups": groups})
-        for number, parameter in zip(numbers, self._parameters(), strict=True):
-            _undo_casts(self._optimizer.state, parameter, state.get(number, {}))
+        parameters = dict(zip(numbers, self._parameters(), strict=True))
+        given = stand_ins(self._optimizer, parameters, state)
+        self._optimizer.load_state_dict(
+            {**others, "state": given, "param_groups": quick_groups(self._optimizer, groups)}
+        )
+        for number, parameter in parameters.items():
+            put_back(self._optimizer.state.get(parameter), state.get(number, {}))
 
     def notes(self) -> list[str]:
         return [] if self._match is None else list(self._match.notes)
@@ -153,26 +158,6 @@ def _destination(key: str, parameter: torch.Tensor, live: Any, stored: Any) -> A
     if shape_of(parameter) == tuple(stored.shape) or key in _SHAPED_LIKE_PARAMETERS:
         return like(parameter, stored)
     return ANYTHING
-
-
-def _undo_casts(state: Any, parameter: torch.Tensor, ours: Mapping[str, Any]) -> None:
-    """Put back what torch turned into the parameter's element type: moments have their own."""
-    theirs = state.get(parameter)
-    if not isinstance(theirs, dict):
-        return
-    for key, value in ours.items():
-        if key in theirs and key != "step":
-            theirs[key] = _uncast(value, theirs[key])
-
-
-def _uncast(ours: Any, theirs: Any) -> Any:
-    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        return ours.to(theirs.device) if ours.dtype != theirs.dtype else theirs
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        return {key: _uncast(ours[key], value) if key in ours else value for key, value in theirs.items()}
-    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        return [_uncast(*pair) for pair in zip(ours, theirs, strict=True)]
-    return ours if isinstance(ours, str) else theirs
 
 
 def _parameter_name(key: Any, known: set[Name]) -> Any:

@@ -160,7 +160,8 @@ class _Archive:
             if start <= position and position + length <= start + len(window):
                 return window[position - start : position - start + length]
         window = self._read(position, max(length, _WINDOW))
-        self._windows.append((position, window))
+        # The end, the directory and the newest are enough: entries are looked at in the order in which they lie.
+        self._windows[2:] = [(position, window)]
         return window[:length]
 
     def directory(self) -> tuple[list[_Listed], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from holdfast.formats.native.dtypes import DType
@@ -19,6 +20,13 @@ class TensorRef:
     kind: str = "replicated"
     numpy: Any = None
     """The numpy dtype (as ``dtype.str`` or ``dtype.descr``) if it was a numpy array."""
+    rank: int | None = None
+    """The rank that it belongs to, if it is of the kind ``per_rank``."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

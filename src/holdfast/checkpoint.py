@@ -1,0 +1,165 @@
+"""``holdfast.open``: a checkpoint as a read-only mapping, of which nothing is read before it is asked for."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from holdfast.formats.native.refs import PerRankValues, TensorRef
+from holdfast.patterns import Chooser, Patterns
+from holdfast.sources.detect import open_source
+from holdfast.sources.source import Request, Source
+from holdfast.sources.stored_nodes import StoredNode
+from holdfast.sources.trees import NOTHING, collect_refs, mapped, pruned, substituted
+from holdfast.stores.store import Store
+from holdfast.tensor_handles import TensorHandle, as_elements, torch_is_here
+
+
+def open_checkpoint(path: str | os.PathLike[str] | Store, *, allow_pickle: bool = False) -> Checkpoint:
+    """Open a checkpoint of any kind that Holdfast reads, without a process group, a model or (for its own) torch.
+
+    Known to users as ``holdfast.open``. ``allow_pickle`` loads values that were stored as pickles, which can run any
+    code.
+
+    Example:
+        >>> import tempfile, torch
+        >>> import holdfast as hf
+        >>> path = tempfile.mkdtemp() + "/step-100"
+        >>> saved = hf.save({"model": torch.nn.Linear(4, 2), "step": 100}, path, metadata={"loss": 0.25})
+        >>> checkpoint = hf.open(path)
+        >>> list(checkpoint), checkpoint["step"], checkpoint.metadata["loss"]
+        (['model.weight', 'model.bias', 'step'], 100, 0.25)
+        >>> checkpoint["model.weight"].shape, checkpoint["model.weight"][0:1].shape
+        ((2, 4), torch.Size([1, 4]))
+    """
+    return Checkpoint(open_source(path, allow_pickle=allow_pickle))
+
+
+class Checkpoint(Mapping[str, Any]):
+    """An opened checkpoint: keys, with handles of tensors and plain values.
+
+    A tensor is read when its handle is sliced, and only as much of it as that takes.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.looked_at: set[str] = set()
+        """Keys that were asked for."""
+
+    @property
+    def path(self) -> str:
+        """Where it is."""
+        return self._source.location
+
+    @property
+    def format(self) -> str:
+        """``native``, ``dcp``, ``safetensors`` or ``torch``."""
+        return self._source.format
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What was given to ``save`` as ``metadata``."""
+        return self._source.metadata
+
+    @property
+    def written(self) -> Mapping[str, Any]:
+        """When, by how many ranks, and with which versions it was written, as far as that is known."""
+        return self._source.written
+
+    def __getitem__(self, key: str) -> Any:
+        leaf = self._leaves.get(key)
+        if leaf is None:
+            raise KeyError(self._what_is_wrong_with(key))
+        self.looked_at.add(key)
+        return substituted(leaf.value, self._handle)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._leaves)
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._leaves
+
+    def tree(self) -> Any:
+        """The saved state in its containers, with a handle in place of every tensor."""
+        return substituted(_with_lists(self._source.tree), self._handle)
+
+    def load(self, pattern: Patterns | None = None, *, verify: bool = True) -> Any:
+        """The saved state, or the part of it whose keys are meant by ``pattern``, read into memory.
+
+        Containers and keys are of the types that they had. Tensors that were tied are one tensor again. What every rank
+        had its own of is a list, by rank.
+        """
+        tree = self._source.tree
+        if pattern is not None:
+            chosen = Chooser(pattern)
+            keys = {leaf.path: key for key, leaf in self._leaves.items()}
+            tree = pruned(tree, (), lambda path: path in keys and chosen(keys[path]))
+            if tree is NOTHING:
+                return {}
+        refs: dict[str, TensorRef] = {}
+        collect_refs(tree, refs)
+        buffers = {key: np.empty(ref.shape, ref.dtype.carrier) for key, ref in refs.items()}
+        self._source.read(
+            [
+                Request(key, (0,) * len(ref.shape), ref.shape, buffers[key])
+                for key, ref in refs.items()
+                if buffers[key].size
+            ],
+            verify=verify,
+        )
+        self.looked_at.update(key for key, leaf in self._leaves.items() if pattern is None or chosen(key))
+        elements = {
+            key: as_elements(buffers[key], ref, as_torch=ref.numpy is None and torch_is_here())
+            for key, ref in refs.items()
+        }
+        return substituted(_with_lists(tree), lambda ref: elements[ref.key])
+
+    def close(self) -> None:
+        """Let go of what is open."""
+        self._source.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        tensors = self._source.tensors.values()
+        total = sum(ref.nbytes for ref in tensors)
+        return f"<{self.format} checkpoint {self.path}: {len(tensors)} tensors, {total:,} bytes, {len(self)} keys>"
+
+    @cached_property
+    def _leaves(self) -> dict[str, StoredNode]:
+        return {leaf.key: leaf for leaf in StoredNode.of(self._source.tree).leaves()}
+
+    def _handle(self, ref: TensorRef) -> TensorHandle:
+        return TensorHandle(self._source, ref)
+
+    def _what_is_wrong_with(self, key: str) -> str:
+        below = [other for other in self._leaves if other.startswith(f"{key}.")]
+        if below:
+            return f"{key!r} is not one entry but {len(below)}, such as {below[0]!r}; load({key!r}) reads them all"
+        near = difflib.get_close_matches(str(key), list(self._leaves)[:5000], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"there is no {key!r} in {self.path}{hint}"
+
+
+def _with_lists(tree: Any) -> Any:
+    """A tree with lists where it has a value per rank."""
+    if isinstance(tree, PerRankValues):
+        return [_with_lists(value) for value in tree.ranks]
+    if isinstance(tree, TensorRef):
+        return tree
+    return mapped(tree, _with_lists)

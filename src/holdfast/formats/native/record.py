@@ -1,0 +1,231 @@
+"""The record of a checkpoint (``holdfast.json``): what it contains, sealed by a digest of its own.
+
+``docs/format.md`` describes it. Whatever passes ``decode_record`` can be used without looking twice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NoReturn
+
+import xxhash
+
+from holdfast.errors import DamagedCheckpointError, UnsupportedVersionError
+from holdfast.formats.json_objects import are_sizes, parse_json_object
+from holdfast.formats.native.dtypes import dtype_named
+from holdfast.formats.native.names import RECORD, generation_of, index_file, is_generation
+from holdfast.formats.native.refs import TensorRef
+
+FORMAT = "holdfast"
+VERSION = (1, 0)
+BLOCK_BYTES = 1 << 16
+
+KINDS = ("sharded", "replicated", "per_rank")
+_HEAD = re.compile(rb'\{"format":"holdfast",\s*"version":\[([0-9]{1,9}),([0-9]{1,9})\]')
+_TAIL = re.compile(rb',"check":"([0-9a-f]{32})"\}\n')
+_TAIL_BYTES = len(b',"check":""}\n') + 32
+_MOST_DIMENSIONS = 64
+_LARGEST_FILE = 1 << 62
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a checkpoint."""
+
+    name: str
+    nbytes: int
+    digest: str = ""
+    """Of the whole file; only the columns file has one, data files have digests of blocks."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a checkpoint contains, apart from where it lies."""
+
+    generation: str
+    files: Sequence[StoredFile]
+    index: StoredFile
+    tensors: Sequence[TensorRef]
+    tree: Any
+    """The state as a typed value, with references to tensors."""
+    metadata: Any = None
+    written: Mapping[str, Any] = field(default_factory=dict)
+    block_bytes: int = BLOCK_BYTES
+    version: tuple[int, int] = VERSION
+
+
+def encode_record(record: Record) -> bytes:
+    """The bytes of a record, with a line for each member, file and tensor."""
+    lines = [
+        _member("format", FORMAT),
+        _member("version", list(record.version)),
+        _member("generation", record.generation),
+        _member("block_bytes", record.block_bytes),
+        _member("written", dict(record.written)),
+        _member("metadata", record.metadata),
+        _table("files", [{"name": file.name, "bytes": file.nbytes} for file in record.files]),
+        _member("index", {"name": record.index.name, "bytes": record.index.nbytes, "xxh3_128": record.index.digest}),
+        _table("tensors", [_tensor_members(tensor) for tensor in record.tensors]),
+        _member("tree", record.tree),
+    ]
+    # Escapes for all but ASCII: a text may hold what UTF-8 cannot, such as half of a surrogate pair.
+    body = ("{" + ",\n".join(lines)).encode("ascii")
+    return body + b',"check":"%s"}\n' % xxhash.xxh3_128_hexdigest(body).encode()
+
+
+def decode_record(data: bytes, source: str) -> Record:
+    """Check and take apart the record ``data``. ``source`` is how errors call it."""
+    members = _opened(data, source)
+    version: Any = members.get("version")
+    if not (are_sizes(version) and len(version) == 2):
+        _refuse(source, "has no version", "[major, minor]", version)
+    _refuse_newer(version[0], version[1], source)
+    generation, block_bytes = members.get("generation"), members.get("block_bytes")
+    if not isinstance(generation, str) or not is_generation(generation):
+        _refuse(source, "has no generation", "16 hexadecimal digits", generation)
+    if type(block_bytes) is not int or not 4096 <= block_bytes <= 1 << 30 or block_bytes & (block_bytes - 1):
+        _refuse(source, "has no valid block size", "a power of two from 4096 to 1073741824", block_bytes)
+    written = members.get("written", {})
+    if not isinstance(written, dict):
+        _refuse(source, "does not say how it was written", "an object", type(written).__name__)
+    return Record(
+        generation=generation,
+        files=_files(members.get("files"), source),
+        index=_index(members.get("index"), generation, source),
+        tensors=_tensors(members.get("tensors"), source),
+        tree=members.get("tree"),
+        metadata=members.get("metadata"),
+        written=written,
+        block_bytes=block_bytes,
+        version=(version[0], version[1]),
+    )
+
+
+def _refuse_newer(major: int, minor: int, source: str) -> None:
+    if not 1 <= major <= VERSION[0]:
+        raise UnsupportedVersionError(
+            f"{source} is of version {major}.{minor} of the format, and this Holdfast reads versions up to "
+            f"{VERSION[0]}. Load it with a newer Holdfast.",
+            file=source,
+            version=f"{major}.{minor}",
+        )
+
+
+def _member(name: str, value: Any) -> str:
+    return f'"{name}":{json.dumps(value, separators=(",", ":"), allow_nan=False)}'
+
+
+def _table(name: str, rows: list[dict[str, Any]]) -> str:
+    encode = json.JSONEncoder(separators=(",", ":")).encode
+    return f'"{name}":[\n' + ",\n".join(map(encode, rows)) + "]"
+
+
+def _tensor_members(tensor: TensorRef) -> dict[str, Any]:
+    members: dict[str, Any] = {
+        "key": tensor.key,
+        "dtype": tensor.dtype.name,
+        "shape": list(tensor.shape),
+        "kind": tensor.kind,
+    }
+    if tensor.rank is not None:
+        members["rank"] = tensor.rank
+    if tensor.numpy is not None:
+        members["numpy"] = tensor.numpy
+    return members
+
+
+def _opened(data: bytes, source: str) -> dict[str, Any]:
+    body, tail = data[:-_TAIL_BYTES], _TAIL.fullmatch(data[-_TAIL_BYTES:])
+    head = _HEAD.match(data)
+    if head is not None and (tail is None or xxhash.xxh3_128_hexdigest(body) != tail.group(1).decode()):
+        # A later version may seal its record in another way, but says which version it is in this one.
+        _refuse_newer(int(head.group(1)), int(head.group(2)), source)
+    if tail is None:
+        _refuse(source, "does not end as a record must; it is cut off or was changed", ',"check":"…"}', data[-60:])
+    found = xxhash.xxh3_128_hexdigest(body)
+    if found != tail.group(1).decode():
+        _refuse(source, "was changed after it was written: its digest differs", tail.group(1).decode(), found)
+    members = parse_json_object(data, source)
+    if members.get("format") != FORMAT:
+        _refuse(source, "is not the record of a checkpoint", FORMAT, members.get("format"))
+    return members
+
+
+def _files(rows: Any, source: str) -> list[StoredFile]:
+    if not isinstance(rows, list):
+        _refuse(source, "lists no files", "a list", type(rows).__name__)
+    files = [_file(row, source) for row in rows]
+    names = {file.name for file in files}
+    for file in files:
+        if generation_of(file.name) is None or not file.name.startswith("data-"):
+            _refuse(source, "lists a file whose name is not that of a data file", "data-…", file.name)
+    if len(names) < len(files):
+        _refuse(source, "lists a file twice", "each file once", len(files) - len(names))
+    return files
+
+
+def _file(row: Any, source: str) -> StoredFile:
+    if not isinstance(row, dict):
+        _refuse(source, "lists a file in a wrong way", "an object", row)
+    name: Any = row.get("name")
+    nbytes: Any = row.get("bytes")
+    if not isinstance(name, str) or not are_sizes([nbytes]) or nbytes > _LARGEST_FILE:
+        _refuse(source, "lists a file in a wrong way", "a name and a number of bytes", row)
+    return StoredFile(name, nbytes)
+
+
+def _index(row: Any, generation: str, source: str) -> StoredFile:
+    file = _file(row, source)
+    digest = row.get("xxh3_128")
+    if file.name != index_file(generation):
+        _refuse(source, "names another save's columns", index_file(generation), file.name)
+    if not isinstance(digest, str):
+        _refuse(source, "has no digest of the columns", "32 hexadecimal digits", digest)
+    return StoredFile(file.name, file.nbytes, digest)
+
+
+def _tensors(rows: Any, source: str) -> list[TensorRef]:
+    if not isinstance(rows, list):
+        _refuse(source, "lists no tensors", "a list", type(rows).__name__)
+    tensors = [_tensor(row, source) for row in rows]
+    if len({tensor.key for tensor in tensors}) < len(tensors):
+        _refuse(source, "lists a tensor twice", "each key once", "a key more than once")
+    return tensors
+
+
+def _tensor(row: Any, source: str) -> TensorRef:
+    if not isinstance(row, dict):
+        _refuse(source, "describes a tensor in a wrong way", "an object", row)
+    name: Any = row.get("dtype")
+    key, shape, kind, rank = row.get("key"), row.get("shape"), row.get("kind"), row.get("rank")
+    if not isinstance(key, str):
+        _refuse(source, "has a tensor without a key", "a text", key)
+    if not isinstance(shape, list) or not are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
+        _refuse(source, f"has no valid shape for {key!r}", f"up to {_MOST_DIMENSIONS} sizes", shape)
+    if kind not in KINDS or (kind == "per_rank") != are_sizes([rank]):
+        _refuse(source, f"has no valid kind for {key!r}", f"one of {KINDS}", (kind, rank))
+    try:
+        dtype = dtype_named(name)
+    except (ValueError, TypeError):
+        _refuse(source, f"has an unknown dtype for {key!r}", "a dtype of the format", name)
+    if prod(shape) * dtype.itemsize > _LARGEST_FILE:
+        _refuse(source, f"has a tensor {key!r} that cannot be", f"at most {_LARGEST_FILE} bytes", shape)
+    return TensorRef(key, dtype, tuple(shape), kind, row.get("numpy"), rank)
+
+
+def _refuse(source: str, what: str, expected: Any, found: Any) -> NoReturn:
+    raise DamagedCheckpointError(
+        f"{source} {what} (expected {expected!s:.200}, found {found!s:.200}). Copy the checkpoint again, or load "
+        "another one.",
+        file=source,
+        key=None,
+        expected=expected,
+        found=found,
+    )
+
+
+__all__ = ["BLOCK_BYTES", "FORMAT", "RECORD", "VERSION", "Record", "StoredFile", "decode_record", "encode_record"]

@@ -1,0 +1,70 @@
+"""What a load did: the same on all ranks, for programs as fields and for people as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+_MOST_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did, over all ranks together."""
+
+    path: str
+    format: str
+    """``native``, ``dcp``, ``safetensors`` or ``torch``."""
+    identity: str
+    """Which save it was."""
+    read: Sequence[str]
+    """Keys of the state that got their stored tensor or value."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Stored keys that went to another key of the state."""
+    cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Keys whose elements were converted: the stored dtype, and the new one."""
+    transformed: Sequence[str] = ()
+    """Keys that got what a function made of the checkpoint."""
+    missing: Sequence[str] = ()
+    """Keys of the state that the checkpoint does not have. They were allowed to be missing and stay as they were."""
+    unexpected: Sequence[str] = ()
+    """Stored keys for which the state has no place. They were allowed, and not loaded."""
+    untouched: Sequence[str] = ()
+    """Keys of the state that were not to be loaded."""
+    not_requested: Sequence[str] = ()
+    """Stored keys of other parts of the checkpoint than those in the state."""
+    notes: Sequence[str] = ()
+    bytes_read: int = 0
+    """From storage, by all ranks together."""
+    elements: int = 0
+    """Of all tensors in the state, on all ranks together. Each of them was written exactly once."""
+    seconds: float = 0.0
+    world_size: int = 1
+
+    def __str__(self) -> str:
+        rate = f", {self.bytes_read / self.seconds / 1e6:,.0f} MB/s" if self.seconds > 0 else ""
+        ranks = f" on {self.world_size} ranks" if self.world_size > 1 else ""
+        lines = [
+            f"loaded {len(self.read)} keys from {self.path} ({self.format}){ranks}",
+            f"  {self.elements:,} elements, {self.bytes_read:,} bytes read in {self.seconds:.2f} s{rate}",
+        ]
+        renamed = [f"{old} -> {new}" for old, new in self.renamed.items()]
+        cast = [f"{key} ({old} -> {new})" for key, (old, new) in self.cast.items()]
+        for headline, keys in [
+            ("renamed", renamed),
+            ("cast", cast),
+            ("transformed", self.transformed),
+            ("missing, left as they were", self.missing),
+            ("unexpected, not loaded", self.unexpected),
+            ("untouched", self.untouched),
+            ("in the checkpoint, not asked for", self.not_requested),
+        ]:
+            if keys:
+                lines.append(f"  {headline}: {len(keys)}: {_some(keys)}")
+        lines.extend(f"  note: {note}" for note in self.notes)
+        return "\n".join(lines)
+
+
+def _some(keys: Sequence[str]) -> str:
+    shown = ", ".join(keys[:_MOST_SHOWN])
+    return shown if len(keys) <= _MOST_SHOWN else f"{shown}, …"

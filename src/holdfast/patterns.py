@@ -1,0 +1,83 @@
+"""Choosing keys: by wildcards, regular expressions, functions, or several of these."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import translate
+from typing import Any, TypeAlias
+
+Pattern: TypeAlias = "str | re.Pattern[str] | Callable[[str], bool]"
+Patterns: TypeAlias = "Pattern | Iterable[Pattern]"
+
+
+class Chooser:
+    """Says which keys are meant.
+
+    A text is a pattern with wildcards, of which ``*`` stands for anything, dots too. It means every key that it
+    matches, and all that lies below: ``"optim"`` means all that ``"optim.*"`` does. A compiled regular expression has
+    to match the whole key. A function is asked.
+
+    >>> chosen = Chooser(["model.*.bias", "optim"])
+    >>> [chosen(key) for key in ("model.layers.0.bias", "model.layers.0.weight", "optim.state.0.step")]
+    [True, False, True]
+    """
+
+    def __init__(self, patterns: Patterns) -> None:
+        several: Any = [patterns] if isinstance(patterns, (str, re.Pattern)) or callable(patterns) else patterns
+        self._tests = [_test(pattern) for pattern in several]
+
+    def __call__(self, key: str) -> bool:
+        return any(test(key) for test in self._tests)
+
+
+def chooser(patterns: Patterns | None, *, otherwise: bool) -> Callable[[str], bool]:
+    """A chooser of these patterns; without patterns the answer is always the same."""
+    return (lambda key: otherwise) if patterns is None else Chooser(patterns)
+
+
+class Selection:
+    """The keys that are included and not excluded. Without ``include`` all are."""
+
+    def __init__(self, include: Patterns | None, exclude: Patterns | None) -> None:
+        self.is_everything = include is None and exclude is None
+        self._included = chooser(include, otherwise=True)
+        self._excluded = chooser(exclude, otherwise=False)
+
+    def __call__(self, key: str) -> bool:
+        return self._included(key) and not self._excluded(key)
+
+
+class Choice:
+    """A value for each key, from a mapping of patterns to values; the first pattern that fits counts.
+
+    >>> Choice({"model.*": "bfloat16"})("model.weight")
+    'bfloat16'
+    """
+
+    def __init__(self, values: Mapping[Pattern, Any] | None) -> None:
+        self._tests = [(_test(pattern), value) for pattern, value in (values or {}).items()]
+
+    def __call__(self, key: str) -> Any:
+        """The value for a key; None if there is none."""
+        for test, value in self._tests:
+            if test(key):
+                return value
+        return None
+
+    def __bool__(self) -> bool:
+        return bool(self._tests)
+
+
+def _test(pattern: Pattern) -> Callable[[str], bool]:
+    if isinstance(pattern, str):
+        matches = re.compile(f"{translate(pattern)[:-2]}(?:\\..*)?\\Z", re.DOTALL).match
+        return lambda key: matches(key) is not None
+    if isinstance(pattern, re.Pattern):
+        return lambda key: pattern.fullmatch(key) is not None
+    if callable(pattern):
+        return lambda key: bool(pattern(key))
+    raise TypeError(
+        f"{pattern!r} does not say which keys are meant; give a text with wildcards such as 'model.*', a compiled "
+        "regular expression, or a function of the key"
+    )

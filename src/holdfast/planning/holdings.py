@@ -1,0 +1,196 @@
+"""What one rank holds of the tensors that are to be saved: descriptions that travel, and the data that stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from holdfast.boxes import Box
+from holdfast.errors import UnsupportedTensorError
+from holdfast.formats.native.dtypes import dtype_named, name_of
+from holdfast.formats.native.stored_members import CannotStore
+from holdfast.formats.native.values import stored_numpy_dtype
+from holdfast.metadata import MetadataIndex
+from holdfast.planning.tensor_pieces import array_pieces, tensor_pieces
+from holdfast.planning.tensors import (
+    WRITE_HOOK,
+    create_chunk_list,
+    find_tensor_shard,
+    may_be_replicated,
+    refuse_if_it_has_no_bytes,
+    size_and_dtype,
+)
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Holding(NamedTuple):
+    """What a rank has of one tensor."""
+
+    key: str
+    dtype: str
+    """As which it is stored."""
+    shape: tuple[int, ...]
+    kind: str
+    boxes: tuple[Box, ...]
+    rank: int | None = None
+    """Whose it is, if every rank has one of its own."""
+    numpy: Any = None
+    tied_to: str | None = None
+    """A key before this one under which the very same memory is held."""
+    from_first_rank: bool = False
+    """The copy of the first rank counts, whatever the others have."""
+    digests: tuple[bytes, ...] = ()
+    """Of the boxes, if other ranks may hold the same ones and are to be compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A tensor or numpy array of the state, and the element type to store it as if that is another one."""
+
+    key: str
+    value: Any
+    stored_dtype: torch.dtype | None = None
+
+    def pieces(self, box: Box, largest: int) -> Iterator[Bytes]:
+        """The stored form of a box that this rank holds, in order, converted in parts of ``largest`` bytes."""
+        if isinstance(self.value, np.ndarray):
+            return array_pieces(_part(self.value, box), largest)
+        return tensor_pieces(self._local(box), largest, self.stored_dtype)
+
+    def digest(self, box: Box) -> bytes:
+        """Of the content of a box as this rank has it."""
+        hasher = xxhash.xxh3_128()
+        value = self.value
+        pieces = array_pieces(value) if isinstance(value, np.ndarray) else tensor_pieces(self._held_chunk(box))
+        for piece in pieces:
+            hasher.update(piece.data)
+        return hasher.digest()
+
+    def _held_chunk(self, box: Box) -> torch.Tensor:
+        return find_tensor_shard(self.value, MetadataIndex(self.key, box.offsets))
+
+    def _local(self, box: Box) -> torch.Tensor:
+        """A box of the tensor, which lies in one of the chunks that this rank holds."""
+        if _is_plain(self.value):
+            return cast("torch.Tensor", _part(self.value.detach(), box))
+        for chunk in create_chunk_list(self.value, key=self.key):
+            inside = all(
+                first <= start and start + length <= first + size
+                for first, size, start, length in zip(chunk.offsets, chunk.sizes, box.offsets, box.sizes, strict=True)
+            )
+            if inside:
+                origin = [start - first for start, first in zip(box.offsets, chunk.offsets, strict=True)]
+                held = find_tensor_shard(self.value, MetadataIndex(self.key, chunk.offsets))
+                return cast("torch.Tensor", _part(held.detach(), Box(tuple(origin), box.sizes)))
+        raise AssertionError(f"this rank was asked for a part of {self.key!r} that it does not hold: {box}")
+
+
+def hold(key: str, value: Any, *, stored_dtype: torch.dtype | None, compare: bool) -> tuple[Holding, LocalTensor]:
+    """Describe what this rank has of a tensor or numpy array. ``compare`` if other ranks may have the same."""
+    local = LocalTensor(key, value, stored_dtype)
+    if isinstance(value, np.ndarray):
+        described = _describe_array(key, value)
+    elif _is_plain(value):
+        refuse_if_it_has_no_bytes(key, value)
+        shape = tuple(value.shape)
+        described = Holding(key, _dtype(key, stored_dtype or value.dtype), shape, "replicated", (_whole(shape),))
+    else:
+        described = _describe_distributed(key, value, stored_dtype)
+    if value.size if isinstance(value, np.ndarray) else value.numel():
+        if compare and (isinstance(value, np.ndarray) or may_be_replicated(value)):
+            return described._replace(digests=tuple(map(local.digest, described.boxes))), local
+        return described, local
+    return described._replace(boxes=()), local
+
+
+def memory_of(value: Any) -> tuple[Any, ...] | None:
+    """What two names for the very same elements have in common; None if there are no elements."""
+    if isinstance(value, ShardedTensor) or (hasattr(type(value), WRITE_HOOK) and not isinstance(value, DTensor)):
+        return None
+    if isinstance(value, np.ndarray):
+        if value.size == 0:
+            return None
+        return "numpy", value.__array_interface__["data"][0], value.dtype.str, value.shape, value.strides
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if not isinstance(local, torch.Tensor) or local.numel() == 0 or local.is_meta:
+        return None
+    layout = (value.device_mesh, value.placements) if isinstance(value, DTensor) else ()
+    try:
+        address = local.data_ptr()
+    except RuntimeError:  # a kind of tensor that has no memory of its own
+        return None
+    return str(local.device), address, local.dtype, tuple(value.shape), local.stride(), *layout
+
+
+def _describe_array(key: str, array: Any) -> Holding:
+    little = array.dtype.newbyteorder("<")
+    name = name_of(array.dtype)
+    try:
+        known = dtype_named(name or "").numpy is not None and array.dtype == little
+    except ValueError:
+        known = False
+    shape = tuple(array.shape)
+    stored = name if known and name is not None else f"raw{array.dtype.itemsize}"
+    if array.dtype.itemsize == 0:
+        raise UnsupportedTensorError(
+            f"'{key}' is a numpy array of {array.dtype}, whose elements have no bytes. Leave it out, or convert it.",
+            key=key,
+            kind=str(array.dtype),
+        )
+    return Holding(key, stored, shape, "replicated", (_whole(shape),), numpy=_numpy_name(key, array.dtype))
+
+
+def _numpy_name(key: str, dtype: Any) -> Any:
+    try:
+        return stored_numpy_dtype(dtype)
+    except CannotStore as reason:
+        raise UnsupportedTensorError(f"'{key}' cannot be stored: {reason}", key=key, kind=str(dtype)) from None
+
+
+def _describe_distributed(key: str, tensor: Any, stored_dtype: torch.dtype | None) -> Holding:
+    size, dtype = size_and_dtype(tensor)
+    boxes = tuple(
+        Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        for chunk in create_chunk_list(tensor, key=key)
+        if all(chunk.sizes)
+    )
+    for box in boxes[:1]:
+        refuse_if_it_has_no_bytes(key, find_tensor_shard(tensor, MetadataIndex(key, box.offsets)))
+    shape = tuple(size)
+    whole = isinstance(tensor, DTensor) and all(placement.is_replicate() for placement in tensor.placements)
+    return Holding(key, _dtype(key, stored_dtype or dtype), shape, "replicated" if whole else "sharded", boxes)
+
+
+def _is_plain(tensor: Any) -> bool:
+    return not isinstance(tensor, (DTensor, ShardedTensor)) and not hasattr(type(tensor), WRITE_HOOK)
+
+
+def _whole(shape: Sequence[int]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def _dtype(key: str, dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    try:
+        return dtype_named(name).name
+    except ValueError:
+        raise UnsupportedTensorError(
+            f"'{key}' is a tensor of {dtype}, which the format has no place for. Convert it before saving (a quantized "
+            "tensor with int_repr(), and its scale beside it).",
+            key=key,
+            kind=str(dtype),
+        ) from None
+
+
+def _part(array: Any, box: Box) -> Any:
+    if box.sizes == tuple(array.shape):
+        return array
+    return array[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]

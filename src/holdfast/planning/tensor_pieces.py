@@ -1,0 +1,72 @@
+"""The elements of tensors and arrays as bytes in row-major order, in pieces of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from holdfast.planning.local_bytes import as_bytes
+
+Bytes = npt.NDArray[np.uint8]
+
+PIECE_BYTES = 4 << 20
+
+
+def tensor_pieces(tensor: torch.Tensor, largest: int = PIECE_BYTES, cast: torch.dtype | None = None) -> Iterator[Bytes]:
+    """The elements of a local tensor. One view of its memory if they lie there just so; else copies, part by part.
+
+    >>> [piece.tolist() for piece in tensor_pieces(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T, largest=2)]
+    [[1, 3], [2, 4]]
+    """
+    if _lies_ready(tensor) and (cast is None or cast == tensor.dtype):
+        yield _bytes_of(tensor)
+        return
+    itemsize = tensor.element_size() if cast is None else max(cast.itemsize, tensor.element_size())
+    for part in _parts(tensor, max(1, largest // itemsize)):
+        converted = part if cast is None else part.to(cast)
+        yield np.frombuffer(as_bytes(converted), np.uint8)
+
+
+def array_pieces(array: npt.NDArray[Any], largest: int = PIECE_BYTES) -> Iterator[Bytes]:
+    """The same for a numpy array."""
+    if array.flags.c_contiguous:
+        if array.size:
+            yield array.reshape(-1).view(np.uint8)
+        return
+    for part in _parts(array, max(1, largest // array.itemsize)):
+        yield np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+
+
+def _lies_ready(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    return np.frombuffer(as_bytes(tensor), np.uint8)
+
+
+def _parts(array: Any, most: int) -> Iterator[Any]:
+    """Parts of up to ``most`` elements, in row-major order, cut along the first dimensions."""
+    shape = tuple(array.shape)
+    count = int(np.prod(shape, dtype=np.int64))
+    if count <= most or max(shape, default=1) == 1:
+        if count:
+            yield array
+        return
+    dim = next(dim for dim, size in enumerate(shape) if size > 1)
+    step = max(1, most // (count // shape[dim]))
+    for start in range(0, shape[dim], step):
+        part = array[(slice(None),) * dim + (slice(start, start + step),)]
+        if step == 1:
+            yield from _parts(part, most)
+        else:
+            yield part

@@ -1,0 +1,224 @@
+"""Writes the files of a checkpoint of our own format, and commits them.
+
+Files of a save have names that nobody used before, and count for nothing until the record names them. So everything
+before the commit is undone by deleting them, and whatever a kill leaves behind is ignored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from holdfast.boxes import Box
+from holdfast.errors import CheckpointExistsError, IncompleteSaveError
+from holdfast.formats.native.blocks import Digests
+from holdfast.formats.native.columns import Columns, digest_of, encode_columns
+from holdfast.formats.native.layout import ChunkToWrite, lay_out
+from holdfast.formats.native.names import RECORD, data_file, generation_of, index_file
+from holdfast.formats.native.record import BLOCK_BYTES, Record, StoredFile, decode_record, encode_record
+from holdfast.formats.native.refs import TensorRef
+from holdfast.formats.native.writing import WRITE_BYTES, write_data_file
+from holdfast.planning.holdings import LocalTensor
+from holdfast.stores.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Before:
+    """What was in the store when a save began."""
+
+    record: bytes | None
+    names: frozenset[str]
+    """Files of ours. Those that the new checkpoint does not need are removed once it is committed."""
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A data file that was written, with its chunks as rows: tensor number, position, offsets, sizes."""
+
+    name: str
+    nbytes: int
+    chunks: Sequence[tuple[int, int, tuple[int, ...], tuple[int, ...]]]
+    digests: Digests
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a record tells besides its files."""
+
+    tensors: Sequence[TensorRef]
+    tree: Any
+    metadata: Any
+    written: Mapping[str, Any]
+
+
+def look_before(store: Store, *, overwrite: bool) -> Before:
+    """Look at what is in the store. Raises if a checkpoint is in the way, of ours or of another kind."""
+    names = {listed.name for listed in store.list()}
+    record = store.read(RECORD) if RECORD in names else None
+    if record is not None and not overwrite:
+        raise CheckpointExistsError(
+            f"there is a checkpoint at {store.location}{_about(record, store)}. Save to another place, or pass "
+            "overwrite=True to replace it in one step.",
+            path=store.location,
+        )
+    foreign = _foreign_checkpoint(names)
+    if foreign is not None:
+        raise CheckpointExistsError(
+            f"{store.location} holds a checkpoint of another kind ({foreign}). Save to a place of its own: two "
+            "checkpoints in one folder cannot be told apart.",
+            path=store.location,
+        )
+    return Before(record, frozenset(name for name in names if generation_of(name) is not None))
+
+
+def write_chunks(
+    store: Store,
+    chunks: Sequence[ChunkToWrite],
+    local: Mapping[str, LocalTensor],
+    *,
+    generation: str,
+    rank: int,
+    max_file_size: int | None = None,
+    memory_budget: int | None = None,
+) -> list[WrittenFile]:
+    """Write this rank's chunks. Everything is durable when it returns; if it raises, nothing is left."""
+    write_bytes = WRITE_BYTES if memory_budget is None else max(BLOCK_BYTES, min(WRITE_BYTES, memory_budget // 4))
+
+    def pieces(chunk: ChunkToWrite) -> Any:
+        return local[chunk.key].pieces(Box(chunk.offsets, chunk.sizes), write_bytes)
+
+    written: list[WrittenFile] = []
+    try:
+        for number, layout in enumerate(lay_out(chunks, generation, max_file_size)):
+            name = data_file(generation, rank, number)
+            with store.create(name, layout.nbytes) as sink:
+                digests = write_data_file(sink, layout, pieces, BLOCK_BYTES, write_bytes)
+            rows = [(chunk.tensor, position, chunk.offsets, chunk.sizes) for chunk, position in layout.chunks]
+            written.append(WrittenFile(name, layout.nbytes, rows, digests))
+        store.sync()
+    except BaseException:
+        remove_unfinished(store, [file.name for file in written])
+        raise
+    return written
+
+
+def commit_checkpoint(
+    store: Store, before: Before, files: Sequence[WrittenFile], contents: Contents, generation: str
+) -> Record:
+    """Write the columns, put the record in place, and remove what only the old checkpoint needed."""
+    _refuse_missing_files(store, files)
+    columns = _columns(files)
+    data = encode_columns(columns)
+    index = StoredFile(index_file(generation), len(data), digest_of(data))
+    record = Record(
+        generation=generation,
+        files=[StoredFile(file.name, file.nbytes) for file in files],
+        index=index,
+        tensors=contents.tensors,
+        tree=contents.tree,
+        metadata=contents.metadata,
+        written=contents.written,
+    )
+    encoded = encode_record(record)
+    try:
+        store.put(index.name, data)
+        store.sync()
+        store.commit(RECORD, encoded, replaces=before.record)
+    except BaseException:
+        # The record may be in place although its commit raised; then it needs the file.
+        if not _is_committed(store, encoded):
+            remove_unfinished(store, [index.name])
+        raise
+    _remove_old_files(store, before, record)
+    return record
+
+
+def remove_unfinished(store: Store, names: Sequence[str]) -> None:
+    """Remove files of a save that failed. It is no use to fail again, since nobody will look at them."""
+    with suppress(Exception):
+        store.delete(names)
+
+
+def is_committed(store: Store, generation: str) -> bool:
+    """Whether the record in the store is of this save."""
+    try:
+        return decode_record(store.read(RECORD), RECORD).generation == generation
+    except Exception:
+        return False
+
+
+def _is_committed(store: Store, record: bytes) -> bool:
+    try:
+        return store.read(RECORD) == record
+    except FileNotFoundError:
+        return False
+    except Exception:
+        return True  # rather leave a file too many than remove one that is needed
+
+
+def _remove_old_files(store: Store, before: Before, record: Record) -> None:
+    needed = {record.index.name, *(file.name for file in record.files)}
+    try:
+        store.delete(sorted(before.names - needed))
+    except OSError as error:
+        # The new checkpoint is whole. What could not be removed takes room and does no other harm.
+        logger.warning("old files in %s could not be removed: %s", store.location, error)
+
+
+def _columns(files: Sequence[WrittenFile]) -> Columns:
+    rows = [
+        (tensor, number, position, offsets, sizes)
+        for number, file in enumerate(files)
+        for tensor, position, offsets, sizes in file.chunks
+    ]
+    rows.sort(key=lambda row: (row[0], row[3]))
+
+    def column(values: Any) -> Any:
+        return np.array(list(values), dtype=np.int64)
+
+    return Columns(
+        chunk_tensor=column(row[0] for row in rows),
+        chunk_file=column(row[1] for row in rows),
+        chunk_begin=column(row[2] for row in rows),
+        chunk_offsets=column(number for row in rows for number in row[3]),
+        chunk_sizes=column(number for row in rows for number in row[4]),
+        digests=np.concatenate([np.empty(0, np.uint32), *(file.digests for file in files)]),
+    )
+
+
+def _refuse_missing_files(store: Store, files: Sequence[WrittenFile]) -> None:
+    """All ranks' files must be here: a disk that is not shared, or another save, may have taken them away."""
+    found = {listed.name: listed.size for listed in store.list()}
+    missing = [file.name for file in files if found.get(file.name) != file.nbytes]
+    if missing:
+        raise IncompleteSaveError(
+            f"{len(missing)} file(s) that were written are not in {store.location} or have another size, such as "
+            f"{missing[0]}. Do all ranks see the same disk, and does nobody else save to this place? Nothing was "
+            "committed.",
+            missing=missing,
+        )
+
+
+def _foreign_checkpoint(names: set[str]) -> str | None:
+    """A file by which a checkpoint of another format is known."""
+    for name in sorted(names):
+        if name.endswith((".metadata", ".distcp", ".safetensors.index.json")):
+            return name
+        if name.endswith(".safetensors") and generation_of(name) is None:
+            return name
+    return None
+
+
+def _about(record: bytes, store: Store) -> str:
+    try:
+        written = decode_record(record, store.path_of(RECORD)).written
+    except Exception:
+        return " (which is damaged)"
+    return f", saved at {written['time']}" if "time" in written else ""

@@ -1,0 +1,184 @@
+"""Stored tensors as things to be sliced: what is asked for is read, and given as torch tensors or numpy arrays."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.errors import MissingPackageError
+from holdfast.formats.native.dtypes import DType
+from holdfast.formats.native.refs import TensorRef
+from holdfast.formats.native.small_floats import widened
+from holdfast.formats.native.values import numpy_dtype_from
+from holdfast.sources.source import Request, Source
+
+Array = npt.NDArray[Any]
+
+
+class TensorHandle:
+    """A stored tensor. Slicing it reads the needed blocks and gives a torch tensor (a numpy array if it was one, or
+    where torch is not installed).
+    """
+
+    def __init__(self, source: Source, ref: TensorRef) -> None:
+        self._source = source
+        self._ref = ref
+
+    @property
+    def key(self) -> str:
+        """What it is stored as."""
+        return self._ref.key
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self._ref.shape
+
+    @property
+    def dtype(self) -> DType:
+        """Its element type, which equals torch's and numpy's of the same name."""
+        return self._ref.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of its dimensions."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all its elements."""
+        return self._ref.nbytes
+
+    @property
+    def kind(self) -> str:
+        """``sharded``, ``replicated`` or ``per_rank``."""
+        return self._ref.kind
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a tensor without dimensions has no length")
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read(index, as_torch=self._ref.numpy is None and torch_is_here())
+
+    def numpy(self, index: Any = ...) -> Array:
+        """A part of it, or all, as a numpy array. Types that numpy lacks come as float32, which holds them exactly."""
+        result: Array = self._read(index, as_torch=False)
+        return result
+
+    def torch(self, index: Any = ...) -> Any:
+        """A part of it, or all, as a torch tensor."""
+        return self._read(index, as_torch=True)
+
+    def raw(self, index: Any = ...) -> Array:
+        """A part of it, or all, as unsigned integers of the same size, or plain bytes: the very bits."""
+        cut = _Cut(index, self.shape)
+        buffer = np.empty(cut.sizes, self.dtype.carrier)
+        if buffer.size:
+            self._source.read([Request(self.key, cut.offsets, cut.sizes, buffer)])
+        return cut.applied(buffer)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    def __repr__(self) -> str:
+        return f"<stored tensor {self.key!r}: {self.dtype} {list(self.shape)}>"
+
+    def _read(self, index: Any, *, as_torch: bool) -> Any:
+        return as_elements(self.raw(index), self._ref, as_torch=as_torch)
+
+
+def torch_is_here() -> bool:
+    """Whether torch can be imported."""
+    if "torch" in sys.modules:
+        return sys.modules["torch"] is not None
+    return importlib.util.find_spec("torch") is not None
+
+
+def as_elements(raw: Array, ref: TensorRef, *, as_torch: bool) -> Any:
+    """Bits as elements: a torch tensor or a numpy array."""
+    if as_torch:
+        return _as_torch(raw, ref)
+    if ref.numpy is not None:
+        return raw.view(numpy_dtype_from(ref.numpy))
+    if ref.dtype.numpy is not None:
+        return raw.view(ref.dtype.numpy)
+    return widened(raw, ref)
+
+
+def _as_torch(raw: Array, ref: TensorRef) -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingPackageError(
+            "a torch tensor was asked for and torch is not installed. Use .numpy(), or install torch", install="torch"
+        ) from error
+    dtype = getattr(torch, ref.dtype.name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{ref.key!r} has elements of {ref.dtype}, which torch does not have; use .numpy() or .raw()")
+    raw = np.ascontiguousarray(raw)
+    if raw.itemsize == 16:
+        return torch.from_numpy(raw.view(np.complex128))
+    signed = raw if raw.itemsize == 1 else raw.view(f"i{raw.itemsize}")
+    return torch.from_numpy(signed).view(dtype)
+
+
+class _Cut:
+    """An index as the box that has to be read, and what is left to be done with it."""
+
+    def __init__(self, index: Any, shape: Sequence[int]) -> None:
+        parts = _expanded(index, len(shape))
+        offsets, sizes, rest = [], [], []
+        for part, size in zip(parts, shape, strict=True):
+            if isinstance(part, slice):
+                chosen = range(size)[part]
+                if len(chosen) == 0:
+                    offsets.append(0)
+                    sizes.append(0)
+                    rest.append(slice(None))
+                    continue
+                low, high = min(chosen[0], chosen[-1]), max(chosen[0], chosen[-1])
+                offsets.append(low)
+                sizes.append(high - low + 1)
+                rest.append(slice(None, None, chosen.step))
+            else:
+                at = _position(part, size)
+                offsets.append(at)
+                sizes.append(1)
+                rest.append(0)  # type: ignore[arg-type]
+        self.offsets, self.sizes = tuple(offsets), tuple(sizes)
+        self._rest = tuple(rest)
+
+    def applied(self, box: Array) -> Array:
+        """What the index means, given the box."""
+        return np.asarray(box[self._rest], dtype=box.dtype)  # a single element comes as a scalar
+
+
+def _expanded(index: Any, ndim: int) -> list[Any]:
+    """An index with one part per dimension."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    for part in parts:
+        if part is not Ellipsis and not isinstance(part, slice) and not hasattr(part, "__index__"):
+            raise TypeError(f"a stored tensor is sliced by numbers, slices and '...', not by {type(part).__name__}")
+        if isinstance(part, (bool, np.bool_)):
+            raise TypeError("a stored tensor is not sliced by truth values")
+    if parts.count(Ellipsis) > 1:
+        raise IndexError("an index has one '...' at most")
+    given = len(parts) - parts.count(Ellipsis)
+    if given > ndim:
+        raise IndexError(f"{given} indices for a tensor of {ndim} dimensions")
+    at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
+    return [*parts[:at], *[slice(None)] * (ndim - given), *parts[at + 1 :]]
+
+
+def _position(part: Any, size: int) -> int:
+    at = part.__index__()
+    if not -size <= at < size:
+        raise IndexError(f"index {at} is out of range for a dimension of {size}")
+    return int(at % size)

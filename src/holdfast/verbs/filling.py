@@ -1,0 +1,189 @@
+"""From tensors to be filled to requests for regions of stored tensors, and the reading of them.
+
+A target whose memory can take the stored bytes as they are is read into directly. Others (on a device, of another
+dtype) are filled through host memory, some at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.boxes import Box, overlaps, uncovered, volume
+from holdfast.formats.native.refs import TensorRef
+from holdfast.metadata import MetadataIndex
+from holdfast.planning.tensors import create_chunk_list, find_tensor_shard, on_this_rank
+from holdfast.sources.source import Request, Source
+from holdfast.states.destinations import torch_dtype
+from holdfast.verbs.matching import Fill
+
+STAGING_BYTES = 32 << 20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of a stored tensor and the local memory that it goes into."""
+
+    fill: Fill
+    box: Box
+    memory: Any
+    """A tensor or numpy array of the box's size."""
+
+
+def regions_of(fill: Fill) -> list[Region]:
+    """What this rank holds of a target. Nothing if it is spread over other ranks."""
+    target = fill.target
+    if isinstance(target, np.ndarray):
+        return [Region(fill, Box((0,) * target.ndim, target.shape), target)] if target.size else []
+    if not on_this_rank(target):
+        return []
+    found = []
+    for chunk in create_chunk_list(target, key=fill.key):
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        if volume(box.sizes):
+            found.append(Region(fill, box, find_tensor_shard(target, MetadataIndex(fill.key, chunk.offsets)).detach()))
+    return found
+
+
+def hole_in(region: Region, source: Source) -> str | None:
+    """A part of a region that no stored chunk covers, in words."""
+    chunks = source.chunks(region.fill.ref.key)
+    if len(chunks) == 1 and chunks[0].sizes == region.fill.ref.shape:
+        return None
+    touching = [chunks[shared.source] for shared in overlaps([region.box], chunks)]
+    hole = uncovered(region.box, touching)
+    return None if hole is None else f"no stored chunk covers offsets {list(hole.offsets)}, sizes {list(hole.sizes)}"
+
+
+def memory_problem(region: Region) -> str | None:
+    """Why memory cannot be filled, if it cannot."""
+    memory = region.memory
+    if isinstance(memory, np.ndarray):
+        return None if memory.flags.writeable else "is a numpy array that is read-only"
+    overlapping = any(stride == 0 and size > 1 for stride, size in zip(memory.stride(), memory.shape, strict=True))
+    return "is an expanded tensor, whose elements share memory; clone it first" if overlapping else None
+
+
+def read_regions(regions: Sequence[Region], source: Source, *, verify: bool) -> tuple[int, int]:
+    """Read all regions. Returns the bytes that were read from storage, and the elements that were written."""
+    direct: list[Request] = []
+    staged: list[Region] = []
+    for region in regions:
+        into = _carrier_view(region)
+        if into is None:
+            staged.append(region)
+        else:
+            direct.append(_request(region.fill.ref, region.box, into))
+    nbytes = source.read(direct, verify=verify) if direct else 0
+    for batch in _batches(part for region in staged for part in _parts(region)):
+        buffers = [np.empty(part.box.sizes, part.fill.ref.dtype.carrier) for part in batch]
+        requests = [_request(part.fill.ref, part.box, buffer) for part, buffer in zip(batch, buffers, strict=True)]
+        nbytes += source.read(requests, verify=verify)
+        for part, buffer in zip(batch, buffers, strict=True):
+            put(part.memory, elements_of(buffer, part.fill.ref))
+    for tensor in {id(region.fill.target): region.fill.target for region in regions}.values():
+        if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+    return nbytes, sum(volume(region.box.sizes) for region in regions)
+
+
+def check_regions(regions: Iterable[Region], source: Source) -> None:
+    """Read all regions into memory that is thrown away, to see whether they are undamaged."""
+    for batch in _batches(part for region in regions for part in _parts(region)):
+        source.read(
+            [
+                _request(part.fill.ref, part.box, np.empty(part.box.sizes, part.fill.ref.dtype.carrier))
+                for part in batch
+            ],
+            verify=True,
+        )
+
+
+def elements_of(buffer: np.ndarray[Any, Any], ref: TensorRef) -> Any:
+    """What was read as elements of the stored type: a torch tensor, or a numpy array if it is one that torch lacks."""
+    dtype = torch_dtype(ref.dtype)
+    if dtype is None:
+        return buffer
+    if buffer.dtype.kind == "V":
+        return torch.from_numpy(buffer.view(np.float64).reshape(*buffer.shape, -1)).view(dtype).squeeze(-1)
+    signed = buffer.view(f"i{buffer.itemsize}") if buffer.itemsize > 1 else buffer
+    return torch.from_numpy(signed).view(dtype)
+
+
+def put(memory: Any, elements: Any) -> None:
+    """Copy elements into memory, converting them if the types differ."""
+    if isinstance(memory, np.ndarray):
+        memory[...] = elements.to(torch.float32).numpy() if _is_foreign_to_numpy(elements) else np.asarray(elements)
+    else:
+        memory.copy_(elements)
+
+
+def _is_foreign_to_numpy(elements: Any) -> bool:
+    return isinstance(elements, torch.Tensor) and (
+        elements.dtype is torch.bfloat16 or "float8" in str(elements.dtype) or elements.dtype is torch.complex32
+    )
+
+
+def _request(ref: TensorRef, box: Box, into: Any) -> Request:
+    return Request(ref.key, box.offsets, box.sizes, into)
+
+
+def _carrier_view(region: Region) -> Any:
+    """The memory of a region as an array that stored bytes can be put into; None if they need another way."""
+    memory, ref = region.memory, region.fill.ref
+    if isinstance(memory, np.ndarray):
+        same = memory.dtype.itemsize == ref.dtype.itemsize and (
+            ref.numpy is not None or (ref.dtype.numpy is not None and memory.dtype == ref.dtype.numpy)
+        )
+        return memory.view(ref.dtype.carrier) if same and _is_little(memory, ref) else None
+    if type(memory) not in (torch.Tensor, torch.nn.Parameter) or memory.device.type != "cpu":
+        return None
+    if memory.dtype != torch_dtype(ref.dtype) or memory.is_conj() or memory.is_neg():
+        return None
+    if memory.dtype is torch.complex128:
+        return memory.numpy().view(ref.dtype.carrier)
+    integers = memory.view(_INTEGERS[memory.element_size()])
+    return integers.numpy().view(ref.dtype.carrier)
+
+
+def _is_little(memory: np.ndarray[Any, Any], ref: TensorRef) -> bool:
+    from holdfast.formats.native.values import numpy_dtype_from
+
+    return ref.numpy is None or memory.dtype == numpy_dtype_from(ref.numpy)
+
+
+def _parts(region: Region) -> Iterator[Region]:
+    """A region in parts that fit into the staging memory, cut along the first dimensions."""
+    count = volume(region.box.sizes)
+    most = max(1, STAGING_BYTES // region.fill.ref.dtype.itemsize)
+    if count <= most or max(region.box.sizes, default=1) == 1:
+        yield region
+        return
+    dim = next(dim for dim, size in enumerate(region.box.sizes) if size > 1)
+    step = max(1, most // (count // region.box.sizes[dim]))
+    for start in range(0, region.box.sizes[dim], step):
+        length = min(step, region.box.sizes[dim] - start)
+        offsets, sizes = list(region.box.offsets), list(region.box.sizes)
+        offsets[dim] += start
+        sizes[dim] = length
+        memory = region.memory[(slice(None),) * dim + (slice(start, start + length),)]
+        yield from _parts(Region(region.fill, Box(tuple(offsets), tuple(sizes)), memory))
+
+
+def _batches(parts: Iterable[Region]) -> Iterator[list[Region]]:
+    batch: list[Region] = []
+    nbytes = 0
+    for part in parts:
+        size = volume(part.box.sizes) * part.fill.ref.dtype.itemsize
+        if batch and nbytes + size > STAGING_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(part)
+        nbytes += size
+    if batch:
+        yield batch

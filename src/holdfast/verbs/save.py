@@ -1,0 +1,249 @@
+"""``holdfast.save``: capture on every rank, agree, write on every rank, commit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import xxhash
+
+from holdfast.coordination.meeting import meeting
+from holdfast.environment import stamp
+from holdfast.formats.native.layout import ChunkToWrite
+from holdfast.formats.native.names import new_generation
+from holdfast.notices import warn_caller
+from holdfast.patterns import Choice, Pattern, Patterns, Selection
+from holdfast.planning.agreement import Agreement, Differing, agree, describe_differing, refuse_differing
+from holdfast.planning.holdings import Holding
+from holdfast.planning.merged_trees import fill_slots, merge_trees, renamed_tensors
+from holdfast.storage.native_files import (
+    Before,
+    Contents,
+    WrittenFile,
+    commit_checkpoint,
+    is_committed,
+    look_before,
+    remove_unfinished,
+    write_chunks,
+)
+from holdfast.stores.places import store_at
+from holdfast.stores.store import Store
+from holdfast.verbs.capturing import Capture, Captured, torch_dtype
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from holdfast.coordination.collectives import Collectives
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """What a save did."""
+
+    path: str
+    generation: str
+    tensors: int
+    nbytes: int
+    """Of all data files."""
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"saved {self.tensors} tensors, {self.nbytes:,} bytes, to {self.path} in {self.seconds:.2f} s"
+
+
+def save(
+    state: Any,
+    path: str | os.PathLike[str] | Store,
+    *,
+    overwrite: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    cast: Mapping[Pattern, Any] | None = None,
+    check_replicas: bool | Literal["warn"] = True,
+    allow_pickle: bool = False,
+    max_file_size: int | None = None,
+    memory_budget: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> SavedCheckpoint:
+    """Save a state to a folder. With a process group all its ranks call this together, each with its own part.
+
+    The checkpoint appears at once and whole when everything is durable, or not at all.
+
+    Args:
+        state: any nesting of dicts, lists and tuples with tensors, numpy arrays, models, optimizers, other objects
+            that have ``state_dict`` and ``load_state_dict``, and plain values. ``PerRank`` and ``RngState`` mark what
+            every rank has its own of.
+        path: a folder, ``memory://name``, or a store. All ranks give the same.
+        overwrite: replace a checkpoint that is there, in one step. Without it that is an error.
+        metadata: anything that JSON can hold, to be found in the checkpoint by people and programs.
+        include: which keys to save; all by default. Patterns such as ``"model.*"``, regular expressions, functions.
+        exclude: which of these not to save.
+        cast: patterns and the dtype to store their floating point tensors as: ``{"model.*": torch.bfloat16}``.
+        check_replicas: compare what several ranks hold before one copy is stored. ``"warn"`` stores the copy of the
+            lowest rank where they differ, False takes all copies to be equal.
+        allow_pickle: store values that the format has no place for as pickles. Loading them needs the same.
+        max_file_size: bytes of data in one file at most. Larger tensors are cut.
+        memory_budget: bytes that the save may take beyond the state.
+        process_group: the ranks that save. All by default; this process alone if there is no process group.
+
+    Example:
+        >>> import tempfile, torch
+        >>> import holdfast as hf
+        >>> path = tempfile.mkdtemp() + "/step-100"
+        >>> saved = hf.save({"model": torch.nn.Linear(4, 2), "step": 100}, path)
+        >>> saved.tensors
+        2
+        >>> hf.open(path)["step"]
+        100
+    """
+    started = time.perf_counter()
+    with meeting(f"holdfast.save to {_told(path)}", process_group) as ranks:
+        capture = Capture(
+            rank=ranks.rank,
+            several_ranks=ranks.world_size > 1,
+            selection=Selection(include, exclude),
+            cast=_checked_cast(cast),
+            allow_pickle=allow_pickle,
+            compare_copies=bool(check_replicas),
+        )
+        run = _Save(store_at(path), ranks, _checked_metadata(metadata), overwrite, check_replicas)
+        captured = ranks.all_gather_status("capture", lambda: capture.take(state))
+        chunks = run.plan(captured)
+        files = run.write(chunks, captured, max_file_size, memory_budget)
+        run.commit(files)
+        saved = run.result(time.perf_counter() - started)
+    logger.info("%s", saved)
+    return saved
+
+
+class _Save:
+    """One save. Its methods are the steps, in the order in which they happen."""
+
+    def __init__(
+        self,
+        store: Store,
+        ranks: Collectives,
+        metadata: Any,
+        overwrite: bool,
+        check_replicas: bool | Literal["warn"],
+    ) -> None:
+        self.store = store
+        self.ranks = ranks
+        self.metadata = metadata
+        self.overwrite = overwrite
+        self.check_replicas = check_replicas
+        self.generation = ""
+        self.before: Before | None = None
+        self.contents: Contents | None = None
+        self.summary: tuple[int, int] = (0, 0)
+
+    def plan(self, captured: Captured) -> list[ChunkToWrite]:
+        """Find out together what the checkpoint contains; returns what this rank writes of it."""
+        tree = self._unless_known(captured.tree)
+
+        def decide(
+            proposals: list[tuple[Any, Mapping[str, Any], list[Holding]]],
+        ) -> list[tuple[str, list[ChunkToWrite]]]:
+            self.before = look_before(self.store, overwrite=self.overwrite)
+            trees = [(rank, proposal[0]) for rank, proposal in enumerate(proposals) if proposal[0] is not None]
+            whole, differing = merge_trees(trees)
+            agreed = agree([proposal[2] for proposal in proposals])
+            self._treat_differences([*differing, *agreed.differing])
+            self.contents = self._contents(whole, [proposal[1] for proposal in proposals], agreed)
+            generation = new_generation()
+            return [(generation, list(part)) for part in agreed.chunks]
+
+        proposal = (tree, captured.own, captured.holdings)
+        self.generation, chunks = self.ranks.reduce_scatter("plan", lambda: proposal, decide)
+        return chunks
+
+    def write(
+        self, chunks: list[ChunkToWrite], captured: Captured, max_file_size: int | None, memory_budget: int | None
+    ) -> list[WrittenFile]:
+        """Write this rank's part. If another rank fails, it is removed again."""
+        written: list[WrittenFile] = []
+
+        def write() -> None:
+            written.extend(
+                write_chunks(
+                    self.store,
+                    chunks,
+                    captured.local,
+                    generation=self.generation,
+                    rank=self.ranks.rank,
+                    max_file_size=max_file_size,
+                    memory_budget=memory_budget,
+                )
+            )
+
+        try:
+            self.ranks.all_gather_status("write", write)
+        except BaseException:
+            remove_unfinished(self.store, [file.name for file in written])
+            raise
+        return written
+
+    def commit(self, files: list[WrittenFile]) -> None:
+        """The coordinator puts the record in place, which makes all files of all ranks a checkpoint."""
+
+        def put_in_place(parts: list[list[WrittenFile]]) -> tuple[int, int]:
+            assert self.before is not None
+            assert self.contents is not None
+            every = [file for part in parts for file in part]
+            record = commit_checkpoint(self.store, self.before, every, self.contents, self.generation)
+            return len(record.tensors), sum(file.nbytes for file in record.files)
+
+        try:
+            self.summary = self.ranks.all_reduce("commit", lambda: files, put_in_place)
+        except BaseException:
+            if not is_committed(self.store, self.generation):
+                remove_unfinished(self.store, [file.name for file in files])
+            raise
+
+    def result(self, seconds: float) -> SavedCheckpoint:
+        """What was done."""
+        tensors, nbytes = self.summary
+        return SavedCheckpoint(self.store.location, self.generation, tensors, nbytes, seconds)
+
+    def _unless_known(self, tree: Any) -> Any:
+        """The tree; None if a lower rank has the same one, so that it need not be sent again."""
+        if self.ranks.world_size == 1:
+            return tree
+        digest = xxhash.xxh3_128_digest(json.dumps(tree).encode())
+        digests = self.ranks.all_gather_object(digest)
+        return tree if digests.index(digest) == self.ranks.rank else None
+
+    def _contents(self, tree: Any, own: list[Mapping[str, Any]], agreed: Agreement) -> Contents:
+        slots = sorted({key for values in own for key in values})
+        tree = fill_slots(tree, {key: [values.get(key) for values in own] for key in slots}) if slots else tree
+        tree = renamed_tensors(tree, agreed.ties) if agreed.ties else tree
+        return Contents(agreed.tensors, tree, self.metadata, stamp(self.ranks.world_size))
+
+    def _treat_differences(self, differing: list[Differing]) -> None:
+        if self.check_replicas is True:
+            refuse_differing(differing)
+        elif self.check_replicas == "warn" and differing:
+            warn_caller(describe_differing(differing, "The copies of the lowest ranks are saved, the others are lost."))
+
+
+def _told(path: str | os.PathLike[str] | Store) -> str:
+    return path.location if isinstance(path, Store) else os.fsdecode(path)
+
+
+def _checked_metadata(metadata: Mapping[str, Any] | None) -> Any:
+    try:
+        return json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metadata must be what JSON can hold: {error}. Put other values into the state.") from error
+
+
+def _checked_cast(cast: Mapping[Pattern, Any] | None) -> Choice:
+    return Choice({pattern: torch_dtype(wish) for pattern, wish in (cast or {}).items()})
