@@ -120,11 +120,12 @@ class NativeSource(Source):
             begin = chunk.begin + sum(
                 (at - origin) * stride for at, origin, stride in zip(start, chunk.offsets, strides, strict=True)
             )
-            part: tuple[Any, ...] = tuple(
+            part: list[Any] = [
                 slice(at - origin, at - origin + length)
                 for at, origin, length in zip(start, request.offsets, lengths, strict=True)
-            )
-            into = request.into[(*part, Ellipsis)]  # without it an array without dimensions would be an element
+            ]
+            part.append(Ellipsis)  # without it an array without dimensions would become an element
+            into = request.into[tuple(part)]
             yield from cut_into_slabs(chunk.file, begin, strides, into, request.key, WINDOW_BYTES)
 
     def _headers(self, files: set[int]) -> Iterator[Slab]:
