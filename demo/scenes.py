@@ -176,7 +176,7 @@ def conclude(screen: Screen, reports: Mapping[str, Report], seconds: float) -> N
     screen.line(f" {tick} losses of steps {AFTER_LOAD[0]} to {STEPS} {agreement}")
     screen.line(f" {tick} all in {seconds:.0f} seconds")
     screen.line()
-    screen.line(f" In your own program:  {screen.paint('import holdfast.dcp as dcp', BOLD)}")
+    screen.line(f" In your own program:  {screen.paint('import holdfast as hf', BOLD)}")
     screen.line()
 
 

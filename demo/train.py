@@ -1,7 +1,7 @@
 """One process of a training job: FSDP2 under torchrun, a plain module when started alone.
 
-The part worth reading is `Training`: its `state_dict` and `load_state_dict` are all a program has to offer.
-`dcp.save` and `dcp.load` do the rest, whatever the number of processes. `run.py` starts this script.
+The part worth reading is `Training.state`: it names the objects that have to survive a restart. `hf.save` and `hf.load`
+do the rest, whatever the number of processes. `run.py` starts this script.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 from fingerprint import Fingerprint, fingerprint
 from model import CONTEXT, GLOBAL_BATCH, Speller, batch_slice
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-import holdfast.dcp as dcp
+import holdfast as hf
 
 PEAK_LR = 4e-3
 LR_PERIOD = 30  # longer than the run, so that the learning rate still moves at the last step
@@ -78,18 +77,15 @@ class Training:
         self.scheduler = CosineAnnealingLR(self.optimizer, T_max=LR_PERIOD)
         self.step = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {
-            "model": model,
-            "optimizer": optimizer,
-            "scheduler": self.scheduler.state_dict(),
-            "step": self.step,
-        }
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "step": self.step}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+    def save(self, path: Path) -> None:
+        hf.save(self.state(), path)
+
+    def load(self, path: Path) -> None:
+        state = self.state()
+        hf.load(state, path)
         self.step = state["step"]
 
     def fingerprint(self) -> Fingerprint:
@@ -120,7 +116,7 @@ def main() -> None:
     if args.load is not None:
         report["fresh"] = training.fingerprint()
         started = time.perf_counter()
-        dcp.load({"training": training}, checkpoint_id=args.load)
+        training.load(args.load)
         world.tell("loaded", time.perf_counter() - started)
         report["loaded"] = training.fingerprint()
 
@@ -132,7 +128,7 @@ def main() -> None:
         if args.save is not None and training.step == args.save_at:
             report["saved"] = training.fingerprint()
             started = time.perf_counter()
-            dcp.save({"training": training}, checkpoint_id=args.save)
+            training.save(args.save)
             world.tell("saved", time.perf_counter() - started)
 
     if world.rank == 0:
