@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -35,14 +36,18 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+def eager(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")
+
+
 WRAPPINGS = {
     "plain": lambda: Net(),
-    "compiled": lambda: torch.compile(Net(), backend="eager"),
+    "compiled": lambda: eager(Net()),
     "data parallel": lambda: nn.DataParallel(Net()),
     "checkpointed": lambda: checkpoint_wrapper(Net()),
     "checkpointed inside": lambda: Net(wrap=checkpoint_wrapper),
-    "compiled inside": lambda: Net(wrap=torch.compile),
-    "all at once": lambda: nn.DataParallel(torch.compile(Net(wrap=lambda m: checkpoint_wrapper(torch.compile(m))))),
+    "compiled inside": lambda: Net(wrap=eager),
+    "all at once": lambda: nn.DataParallel(eager(Net(wrap=lambda m: checkpoint_wrapper(eager(m))))),
 }
 
 
@@ -142,6 +147,19 @@ def test_meta_parameters_get_optimizer_state_with_memory():
     assert difference(optimizer.state_dict(), again.state_dict()) is None
 
 
+def test_a_meta_parameter_that_cannot_change_is_replaced_with_a_note():
+    model = randomized(Net())
+    with torch.device("meta"):
+        other = Net()
+    held = weakref.ref(other.head.bias)
+    before = other.head.weight
+    (note,) = load(save({"model": model}), {"model": other})
+    assert difference(dict(model.state_dict()), dict(other.state_dict())) is None
+    assert other.head.bias is not held()
+    assert other.head.weight is before
+    assert "1 parameters on the meta device, such as 'head.bias'" in note
+
+
 def test_a_lazy_module_gets_its_shape_from_the_checkpoint():
     model, lazy = nn.Linear(5, 2), nn.LazyLinear(2)
     load(save({"model": model}), {"model": lazy})
@@ -236,13 +254,59 @@ def test_overridden_methods_are_used():
     assert model.weight.equal(other.weight)
 
 
+class LooksAtLoading(nn.Linear):
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.loaded = True
+        super()._load_from_state_dict(*args)
+
+
+@pytest.mark.parametrize("how", ["method", "hook before", "hook after"])
+def test_code_of_users_for_loading_runs_wherever_it_is(how: str):
+    inner = LooksAtLoading(2, 2) if how == "method" else nn.Linear(2, 2)
+    seen: list[Any] = []
+    if how == "hook before":
+        inner.register_load_state_dict_pre_hook(lambda *_: seen.append(1))
+    if how == "hook after":
+        inner.register_load_state_dict_post_hook(lambda *_: seen.append(1))
+    load(save({"model": nn.Sequential(nn.Linear(2, 2))}), {"model": nn.Sequential(inner)})
+    assert seen == [1] or inner.loaded
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_a_model_that_was_filled_in_place_is_not_loaded_again(wrapping: str, monkeypatch):
+    """`load_state_dict` takes seconds with thousands of layers."""
+    model, other = randomized(WRAPPINGS[wrapping](), 1), randomized(WRAPPINGS[wrapping](), 2)
+    checkpoint = save({"model": model})
+    monkeypatch.setattr(nn.Module, "_load_from_state_dict", lambda *_: pytest.fail("it was"))
+    monkeypatch.setattr(nn.Module._load_from_state_dict, "__module__", "torch.nn")
+    load(checkpoint, {"model": other})
+    assert difference(dict(model.state_dict()), dict(other.state_dict())) is None
+
+
 def test_modules_are_not_taken_for_something_to_convert():
     """A batch norm without a version would be taken for one from before it counted batches."""
     model, other = randomized(nn.BatchNorm1d(2), 1), nn.BatchNorm1d(2)
-    seen = []
+    seen: list[Any] = []
     other._register_load_state_dict_pre_hook(lambda state, prefix, metadata, *_: seen.append(metadata.get("version")))
     load(save({"model": model}), {"model": other})
     assert seen == [nn.BatchNorm1d._version]
+
+
+class Wider(nn.DataParallel):
+    """A wrapper with a parameter of its own, which has the name of one inside."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(1, 1))
+        self.weight = nn.Parameter(torch.full((2,), 3.0))
+
+
+def test_names_that_would_collide_stay_apart():
+    model, other = randomized(Wider(), 1), randomized(Wider(), 2)
+    checkpoint = save({"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
+    assert sorted(checkpoint.tree["model"]) == ["bias", "module.weight", "weight"]
+    assert sorted(checkpoint.tree["optimizer"]["param_groups"][0]["params"]) == ["bias", "module.weight", "weight"]
+    load(checkpoint, {"model": other, "optimizer": torch.optim.SGD(other.parameters(), lr=0.1)})
+    assert difference(dict(model.state_dict()), dict(other.state_dict())) is None
 
 
 def test_nothing_stored_makes_everything_missing():

@@ -6,9 +6,11 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from holdfast.errors import OptimizerMismatchError
 from holdfast.states.adapters import Context, adapter_for
@@ -175,6 +177,43 @@ def test_fresh_memory_is_laid_out_like_the_parameter():
     assert template["state"]["weight"]["exp_avg"].stride() == model.weight.stride()
 
 
+class Seen(torch.optim.Adam):
+    """Looks at what it is given."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.seen = [entry["exp_avg"].shape for entry in state.get("state", {}).values()]
+        super().__setstate__(state)
+
+
+@pytest.mark.parametrize("how", ["method", "hook", "none"])
+def test_who_looks_at_a_loaded_state_sees_all_of_it_and_torch_is_spared_the_copies(how: str, monkeypatch):
+    model, optimizer = trained("Adam", dtype=torch.bfloat16)
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].double()
+    checkpoint = save({"model": model, "optimizer": optimizer})
+    other = Net(dtype=torch.bfloat16)
+    again = (Seen if how == "method" else torch.optim.Adam)(other.parameters())
+    seen: list[Any] = []
+    if how == "hook":
+        again.register_load_state_dict_pre_hook(
+            lambda _, state: seen.extend(entry["exp_avg"].shape for entry in state["state"].values())
+        )
+    copied: list[int] = []
+    policy = torch.optim.Optimizer._process_value_according_to_param_policy
+
+    def watched(parameter: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        copied.append(value.numel() if value.dtype == torch.float64 else 0)
+        return policy(parameter, value, *args, **options)
+
+    monkeypatch.setattr(torch.optim.Optimizer, "_process_value_according_to_param_policy", staticmethod(watched))
+    load(checkpoint, {"model": other, "optimizer": again})
+    assert difference(optimizer.state_dict(), again.state_dict()) is None
+    if how == "none":
+        assert max(copied) <= 1
+    else:
+        assert (seen or again.seen) == [parameter.shape for parameter in other.parameters()]
+
+
 # --- names ---------------------------------------------------------------------------------------------------------
 
 
@@ -324,6 +363,17 @@ def test_a_parameter_that_is_new_is_reported_missing_and_keeps_what_it_has():
     assert difference(again.state[other.hidden.weight], optimizer.state[model.hidden.weight]) is None
 
 
+@pytest.mark.parametrize("empty", ["stored", "live"])
+def test_an_optimizer_without_parameters_matches_none(empty: str):
+    model, optimizer = trained("Adam")
+    nothing = torch.optim.Adam([{"params": []}], lr=0.5)
+    saved, loaded = (nothing, optimizer) if empty == "stored" else (optimizer, nothing)
+    checkpoint = save({"model": model, "optimizer": saved})
+    load(checkpoint, {"model": model, "optimizer": loaded}, strict=False)
+    found = checkpoint.missing if empty == "stored" else checkpoint.unexpected
+    assert sorted(found) == sorted(f".optimizer.state.{name}" for name, _ in model.named_parameters())
+
+
 def test_a_parameter_that_is_gone_is_reported_unexpected():
     model, optimizer = trained("Adam")
     checkpoint = save({"model": model, "optimizer": optimizer})
@@ -417,14 +467,53 @@ def test_hooks_of_an_optimizer_run():
     assert seen == ["before 4", "after"]
 
 
-def test_texts_in_a_state_survive():
-    """torch itself would turn them into the text of a generator object."""
+def test_texts_and_arrays_in_a_state_survive():
+    """torch itself turns texts into the text of a generator object, and fails with arrays."""
     model, optimizer = trained("Adam")
     optimizer.state[model.scale]["kind"] = "scalar"
+    optimizer.state[model.scale]["history"] = np.arange(3)
     checkpoint = save({"model": model, "optimizer": optimizer})
     again = torch.optim.Adam(model.parameters())
     load(checkpoint, {"model": model, "optimizer": again})
     assert again.state[model.scale]["kind"] == "scalar"
+    assert again.state[model.scale]["history"].tolist() == [0, 1, 2]
+
+
+# --- what stock DCP makes of optimizers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+def test_states_made_by_helpers_of_dcp_are_understood(flat: bool):
+    model = Net()
+    optimizer = torch.optim.Adam(groups_of(model, lr=0.25)[::2])
+    train(model, optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    checkpoint = MemoryCheckpoint.of({"optimizer": get_optimizer_state_dict(model, optimizer, options=options)})
+    other = Net()
+    again = torch.optim.Adam(groups_of(other)[::2])
+    adapter = adapter_for(again, ("optimizer",), Context.of({"model": other}))
+    adapter.apply(checkpoint.fill({"optimizer": adapter.template(checkpoint.tree["optimizer"])})["optimizer"])
+    assert (checkpoint.missing, checkpoint.unexpected, checkpoint.misfits) == ([], [], [])
+    assert difference(optimizer.state_dict()["state"], again.state_dict()["state"]) is None
+    assert [group["lr"] for group in again.param_groups] == [0.5, 0.25]
+
+
+def test_a_flat_state_is_compared_like_a_nested_one():
+    model = Net()
+    optimizer = torch.optim.Adam([model.scale, model.hidden.weight])
+    train(model, optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    checkpoint = MemoryCheckpoint.of({"optimizer": get_optimizer_state_dict(model, optimizer, options=options)})
+    other, again = trained("Adam")
+    again = torch.optim.Adam([other.scale, other.hidden.bias])
+    adapter = adapter_for(again, ("optimizer",), Context.of({"model": other}))
+    adapter.apply(checkpoint.fill({"optimizer": adapter.template(checkpoint.tree["optimizer"])})["optimizer"])
+    assert checkpoint.missing == [".optimizer.state.hidden.bias"]
+    assert checkpoint.unexpected == [
+        f".optimizer.state.hidden.weight.{key}" for key in ("step", "exp_avg", "exp_avg_sq")
+    ]
+    assert difference(again.state[other.scale], optimizer.state[model.scale]) is None
+    assert other.hidden.bias not in again.state
 
 
 def test_the_numbers_of_a_raw_state_dict_saved_by_dcp_are_understood():

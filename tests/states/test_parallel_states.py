@@ -187,15 +187,19 @@ def test_a_sharded_model_on_the_meta_device_is_loaded_and_trains_on(ranks: RankP
 def first_rank_keys() -> list[frozenset[str]]:
     silent = DistributedDataParallel(Net(), broadcast_buffers=False)
     inside = nn.ModuleDict({"a": DistributedDataParallel(Net()), "b": Net()})
-    models = [DistributedDataParallel(torch.compile(Net())), silent, inside, Net()]
+    picky = Net()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(picky, ["norm.running_mean"])
+    picky = nn.ModuleDict({"c": DistributedDataParallel(picky)})
+    models = [DistributedDataParallel(torch.compile(Net(), backend="eager")), silent, inside, picky, Net()]
     return [adapter_for(model).from_first_rank for model in models]
 
 
 def test_buffers_of_ddp_are_those_of_the_first_rank(ranks: RankPool):
     buffers = {name for name, _ in Net().named_buffers()}
-    for wrapped, silent, inside, net in ranks(2).run(first_rank_keys):
+    for wrapped, silent, inside, picky, net in ranks(2).run(first_rank_keys):
         assert wrapped == buffers
         assert silent == net == frozenset()
+        assert picky == {f"c.{name}" for name in buffers} - {"c.norm.running_mean"}
         assert inside == {f"a.{name}" for name in buffers}
 
 

@@ -51,14 +51,13 @@ class ModuleAdapter(Adapter):
         beside = stored if isinstance(stored, Mapping) else {}
         memory: dict[int, torch.Tensor] = {}
         template = {name: _target(name, value, beside, memory) for name, value in self._canonical_state().items()}
-        self._in_place = {
-            name: template[name] for name, raw in self._raw_names.items() if template[name] is self._own.get(raw)
-        }
+        own = {name: self._own[raw] for name, raw in self._raw_names.items() if raw in self._own}
+        self._in_place = {name: tensor for name, tensor in own.items() if template[name] is tensor}
         return template
 
     def apply(self, loaded: Any) -> None:
         stored = {name: value for name, value in loaded.items() if value is not ANYTHING}
-        if all(value is self._in_place.get(name) for name, value in stored.items()) and not heeds_loading(self._module):
+        if self._is_in_place(stored) and not heeds_loading(self._module):
             return
         with sharded_states(self._module):
             replaced = load_module(self._module, {self._raw_names[name]: value for name, value in stored.items()})
@@ -67,6 +66,9 @@ class ModuleAdapter(Adapter):
                 f"{len(replaced)} parameters on the meta device, such as '{replaced[0]}', became new objects; "
                 "optimizers that were made before do not know them"
             )
+
+    def _is_in_place(self, stored: Mapping[str, Any]) -> bool:
+        return all(name in self._in_place and value is self._in_place[name] for name, value in stored.items())
 
     def notes(self) -> list[str]:
         return list(self._notes)

@@ -16,6 +16,7 @@ from holdfast.formats.native.refs import ANYTHING, TensorRef
 from holdfast.states.context import Context
 from holdfast.states.contract import Adapter
 from holdfast.states.destinations import fits, like, shape_of, torch_dtype
+from holdfast.states.flat_optimizer_states import FlatKeys, is_flat
 from holdfast.states.module_names import strip_wrapper_names
 from holdfast.states.optimizer_casts import put_back, quick_groups, stand_ins
 from holdfast.states.optimizer_names import Match, Name, is_optimizer_state, match, take_settings, without_anything
@@ -35,6 +36,7 @@ class OptimizerAdapter(Adapter):
         self._optimizer = optimizer
         self._context = context
         self._match: Match | None = None
+        self._flat_keys: FlatKeys | None = None
         self._stored: Mapping[str, Any] = {}
 
     def saved(self) -> Any:
@@ -54,6 +56,9 @@ class OptimizerAdapter(Adapter):
         raw = self._optimizer.state_dict()
         if not _has_usual_shape(raw, self._optimizer):
             return StatefulAdapter(self._optimizer).template(stored)
+        if is_flat(stored):
+            self._flat_keys = FlatKeys(stored)
+            return self._flat_keys.flattened(self.template(self._flat_keys.nested(stored)))
         if not is_optimizer_state(stored):
             return self.saved()
         self._stored = stored
@@ -85,6 +90,8 @@ class OptimizerAdapter(Adapter):
         if self._match is None:
             self._optimizer.load_state_dict(loaded)
             return
+        if self._flat_keys is not None:
+            loaded = self._flat_keys.nested(loaded)
         raw = self._optimizer.state_dict()
         numbers = _flat_params(raw)
         known = {name for group in self._stored["param_groups"] for name in group["params"]}
