@@ -98,6 +98,7 @@ def test_a_value_per_rank_opens_the_lists_around_it():
     tree = {"a": [5, {"$": "per_rank", "ranks": [1, [2]]}], "b": {"$": "per_rank", "ranks": [TENSOR, TENSOR]}}
 
     assert [key for key, _ in found_in(tree)] == ["a.0", "a.1.0", "a.1.1", "b.0", "b.1"]
+    assert found_in({"a": [{"$": "per_rank", "ranks": []}]}) == [("a.0", ("a", 0))]
 
 
 def test_fields_are_opened_and_sets_are_not():
