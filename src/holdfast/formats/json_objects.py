@@ -30,9 +30,12 @@ def parse_json_object(data: bytes | str, source: str, part: str | None = None) -
             found[name] = value
         return found
 
+    def refuse_constant(name: str) -> NoReturn:
+        raise ValueError(f"there is no {name} in JSON")
+
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
-        content = json.loads(text, object_pairs_hook=unique)
+        content = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         _refuse(source, part, f"is not JSON ({error!s:.200})", type(error).__name__)
     if not isinstance(content, dict):

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.boxes import Box
 from holdfast.errors import UnsupportedTensorError
 from holdfast.formats.native.dtypes import dtype_named, name_of
+from holdfast.formats.native.record import MOST_DIMENSIONS
 from holdfast.formats.native.stored_members import CannotStore
 from holdfast.formats.native.values import stored_numpy_dtype
 from holdfast.metadata import MetadataIndex
@@ -96,6 +97,7 @@ class LocalTensor:
 def hold(key: str, value: Any, *, stored_dtype: torch.dtype | None, compare: bool) -> tuple[Holding, LocalTensor]:
     """Describe what this rank has of a tensor or numpy array. ``compare`` if other ranks may have the same."""
     local = LocalTensor(key, value, stored_dtype)
+    _refuse_many_dimensions(key, value)
     if isinstance(value, np.ndarray):
         described = _describe_array(key, value)
     elif _is_plain(value):
@@ -128,6 +130,17 @@ def memory_of(value: Any) -> tuple[Any, ...] | None:
     except RuntimeError:  # a kind of tensor that has no memory of its own
         return None
     return str(local.device), address, local.dtype, tuple(value.shape), local.stride(), *layout
+
+
+def _refuse_many_dimensions(key: str, value: Any) -> None:
+    """Torch has tensors of any number of dimensions, but nobody could load them."""
+    shape = value.shape if isinstance(value, np.ndarray) else value.size()
+    if len(shape) > MOST_DIMENSIONS:
+        raise UnsupportedTensorError(
+            f"'{key}' has {len(shape)} dimensions, and stored tensors have {MOST_DIMENSIONS} at most. Reshape it.",
+            key=key,
+            kind=f"{len(shape)} dimensions",
+        )
 
 
 def _describe_array(key: str, array: Any) -> Holding:

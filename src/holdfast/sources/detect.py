@@ -41,7 +41,7 @@ def open_source(place: str | os.PathLike[str] | Store, *, allow_pickle: bool = F
     """
     path = _local_path(place)
     if path is None:
-        return _open_in_store(place)
+        return _open_in_store(place, allow_pickle)
     if path.is_dir():
         return _open_folder(path, allow_pickle)
     if path.exists():
@@ -64,13 +64,13 @@ def _local_path(place: str | os.PathLike[str] | Store) -> Path | None:
     return None if isinstance(place, str) and "://" in text else Path(os.path.abspath(text))
 
 
-def _open_in_store(place: str | os.PathLike[str] | Store) -> Source:
+def _open_in_store(place: str | os.PathLike[str] | Store, allow_pickle: bool) -> Source:
     from holdfast.sources.native import NativeSource
     from holdfast.stores.places import store_at
 
     store = store_at(place)
     if store.size(RECORD) is not None:
-        return NativeSource(store)
+        return NativeSource(store, allow_pickle=allow_pickle)
     names = sorted(listed.name for listed in store.list())
     if not names:
         raise CheckpointNotFoundError(f"no checkpoint at {store.location}: there is nothing.", path=store.location)
@@ -86,7 +86,7 @@ def _open_folder(path: Path, allow_pickle: bool) -> Source:
         from holdfast.sources.native import NativeSource
         from holdfast.stores.places import store_at
 
-        return NativeSource(store_at(path))
+        return NativeSource(store_at(path), allow_pickle=allow_pickle)
     if any(map(_DCP_INDEX.fullmatch, names)):
         from holdfast.sources.dcp import DcpSource
 

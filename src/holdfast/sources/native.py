@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -26,6 +26,9 @@ from holdfast.formats.native.values import decode
 from holdfast.sources.source import Request, Source, check_requests
 from holdfast.stores.store import Reader, Store
 
+_LARGE = 1 << 30
+_LARGEST_RECORD = 1 << 31
+
 
 class NativeSource(Source):
     """A committed checkpoint in a store. Nothing but its record is read before it is asked for."""
@@ -40,6 +43,7 @@ class NativeSource(Source):
         self.identity = self.record.generation
         self._numbers = {ref.key: number for number, ref in enumerate(self.record.tensors)}
         self._checked_headers: set[int] = set()
+        self._refuse_claims()
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorRef]:
@@ -73,13 +77,15 @@ class NativeSource(Source):
         touched = {slab.file for slab in slabs}
         if verify:
             slabs.extend(self._headers(touched - self._checked_headers))
-        read = read_slabs(slabs, self._files(verify), self.record.block_bytes)
+        read = read_slabs(slabs, self._files(verify, slabs), self.record.block_bytes)
         if verify:
             self._checked_headers |= touched
         return read
 
     def verify_everything(self) -> int:
         """Read every file and compare all digests. Returns how many bytes that were."""
+        for key in self._numbers:
+            self._chunks(key)  # which looks for overlaps
         slabs = [slab for number, file in enumerate(self.record.files) for slab in _to_be_checked(number, file.nbytes)]
         return read_slabs(slabs, self._files(verify=True), self.record.block_bytes)
 
@@ -94,11 +100,10 @@ class NativeSource(Source):
         """Where the chunks lie, and the digests."""
         index = self.record.index
         path = self.store.path_of(index.name)
-        try:
-            data = self.store.read(index.name)
-        except FileNotFoundError:
-            _refuse_missing(path, index)
-        return decode_columns(data, self.record, path)
+        with self._opener(index, None)() as reader:
+            data = bytearray(index.nbytes)
+            reader.read_into(0, data)
+        return decode_columns(bytes(data), self.record, path)
 
     @cached_property
     def _table(self) -> ChunkTable:
@@ -136,19 +141,22 @@ class NativeSource(Source):
     def _header_ends(self) -> list[int]:
         return header_ends(self.columns, self.record.files)
 
-    def _files(self, verify: bool) -> list[ReadableFile]:
+    def _files(self, verify: bool, slabs: Sequence[Slab] = ()) -> list[ReadableFile]:
+        keys = {slab.file: slab.key for slab in reversed(slabs) if slab.key}
         starts = first_blocks(self.record.files, self.record.block_bytes)
         return [
             ReadableFile(
                 self.store.path_of(file.name),
                 file.nbytes,
-                self._opener(file),
+                self._opener(file, keys.get(number)),
                 self.columns.digests[starts[number] : starts[number + 1]] if verify else None,
             )
             for number, file in enumerate(self.record.files)
         ]
 
-    def _opener(self, file: StoredFile) -> Callable[[], AbstractContextManager[Reader]]:
+    def _opener(self, file: StoredFile, key: str | None) -> Callable[[], AbstractContextManager[Reader]]:
+        """A function that opens a file of the size that was recorded. ``key`` is what it is needed for."""
+
         @contextmanager
         def opened() -> Iterator[Reader]:
             path = self.store.path_of(file.name)
@@ -156,26 +164,51 @@ class NativeSource(Source):
                 manager = self.store.reader(file.name)
                 reader = manager.__enter__()
             except FileNotFoundError:
-                _refuse_missing(path, file)
+                self._refuse_missing(file, key)
             try:
                 if reader.size != file.nbytes:
-                    _refuse(path, "does not have the size that was recorded", file.nbytes, reader.size)
+                    _refuse(path, "does not have the size that was recorded", file.nbytes, reader.size, key)
                 yield reader
             finally:
                 manager.__exit__(None, None, None)
 
         return opened
 
+    def _refuse_claims(self) -> None:
+        """Raise if large tensors cannot be what the record says, before anyone takes memory for them."""
+        for ref in self.record.tensors:
+            if ref.nbytes >= _LARGE:
+                for number in {chunk.file for chunk in self._chunks(ref.key)}:
+                    file = self.record.files[number]
+                    found = self.store.size(file.name)
+                    if found is None:
+                        self._refuse_missing(file, ref.key)
+                    if found != file.nbytes:
+                        path = self.store.path_of(file.name)
+                        _refuse(path, "does not have the size that was recorded", file.nbytes, found, ref.key)
+
+    def _refuse_missing(self, file: StoredFile, key: str | None) -> NoReturn:
+        what = "is missing, though the record of the checkpoint lists it"
+        with suppress(Exception):
+            if read_record(self.store).generation != self.record.generation:
+                what = "is gone: another save has replaced the checkpoint since it was opened, so open it again"
+        _refuse(self.store.path_of(file.name), what, f"{file.nbytes} bytes", "no such file", key)
+
 
 def read_record(store: Store) -> Record:
     """The record of the checkpoint in a store."""
+    path = store.path_of(RECORD)
     try:
-        data = store.read(RECORD)
+        with store.reader(RECORD) as reader:
+            if reader.size > _LARGEST_RECORD:  # which costs nothing to make, and would take all memory
+                _refuse(path, "is too large to be a record", f"at most {_LARGEST_RECORD} bytes", reader.size)
+            data = bytearray(reader.size)
+            reader.read_into(0, data)
     except FileNotFoundError:
         raise CheckpointNotFoundError(
             f"no checkpoint at {store.location}: there is no {RECORD}.", path=store.location
         ) from None
-    return decode_record(data, store.path_of(RECORD))
+    return decode_record(bytes(data), path)
 
 
 def _to_be_checked(file: int, end: int) -> Iterator[Slab]:
@@ -184,16 +217,13 @@ def _to_be_checked(file: int, end: int) -> Iterator[Slab]:
         yield Slab(file, begin, min(WINDOW_BYTES, end - begin), (), None, "")
 
 
-def _refuse_missing(path: str, file: StoredFile) -> NoReturn:
-    _refuse(path, "is missing, though the record of the checkpoint lists it", f"{file.nbytes} bytes", "no such file")
-
-
-def _refuse(path: str, what: str, expected: Any, found: Any) -> NoReturn:
+def _refuse(path: str, what: str, expected: Any, found: Any, key: str | None = None) -> NoReturn:
+    needed = "" if key is None else f"; it is needed for {key!r}"
     raise DamagedCheckpointError(
-        f"{path} {what} (expected {expected}, found {found}). Copy the checkpoint again with all its files, or load "
-        "another one.",
+        f"{path} {what} (expected {expected}, found {found}{needed}). Copy the checkpoint again with all its files, or "
+        "load another one.",
         file=path,
-        key=None,
+        key=key,
         expected=expected,
         found=found,
     )

@@ -60,8 +60,9 @@ class Contents:
 
 def look_before(store: Store, *, overwrite: bool) -> Before:
     """Look at what is in the store. Raises if a checkpoint is in the way, of ours or of another kind."""
+    # In this order: if another save commits in between, ours will notice that the record is not the one it saw.
+    record = _content(store, RECORD)
     names = {listed.name for listed in store.list()}
-    record = store.read(RECORD) if RECORD in names else None
     if record is not None and not overwrite:
         raise CheckpointExistsError(
             f"there is a checkpoint at {store.location}{_about(record, store)}. Save to another place, or pass "
@@ -133,7 +134,7 @@ def commit_checkpoint(
         store.commit(RECORD, encoded, replaces=before.record)
     except BaseException:
         # The record may be in place although its commit raised; then it needs the file.
-        if not _is_committed(store, encoded):
+        if not is_committed(store, generation):
             remove_unfinished(store, [index.name])
         raise
     _remove_old_files(store, before, record)
@@ -147,20 +148,19 @@ def remove_unfinished(store: Store, names: Sequence[str]) -> None:
 
 
 def is_committed(store: Store, generation: str) -> bool:
-    """Whether the record in the store is of this save."""
+    """Whether the record in the store is of this save. Yes if nobody knows: its files must not be removed then."""
     try:
-        return decode_record(store.read(RECORD), RECORD).generation == generation
-    except Exception:
-        return False
-
-
-def _is_committed(store: Store, record: bytes) -> bool:
-    try:
-        return store.read(RECORD) == record
-    except FileNotFoundError:
-        return False
+        record = _content(store, RECORD)
+        return record is not None and decode_record(record, RECORD).generation == generation
     except Exception:
         return True  # rather leave a file too many than remove one that is needed
+
+
+def _content(store: Store, name: str) -> bytes | None:
+    try:
+        return store.read(name)
+    except FileNotFoundError:
+        return None
 
 
 def _remove_old_files(store: Store, before: Before, record: Record) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from holdfast.boxes import volume
 from holdfast.checkpoint import Checkpoint
 from holdfast.coordination.meeting import meeting
-from holdfast.errors import HoldfastError, RankDisagreementError
+from holdfast.errors import CheckpointException, HoldfastError, RankDisagreementError
 from holdfast.load_report import LoadReport
 from holdfast.patterns import Choice, Chooser, Pattern, Patterns, Selection, chooser
 from holdfast.planning.holdings import memory_of
@@ -171,17 +171,20 @@ class _Load:
         """Read what this rank needs, straight into the tensors where that is possible."""
 
         def read() -> None:
-            if self.options.verify == "first":
-                check_regions(self.regions, source)
             self.nbytes, self.elements = read_regions(self.regions, source, verify=bool(self.options.verify))
             for region, elements in self.made:
                 put(region.memory, elements)
                 self.elements += volume(region.box.sizes)
 
+        if self.options.verify == "first":
+            # A step of its own: no rank changes anything before all ranks have found everything undamaged.
+            self.ranks.all_gather_status("verify", lambda: check_regions(self.regions, source))
         try:
             self.ranks.all_gather_status("read", read)
-        except HoldfastError as error:
-            error.message += " The state is partly loaded now and must not be used."
+        except CheckpointException as error:
+            for cause, _ in error.failures.values():
+                if isinstance(cause, HoldfastError):
+                    cause.message += " The state is partly loaded now and must not be used."
             raise
 
     def put_in_place(self, outcome: Outcome) -> None:

@@ -14,6 +14,7 @@ import xxhash
 
 from holdfast.coordination.meeting import meeting
 from holdfast.environment import stamp
+from holdfast.errors import CheckpointException
 from holdfast.formats.native.layout import ChunkToWrite
 from holdfast.formats.native.names import new_generation
 from holdfast.notices import warn_caller
@@ -203,8 +204,10 @@ class _Save:
 
         try:
             self.summary = self.ranks.all_reduce("commit", lambda: files, put_in_place)
-        except BaseException:
-            if not is_committed(self.store, self.generation):
+        except BaseException as error:
+            # Without the coordinator's word it may be about to commit, and then it needs our files.
+            coordinator_is_done = self.ranks.is_coordinator or isinstance(error, CheckpointException)
+            if coordinator_is_done and not is_committed(self.store, self.generation):
                 remove_unfinished(self.store, [file.name for file in files])
             raise
 

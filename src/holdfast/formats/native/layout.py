@@ -14,8 +14,8 @@ from holdfast.formats.safetensors.header import LENGTH_BYTES, METADATA_KEY
 DATA_ALIGNMENT = 4096
 """Data begins at a multiple of this, so that it lies on whole pages."""
 
-_MOST_CHUNKS = 200_000
-"""Of a file: readers refuse headers beyond 100 MB."""
+_LARGEST_HEADER = 90_000_000
+"""Readers of safetensors files refuse headers beyond 100 MB."""
 
 
 class ChunkToWrite(NamedTuple):
@@ -49,17 +49,25 @@ def lay_out(chunks: Sequence[ChunkToWrite], generation: str, max_file_size: int 
 
     Chunks that are larger are cut, down to single elements.
     """
+    if max_file_size is not None and max_file_size < 1:
+        raise ValueError(f"a file cannot have {max_file_size} bytes at most; give a larger max_file_size, or None")
     files: list[list[ChunkToWrite]] = []
-    room = 0
+    room = room_in_header = 0
     for chunk in chunks:
         for part in [chunk] if max_file_size is None else _cut(chunk, max_file_size):
-            size = part.nbytes
-            if not files or (max_file_size is not None and size > room) or len(files[-1]) >= _MOST_CHUNKS:
+            size, entry = part.nbytes, _most_bytes_in_header(part)
+            if not files or (max_file_size is not None and size > room) or entry > room_in_header:
                 files.append([])
-                room = max_file_size or 0
+                room, room_in_header = max_file_size or 0, _LARGEST_HEADER
             files[-1].append(part)
             room -= size
+            room_in_header -= entry
     return [_lay_out_file(file, generation) for file in files]
+
+
+def _most_bytes_in_header(chunk: ChunkToWrite) -> int:
+    """An upper limit: a character takes up to 7 bytes with escapes, a number up to 20."""
+    return 7 * len(chunk.key) + 64 * len(chunk.sizes) + 200
 
 
 def _cut(chunk: ChunkToWrite, largest: int) -> Iterator[ChunkToWrite]:
@@ -82,8 +90,8 @@ def _lay_out_file(chunks: Sequence[ChunkToWrite], generation: str) -> FileLayout
     content: dict[str, object] = {METADATA_KEY: {"holdfast": "1", "generation": generation}}
     placed: list[tuple[ChunkToWrite, int]] = []
     position = 0
-    # Large elements first, so that each begins at a multiple of its size.
-    for chunk in sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize):
+    # Those that need most alignment first, so that each has it: readers that map a file need it.
+    for chunk in sorted(chunks, key=lambda chunk: -_alignment(chunk.dtype.itemsize)):
         end = position + chunk.nbytes
         name = _free_name(_name(chunk), content)
         shape = chunk.dtype.shape_in_file(chunk.sizes)
@@ -95,6 +103,11 @@ def _lay_out_file(chunks: Sequence[ChunkToWrite], generation: str) -> FileLayout
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text
     start = len(header)
     return FileLayout(header, [(chunk, start + at) for chunk, at in placed], start + position)
+
+
+def _alignment(itemsize: int) -> int:
+    """The largest power of two that divides an element size."""
+    return itemsize & -itemsize
 
 
 def _name(chunk: ChunkToWrite) -> str:
