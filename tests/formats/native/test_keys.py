@@ -54,6 +54,7 @@ def test_keys_are_texts_that_utf_8_can_hold():
 
     assert key.encode() == b'["a"][{"$":"str","base64":"7aCA"}]'
     assert key_of(("ä",)) == "ä"
+    assert key_of(("ä", None)) == '["ä"][null]'
 
 
 def test_an_int_of_thousands_of_digits_can_be_a_key():

@@ -16,12 +16,12 @@ from holdfast.formats.native.declared import DoesNotFit, declared_as, instance_o
 from holdfast.formats.native.encoding import FACTORIES, Path
 from holdfast.formats.native.keys import readable
 from holdfast.formats.native.leaf_types import STANDARD_TYPES, LeafType
+from holdfast.formats.native.names import RECORD
 from holdfast.formats.native.numpy_types import NUMPY_ARRAY, NUMPY_DTYPE, NUMPY_SCALAR
 from holdfast.formats.native.refs import PerRankValues, PickledValue, UndeclaredValue, UnknownValue
 from holdfast.formats.native.stored_members import (
     DEEPEST,
     JSON,
-    RECORD,
     Malformed,
     Members,
     NotHere,

@@ -11,9 +11,9 @@ import numpy as np
 
 from holdfast.errors import DamagedCheckpointError, UnsupportedValueError
 from holdfast.formats.native.leaf_types import LeafType
+from holdfast.formats.native.names import RECORD
 from holdfast.formats.native.stored_members import (
     JSON,
-    RECORD,
     CannotStore,
     Malformed,
     Members,

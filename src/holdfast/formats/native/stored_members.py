@@ -14,9 +14,6 @@ JSON = Any
 
 Members = Mapping[str, JSON]
 
-RECORD = "holdfast.json"
-"""The file that typed values are in, for messages."""
-
 DEEPEST = 128
 """How many containers may lie in one another. Deeper states are mistakes, and JSON parsers have limits of their own."""
 
