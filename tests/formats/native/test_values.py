@@ -278,6 +278,13 @@ def test_tensors_and_arrays_are_handed_over_with_their_paths():
     assert bag.tensors["tensor 0"] is state["a"][0]
 
 
+def test_tensors_behind_sets_and_keys_are_still_handed_over():
+    tensor = torch.ones(1)
+    state = [{1}, {(2,): tensor}, collections.deque([3]), slice(4), tensor]
+
+    assert fingerprint(round_trip(state)) == fingerprint(state)
+
+
 def test_a_path_begins_where_the_state_lies():
     bag = Bag()
 
