@@ -84,12 +84,15 @@ def wrong(requests: list[Request], originals: Mapping[str, torch.Tensor]) -> lis
     return [
         (request.key, request.offsets, request.sizes)
         for request in requests
-        if request.into.tobytes() != bits(region_of(originals[request.key], request.offsets, request.sizes))
+        if request.into.tobytes() != region_of(originals[request.key], request)
     ]
 
 
-def region_of(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    return tensor[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] if sizes else tensor
+def region_of(original: torch.Tensor, request: Request) -> bytes:
+    """The elements that a request asks for, cut out of all of them."""
+    elements = np.frombuffer(bits(original), request.into.dtype).reshape(original.shape)
+    sides = zip(request.offsets, request.sizes, strict=True)
+    return elements[tuple(slice(at, at + size) for at, size in sides)].tobytes()
 
 
 def whole(source: Source, key: str, *, verify: bool = True) -> bytes:

@@ -61,6 +61,6 @@ class _Branch:
 
 def _belongs(key: str, path: Any) -> bool:
     """Whether a key was made from this path."""
-    if not isinstance(path, Sequence) or isinstance(path, str) or not 0 < len(path) <= _DEEPEST:
+    if not isinstance(path, Sequence) or not 0 < len(path) <= _DEEPEST:
         return False
     return all(type(item) in (str, int) for item in path) and ".".join(map(str, path)) == key
