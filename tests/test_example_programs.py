@@ -1,4 +1,4 @@
-"""The programs in `examples/` run, print what they claim, and are programs for stock torch but for their imports."""
+"""The programs in `examples/` run and print what they claim; those in `dcp/` also on stock torch, but for imports."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ import torch.distributed as dist
 from tests.ranks import RankPool
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-README = (EXAMPLES / "README.md").read_text()
 
 
 @dataclass(frozen=True)
 class Program:
     name: str
+    """Its path in the folder of examples."""
     prints: str
     """A pattern of everything that it prints."""
     processes: int = 1
@@ -38,19 +38,19 @@ class Program:
 
 
 SAVE_AND_LOAD = Program(
-    "save_and_load.py",
+    "dcp/save_and_load.py",
     r"Losses without a break: (?P<losses>\d\.\d{6}(, \d\.\d{6}){2})\nLosses after loading:   (?P=losses)\n",
     processes=2,
 )
 ASYNC_CHECKPOINTING = Program(
-    "async_checkpointing.py",
+    "dcp/async_checkpointing.py",
     "".join(rf"step-{step}: holds the weights as they were when it was taken\n" for step in (2, 4, 6, 7, 8, 9)),
     processes=2,
 )
-PROGRAMS = [
+DROP_IN = [
     SAVE_AND_LOAD,
     Program(
-        "load_in_one_process.py",
+        "dcp/load_in_one_process.py",
         r"  model.0.bias +\(64,\) +in 2 parts\n  model.0.weight +\(64, 16\) +in 2 parts\n"
         r"  model.2.bias +\(4,\) +in 2 parts\n  model.2.weight +\(4, 64\) +in 2 parts\n"
         r"Loss when it was saved, on all processes: (?P<loss>\d\.\d{4})\d+; now, in one: (?P=loss)\d+\n",
@@ -58,7 +58,7 @@ PROGRAMS = [
         after=SAVE_AND_LOAD,
     ),
     Program(
-        "application_state.py",
+        "dcp/application_state.py",
         r"Step 6, learning rate 0\.0250, loss [\d.]+: the same as without a break\n"
         r"Step 7, learning rate 0\.0125, loss [\d.]+: the same as without a break\n"
         r"Step 8, learning rate 0\.0125, loss [\d.]+: the same as without a break\n",
@@ -66,40 +66,67 @@ PROGRAMS = [
     ),
     ASYNC_CHECKPOINTING,
     Program(
-        "resharding.py",
+        "dcp/resharding.py",
         r"saved  up.weight on a mesh of \(2, 2\) as \(_StridedShard\(dim=0.*\), Shard\(dim=0\)\)\n"
         r"loaded up.weight on a mesh of \(4,\) as \(Shard\(dim=0\),\)\n"
         r"loaded up.weight on a mesh of \(4,\) as \(Shard\(dim=1\),\)\n",
         processes=4,
     ),
-    Program("fsdp1_optimizer.py", SAVE_AND_LOAD.prints, processes=2),
+    Program("dcp/fsdp1_optimizer.py", SAVE_AND_LOAD.prints, processes=2),
     Program(
-        "huggingface_export.py",
+        "dcp/huggingface_export.py",
         r"safetensors reads model-00001-of-00002.safetensors model-00002-of-00002.safetensors\n"
         r"0.weight: saved in rows, loaded as \(Shard\(dim=1\),\) of \(32, 8\)\n",
         processes=2,
     ),
     Program(
-        "convert_formats.py",
+        "dcp/convert_formats.py",
         r"torch.load reads the file: whole tensors, nested as they were saved\n"
         r"The file as a checkpoint again: loaded into a sharded model\n"
         r"The file itself: read by one process, loaded by all\n",
         processes=2,
     ),
     Program(
-        "custom_planner.py",
+        "dcp/custom_planner.py",
         r"271392 bytes of weights take 1\d{5} bytes on disk\n"
         r"encoder.weight was loaded into backbone.weight, in half precision\n",
         under_torchrun=False,
     ),
     Program(
-        "compress_and_remote.py",
+        "dcp/compress_and_remote.py",
         r"10\d{5} bytes, compressed \d+\n"
         r"\S+/plain: loaded, the same weights\n\S+/compressed: loaded, the same weights\n",
         under_torchrun=False,
         target="memory://{folder}",
     ),
 ]
+NATIVE = [
+    Program(
+        "save_and_resume.py",
+        SAVE_AND_LOAD.prints + r"\d+ keys, \d+ elements on 2 ranks\n",
+        processes=2,
+    ),
+    Program(
+        "resume_on_fewer.py",
+        r"rank 0 of 2 goes on with {'part-0': 100, 'part-2': 102}\n"
+        r"rank 1 of 2 goes on with {'part-1': 101, 'part-3': 103}\n",
+        processes=4,
+    ),
+    Program(
+        "look_inside.py",
+        r"model.0.weight   <stored tensor 'model.0.weight': bfloat16 \[500, 1000\]>\n(.*\n){3}step +7\nloss: 0.25\n"
+        r"a corner of it: \[2, 2\] torch.bfloat16\na part of it: \['2.weight', '2.bias'\]\n"
+        r"without torch: ndarray \[.*\]\n",
+        under_torchrun=False,
+    ),
+    Program(
+        "load_elsewhere.py",
+        r"as it is: 3 keys missing, 5 unexpected\n"
+        r"transformed: attention.qkv.weight\ncast: attention.out.weight, attention.out.bias\n",
+        under_torchrun=False,
+    ),
+]
+PROGRAMS = [*NATIVE, *DROP_IN]
 
 
 def as_started(script: Path, arguments: list[str], port: int | None, processes: int) -> str:
@@ -155,14 +182,15 @@ def test_it_runs_and_shows_what_it_claims(ranks: RankPool, tmp_path: Path, progr
 def stock_programs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The programs after the one change that makes them programs for stock torch."""
     folder = tmp_path_factory.mktemp("stock")
-    for script in EXAMPLES.glob("*.py"):
+    (folder / "dcp").mkdir()
+    for script in EXAMPLES.glob("dcp/*.py"):
         text = script.read_text().replace("holdfast.dcp", "torch.distributed.checkpoint")
-        (folder / script.name).write_text(text)
+        (folder / "dcp" / script.name).write_text(text)
     yield folder
     ranks.kill()  # stock's writer processes would outlive the groups that they belong to
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+@pytest.mark.parametrize("program", DROP_IN, ids=lambda program: program.name)
 def test_it_names_nothing_but_the_drop_in(program: Program) -> None:
     text = (EXAMPLES / program.name).read_text()
 
@@ -171,7 +199,7 @@ def test_it_names_nothing_but_the_drop_in(program: Program) -> None:
     assert "torch.distributed.checkpoint" not in text
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+@pytest.mark.parametrize("program", DROP_IN, ids=lambda program: program.name)
 def test_stock_torch_runs_it_after_replacing_the_prefix(
     ranks: RankPool, tmp_path: Path, stock_programs: Path, program: Program
 ) -> None:
@@ -199,11 +227,13 @@ def test_torchrun_starts_it_without_an_argument(tmp_path: Path) -> None:
     ]
 
 
-def test_the_list_of_examples_is_complete() -> None:
-    listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\)", README, re.MULTILINE)
+@pytest.mark.parametrize(("folder", "programs"), [("", NATIVE), ("dcp/", DROP_IN)])
+def test_the_list_of_examples_is_complete(folder: str, programs: list[Program]) -> None:
+    readme = (EXAMPLES / folder / "README.md").read_text()
+    listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\)", readme, re.MULTILINE)
 
-    assert sorted(listed) == sorted(script.name for script in EXAMPLES.glob("*.py"))
-    assert sorted(listed) == sorted(program.name for program in PROGRAMS)
+    assert sorted(listed) == sorted(script.name for script in (EXAMPLES / folder).glob("*.py"))
+    assert sorted(f"{folder}{name}" for name in listed) == sorted(program.name for program in programs)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
@@ -211,5 +241,6 @@ def test_the_list_and_the_program_tell_the_same_command(program: Program) -> Non
     starter = f"torchrun --nproc-per-node {program.processes}" if program.under_torchrun else "python"
     command = f"{starter} examples/{program.name}"
 
-    assert f"`{command}` |\n" in README
+    readme = (EXAMPLES / program.name).with_name("README.md").read_text()
+    assert f"`{command}` |\n" in readme
     assert f"\n    {command} " in (EXAMPLES / program.name).read_text()

@@ -1,6 +1,6 @@
 """Write a sharded model as a Hugging Face folder, and load such a folder into any sharding.
 
-    torchrun --nproc-per-node 2 examples/huggingface_export.py [FOLDER]
+    torchrun --nproc-per-node 2 examples/dcp/huggingface_export.py [FOLDER]
 
 Every process writes its shards as safetensors, then they become whole model files with an index, as the libraries of
 Hugging Face expect them. The shards stay in the subfolder `sharded`. Such a folder holds tensors and nothing else.

@@ -1,6 +1,6 @@
 """Save a model that FSDP2 has sharded, with its optimizer, and load both into a new program.
 
-    torchrun --nproc-per-node 2 examples/save_and_load.py [FOLDER]
+    torchrun --nproc-per-node 2 examples/dcp/save_and_load.py [FOLDER]
 
 Every process writes the shards that it holds. `load` fills tensors in place, so a new model and a new optimizer are
 asked for their state first: it says which tensors are wanted, and how this process shards them.

@@ -1,6 +1,6 @@
 """Resume under FSDP1 (`FullyShardedDataParallel`) with an optimizer that has no state yet to load into.
 
-    torchrun --nproc-per-node 2 examples/fsdp1_optimizer.py [FOLDER]
+    torchrun --nproc-per-node 2 examples/dcp/fsdp1_optimizer.py [FOLDER]
 
 A new optimizer has no moments, so there is nothing to fill in place. `load_sharded_optimizer_state_dict` makes their
 tensors after what the checkpoint holds, each process's rows of them, however many processes saved it.

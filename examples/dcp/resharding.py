@@ -1,6 +1,6 @@
 """Save in one parallel layout, load in others.
 
-    torchrun --nproc-per-node 4 examples/resharding.py [FOLDER]
+    torchrun --nproc-per-node 4 examples/dcp/resharding.py [FOLDER]
 
 The model is saved under tensor parallelism combined with FSDP2, on a mesh of two dimensions. It is loaded under FSDP2
 alone, and into columns that are dealt out by hand. A checkpoint holds tensors and where their parts are; `load` works

@@ -1,6 +1,6 @@
 """From a checkpoint of many processes to a single file that `torch.load` reads, and back.
 
-    torchrun --nproc-per-node 2 examples/convert_formats.py [FOLDER]
+    torchrun --nproc-per-node 2 examples/dcp/convert_formats.py [FOLDER]
 
 The conversions are functions that one process calls. They are commands, too:
 

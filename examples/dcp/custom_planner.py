@@ -1,6 +1,6 @@
 """Change what is saved and how it is loaded, with planners of your own.
 
-    python examples/custom_planner.py [FOLDER]
+    python examples/dcp/custom_planner.py [FOLDER]
 
 One planner stores weights in half the space. Another loads a checkpoint into a model whose layers have got new names.
 Both override a step or two of the default planners, and work the same on one process and on thousands.

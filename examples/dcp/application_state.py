@@ -1,6 +1,6 @@
 """Let the application say what its state is: objects with `state_dict` and `load_state_dict`, saved by themselves.
 
-    torchrun --nproc-per-node 2 examples/application_state.py [FOLDER]
+    torchrun --nproc-per-node 2 examples/dcp/application_state.py [FOLDER]
 
 `save` asks every such object for its state, `load` gives it back. The training loop need not know what is inside.
 """

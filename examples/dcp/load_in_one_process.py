@@ -1,7 +1,7 @@
 """Load what many processes saved into one, without a process group: in a notebook, for evaluation, to have a look.
 
-    torchrun --nproc-per-node 2 examples/save_and_load.py FOLDER
-    python examples/load_in_one_process.py FOLDER
+    torchrun --nproc-per-node 2 examples/dcp/save_and_load.py FOLDER
+    python examples/dcp/load_in_one_process.py FOLDER
 
 A checkpoint knows nothing of the number of processes that will load it. Whole tensors are put together from the shards,
 and only what the state asks for is read: here the model, but not its optimizer.

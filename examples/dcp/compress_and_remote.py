@@ -1,6 +1,6 @@
 """Compress a checkpoint, and keep it anywhere that fsspec reaches: s3://, gs://, memory:// and many more.
 
-    python examples/compress_and_remote.py [URL]
+    python examples/dcp/compress_and_remote.py [URL]
 
 Takes the packages fsspec and zstandard, and that of the protocol, such as s3fs. The URL is memory:// by default, which
 lasts as long as the process. The index says that the items are compressed, so nothing has to be said when loading.

@@ -1,6 +1,6 @@
 """Save while training goes on: `async_save` copies the state and writes the copy in the background.
 
-    torchrun --nproc-per-node 2 examples/async_checkpointing.py [FOLDER]
+    torchrun --nproc-per-node 2 examples/dcp/async_checkpointing.py [FOLDER]
 
 First a thread of every process writes. Then a process of its own does, which leaves the interpreter to the training
 loop, and even the copy is taken in the background: it has to be complete only when the weights change next.
