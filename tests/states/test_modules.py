@@ -124,6 +124,14 @@ def test_a_model_on_the_meta_device_gets_memory_and_stays_the_same_objects():
     assert not other.head.weight.equal(model.head.weight)
 
 
+def test_tied_weights_on_the_meta_device_get_memory_once():
+    with torch.device("meta"):
+        other = Net()
+    template = adapter_for(other).template(None)
+    assert template["module.weight"] is template["head.weight"]
+    assert not template["head.weight"].is_meta
+
+
 def test_only_the_parameters_on_the_meta_device_are_replaced():
     model, other = randomized(Net(), 1), randomized(Net(), 2)
     other.norm.to("meta")

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from holdfast.errors import OptimizerMismatchError
+from holdfast.formats.native.refs import ANYTHING
 from holdfast.states.adapters import Context, adapter_for
 from tests.states.memory_checkpoint import MemoryCheckpoint, difference, load, save
 
@@ -308,6 +309,21 @@ def test_names_that_torch_knows_are_used_if_there_is_no_model():
     assert load(checkpoint, {"optimizer": again}) == []
     assert difference(again.state[other.scale], optimizer.state[model.scale]) is None
     assert again.param_groups[0]["param_names"] == [name for name, _ in reversed(list(other.named_parameters()))]
+
+
+def test_names_that_are_the_same_without_wrappers_are_not_used():
+    a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([("layer.a", a), ("module.layer.a", b)], lr=0.1)
+    assert adapter_for(optimizer).saved()["param_groups"][0]["params"] == [0, 1]
+
+
+def test_where_a_counter_is_kept_is_left_to_torch():
+    model, optimizer = trained("Adam")
+    checkpoint = save({"model": model, "optimizer": optimizer})
+    fresh = torch.optim.Adam(model.parameters())
+    template = adapter_for(fresh, (), Context.of(model)).template(checkpoint.tree["optimizer"])
+    assert template["state"]["scale"]["step"] is ANYTHING
+    assert isinstance(template["state"]["scale"]["exp_avg"], torch.Tensor)
 
 
 @pytest.mark.parametrize("named", ["stored", "live"])

@@ -1,4 +1,4 @@
-"""Optimizer states without nesting, as helpers of DCP make them (``StateDictOptions(flatten_optimizer_state_dict=True)``).
+"""Optimizer states without nesting, as DCP makes them with ``StateDictOptions(flatten_optimizer_state_dict=True)``.
 
 Their keys are ``state.<parameter>.<key>`` and ``param_groups.<parameter>.<setting>``: each parameter is a group of its
 own.

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from holdfast.formats.native.refs import ANYTHING, TensorRef
+from holdfast.formats.native.refs import ANYTHING
 from holdfast.planning.materialize import is_meta, with_memory
 from holdfast.states.contract import Adapter
-from holdfast.states.destinations import fits, is_distributed
+from holdfast.states.destinations import is_distributed
 from holdfast.states.fsdp1_modules import contains_fsdp1, sharded_states
 from holdfast.states.module_loading import heeds_loading, load_module
 from holdfast.states.module_names import canonical_name, canonical_names
@@ -83,7 +83,7 @@ class ModuleAdapter(Adapter):
 def _target(name: str, value: Any, stored: Mapping[str, Any], memory: dict[int, torch.Tensor]) -> Any:
     found = stored.get(name)
     if name.rpartition(".")[2] == _EXTRA_STATE:
-        return _extra_target(value, found)
+        return value if isinstance(value, torch.Tensor) and is_distributed(value) else ANYTHING
     if isinstance(value, UninitializedTensorMixin):  # it gets its shape when it is loaded
         return ANYTHING
     if isinstance(value, torch.Tensor):
@@ -94,14 +94,6 @@ def _target(name: str, value: Any, stored: Mapping[str, Any], memory: dict[int, 
             return memory[id(value)]
         return value
     return value if found is None else merged(value, found)
-
-
-def _extra_target(value: Any, stored: Any) -> Any:
-    if isinstance(value, torch.Tensor) and is_distributed(value):
-        return value
-    if isinstance(stored, TensorRef) and fits(value, stored):
-        return value.clone()  # the module decides in set_extra_state what becomes of it
-    return ANYTHING
 
 
 def _state_dict(module: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

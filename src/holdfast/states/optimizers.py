@@ -83,7 +83,7 @@ class OptimizerAdapter(Adapter):
             elif name not in known:  # not of a parameter at all
                 template[key] = ANYTHING
         found = set(self._match.parameters.values())
-        template.update({name: live[number] or ANYTHING for number, name in enumerate(names) if number not in found})
+        template.update({name: ANYTHING for number, name in enumerate(names) if number not in found})
         return template
 
     def apply(self, loaded: Any) -> None:
