@@ -111,7 +111,9 @@ def test_tensors_of_the_object_are_read_into_if_they_fit():
 
 def test_entries_that_were_not_stored_are_reported_missing():
     checkpoint = save({"keeper": Keeper({"a": 1, "d": {}})})
-    load(checkpoint, {"keeper": Keeper({"a": 2, "b": 3, "d": {"e": 4}})}, strict=False)
+    keeper = Keeper({"a": 2, "b": 3, "d": {"e": 4}})
+    load(checkpoint, {"keeper": keeper}, strict=False)
+    assert keeper.kept == {"a": 1, "b": 3, "d": {"e": 4}}
     assert checkpoint.missing == [".keeper.d.e", ".keeper.b"]
 
 
