@@ -143,3 +143,8 @@ def test_only_objects_with_both_methods_are_stateful():
     assert adapter_for({"a": 1}) is None
     assert adapter_for(torch.ones(1)) is None
     assert adapter_for(Keeper(1)) is not None
+
+
+def test_tensors_without_memory_are_no_destination():
+    stored = MemoryCheckpoint.of({"a": torch.ones(3)}).tree
+    assert merged({"a": torch.ones(3, device="meta")}, stored)["a"] is ANYTHING
