@@ -16,7 +16,7 @@ from holdfast.patterns import Chooser, Patterns
 from holdfast.sources.detect import open_source
 from holdfast.sources.source import Request, Source
 from holdfast.sources.stored_nodes import StoredNode
-from holdfast.sources.trees import NOTHING, collect_refs, mapped, pruned, substituted
+from holdfast.sources.trees import NOTHING, mapped, pruned, refs_in, substituted
 from holdfast.stores.store import Store
 from holdfast.tensor_handles import TensorHandle, as_elements, torch_is_here
 
@@ -50,7 +50,7 @@ class Checkpoint(Mapping[str, Any]):
     def __init__(self, source: Source) -> None:
         self._source = source
         self.looked_at: set[str] = set()
-        """Keys that were asked for."""
+        """Keys whose value was asked for, or whose tensor was read."""
 
     @property
     def path(self) -> str:
@@ -104,9 +104,8 @@ class Checkpoint(Mapping[str, Any]):
             keys = {leaf.path: key for key, leaf in self._leaves.items()}
             tree = pruned(tree, (), lambda path: path in keys and chosen(keys[path]))
             if tree is NOTHING:
-                return {}
-        refs: dict[str, TensorRef] = {}
-        collect_refs(tree, refs)
+                raise KeyError(f"no key of {self.path} is meant by {pattern!r}")
+        refs = {ref.key: ref for ref in refs_in(tree)}
         buffers = {key: np.empty(ref.shape, ref.dtype.carrier) for key, ref in refs.items()}
         self._source.read(
             [
@@ -145,7 +144,19 @@ class Checkpoint(Mapping[str, Any]):
         return {leaf.key: leaf for leaf in StoredNode.of(self._source.tree).leaves()}
 
     def _handle(self, ref: TensorRef) -> TensorHandle:
-        return TensorHandle(self._source, ref)
+        return TensorHandle(self._source, ref, self._note_read)
+
+    def _note_read(self, ref: TensorRef) -> None:
+        self.looked_at.update(self._names[ref.key])
+
+    @cached_property
+    def _names(self) -> Mapping[str, list[str]]:
+        """All keys that a stored tensor has, by its own. Tied ones have several."""
+        names: dict[str, list[str]] = {}
+        for key, leaf in self._leaves.items():
+            if isinstance(leaf.value, TensorRef):
+                names.setdefault(leaf.value.key, []).append(key)
+        return names
 
     def _what_is_wrong_with(self, key: str) -> str:
         below = [other for other in self._leaves if other.startswith(f"{key}.")]

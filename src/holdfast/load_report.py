@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 _MOST_SHOWN = 5
 
@@ -34,18 +35,35 @@ class LoadReport:
     not_requested: Sequence[str] = ()
     """Stored keys of other parts of the checkpoint than those in the state."""
     notes: Sequence[str] = ()
+    """Remarks on what was not simply read, such as parameters that were matched by position."""
     bytes_read: int = 0
     """From storage, by all ranks together."""
     elements: int = 0
-    """Of all tensors in the state, on all ranks together. Each of them was written exactly once."""
+    """That were written, in the tensors of all ranks together: every element of them, and each one once."""
     seconds: float = 0.0
+    """By the slowest rank."""
     world_size: int = 1
+
+    @classmethod
+    def merged(cls, reports: Sequence[LoadReport], *, bytes_read: int, elements: int, seconds: float) -> LoadReport:
+        """The reports of several ranks as one, with the numbers of all of them."""
+
+        def every(name: str) -> list[str]:
+            return list(dict.fromkeys(key for report in reports for key in getattr(report, name)))
+
+        def joined(name: str) -> dict[str, Any]:
+            return {key: value for report in reversed(reports) for key, value in getattr(report, name).items()}
+
+        lists = ("read", "transformed", "missing", "unexpected", "untouched", "not_requested", "notes")
+        changes: dict[str, Any] = {name: every(name) for name in lists}
+        changes |= {name: joined(name) for name in ("renamed", "cast")}
+        return replace(reports[0], **changes, bytes_read=bytes_read, elements=elements, seconds=seconds)
 
     def __str__(self) -> str:
         rate = f", {self.bytes_read / self.seconds / 1e6:,.0f} MB/s" if self.seconds > 0 else ""
         ranks = f" on {self.world_size} ranks" if self.world_size > 1 else ""
         lines = [
-            f"loaded {len(self.read)} keys from {self.path} ({self.format}){ranks}",
+            f"loaded {len(self.read)} key{_s(self.read)} from {self.path} ({self.format}){ranks}",
             f"  {self.elements:,} elements, {self.bytes_read:,} bytes read in {self.seconds:.2f} s{rate}",
         ]
         renamed = [f"{old} -> {new}" for old, new in self.renamed.items()]
@@ -63,6 +81,10 @@ class LoadReport:
                 lines.append(f"  {headline}: {len(keys)}: {_some(keys)}")
         lines.extend(f"  note: {note}" for note in self.notes)
         return "\n".join(lines)
+
+
+def _s(keys: Sequence[str]) -> str:
+    return "" if len(keys) == 1 else "s"
 
 
 def _some(keys: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,10 @@ class TensorHandle:
     where torch is not installed).
     """
 
-    def __init__(self, source: Source, ref: TensorRef) -> None:
+    def __init__(self, source: Source, ref: TensorRef, on_read: Callable[[TensorRef], None] | None = None) -> None:
         self._source = source
         self._ref = ref
+        self._on_read = on_read
 
     @property
     def key(self) -> str:
@@ -79,6 +80,8 @@ class TensorHandle:
     def raw(self, index: Any = ...) -> Array:
         """A part of it, or all, as unsigned integers of the same size, or plain bytes: the very bits."""
         cut = _Cut(index, self.shape)
+        if self._on_read is not None:
+            self._on_read(self._ref)
         buffer = np.empty(cut.sizes, self.dtype.carrier)
         if buffer.size:
             self._source.read([Request(self.key, cut.offsets, cut.sizes, buffer)])
@@ -122,7 +125,7 @@ def _as_torch(raw: Array, ref: TensorRef) -> Any:
     dtype = getattr(torch, ref.dtype.name, None)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{ref.key!r} has elements of {ref.dtype}, which torch does not have; use .numpy() or .raw()")
-    raw = np.ascontiguousarray(raw)
+    raw = np.asarray(raw, order="C")  # not ascontiguousarray, which gives a single element a dimension
     if raw.itemsize == 16:
         return torch.from_numpy(raw.view(np.complex128))
     signed = raw if raw.itemsize == 1 else raw.view(f"i{raw.itemsize}")

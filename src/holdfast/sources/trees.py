@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holdfast.formats.native.refs import PerRankValues, TensorRef
@@ -82,13 +82,18 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return rebuilt
 
 
-def collect_refs(value: Any, refs: dict[str, TensorRef]) -> None:
-    """Find all references to tensors in a value, by key."""
+def refs_in(value: Any) -> Iterator[TensorRef]:
+    """All references to tensors in a value, in order."""
     if isinstance(value, TensorRef):
-        refs[value.key] = value
+        yield value
         return
     for _, child in children_of(value) or []:
-        collect_refs(child, refs)
+        yield from refs_in(child)
+
+
+def collect_refs(value: Any, refs: dict[str, TensorRef]) -> None:
+    """Note all references to tensors in a value, by key."""
+    refs.update({ref.key: ref for ref in refs_in(value)})
 
 
 def pruned(value: Any, path: Path, wanted: Callable[[Path], bool]) -> Any:

@@ -15,11 +15,13 @@ import torch
 
 from holdfast.boxes import Box, overlaps, uncovered, volume
 from holdfast.formats.native.refs import TensorRef
+from holdfast.formats.native.values import numpy_dtype_from
 from holdfast.metadata import MetadataIndex
 from holdfast.planning.tensors import create_chunk_list, find_tensor_shard, on_this_rank
 from holdfast.sources.source import Request, Source
 from holdfast.states.destinations import torch_dtype
-from holdfast.verbs.matching import Fill
+from holdfast.verbs.findings import Fill
+from holdfast.verbs.targets import why_not_fillable
 
 STAGING_BYTES = 32 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -61,12 +63,8 @@ def hole_in(region: Region, source: Source) -> str | None:
 
 
 def memory_problem(region: Region) -> str | None:
-    """Why memory cannot be filled, if it cannot."""
-    memory = region.memory
-    if isinstance(memory, np.ndarray):
-        return None if memory.flags.writeable else "is a numpy array that is read-only"
-    overlapping = any(stride == 0 and size > 1 for stride, size in zip(memory.stride(), memory.shape, strict=True))
-    return "is an expanded tensor, whose elements share memory; clone it first" if overlapping else None
+    """Why the memory of a region cannot be filled, if it cannot."""
+    return why_not_fillable(region.fill.key, region.memory)
 
 
 def read_regions(regions: Sequence[Region], source: Source, *, verify: bool) -> tuple[int, int]:
@@ -80,21 +78,23 @@ def read_regions(regions: Sequence[Region], source: Source, *, verify: bool) -> 
         else:
             direct.append(_request(region.fill.ref, region.box, into))
     nbytes = source.read(direct, verify=verify) if direct else 0
-    for batch in _batches(part for region in staged for part in _parts(region)):
+    written = sum(request.into.size for request in direct)
+    for batch in _batches(part for region in staged for part in parts_of(region)):
         buffers = [np.empty(part.box.sizes, part.fill.ref.dtype.carrier) for part in batch]
         requests = [_request(part.fill.ref, part.box, buffer) for part, buffer in zip(batch, buffers, strict=True)]
         nbytes += source.read(requests, verify=verify)
         for part, buffer in zip(batch, buffers, strict=True):
             put(part.memory, elements_of(buffer, part.fill.ref))
+            written += buffer.size
     for tensor in {id(region.fill.target): region.fill.target for region in regions}.values():
         if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
-    return nbytes, sum(volume(region.box.sizes) for region in regions)
+    return nbytes, written
 
 
 def check_regions(regions: Iterable[Region], source: Source) -> None:
     """Read all regions into memory that is thrown away, to see whether they are undamaged."""
-    for batch in _batches(part for region in regions for part in _parts(region)):
+    for batch in _batches(part for region in regions for part in parts_of(region)):
         source.read(
             [
                 _request(part.fill.ref, part.box, np.empty(part.box.sizes, part.fill.ref.dtype.carrier))
@@ -104,13 +104,22 @@ def check_regions(regions: Iterable[Region], source: Source) -> None:
         )
 
 
+def elements_in(region: Region, source: Source) -> Any:
+    """What is stored for a region, in memory of its own."""
+    buffer = np.empty(region.box.sizes, region.fill.ref.dtype.carrier)
+    source.read([_request(region.fill.ref, region.box, buffer)])
+    return elements_of(buffer, region.fill.ref)
+
+
 def elements_of(buffer: np.ndarray[Any, Any], ref: TensorRef) -> Any:
     """What was read as elements of the stored type: a torch tensor, or a numpy array if it is one that torch lacks."""
+    if ref.numpy is not None:
+        return buffer.view(numpy_dtype_from(ref.numpy))
     dtype = torch_dtype(ref.dtype)
     if dtype is None:
         return buffer
     if buffer.dtype.kind == "V":
-        return torch.from_numpy(buffer.view(np.float64).reshape(*buffer.shape, -1)).view(dtype).squeeze(-1)
+        return torch.from_numpy(buffer.view(np.complex128)).view(dtype)
     signed = buffer.view(f"i{buffer.itemsize}") if buffer.itemsize > 1 else buffer
     return torch.from_numpy(signed).view(dtype)
 
@@ -118,15 +127,21 @@ def elements_of(buffer: np.ndarray[Any, Any], ref: TensorRef) -> Any:
 def put(memory: Any, elements: Any) -> None:
     """Copy elements into memory, converting them if the types differ."""
     if isinstance(memory, np.ndarray):
-        memory[...] = elements.to(torch.float32).numpy() if _is_foreign_to_numpy(elements) else np.asarray(elements)
+        if isinstance(elements, torch.Tensor):
+            elements = _known_to_numpy(elements.detach().cpu())
+        memory[...] = elements
     else:
+        if isinstance(elements, np.ndarray):
+            elements = torch.from_numpy(np.asarray(elements, elements.dtype.newbyteorder("=")))
         memory.copy_(elements)
 
 
-def _is_foreign_to_numpy(elements: Any) -> bool:
-    return isinstance(elements, torch.Tensor) and (
-        elements.dtype is torch.bfloat16 or "float8" in str(elements.dtype) or elements.dtype is torch.complex32
-    )
+def _known_to_numpy(elements: torch.Tensor) -> Any:
+    try:
+        return elements.numpy()
+    except TypeError:
+        wide = torch.complex64 if elements.is_complex() else torch.float32
+        return elements.to(wide).numpy()
 
 
 def _request(ref: TensorRef, box: Box, into: Any) -> Request:
@@ -140,7 +155,7 @@ def _carrier_view(region: Region) -> Any:
         same = memory.dtype.itemsize == ref.dtype.itemsize and (
             ref.numpy is not None or (ref.dtype.numpy is not None and memory.dtype == ref.dtype.numpy)
         )
-        return memory.view(ref.dtype.carrier) if same and _is_little(memory, ref) else None
+        return memory.view(ref.dtype.carrier) if same and _is_of_type(memory, ref) else None
     if type(memory) not in (torch.Tensor, torch.nn.Parameter) or memory.device.type != "cpu":
         return None
     if memory.dtype != torch_dtype(ref.dtype) or memory.is_conj() or memory.is_neg():
@@ -151,13 +166,11 @@ def _carrier_view(region: Region) -> Any:
     return integers.numpy().view(ref.dtype.carrier)
 
 
-def _is_little(memory: np.ndarray[Any, Any], ref: TensorRef) -> bool:
-    from holdfast.formats.native.values import numpy_dtype_from
-
+def _is_of_type(memory: np.ndarray[Any, Any], ref: TensorRef) -> bool:
     return ref.numpy is None or memory.dtype == numpy_dtype_from(ref.numpy)
 
 
-def _parts(region: Region) -> Iterator[Region]:
+def parts_of(region: Region) -> Iterator[Region]:
     """A region in parts that fit into the staging memory, cut along the first dimensions."""
     count = volume(region.box.sizes)
     most = max(1, STAGING_BYTES // region.fill.ref.dtype.itemsize)
@@ -172,7 +185,7 @@ def _parts(region: Region) -> Iterator[Region]:
         offsets[dim] += start
         sizes[dim] = length
         memory = region.memory[(slice(None),) * dim + (slice(start, start + length),)]
-        yield from _parts(Region(region.fill, Box(tuple(offsets), tuple(sizes)), memory))
+        yield from parts_of(Region(region.fill, Box(tuple(offsets), tuple(sizes)), memory))
 
 
 def _batches(parts: Iterable[Region]) -> Iterator[list[Region]]:

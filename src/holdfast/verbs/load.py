@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import logging
 import os
-import re
+import pickle
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+import xxhash
 
 from holdfast.boxes import volume
 from holdfast.checkpoint import Checkpoint
 from holdfast.coordination.meeting import meeting
-from holdfast.errors import CheckpointException, HoldfastError, RankDisagreementError
+from holdfast.errors import CheckpointException, HoldfastError, IncompleteLoadError, RankDisagreementError
 from holdfast.load_report import LoadReport
-from holdfast.patterns import Choice, Chooser, Pattern, Patterns, Selection, chooser
-from holdfast.planning.holdings import memory_of
+from holdfast.patterns import Pattern, Patterns
 from holdfast.sources.detect import open_source
+from holdfast.sources.renaming import rename as renamed_tree
 from holdfast.sources.source import Source
 from holdfast.sources.stored_nodes import StoredNode
-from holdfast.sources.stored_nodes import rename as renamed_tree
 from holdfast.stores.store import Store
-from holdfast.verbs.capturing import torch_dtype
-from holdfast.verbs.filling import Region, check_regions, hole_in, memory_problem, put, read_regions, regions_of
-from holdfast.verbs.matching import Fill, Findings, Matcher, Outcome, Rules
+from holdfast.verbs.filling import check_regions, hole_in, put, read_regions, regions_of
+from holdfast.verbs.findings import Fill, Findings, Rules
+from holdfast.verbs.load_options import Options, Rename, Transforms
+from holdfast.verbs.matching import Matcher
+from holdfast.verbs.outcomes import Outcome
 from holdfast.verbs.problems import Problems
+from holdfast.verbs.shared_memory import Write, conflicts, settle_missing_names, without_repetitions
+from holdfast.verbs.targets import held_elements
+from holdfast.verbs.transforming import make
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -34,8 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Rename: TypeAlias = "Mapping[str, str] | Mapping[re.Pattern[str], str] | Callable[[str], str | None]"
-Transform: TypeAlias = "Mapping[Pattern, Callable[[Checkpoint, str], Any]]"
+T = TypeVar("T")
 
 
 def load(
@@ -49,7 +54,7 @@ def load(
     exclude: Patterns | None = None,
     rename: Rename | None = None,
     cast: bool | Patterns | Mapping[Pattern, Any] = False,
-    transform: Transform | None = None,
+    transform: Transforms | None = None,
     verify: bool | Literal["first"] = True,
     allow_pickle: bool = False,
     process_group: dist.ProcessGroup | None = None,
@@ -71,8 +76,8 @@ def load(
             first dot) is not in the state are never an error: to load the model alone, give only the model.
         include: which keys to load; all by default.
         exclude: which of these not to load.
-        rename: from stored keys to keys of the state: a mapping of keys, a mapping of regular expressions to
-            replacements, or a function.
+        rename: from stored keys to keys of the state: a mapping of keys (or of what they begin with, up to a dot), a
+            mapping of regular expressions to replacements, or a function.
         cast: which keys may change their dtype: True for all, patterns, or a mapping of patterns to the new dtype.
             Without it another dtype is an error.
         transform: keys of the state and functions ``f(checkpoint, key)`` that make the tensor or value for them out of
@@ -97,19 +102,22 @@ def load(
     """
     started = time.perf_counter()
     with meeting(f"holdfast.load from {_told(path)}", process_group) as ranks:
-        selection = Selection(include, exclude)
-        options = _Options(
-            selection=selection,
-            may_be_missing=chooser(allow_missing, otherwise=False) if strict else _always,
-            may_be_unexpected=chooser(allow_unexpected, otherwise=False) if strict else _always,
-            casts=_Casts(cast),
-            new_name=_namer(rename),
-            transform=Choice(transform),
-            verify=verify,
+        options = ranks.all_gather_status(
+            "options",
+            lambda: Options.of(
+                strict=strict,
+                allow_missing=allow_missing,
+                allow_unexpected=allow_unexpected,
+                include=include,
+                exclude=exclude,
+                rename=rename,
+                cast=cast,
+                transform=transform,
+                verify=verify,
+            ),
         )
         run = _Load(state, ranks, options)
-        source = run.look(lambda: open_source(path, allow_pickle=allow_pickle))
-        with source:
+        with run.look(lambda: open_source(path, allow_pickle=allow_pickle)) as source:
             outcome = run.plan(source)
             run.read(source)
             run.put_in_place(outcome)
@@ -118,31 +126,30 @@ def load(
     return report
 
 
-@dataclass(frozen=True)
-class _Options:
-    selection: Selection
-    may_be_missing: Callable[[str], bool]
-    may_be_unexpected: Callable[[str], bool]
-    casts: _Casts
-    new_name: Callable[[str], str | None] | None
-    transform: Choice
-    verify: bool | Literal["first"]
+class _Proposal(NamedTuple):
+    """What one rank tells the others about its part."""
+
+    problems: Problems
+    unexpected: Sequence[str]
+    not_requested: Sequence[str]
+    has_loads: bool
+    has_other_keys: bool
 
 
 class _Load:
     """One load. Its methods are the steps, in the order in which they happen."""
 
-    def __init__(self, state: Any, ranks: Collectives, options: _Options) -> None:
+    def __init__(self, state: Any, ranks: Collectives, options: Options) -> None:
         self.state = state
         self.ranks = ranks
         self.options = options
         self.found = Findings()
-        self.problems = Problems()
-        self.regions: list[Region] = []
-        self.made: list[tuple[Region, Any]] = []
-        self.unexpected: list[str] = []
-        self.not_requested: list[str] = []
-        self.renamed: dict[str, str] = {}
+        self.uncovered: dict[str, str] = {}
+        self.writes: list[Write] = []
+        self.expected = 0
+        """Elements that this rank has to write."""
+        self.unexpected: Sequence[str] = ()
+        self.not_requested: Sequence[str] = ()
         self.nbytes = 0
         self.elements = 0
 
@@ -151,6 +158,7 @@ class _Load:
         source = self.ranks.all_gather_status("open", opened)
         views = dict(enumerate(self.ranks.all_gather_object(f"{source.format} {source.identity}")))
         if len(set(views.values())) > 1:
+            source.close()
             raise RankDisagreementError(
                 f"the ranks look at different checkpoints: {views}. Wait until a running save has finished and all "
                 "ranks see the same files, then load again.",
@@ -160,75 +168,79 @@ class _Load:
 
     def plan(self, source: Source) -> Outcome:
         """Match the checkpoint with the state; raises on all ranks if it does not fit on one of them."""
-        outcome = self.ranks.all_gather_status("plan", lambda: self._match(source))
-        everyone: list[Problems] = self.ranks.all_gather_object(self.problems)
-        self._agree_on_unexpected(everyone)
-        merged = Problems.merged(everyone, self.unexpected)
-        merged.raise_if_any(source, self.ranks.world_size)
+        outcome, proposal = self.ranks.all_gather_status("plan", lambda: self._match(source))
+        problems, self.unexpected, self.not_requested = self.ranks.all_reduce(
+            "agree", lambda: _sent_once(self.ranks, proposal), self._agree
+        )
+        problems.raise_if_any(source.location)
         return outcome
 
     def read(self, source: Source) -> None:
         """Read what this rank needs, straight into the tensors where that is possible."""
+        regions = [write.region for write in self.writes if write.made is None]
+        if self.options.verify == "first":
+            with _remark("Nothing was changed."):
+                self.ranks.all_gather_status("verify", lambda: check_regions(regions, source))
 
         def read() -> None:
-            self.nbytes, self.elements = read_regions(self.regions, source, verify=bool(self.options.verify))
-            for region, elements in self.made:
-                put(region.memory, elements)
-                self.elements += volume(region.box.sizes)
+            self.nbytes, self.elements = read_regions(regions, source, verify=bool(self.options.verify))
+            for write in self.writes:
+                if write.made is not None:
+                    put(write.region.memory, write.made)
+                    self.elements += volume(write.region.box.sizes)
+            if self.elements != self.expected:
+                raise IncompleteLoadError(
+                    f"{self.elements} elements were loaded from {source.location} where the state has {self.expected}. "
+                    "This is a mistake of Holdfast; please report it.",
+                    expected=self.expected,
+                    found=self.elements,
+                )
 
-        if self.options.verify == "first":
-            # A step of its own: no rank changes anything before all ranks have found everything undamaged.
-            self.ranks.all_gather_status("verify", lambda: check_regions(self.regions, source))
-        try:
+        with _remark(_PARTLY_LOADED):
             self.ranks.all_gather_status("read", read)
-        except CheckpointException as error:
-            for cause, _ in error.failures.values():
-                if isinstance(cause, HoldfastError):
-                    cause.message += " The state is partly loaded now and must not be used."
-            raise
 
     def put_in_place(self, outcome: Outcome) -> None:
         """Replace values, and let live objects take over what was read."""
-        finished = self.ranks.all_gather_status("apply", outcome.finish)
-        if finished is not self.state:
-            raise AssertionError("the state was to be changed in place")
+        with _remark(_PARTLY_LOADED):
+            self.ranks.all_gather_status("apply", outcome.finish)
 
     def report(self, source: Source, started: float) -> LoadReport:
         """What was done by all ranks together."""
         found = self.found
-        mine = LoadReport(
+        lists = LoadReport(
             path=source.location,
             format=source.format,
             identity=source.identity,
             read=list(found.read),
-            renamed={**self.renamed, **found.renamed},
+            renamed=found.renamed,
             cast=found.cast,
-            transformed=[key for key, _, _ in found.transforms],
-            missing=found.missing,
+            transformed=[transform.key for transform in found.transforms],
+            missing=list(found.missing),
             unexpected=self.unexpected,
             untouched=found.untouched,
             not_requested=self.not_requested,
-            notes=[note for adapter in found.adapters for note in adapter.notes()],
-            bytes_read=self.nbytes,
-            elements=self.elements,
-            seconds=time.perf_counter() - started,
+            notes=[*found.notes, *(note for adapter in found.adapters for note in adapter.notes())],
             world_size=self.ranks.world_size,
         )
-        return _merged_report(self.ranks.all_gather_object(mine))
+        numbers = (self.nbytes, self.elements, time.perf_counter() - started)
+        return self.ranks.all_reduce("report", lambda: (_sent_once(self.ranks, lists), numbers), _merged_report)
 
-    def _match(self, source: Source) -> Outcome:
+    def _match(self, source: Source) -> tuple[Outcome, _Proposal]:
         root = StoredNode.of(source.tree)
-        if self.options.new_name is not None:
-            root, self.renamed = renamed_tree(root, self.options.new_name)
-        matcher = Matcher(self.state, self._rules())
-        outcome = matcher.match(self.state, root, ())
-        self.found = matcher.found
+        keys: dict[str, str] = {}
+        if self.options.renaming:
+            root, keys = renamed_tree(root, self.options.renaming)
+        rules = self._rules()
+        matcher = Matcher(self.state, rules)
+        outcome = matcher.match_state(self.state, root)
+        self.found = found = matcher.found
+        found.notes += [f"rename: no stored key is, or begins with, '{name}'" for name in self.options.renaming.unused]
+        settle_missing_names(found)
         checkpoint = Checkpoint(source)
-        self._plan_regions(source)
-        self._make(checkpoint)
-        self._look_for_unexpected(root, checkpoint)
-        self._note_problems([leaf.key for leaf in root.leaves()])
-        return outcome
+        made = [write for transform in found.transforms for write in make(transform, checkpoint, found, rules)]
+        self._plan_writes(made, source)
+        unexpected, not_requested = self._left_over(root, keys, checkpoint)
+        return outcome, self._proposal(unexpected, not_requested, [leaf.key for leaf in root.leaves()])
 
     def _rules(self) -> Rules:
         return Rules(
@@ -240,158 +252,107 @@ class _Load:
             world_size=self.ranks.world_size,
         )
 
-    def _plan_regions(self, source: Source) -> None:
-        """List what is to be read. Memory that has several names is filled once."""
-        known: dict[Any, Fill] = {}
-        for fill in self.found.fills:
-            memory = memory_of(fill.target)
-            first = known.setdefault(memory, fill) if memory is not None else fill
-            if first is not fill and first.ref.key == fill.ref.key:
-                continue
-            if first is not fill and not _are_equal(first.ref.key, fill.ref.key, source):
-                self.problems.kinds[fill.key] = (
-                    f"is tied to '{first.key}' in the state, and the checkpoint has different tensors for the two"
-                )
-            if first is not fill:
-                continue
-            for region in regions_of(fill):
-                problem = memory_problem(region)
-                if problem is not None:
-                    self.problems.kinds[fill.key] = problem
-                hole = hole_in(region, source)
-                if hole is not None:
-                    self.problems.uncovered[fill.key] = hole
-                self.regions.append(region)
+    def _plan_writes(self, made: list[Write], source: Source) -> None:
+        """List what is to be written. Memory that has several names is written once."""
+        writes = [Write(region) for fill in self.found.fills for region in self._regions(fill, source)]
+        self.writes = without_repetitions([*writes, *made])
+        self.expected = sum(volume(write.region.box.sizes) for write in self.writes)
+        if not self.uncovered:
+            self.found.kinds.update(conflicts(self.writes, source))
 
-    def _make(self, checkpoint: Checkpoint) -> None:
-        """Let the user's functions make what they make, and keep this rank's part of it."""
-        for key, target, function in self.found.transforms:
-            made = function(checkpoint, key)
-            self.problems.take_made(key, target, made, self.made)
+    def _regions(self, fill: Fill, source: Source) -> list[Any]:
+        regions = regions_of(fill)
+        held = held_elements(fill.target)
+        planned = sum(volume(region.box.sizes) for region in regions)
+        if held is not None and held != planned:
+            self.uncovered[fill.key] = f"of the {held} elements on rank {self.ranks.rank}, {planned} would be filled"
+        for region in regions:
+            hole = hole_in(region, source)
+            if hole is not None:
+                self.uncovered[fill.key] = hole
+        return regions
 
-    def _look_for_unexpected(self, root: StoredNode, checkpoint: Checkpoint) -> None:
-        requested = {key.split(".", 1)[0] for key in _keys_of_state(self.state, self.found)}
-        everything = not isinstance(self.state, dict)
+    def _left_over(
+        self, root: StoredNode, new_keys: Mapping[str, str], checkpoint: Checkpoint
+    ) -> tuple[list[str], list[str]]:
+        """Stored keys that nothing took: below what the state has, and elsewhere."""
+        requested = {str(key).split(".", 1)[0] for key in self.state} if isinstance(self.state, Mapping) else None
+        unexpected, not_requested = list(self.found.unexpected), list[str]()
         for leaf in root.leaves():
-            if leaf.taken or leaf.key in checkpoint.looked_at:
+            key = new_keys.get(leaf.key, leaf.key)
+            if leaf.taken or leaf.key in checkpoint.looked_at or not self.options.selection(key):
                 continue
-            key = self.renamed.get(leaf.key, leaf.key)
-            if not self.options.selection(key):
-                continue
-            if everything or key.split(".", 1)[0] in requested:
-                self.unexpected.append(leaf.key)
-            else:
-                self.not_requested.append(leaf.key)
+            is_asked_for = requested is None or key.split(".", 1)[0] in requested
+            (unexpected if is_asked_for else not_requested).append(leaf.key)
+        return unexpected, not_requested
 
-    def _note_problems(self, stored_keys: list[str]) -> None:
-        found, problems = self.found, self.problems
-        problems.missing = [key for key in found.missing if not self.options.may_be_missing(key)]
-        problems.stored_keys = stored_keys if problems.missing else []
-        problems.unexpected = self.unexpected
-        problems.shapes.update(found.shapes)
-        problems.dtypes.update(found.dtypes)
-        problems.kinds.update(found.kinds)
+    def _proposal(self, unexpected: list[str], not_requested: list[str], stored_keys: list[str]) -> _Proposal:
+        found = self.found
+        missing = [key for key in found.missing if not self.options.may_be_missing(key)]
+        problems = Problems(
+            missing=missing,
+            shapes=found.shapes,
+            dtypes=found.dtypes,
+            kinds=found.kinds,
+            uncovered=self.uncovered,
+            errors=found.errors,
+            stored_keys=stored_keys if missing else [],
+        )
+        others = bool(found.untouched) or (bool(found.missing) and not self.options.strict)
+        return _Proposal(problems, unexpected, not_requested, bool(found.read or found.transforms), others)
 
-    def _agree_on_unexpected(self, everyone: list[Problems]) -> None:
-        """A stored key is unexpected if no rank has a place for it."""
-        common = set.intersection(*(set(problems.unexpected) for problems in everyone))
-        self.unexpected = [key for key in self.unexpected if key in common]
-        for problems in everyone:
-            problems.unexpected = [
-                key for key in problems.unexpected if key in common and not self.options.may_be_unexpected(key)
-            ]
-
-
-class _Casts:
-    """Which changes of dtype are allowed."""
-
-    def __init__(self, cast: bool | Patterns | Mapping[Pattern, Any]) -> None:
-        self._dtypes = Choice(None)
-        self._allowed: Callable[[str], bool] = _always if cast is True else _never
-        if isinstance(cast, Mapping):
-            self._dtypes = Choice({pattern: torch_dtype(wish) for pattern, wish in cast.items()})
-        elif not isinstance(cast, bool):
-            self._allowed = Chooser(cast)
-
-    def allow(self, key: str, stored: str, current: str) -> bool:
-        """Whether a tensor may become of another type."""
-        wish = self._dtypes(key)
-        return self._allowed(key) or (wish is not None and str(wish).removeprefix("torch.") == current)
-
-    def dtype_for(self, key: str) -> Any:
-        """The type for a tensor that has no memory yet; None for the stored one."""
-        return self._dtypes(key)
+    def _agree(self, proposals: list[_Proposal | None]) -> tuple[Problems, list[str], list[str]]:
+        """The problems of all ranks. A stored key is unexpected if no rank has a place for it."""
+        known = [proposal for proposal in proposals if proposal is not None]
+        whole = Problems()
+        for proposal in known:
+            whole.add(proposal.problems)
+        unexpected = _common([proposal.unexpected for proposal in known])
+        whole.unexpected = [key for key in unexpected if not self.options.may_be_unexpected(key)]
+        if not any(proposal.has_loads for proposal in known) and any(proposal.has_other_keys for proposal in known):
+            whole.kinds.setdefault(
+                "", "gets nothing from this checkpoint: none of its keys is stored there, or was asked for"
+            )
+        return whole, unexpected, _common([proposal.not_requested for proposal in known])
 
 
-def _namer(rename: Rename | None) -> Callable[[str], str | None] | None:
-    if rename is None:
-        return None
-    if callable(rename):
-        return rename
-    texts = {old: new for old, new in rename.items() if isinstance(old, str)}
-    expressions = [(old, new) for old, new in rename.items() if isinstance(old, re.Pattern)]
-    prefixes = sorted(texts, key=len, reverse=True)
-
-    def new_name(key: str) -> str | None:
-        for old in prefixes:
-            if key == old or key.startswith(f"{old}."):
-                return texts[old] + key[len(old) :]
-        for pattern, new in expressions:
-            if pattern.search(key):
-                return pattern.sub(new, key)
-        return None
-
-    return new_name
+_PARTLY_LOADED = "The state is partly loaded now and must not be used."
 
 
-def _are_equal(one: str, other: str, source: Source) -> bool:
-    checkpoint = Checkpoint(source)
-    first, second = checkpoint[one], checkpoint[other]
-    return bool(first.shape == second.shape and first.raw().tobytes() == second.raw().tobytes())
+@contextmanager
+def _remark(text: str) -> Iterator[None]:
+    """Have errors of the step inside say what has become of the state."""
+    try:
+        yield
+    except CheckpointException as step:
+        for error, _ in step.failures.values():
+            if isinstance(error, HoldfastError):
+                error.message = f"{error.message} {text}"
+            elif hasattr(error, "add_note"):
+                error.add_note(text)
+        raise
 
 
-def _keys_of_state(state: Any, found: Findings) -> list[str]:
-    if isinstance(state, dict):
-        return [str(key) for key in state]
-    return [*found.read, *found.missing, *found.untouched]
+def _sent_once(ranks: Collectives, thing: T) -> T | None:
+    """The thing; None if a lower rank has an equal one, so that it need not be sent again."""
+    digests = ranks.all_gather_object(xxhash.xxh3_128_digest(pickle.dumps(thing)))
+    return thing if digests.index(digests[ranks.rank]) == ranks.rank else None
 
 
-def _merged_report(reports: list[LoadReport]) -> LoadReport:
-    def union(name: str) -> Any:
-        return list(dict.fromkeys(key for report in reports for key in getattr(report, name)))
+def _common(lists: Sequence[Sequence[str]]) -> list[str]:
+    everywhere = set(lists[0]).intersection(*lists[1:])
+    return [key for key in lists[0] if key in everywhere]
 
-    def joined(name: str) -> Any:
-        return {key: value for report in reversed(reports) for key, value in getattr(report, name).items()}
 
-    first = reports[0]
-    not_requested = [key for key in first.not_requested if all(key in set(other.not_requested) for other in reports)]
-    return LoadReport(
-        path=first.path,
-        format=first.format,
-        identity=first.identity,
-        read=union("read"),
-        renamed=joined("renamed"),
-        cast=joined("cast"),
-        transformed=union("transformed"),
-        missing=union("missing"),
-        unexpected=union("unexpected"),
-        untouched=union("untouched"),
-        not_requested=not_requested,
-        notes=union("notes"),
-        bytes_read=sum(report.bytes_read for report in reports),
-        elements=sum(report.elements for report in reports),
-        seconds=max(report.seconds for report in reports),
-        world_size=first.world_size,
+def _merged_report(parts: list[tuple[LoadReport | None, tuple[int, int, float]]]) -> LoadReport:
+    reports = [report for report, _ in parts if report is not None]
+    return LoadReport.merged(
+        reports,
+        bytes_read=sum(nbytes for _, (nbytes, _, _) in parts),
+        elements=sum(elements for _, (_, elements, _) in parts),
+        seconds=max(seconds for _, (_, _, seconds) in parts),
     )
 
 
 def _told(path: str | os.PathLike[str] | Store) -> str:
     return path.location if isinstance(path, Store) else os.fsdecode(path)
-
-
-def _always(key: str) -> bool:
-    return True
-
-
-def _never(key: str) -> bool:
-    return False

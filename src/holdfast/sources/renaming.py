@@ -1,0 +1,99 @@
+"""Stored trees with other keys, for states whose parts are called otherwise now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from holdfast.formats.native.values import key_of
+from holdfast.sources.stored_nodes import StoredNode
+
+
+def rename(root: StoredNode, new_name: Callable[[str], Any]) -> tuple[StoredNode, dict[str, str]]:
+    """The tree with its leaves under other keys. Returns it with what was renamed.
+
+    ``new_name`` gives the new key of a leaf; None or the same key leaves it where it is. What is renamed as a whole
+    stays together, so that a list is still a list.
+    """
+    names: dict[int, str] = {}
+    renamed: dict[str, str] = {}
+    for leaf in root.leaves():
+        name = new_name(leaf.key)
+        if name is not None and not (isinstance(name, str) and name):
+            raise TypeError(f"rename gives '{leaf.key}' the key {name!r}, which is not a text")
+        if name is not None and name != leaf.key:
+            names[id(leaf)] = renamed[leaf.key] = name
+    if not renamed:
+        return root, {}
+    _refuse_collisions(root, renamed)
+    moves = list(_moves(root, names))
+    tree = _without(root, {id(node) for node, _ in moves}) or StoredNode.with_children({}, ())
+    for node, name in moves:
+        tree = _insert(tree, name, node)
+    return tree, renamed
+
+
+def _refuse_collisions(root: StoredNode, renamed: Mapping[str, str]) -> None:
+    owners: dict[str, str] = {}
+    for leaf in root.leaves():
+        name = renamed.get(leaf.key, leaf.key)
+        other = owners.setdefault(name, leaf.key)
+        if other != leaf.key:
+            raise ValueError(
+                f"rename would give both '{other}' and '{leaf.key}' the key '{name}'. Every key can be given once."
+            )
+
+
+def _moves(node: StoredNode, names: Mapping[int, str]) -> Iterator[tuple[StoredNode, str]]:
+    """The nodes that move, each as high up as it moves as a whole, and the keys that they get."""
+    if node.leaf is not None:
+        if id(node.leaf) in names:
+            yield node.leaf, names[id(node.leaf)]
+        return
+    leaves = list(node.leaves())
+    if not any(id(leaf) in names for leaf in leaves):
+        return
+    whole = _new_prefix(node, leaves, names)
+    if whole:
+        yield node, whole
+        return
+    for child in node.children.values():
+        yield from _moves(child, names)
+
+
+def _new_prefix(node: StoredNode, leaves: list[StoredNode], names: Mapping[int, str]) -> str | None:
+    """What all leaves below a node have in place of its key, if that is the same and nothing else changes."""
+    if not node.path:
+        return None
+    prefix = f"{key_of(node.path)}."
+    found: set[str] = set()
+    for leaf in leaves:
+        rest = leaf.key[len(prefix) - 1 :]
+        name = names.get(id(leaf), leaf.key)
+        if not leaf.key.startswith(prefix) or not name.endswith(rest):
+            return None
+        found.add(name[: -len(rest)])
+    return found.pop() if len(found) == 1 else None
+
+
+def _without(node: StoredNode, goes: set[int]) -> StoredNode | None:
+    if id(node) in goes or (node.leaf is not None and id(node.leaf) in goes):
+        return None
+    if node.leaf is not None:
+        return node
+    kept = {name: rest for name, child in node.children.items() if (rest := _without(child, goes)) is not None}
+    if len(kept) == len(node.children) and all(kept[name] is child for name, child in node.children.items()):
+        return node
+    return StoredNode.with_children(kept, node.path, node.like) if kept else None
+
+
+def _insert(tree: StoredNode, name: str, node: StoredNode) -> StoredNode:
+    """The tree with a node more: in the innermost container that its key leads to."""
+    children: dict[Any, StoredNode] = dict(tree.children)
+    for key, child in children.items():
+        if child.leaf is None and name.startswith(f"{key}."):
+            children[key] = _insert(child, name[len(str(key)) + 1 :], node)
+            return StoredNode.with_children(children, tree.path, tree.like)
+    own_kind = next((key for key in (node.path[-1:] or ()) if str(key) == name), name)
+    children[own_kind] = node
+    return StoredNode.with_children(children, tree.path, tree.like)

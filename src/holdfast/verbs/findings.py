@@ -1,0 +1,73 @@
+"""What matching a state with a checkpoint finds out on one rank, and the rules that it goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.errors import HoldfastError
+from holdfast.formats.native.refs import TensorRef
+from holdfast.states.contract import Adapter
+
+
+@dataclass
+class Fill:
+    """A tensor or array of the state, and the stored tensor that goes into it."""
+
+    key: str
+    ref: TensorRef
+    target: Any
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A place of the state that gets what a function of the user makes of the checkpoint."""
+
+    key: str
+    target: Any
+    """The tensor to fill, or None for a value."""
+    function: Callable[..., Any]
+    take: Callable[[Any], None]
+    """Where a value goes that was made."""
+
+
+@dataclass
+class Findings:
+    """What is to be done, and what does not fit. All keys are those of the state."""
+
+    fills: list[Fill] = field(default_factory=list)
+    transforms: list[Transform] = field(default_factory=list)
+    adapters: list[Adapter] = field(default_factory=list)
+    """Of the live objects that are loaded."""
+    read: dict[str, None] = field(default_factory=dict)
+    """In order; the values mean nothing."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """From stored keys to other keys of the state."""
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+    untouched: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    missing: dict[str, Any] = field(default_factory=dict)
+    """With the tensor that has the key in the state, if it is one."""
+    unexpected: list[str] = field(default_factory=list)
+    """In what this rank has stored of its own."""
+    shapes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    dtypes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, HoldfastError] = field(default_factory=dict)
+    """Of live objects that cannot take what is stored."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the caller of a load wants and allows."""
+
+    wanted: Callable[[str], bool]
+    may_cast: Callable[[str, str], bool]
+    """Given a key and the dtype of the tensor in the state."""
+    fresh_dtype: Callable[[str], Any]
+    """The dtype for a tensor that the state has no memory for; None for the stored one."""
+    transform: Callable[[str], Callable[..., Any] | None]
+    rank: int
+    world_size: int

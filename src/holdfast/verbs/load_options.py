@@ -1,0 +1,139 @@
+"""What the caller of a load wants, in the form that the flow asks for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from holdfast.patterns import Choice, Chooser, Pattern, Patterns, Selection, chooser
+from holdfast.verbs.capturing import torch_dtype
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint import Checkpoint
+
+Rename: TypeAlias = "Mapping[str, str] | Mapping[re.Pattern[str], str] | Callable[[str], str | None]"
+Transforms: TypeAlias = "Mapping[Pattern, Callable[[Checkpoint, str], Any]]"
+
+
+@dataclass(frozen=True)
+class Options:
+    """All of it."""
+
+    selection: Selection
+    strict: bool
+    may_be_missing: Callable[[str], bool]
+    may_be_unexpected: Callable[[str], bool]
+    casts: Casts
+    renaming: Renaming
+    transform: Choice
+    verify: bool | Literal["first"]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        strict: bool,
+        allow_missing: Patterns | None,
+        allow_unexpected: Patterns | None,
+        include: Patterns | None,
+        exclude: Patterns | None,
+        rename: Rename | None,
+        cast: bool | Patterns | Mapping[Pattern, Any],
+        transform: Transforms | None,
+        verify: bool | Literal["first"],
+    ) -> Options:
+        """The arguments of ``load``, checked."""
+        if verify not in (True, False, "first"):
+            raise ValueError(f"verify must be True, False or 'first', not {verify!r}")
+        return cls(
+            selection=Selection(include, exclude),
+            strict=strict,
+            may_be_missing=chooser(allow_missing, otherwise=False) if strict else _always,
+            may_be_unexpected=chooser(allow_unexpected, otherwise=False) if strict else _always,
+            casts=Casts(cast),
+            renaming=Renaming(rename),
+            transform=Choice(transform),
+            verify=verify,
+        )
+
+
+class Casts:
+    """Which changes of dtype are allowed.
+
+    >>> casts = Casts({"model.*": "bfloat16"})
+    >>> casts.allow("model.weight", "bfloat16"), casts.allow("model.weight", "float16"), casts.allow("x", "bfloat16")
+    (True, False, False)
+    """
+
+    def __init__(self, cast: bool | Patterns | Mapping[Pattern, Any]) -> None:
+        self._dtypes = Choice(None)
+        self._allowed: Callable[[str], bool] = _always if cast is True else _never
+        if isinstance(cast, Mapping):
+            self._dtypes = Choice({pattern: torch_dtype(wish) for pattern, wish in cast.items()})
+        elif not isinstance(cast, bool):
+            self._allowed = Chooser(cast)
+
+    def allow(self, key: str, current: str) -> bool:
+        """Whether stored elements may become of the type that the state has."""
+        wish = self._dtypes(key)
+        return self._allowed(key) or (wish is not None and str(wish).removeprefix("torch.") == current)
+
+    def dtype_for(self, key: str) -> Any:
+        """The type for a tensor that has no memory yet; None for the stored one."""
+        return self._dtypes(key)
+
+
+class Renaming:
+    """From stored keys to keys of the state, and which of the given names were of any use.
+
+    >>> renaming = Renaming({"model.encoder": "net", "model.old": "model.new"})
+    >>> renaming("model.encoder.weight"), renaming("model.decoder.weight")
+    ('net.weight', None)
+    >>> renaming.unused
+    ['model.old']
+    """
+
+    def __init__(self, rename: Rename | None) -> None:
+        self._function = rename if callable(rename) else None
+        given: Mapping[Any, str] = {} if rename is None or callable(rename) else rename
+        for old in given:
+            if not isinstance(old, (str, re.Pattern)):
+                raise TypeError(f"rename takes texts and compiled regular expressions as keys, not {old!r}")
+        texts = {old: new for old, new in given.items() if isinstance(old, str)}
+        self._texts = sorted(texts.items(), key=lambda pair: len(pair[0]), reverse=True)
+        self._expressions = [(old, new) for old, new in given.items() if isinstance(old, re.Pattern)]
+        self._used: set[Any] = set()
+
+    def __bool__(self) -> bool:
+        return self._function is not None or bool(self._texts or self._expressions)
+
+    def __call__(self, key: str) -> str | None:
+        """The new key; None if it stays the same."""
+        if self._function is not None:
+            return self._function(key)
+        for old, new in self._texts:
+            if key == old or key.startswith(f"{old}."):
+                self._used.add(old)
+                # An empty name takes the prefix away, with its dot.
+                return new + key[len(old) :] if new else key[len(old) + 1 :]
+        for pattern, new in self._expressions:
+            if pattern.search(key):
+                self._used.add(pattern)
+                return pattern.sub(new, key)
+        return None
+
+    @property
+    def unused(self) -> list[str]:
+        """Names and expressions that no key was like."""
+        every = [old for old, _ in self._texts] + [pattern for pattern, _ in self._expressions]
+        return [old if isinstance(old, str) else old.pattern for old in every if old not in self._used]
+
+
+def _always(key: str) -> bool:
+    return True
+
+
+def _never(key: str) -> bool:
+    return False

@@ -1,0 +1,130 @@
+"""Tensors and arrays to load into: what they are, compared with what is stored, and fresh ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import UnsupportedTensorError
+from holdfast.formats.native.dtypes import dtype_named
+from holdfast.formats.native.refs import PerRankValues, PickledValue, TensorRef, UndeclaredValue, UnknownValue
+from holdfast.formats.native.values import numpy_dtype_from
+from holdfast.planning.sharded_tensors import local_shards
+from holdfast.planning.tensors import (
+    CHUNKS_HOOK,
+    local_tensor,
+    on_this_rank,
+    refuse_if_it_has_no_bytes,
+    size_and_dtype,
+)
+from holdfast.states.destinations import torch_dtype
+
+
+def is_target(value: Any) -> bool:
+    """Whether it is a tensor or an array, which is filled."""
+    return isinstance(value, (torch.Tensor, np.ndarray))
+
+
+def shape_and_dtype(target: Any) -> tuple[tuple[int, ...], str]:
+    """The shape of the whole tensor, and the name of its element type."""
+    if isinstance(target, np.ndarray):
+        return target.shape, _numpy_name(target.dtype)
+    size, dtype = size_and_dtype(target)
+    return tuple(size), str(dtype).removeprefix("torch.")
+
+
+def stored_dtype_name(ref: TensorRef) -> str:
+    """The name of the element type of a stored tensor, comparable with that of a target."""
+    return ref.dtype.name if ref.numpy is None else _numpy_name(numpy_dtype_from(ref.numpy))
+
+
+def can_be_converted(ref: TensorRef) -> bool:
+    """Whether stored elements are numbers, which can become numbers of another type."""
+    if ref.numpy is not None:
+        return numpy_dtype_from(ref.numpy).kind in "biufc"
+    return torch_dtype(ref.dtype) is not None
+
+
+def held_elements(target: Any) -> int | None:
+    """How many elements this rank holds of a target, by its memory; None if only the target itself can tell."""
+    if isinstance(target, np.ndarray):
+        return target.size
+    if isinstance(target, DTensor):
+        if not on_this_rank(target):
+            return 0
+        local = local_tensor(target)
+        return None if hasattr(local, CHUNKS_HOOK) else local.numel()
+    if isinstance(target, ShardedTensor):
+        return sum(shard.tensor.numel() for shard in local_shards(target))
+    return None if hasattr(type(target), CHUNKS_HOOK) else target.numel()
+
+
+def why_not_fillable(key: str, target: Any) -> str | None:
+    """Why nothing can be read into a target, in words; None if it can."""
+    if isinstance(target, np.ndarray):
+        return None if target.flags.writeable else "is a numpy array that is read-only"
+    if isinstance(target, (DTensor, ShardedTensor)) or hasattr(type(target), CHUNKS_HOOK):
+        return None
+    try:
+        refuse_if_it_has_no_bytes(key, target)
+    except UnsupportedTensorError as error:
+        return f"is {error.kind} in the state, which cannot be read into"
+    return "is a tensor whose elements share memory; clone it first" if _overlaps_itself(target) else None
+
+
+def fresh_memory(ref: TensorRef, dtype: torch.dtype | None) -> Any:
+    """Memory for a stored tensor, of another dtype if that is given and the stored one is of the floating kind.
+
+    None if torch does not have such elements.
+    """
+    if ref.numpy is not None:
+        return np.empty(ref.shape, numpy_dtype_from(ref.numpy))
+    floating = "float" in ref.dtype.name or "complex" in ref.dtype.name
+    found = dtype if dtype is not None and floating else torch_dtype(ref.dtype)
+    return None if found is None else torch.empty(ref.shape, dtype=found)
+
+
+def in_words(stored: Any) -> str:
+    """What is stored, for a message that goes on with what the state has."""
+    if isinstance(stored, TensorRef):
+        return "a tensor"
+    if isinstance(stored, (PerRankValues, PickledValue, UndeclaredValue, UnknownValue)):
+        return "not a plain value"
+    return f"a {type(stored).__name__}"
+
+
+def why_inert(value: Any) -> str | None:
+    """Why a stored value cannot be given back as what it was; None if it can."""
+    if isinstance(value, PickledValue):
+        return "is stored as a pickle, which can run any code; allow_pickle=True loads it"
+    if isinstance(value, UndeclaredValue):
+        return (
+            f"is a {value.kind} of {value.type}, which this program has not declared; call holdfast.declare with that "
+            "class"
+        )
+    if isinstance(value, UnknownValue):
+        return f"is of a type that this Holdfast does not know ({value.type})"
+    return None
+
+
+def _numpy_name(dtype: np.dtype[Any]) -> str:
+    try:
+        known = dtype_named(dtype.name)
+    except ValueError:
+        return str(dtype)
+    return known.name if known.numpy == dtype and dtype == dtype.newbyteorder("<") else str(dtype)
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements lie at the same place, as in expanded tensors."""
+    extent = 1
+    dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    for stride, size in sorted(dims) if tensor.numel() else []:
+        if stride < extent:
+            return True
+        extent += stride * (size - 1)
+    return False
