@@ -125,6 +125,13 @@ class IncompleteSaveError(HoldfastError, RuntimeError):
     missing: Sequence[str]
 
 
+class IncompleteLoadError(HoldfastError, RuntimeError):
+    """Fewer or more elements were loaded than the state has. Fields: ``expected``, ``found``."""
+
+    expected: int
+    found: int
+
+
 class RankDisagreementError(HoldfastError, RuntimeError):
     """Ranks of one call look at different checkpoints. Fields: ``views`` (rank to text)."""
 
@@ -178,7 +185,13 @@ class RankLeftError(HoldfastError, RuntimeError):
 
 
 class ConnectionLostError(HoldfastError, RuntimeError):
-    """The ranks cannot reach each other any more for background saves."""
+    """The ranks cannot reach each other any more."""
+
+
+class MissingRanksError(ConnectionLostError):
+    """Ranks did not come to a call that needs all of them, or died in it. Fields: ``ranks``, as the job counts them."""
+
+    ranks: Sequence[int]
 
 
 class UnguardedScriptError(HoldfastError, RuntimeError):
