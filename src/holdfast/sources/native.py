@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any, NoReturn
 
-from holdfast.boxes import Box, overlap
+from holdfast.boxes import Box, overlap, volume
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError
 from holdfast.formats.native.columns import (
     ChunkTable,
@@ -76,7 +76,7 @@ class NativeSource(Source):
         slabs = [slab for request in requests for slab in self._slabs(request)]
         touched = {slab.file for slab in slabs}
         if verify:
-            slabs.extend(self._headers(touched - self._checked_headers))
+            slabs.extend(self._headers(slabs))
         read = read_slabs(slabs, self._files(verify, slabs), self.record.block_bytes)
         if verify:
             self._checked_headers |= touched
@@ -84,10 +84,21 @@ class NativeSource(Source):
 
     def verify_everything(self) -> int:
         """Read every file and compare all digests. Returns how many bytes that were."""
-        for key in self._numbers:
-            self._chunks(key)  # which looks for overlaps
-        slabs = [slab for number, file in enumerate(self.record.files) for slab in _to_be_checked(number, file.nbytes)]
-        return read_slabs(slabs, self._files(verify=True), self.record.block_bytes)
+        chunks: list[list[tuple[int, int, str]]] = [[] for _ in self.record.files]
+        for ref in self.record.tensors:
+            for chunk in self._chunks(ref.key):
+                chunks[chunk.file].append(
+                    (chunk.begin, chunk.begin + volume(chunk.sizes) * ref.dtype.itemsize, ref.key)
+                )
+        slabs: list[Slab] = []
+        for number, file in enumerate(self.record.files):
+            checked = 0
+            for begin, end, key in sorted(chunks[number]):
+                slabs.extend(_to_be_checked(number, checked, begin, ""))
+                slabs.extend(_to_be_checked(number, max(checked, begin), end, key))
+                checked = max(checked, end)
+            slabs.extend(_to_be_checked(number, checked, file.nbytes, ""))
+        return read_slabs(slabs, self._files(verify=True, slabs=slabs), self.record.block_bytes)
 
     def _ref(self, key: str) -> TensorRef:
         ref = self.tensors.get(key)
@@ -133,9 +144,14 @@ class NativeSource(Source):
             into = request.into[tuple(part)]
             yield from cut_into_slabs(chunk.file, begin, strides, into, request.key, WINDOW_BYTES)
 
-    def _headers(self, files: set[int]) -> Iterator[Slab]:
-        for number in sorted(files):
-            yield from _to_be_checked(number, self._header_ends[number])
+    def _headers(self, slabs: Sequence[Slab]) -> list[Slab]:
+        """The headers of the files that are read, unless they were checked before."""
+        needed_for = {slab.file: slab.key for slab in reversed(slabs) if slab.file not in self._checked_headers}
+        return [
+            part
+            for number, key in needed_for.items()
+            for part in _to_be_checked(number, 0, self._header_ends[number], key)
+        ]
 
     @cached_property
     def _header_ends(self) -> list[int]:
@@ -211,10 +227,10 @@ def read_record(store: Store) -> Record:
     return decode_record(bytes(data), path)
 
 
-def _to_be_checked(file: int, end: int) -> Iterator[Slab]:
-    """The beginning of a file, for its digests alone."""
-    for begin in range(0, end, WINDOW_BYTES):
-        yield Slab(file, begin, min(WINDOW_BYTES, end - begin), (), None, "")
+def _to_be_checked(file: int, begin: int, end: int, key: str) -> Iterator[Slab]:
+    """A part of a file, for its digests alone."""
+    for at in range(begin, end, WINDOW_BYTES):
+        yield Slab(file, at, min(WINDOW_BYTES, end - at), (), None, key)
 
 
 def _refuse(path: str, what: str, expected: Any, found: Any, key: str | None = None) -> NoReturn:

@@ -151,7 +151,7 @@ def _refuse(file: ReadableFile, window: _Window, block: int, expected: int, foun
     begin, end = block * block_bytes, min((block + 1) * block_bytes, file.nbytes)
     touched = [slab.key for slab in window.slabs if slab.begin < end and slab.begin + slab.span > begin]
     keys = sorted({key for key in touched if key})
-    affected = f"needed for {', '.join(map(repr, keys[:5]))}" if keys else "the file's header"
+    affected = f"needed for {', '.join(map(repr, keys[:5]))}" if keys else "the header, or bytes of no tensor"
     raise DamagedCheckpointError(
         f"{file.name} is damaged: the bytes {begin} to {end} ({affected}) are not those that were saved (digest "
         f"{expected:08x}, found {found:08x}). Load another checkpoint, or restore this file from a copy.",
