@@ -133,6 +133,12 @@ def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     row = np.zeros((1, 1000), "<u4")
     assert source.read([Request("w", (500, 0), (1, 1000), row)]) == 4000
     assert row.tobytes() == big[500].numpy().tobytes()
+    edges = np.zeros((3, 2), "<u4")
+    wide = numbered(3, 40_000)  # 160,000 bytes from row to row: more than is worth reading along
+    save_file({"w": wide}, tmp_path / "wide.safetensors")
+    wide_source = SafetensorsSource(tmp_path / "wide.safetensors")
+    assert wide_source.read([Request("w", (0, 7), (3, 2), edges)]) == 3 * 8
+    assert edges.tobytes() == wide[:, 7:9].contiguous().numpy().tobytes()
 
 
 def test_the_identity_tells_checkpoints_apart(tmp_path: Path) -> None:
@@ -144,6 +150,16 @@ def test_the_identity_tells_checkpoints_apart(tmp_path: Path) -> None:
     identities = [SafetensorsSource(place).identity for place in places]
 
     assert identities[0] == identities[1] != identities[2]
+
+
+def test_saves_that_differ_in_nothing_but_their_content_are_told_apart_by_their_id(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        writer = HuggingFaceStorageWriter(path=str(tmp_path / name))
+        save("ours", {"w": torch.ones(2)}, tmp_path / name, storage_writer=writer, no_dist=True)
+    one, again, other = (SafetensorsSource(tmp_path / name) for name in ("one", "one", "other"))
+
+    assert one.identity == again.identity == one.metadata["save_id"]
+    assert one.identity != other.identity
 
 
 def test_the_index_alone_says_what_belongs_to_the_model(tmp_path: Path) -> None:
