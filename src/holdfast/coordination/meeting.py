@@ -16,7 +16,7 @@ import torch.distributed as dist
 from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.linked import LinkedCollectives
 from holdfast.coordination.private_group import private_group_of
-from holdfast.errors import CheckpointException, HoldfastError, RankDisagreementError
+from holdfast.errors import CheckpointException, HoldfastError, RankDisagreementError, RankLeftError
 
 
 @contextmanager
@@ -26,17 +26,23 @@ def meeting(call: str, process_group: dist.ProcessGroup | None = None) -> Iterat
     ``call`` says what is called, with all that must be the same on all ranks. If a step fails on some rank, all ranks
     leave the ``with`` block with that rank's exception.
     """
-    try:
-        if _is_alone():
+    if not (dist.is_available() and dist.is_initialized()):
+        with _cause_instead_of_step(alone=True):
             yield Collectives(None, False, 0)
-            return
-        with private_group_of(process_group, "calls").round() as link:
-            ranks = LinkedCollectives(link)
-            _refuse_different_calls(ranks.all_gather_object(call))
-            yield ranks
-    except CheckpointException as error:
-        cause = _first_cause(error)
-        raise cause from (None if _is_alone() else error)
+        return
+    _refuse_outsider(process_group)
+    with _cause_instead_of_step(alone=False), private_group_of(process_group, "calls").round(call) as link:
+        ranks = LinkedCollectives(link)
+        _refuse_different_calls(ranks.all_gather_object(call))
+        yield ranks
+
+
+def _refuse_outsider(process_group: dist.ProcessGroup | None) -> None:
+    if process_group is not None and dist.get_rank(process_group) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the process group that was given. Only the ranks of the group make "
+            "this call."
+        )
 
 
 def _refuse_different_calls(calls: list[str]) -> None:
@@ -49,25 +55,32 @@ def _refuse_different_calls(calls: list[str]) -> None:
         )
 
 
-def _first_cause(error: CheckpointException) -> BaseException:
+@contextmanager
+def _cause_instead_of_step(*, alone: bool) -> Iterator[None]:
+    """What a user can act on is why a rank failed, so that is what is raised, and not that a step did."""
+    try:
+        yield
+    except CheckpointException as error:
+        if alone:
+            raise next(iter(error.failures.values()))[0] from None
+        raise _first_cause(error) from error
+
+
+def _first_cause(error: CheckpointException) -> Exception:
     """The exception of the lowest rank that failed, telling which rank that was."""
     rank, (cause, _) = next(iter(error.failures.items()))
     others = sorted(set(error.failures) - {rank})
     where = f"on rank {rank}" + (f"; rank(s) {others} failed too" if others else "")
-    if _is_alone():
-        return cause
     if isinstance(cause, HoldfastError):
-        return _told(cause, where)
+        return _told(cause, rank, where)
+    if not isinstance(cause, Exception):
+        # Ctrl-C, or the end of a program, is meant for the rank where it happens, and not for the others.
+        return RankLeftError(f"rank {rank} was interrupted ({cause!r}), so the call ended on all ranks", ranks=[rank])
     if sys.version_info >= (3, 11):
         cause.add_note(f"[{where}]")
     return cause
 
 
-def _is_alone() -> bool:
-    return not (dist.is_available() and dist.is_initialized())
-
-
-def _told(cause: HoldfastError, where: str) -> HoldfastError:
-    message = f"{cause.message} [{where}]"
-    told: Any = type(cause)(message, **cause.fields)
+def _told(cause: HoldfastError, rank: int, where: str) -> HoldfastError:
+    told: Any = type(cause)(f"{cause.message} [{where}]", **{"rank": rank, **cause.fields})
     return told  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any, NoReturn, Protocol
@@ -28,7 +28,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from holdfast.coordination.failures import wrap_exception
-from holdfast.errors import CheckpointException, ConnectionLostError, RankLeftError
+from holdfast.coordination.roll_call import RollCall
+from holdfast.errors import CheckpointException, ConnectionLostError, MissingRanksError, RankLeftError
 
 
 class Link(Protocol):
@@ -66,7 +67,16 @@ class _Phase(IntEnum):
 class PrivateGroup:
     """The connection. Not made before it is needed, because making it waits for all ranks."""
 
-    def __init__(self, rank: int, members: tuple[int, ...], store: Store, name: str, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        rank: int,
+        members: tuple[int, ...],
+        store: Store,
+        name: str,
+        timeout: timedelta,
+        *,
+        call_the_roll: bool = False,
+    ) -> None:
         self.rank = rank
         self.members = members
         # Weak, because the store may be a server: it must end with the group that it belongs to.
@@ -74,14 +84,17 @@ class PrivateGroup:
         # A connection to the store of its own: while this one waits for the others, nobody else could use it.
         self._store: Store | None = PrefixStore(name, store.clone())  # type: ignore[attr-defined]  # not in torch's stubs
         self._timeout = timeout
+        self._roll = RollCall(PrefixStore(name, store.clone()), rank, len(members)) if call_the_roll else None  # type: ignore[attr-defined]
         self._backend: Any = None
         self._broken: Exception | None = None
         self._round_is_over = True
 
     @contextmanager
-    def round(self) -> Iterator[PrivateGroup]:
-        """One save. All ranks must have the same rounds in the same order."""
+    def round(self, name: str = "a save") -> Iterator[PrivateGroup]:
+        """One save, or whatever else it is called. All ranks must have the same rounds in the same order."""
         self._round_is_over = False
+        if self._roll is not None:
+            self._roll.begin(name)
         try:
             yield self
         except BaseException:
@@ -100,6 +113,7 @@ class PrivateGroup:
     def close(self) -> None:
         """End the connection."""
         self._backend = None
+        self._roll = None
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """What every rank gave, on every rank."""
@@ -148,6 +162,8 @@ class PrivateGroup:
         """Tell the others how much comes, and learn the same of them; an error if one is not in the round any more."""
         if self._round_is_over:
             raise RuntimeError("a private group is used outside of a round")
+        if self._roll is not None and self._broken is None:
+            self._roll.note()
         headers = self._exchange_headers(_Phase.IN_ROUND, size)
         absent = [rank for rank, (phase, _) in enumerate(headers) if phase is not _Phase.IN_ROUND]
         if absent:
@@ -184,8 +200,8 @@ class PrivateGroup:
     def _run(self, operation: Any) -> None:
         if self._broken is not None:
             raise ConnectionLostError(
-                f"an earlier background save lost the connection to the other ranks ({self._broken}). Start the job "
-                "again; the checkpoints that were committed are not affected."
+                f"an earlier call lost the connection to the other ranks ({self._broken}). Start the job again; the "
+                "checkpoints that were committed are not affected."
             ) from self._broken
         try:
             if self._backend is None and self._store is not None:
@@ -194,7 +210,22 @@ class PrivateGroup:
             operation(self._backend).wait()
         except Exception as error:
             self._broken = error
+            self._name_the_missing(error)
             raise
+
+    def _name_the_missing(self, error: Exception) -> None:
+        """Raise an error that says who was waited for, if that is known."""
+        missing: dict[int, str] = {}
+        if self._roll is not None:
+            with suppress(Exception):  # a store that is gone cannot tell, and the error is there already
+                missing = self._roll.missing()
+        if missing:
+            waited_for = "; ".join(f"rank {self.members[rank]} ({what})" for rank, what in missing.items())
+            raise MissingRanksError(
+                f"ranks that all others wait for did not come within {self._timeout.total_seconds():g} s, or are no "
+                f"more: {waited_for}. Look into their logs, and start the job again. The connection is lost: {error}",
+                ranks=[self.members[rank] for rank in missing],
+            ) from error
 
 
 _groups: dict[tuple[int, str, str], PrivateGroup] = {}
@@ -212,7 +243,11 @@ def private_group_of(group: dist.ProcessGroup | None, purpose: str = "background
         if key not in _groups or not _groups[key].is_of(store):
             members = tuple(dist.get_process_group_ranks(group))
             name = f"holdfast/{group.group_name}/{purpose}"
-            _groups[key] = PrivateGroup(dist.get_rank(group), members, store, name, _timeout_of(group))
+            # Background saves go on when the program has taken its store down, and must not depend on it.
+            call_the_roll = purpose != "background"
+            _groups[key] = PrivateGroup(
+                dist.get_rank(group), members, store, name, _timeout_of(group), call_the_roll=call_the_roll
+            )
         return _groups[key]
 
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast.boxes import Box, first_overlap, out_of_bounds, volume
 from holdfast.errors import InvalidPlanError, ReplicaMismatchError
@@ -28,7 +28,8 @@ class Differing(NamedTuple):
     groups: tuple[tuple[int, ...], ...]
 
     def __str__(self) -> str:
-        return f"'{self.key}': " + " != ".join(f"ranks {_ranks(group)}" for group in self.groups[:4])
+        place = f"'{self.key}'" if self.key else "the state itself"
+        return f"{place}: " + " != ".join(f"ranks {_ranks(group)}" for group in self.groups[:4])
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def agree(all_holdings: Sequence[Sequence[Holding]]) -> Agreement:
         ref = _ref(held)
         tensors.append(ref)
         holders = _holders(held)
-        _refuse_bad_tiling(ref, list(holders))
+        refuse_bad_tiling(ref, list(holders))
         groups = _differing_copies(held)
         if groups is not None:
             differing.append(Differing(key, groups))
@@ -168,13 +169,14 @@ def _refuse_different_kinds(by_key: dict[str, list[tuple[int, Holding]]]) -> Non
     for key, held in by_key.items():
         if len(held) == 1:
             continue
-        kinds: dict[tuple[Any, ...], list[int]] = {}
+        kinds: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
         for rank, holding in held:
-            kinds.setdefault((holding.dtype, holding.shape, holding.kind), []).append(rank)
+            what = f"{holding.kind} tensor" if holding.numpy is None else f"numpy array ({holding.numpy})"
+            kinds.setdefault((what, holding.shape, holding.dtype), []).append(rank)
         if len(kinds) > 1:
             problems[key] = "; ".join(
-                f"a {kind} tensor of shape {list(shape)} and {dtype} on ranks {_ranks(ranks)}"
-                for (dtype, shape, kind), ranks in kinds.items()
+                f"a {what} of shape {list(shape)} and {dtype} on ranks {_ranks(ranks)}"
+                for (what, shape, dtype), ranks in kinds.items()
             )
     if problems:
         lines = "\n".join(f"  '{key}': {text}" for key, text in list(problems.items())[:_MOST_SHOWN])
@@ -185,7 +187,8 @@ def _refuse_different_kinds(by_key: dict[str, list[tuple[int, Holding]]]) -> Non
         )
 
 
-def _refuse_bad_tiling(ref: TensorRef, boxes: Sequence[Box]) -> None:
+def refuse_bad_tiling(ref: TensorRef, boxes: Sequence[Box]) -> None:
+    """Raise if boxes do not cover a tensor exactly."""
     expected = prod(ref.shape)
     problem = None
     if len(boxes) == 1 and boxes[0].sizes == ref.shape:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -81,7 +82,7 @@ class LocalTensor:
     def _local(self, box: Box) -> torch.Tensor:
         """A box of the tensor, which lies in one of the chunks that this rank holds."""
         if _is_plain(self.value):
-            return cast("torch.Tensor", _part(self.value.detach(), box))
+            return cast("torch.Tensor", _part(self.value, box))
         for chunk in create_chunk_list(self.value, key=self.key):
             inside = all(
                 first <= start and start + length <= first + size
@@ -97,50 +98,63 @@ class LocalTensor:
 def hold(key: str, value: Any, *, stored_dtype: torch.dtype | None, compare: bool) -> tuple[Holding, LocalTensor]:
     """Describe what this rank has of a tensor or numpy array. ``compare`` if other ranks may have the same."""
     local = LocalTensor(key, value, stored_dtype)
-    _refuse_many_dimensions(key, value)
-    if isinstance(value, np.ndarray):
+    if _is_plain(value):
+        described = _describe_plain(key, value, stored_dtype)
+    elif isinstance(value, np.ndarray):
         described = _describe_array(key, value)
-    elif _is_plain(value):
-        refuse_if_it_has_no_bytes(key, value)
-        shape = tuple(value.shape)
-        described = Holding(key, _dtype(key, stored_dtype or value.dtype), shape, "replicated", (_whole(shape),))
     else:
         described = _describe_distributed(key, value, stored_dtype)
-    if value.size if isinstance(value, np.ndarray) else value.numel():
-        if compare and (isinstance(value, np.ndarray) or may_be_replicated(value)):
-            return described._replace(digests=tuple(map(local.digest, described.boxes))), local
-        return described, local
-    return described._replace(boxes=()), local
+    if len(described.shape) > MOST_DIMENSIONS:
+        raise _too_many_dimensions(described)
+    if compare and described.boxes and (isinstance(value, np.ndarray) or may_be_replicated(value)):
+        described = described._replace(digests=tuple(map(local.digest, described.boxes)))
+    return described, local
 
 
 def memory_of(value: Any) -> tuple[Any, ...] | None:
     """What two names for the very same elements have in common; None if there are no elements."""
-    if isinstance(value, ShardedTensor) or (hasattr(type(value), WRITE_HOOK) and not isinstance(value, DTensor)):
+    address = address_of(value)
+    if address is None:
         return None
     if isinstance(value, np.ndarray):
-        if value.size == 0:
-            return None
-        return "numpy", value.__array_interface__["data"][0], value.dtype.str, value.shape, value.strides
+        return ("numpy", address, value.dtype.str, value.shape, value.strides) if value.size else None
     local = value._local_tensor if isinstance(value, DTensor) else value
-    if not isinstance(local, torch.Tensor) or local.numel() == 0 or local.is_meta:
+    if local.numel() == 0 or local.is_meta:
         return None
     layout = (value.device_mesh, value.placements) if isinstance(value, DTensor) else ()
+    # A conjugate has the memory of what it is the conjugate of, and other elements.
+    views = local.is_conj(), local.is_neg()
+    return str(local.device), address, local.dtype, tuple(value.shape), local.stride(), views, *layout
+
+
+def address_of(value: Any) -> int | None:
+    """Where the elements begin. A quick first look: only tensors with the same one can have the same ``memory_of``."""
+    if isinstance(value, np.ndarray):
+        return int(value.__array_interface__["data"][0])
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if not _is_plain(local):
+        return None
     try:
-        address = local.data_ptr()
+        return int(local.data_ptr())
     except RuntimeError:  # a kind of tensor that has no memory of its own
         return None
-    return str(local.device), address, local.dtype, tuple(value.shape), local.stride(), *layout
 
 
-def _refuse_many_dimensions(key: str, value: Any) -> None:
+def _too_many_dimensions(described: Holding) -> UnsupportedTensorError:
     """Torch has tensors of any number of dimensions, but nobody could load them."""
-    shape = value.shape if isinstance(value, np.ndarray) else value.size()
-    if len(shape) > MOST_DIMENSIONS:
-        raise UnsupportedTensorError(
-            f"'{key}' has {len(shape)} dimensions, and stored tensors have {MOST_DIMENSIONS} at most. Reshape it.",
-            key=key,
-            kind=f"{len(shape)} dimensions",
-        )
+    count = len(described.shape)
+    return UnsupportedTensorError(
+        f"'{described.key}' has {count} dimensions, and stored tensors have {MOST_DIMENSIONS} at most. Reshape it.",
+        key=described.key,
+        kind=f"{count} dimensions",
+    )
+
+
+def _describe_plain(key: str, tensor: torch.Tensor, stored_dtype: torch.dtype | None) -> Holding:
+    refuse_if_it_has_no_bytes(key, tensor)
+    shape = tuple(tensor.shape)
+    boxes = (Box((0,) * len(shape), shape),) if tensor.numel() else ()
+    return Holding(key, _dtype(key, stored_dtype or tensor.dtype), shape, "replicated", boxes)
 
 
 def _describe_array(key: str, array: Any) -> Holding:
@@ -158,7 +172,8 @@ def _describe_array(key: str, array: Any) -> Holding:
             key=key,
             kind=str(array.dtype),
         )
-    return Holding(key, stored, shape, "replicated", (_whole(shape),), numpy=_numpy_name(key, array.dtype))
+    boxes = (Box((0,) * len(shape), shape),) if array.size else ()
+    return Holding(key, stored, shape, "replicated", boxes, numpy=_numpy_name(key, array.dtype))
 
 
 def _numpy_name(key: str, dtype: Any) -> Any:
@@ -182,25 +197,34 @@ def _describe_distributed(key: str, tensor: Any, stored_dtype: torch.dtype | Non
     return Holding(key, _dtype(key, stored_dtype or dtype), shape, "replicated" if whole else "sharded", boxes)
 
 
-def _is_plain(tensor: Any) -> bool:
-    return not isinstance(tensor, (DTensor, ShardedTensor)) and not hasattr(type(tensor), WRITE_HOOK)
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor that this rank has the whole of."""
+    kind = type(value)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return True
+    return isinstance(value, torch.Tensor) and not (
+        isinstance(value, (DTensor, ShardedTensor)) or hasattr(kind, WRITE_HOOK)
+    )
 
 
-def _whole(shape: Sequence[int]) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
+@cache
+def _dtype_name(dtype: torch.dtype) -> str | None:
+    try:
+        return dtype_named(str(dtype).removeprefix("torch.")).name
+    except ValueError:
+        return None
 
 
 def _dtype(key: str, dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    try:
-        return dtype_named(name).name
-    except ValueError:
+    name = _dtype_name(dtype)
+    if name is None:
         raise UnsupportedTensorError(
             f"'{key}' is a tensor of {dtype}, which the format has no place for. Convert it before saving (a quantized "
             "tensor with int_repr(), and its scale beside it).",
             key=key,
             kind=str(dtype),
-        ) from None
+        )
+    return name
 
 
 def _part(array: Any, box: Box) -> Any:

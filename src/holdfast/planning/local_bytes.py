@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _LESS_THAN_A_BYTE = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8))
@@ -27,5 +29,12 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     plain = as_plain_cpu(tensor)
     if plain.numel() == 0:
         return memoryview(b"")
+    return bytes_in_place(plain).data
+
+
+def bytes_in_place(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The memory of an ordinary, contiguous CPU tensor that has elements."""
     # Not `reshape`: a single element may have any stride and count as contiguous, and could not be viewed as bytes.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return array

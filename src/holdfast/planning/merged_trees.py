@@ -1,40 +1,42 @@
 """One tree out of the trees of all ranks, which are mostly the same.
 
 Trees are typed values as they are stored (``docs/format.md``). A rank may have entries that others lack, as the stages
-of a pipeline do. What several have must be the same.
+of a pipeline do. What several have must be the same; only the lists of parameters in the groups of an optimizer are put
+together, since each stage has an optimizer of its own parameters.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from holdfast.errors import UnsupportedValueError
 from holdfast.planning.agreement import Differing
 
 TYPE = "$"
 Tree = Any
-Held = list[tuple[int, Tree]]
-"""What ranks have at one place, lowest rank first."""
+Path = tuple[str, ...]
+Held = list[tuple[tuple[int, ...], Tree]]
+"""The different things that are at one place, each with the ranks that have it, lowest rank first."""
 
-_ITEMS = {"dict", "OrderedDict", "defaultdict", "Counter"}
-_SEQUENCES = {"tuple"}
-_FIELDS = {"dataclass", "namedtuple"}
+_OF_PAIRS = {"dict", "OrderedDict", "defaultdict", "Counter"}
+_OF_FIELDS = {"dataclass", "namedtuple"}
 
 
-def merge_trees(trees: Sequence[tuple[int, Tree]]) -> tuple[Tree, list[Differing]]:
-    """Merge the trees of ranks. Returns the whole, and the places where ranks differ, of which the lowest one's count.
+def merge_trees(trees: Sequence[Tree]) -> tuple[Tree, list[Differing]]:
+    """Merge the trees of all ranks. Returns the whole, and where ranks differ; what the lowest one has counts there.
 
-    >>> merge_trees([(0, {"a": 1}), (1, {"a": 1, "b": 2})])
+    >>> merge_trees([{"a": 1}, {"a": 1, "b": 2}])
     ({'a': 1, 'b': 2}, [])
-    >>> merge_trees([(0, {"a": 1}), (1, {"a": 3})])[1]
+    >>> merge_trees([{"a": 1}, {"a": 3}])[1]
     [Differing(key='a', groups=((0,), (1,)))]
     """
     merger = _Merger()
-    return merger.merge(list(trees), ()), merger.differing
+    return merger.merge([((rank,), tree) for rank, tree in enumerate(trees)], ()), merger.differing
 
 
-def renamed_tensors(tree: Tree, names: dict[str, str]) -> Tree:
+def renamed_tensors(tree: Tree, names: Mapping[str, str]) -> Tree:
     """The tree with other keys in its references to tensors."""
     if isinstance(tree, list):
         return [renamed_tensors(child, names) for child in tree]
@@ -45,7 +47,7 @@ def renamed_tensors(tree: Tree, names: dict[str, str]) -> Tree:
     return tree
 
 
-def fill_slots(tree: Tree, values: dict[str, list[Tree]]) -> Tree:
+def fill_slots(tree: Tree, values: Mapping[str, list[Tree]]) -> Tree:
     """The tree with the values of all ranks where it has only the name of the place so far."""
     if isinstance(tree, list):
         return [fill_slots(child, values) for child in tree]
@@ -56,64 +58,108 @@ def fill_slots(tree: Tree, values: dict[str, list[Tree]]) -> Tree:
     return tree
 
 
+def tensor_keys(tree: Tree) -> Iterator[str]:
+    """The keys of all tensors that a tree refers to."""
+    if isinstance(tree, list):
+        for child in tree:
+            yield from tensor_keys(child)
+    elif isinstance(tree, dict):
+        if tree.get(TYPE) == "tensor":
+            yield tree["key"]
+        else:
+            for child in tree.values():
+                yield from tensor_keys(child)
+
+
+def refuse_shared_keys(tree: Tree) -> None:
+    """Raise if different places have one key, of which no rank could know alone: they would be stored as one tensor."""
+    seen: set[str] = set()
+    for key in tensor_keys(tree):
+        if key in seen:
+            raise UnsupportedValueError(
+                f"'{key}' is the key of tensors at two different places. Give one of them another name. Nothing was "
+                "saved.",
+                key=key,
+                keys=[key],
+            )
+        seen.add(key)
+
+
 class _Merger:
     def __init__(self) -> None:
         self.differing: list[Differing] = []
 
-    def merge(self, held: Held, path: tuple[str, ...]) -> Tree:
+    def merge(self, everything: Held, path: Path) -> Tree:
+        held = _grouped(everything)
         first = held[0][1]
-        if all(tree == first and _same_types(tree, first) for _, tree in held[1:]):
+        if len(held) == 1:
             return first
+        if _are_parameter_names(held, path):
+            return list(dict.fromkeys(name for _, names in held for name in names))
         shapes = {_shape(tree) for _, tree in held}
         if len(shapes) == 1:
             kind = shapes.pop()[0]
             if kind == "object":
-                return self._union([(rank, tree.items()) for rank, tree in held], path)
+                return self._union([(ranks, tree.items()) for ranks, tree in held], path)
             if kind == "list":
                 return self._elementwise(held, path)
-            if kind in _ITEMS:
-                return {**first, "items": self._merged_items(held, path)}
-            if kind in _SEQUENCES:
-                return {**first, "items": self._elementwise([(rank, tree["items"]) for rank, tree in held], path)}
-            if kind in _FIELDS:
-                return {**first, "fields": self._union([(rank, tree["fields"].items()) for rank, tree in held], path)}
-        self._differ(held, path)
+            if kind == "tuple":
+                return {**first, "items": self._elementwise([(ranks, tree["items"]) for ranks, tree in held], path)}
+            if kind in _OF_PAIRS:
+                return {**first, "items": self._merged_pairs(held, path)}
+            if kind in _OF_FIELDS:
+                return {**first, "fields": self._union([(ranks, tree["fields"].items()) for ranks, tree in held], path)}
+        self.differing.append(Differing(".".join(path), tuple(ranks for ranks, _ in held)))
         return first
 
-    def _union(self, held: Iterable[tuple[int, Iterable[tuple[str, Tree]]]], path: tuple[str, ...]) -> dict[str, Tree]:
+    def _union(self, held: Iterable[tuple[tuple[int, ...], Iterable[tuple[str, Tree]]]], path: Path) -> dict[str, Tree]:
         by_name: dict[str, Held] = {}
-        for rank, members in held:
+        for ranks, members in held:
             for name, child in members:
-                by_name.setdefault(name, []).append((rank, child))
+                by_name.setdefault(name, []).append((ranks, child))
         return {name: self.merge(children, (*path, name)) for name, children in by_name.items()}
 
-    def _merged_items(self, held: Held, path: tuple[str, ...]) -> list[list[Tree]]:
+    def _merged_pairs(self, held: Held, path: Path) -> list[list[Tree]]:
         keys: dict[str, Tree] = {}
         by_key: dict[str, Held] = {}
-        for rank, tree in held:
+        for ranks, tree in held:
             for key, child in tree["items"]:
                 name = json.dumps(key)
                 keys.setdefault(name, key)
-                by_key.setdefault(name, []).append((rank, child))
+                by_key.setdefault(name, []).append((ranks, child))
         return [[keys[name], self.merge(children, (*path, _label(keys[name])))] for name, children in by_key.items()]
 
-    def _elementwise(self, held: Held, path: tuple[str, ...]) -> list[Tree]:
-        length = len(held[0][1])
+    def _elementwise(self, held: Held, path: Path) -> list[Tree]:
         return [
-            self.merge([(rank, tree[position]) for rank, tree in held], (*path, str(position)))
-            for position in range(length)
+            self.merge([(ranks, tree[position]) for ranks, tree in held], (*path, str(position)))
+            for position in range(len(held[0][1]))
         ]
 
-    def _differ(self, held: Held, path: tuple[str, ...]) -> None:
-        groups: dict[str, list[int]] = {}
-        for rank, tree in held:
-            groups.setdefault(json.dumps(tree, sort_keys=True), []).append(rank)
-        self.differing.append(Differing(".".join(path), tuple(map(tuple, groups.values()))))
+
+def _grouped(held: Held) -> Held:
+    """The same with equal trees put together.
+
+    Their texts are compared, because Python calls 1, 1.0 and True equal, which are different values, and 0.0 and -0.0.
+    """
+    if len(held) == 1:
+        return held
+    texts: dict[int, str] = {}
+    groups: dict[str, tuple[tuple[int, ...], Tree]] = {}
+    for ranks, tree in held:
+        text = texts.get(id(tree)) or texts.setdefault(id(tree), json.dumps(tree))
+        together, same = groups.get(text, ((), tree))
+        groups[text] = ((*together, *ranks), same)
+    return list(groups.values())
 
 
-def _same_types(one: Tree, other: Tree) -> bool:
-    """Python calls 1, 1.0 and True equal, which are different values; and 0.0 and -0.0."""
-    return json.dumps(one) == json.dumps(other)
+def _are_parameter_names(held: Held, path: Path) -> bool:
+    """Whether these are the parameters of a group of an optimizer. Numbers do not tell which parameters are meant."""
+    return (
+        len(path) >= 3
+        and path[-1] == "params"
+        and path[-3] == "param_groups"
+        and all(isinstance(names, list) and all(isinstance(name, str) for name in names) for _, names in held)
+    )
 
 
 def _shape(tree: Tree) -> tuple[Any, ...]:
@@ -125,13 +171,13 @@ def _shape(tree: Tree) -> tuple[Any, ...]:
     kind = tree.get(TYPE)
     if kind is None:
         return ("object",)
-    if kind in _ITEMS:
+    if kind in _OF_PAIRS:
         return kind, tree.get("factory")
-    if kind in _SEQUENCES:
+    if kind == "tuple":
         return kind, len(tree["items"])
-    if kind in _FIELDS:
+    if kind in _OF_FIELDS:
         return kind, tree["type"], tuple(tree["fields"])
-    return "value", json.dumps(tree, sort_keys=True)
+    return "value", json.dumps(tree)
 
 
 def _label(key: Tree) -> str:

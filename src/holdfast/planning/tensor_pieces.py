@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from holdfast.planning.local_bytes import as_bytes
+from holdfast.planning.local_bytes import as_bytes, bytes_in_place
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -23,7 +23,8 @@ def tensor_pieces(tensor: torch.Tensor, largest: int = PIECE_BYTES, cast: torch.
     [[1, 3], [2, 4]]
     """
     if _lies_ready(tensor) and (cast is None or cast == tensor.dtype):
-        yield _bytes_of(tensor)
+        if tensor.numel():
+            yield bytes_in_place(tensor)
         return
     itemsize = tensor.element_size() if cast is None else max(cast.itemsize, tensor.element_size())
     for part in _parts(tensor, max(1, largest // itemsize)):
@@ -48,10 +49,6 @@ def _lies_ready(tensor: torch.Tensor) -> bool:
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
     )
-
-
-def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    return np.frombuffer(as_bytes(tensor), np.uint8)
 
 
 def _parts(array: Any, most: int) -> Iterator[Any]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast.errors import UnsupportedTensorError
 from holdfast.formats.native.dtypes import name_of
-from holdfast.formats.native.values import Encoder, Path, leaves
+from holdfast.formats.native.values import Encoder, Path
 from holdfast.patterns import Choice, Selection
-from holdfast.planning.holdings import Holding, LocalTensor, hold, memory_of
+from holdfast.planning.holdings import Holding, LocalTensor, address_of, hold, memory_of
+from holdfast.planning.tensors import size_and_dtype
 from holdfast.states.expanding import expand
+from holdfast.states.selecting import select
+
+_MOST_REPORTED = 20
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,7 @@ class Captured:
     tree: Any
     """Its typed value, with names of places where every rank has a value of its own."""
     own: Mapping[str, Any]
-    """The typed values at these places, by key."""
+    """The typed values at these places, by name."""
     holdings: list[Holding]
     local: Mapping[str, LocalTensor]
 
@@ -41,33 +47,39 @@ class Capture:
 
     def take(self, state: Any) -> Captured:
         """Look at a state, without copying or changing anything."""
-        expanded = expand(state, None if self.selection.is_everything else self.selection)
-        taken: list[tuple[Path, Any]] = []
+        expanded = expand(state)
+        if not self.selection.is_everything:
+            expanded = select(expanded, self.selection, self.rank)
+        found: list[tuple[Path, Any]] = []
 
         def take(path: Path, tensor: Any) -> None:
-            taken.append((path, tensor))
+            found.append((path, tensor))
 
         encoder: Any = Encoder(take, allow_pickle=self.allow_pickle)
         tree = encoder.encode(expanded.tree)
-        shared = list(zip(_tensor_keys(tree), taken, strict=True))
-        taken.clear()
+        keys = encoder.keys()
+        shared = len(keys)
         own = {}
-        own_tensors: list[tuple[str, tuple[Path, Any]]] = []
-        for key, (path, value) in expanded.slots.items():
-            own[key] = encoder.encode(value, (*path, self.rank))
-            own_tensors.extend(zip(_tensor_keys(own[key]), taken, strict=True))
-            taken.clear()
+        for name, (path, value) in expanded.slots.items():
+            own[name] = encoder.encode(value, (*path, self.rank))
+            keys.extend(encoder.keys())
         local: dict[str, LocalTensor] = {}
-        holdings = [
-            self._hold(key, path, tensor, local, from_first_rank=path in expanded.from_first_rank)
-            for key, (path, tensor) in shared
-        ]
-        holdings.extend(self._hold_own(key, tensor, local) for key, (_, tensor) in own_tensors)
+        holdings: list[Holding] = []
+        refused: list[UnsupportedTensorError] = []
+        of_first = expanded.from_first_rank
+        for number, (key, (path, tensor)) in enumerate(zip(keys, found, strict=True)):
+            try:
+                if number < shared:
+                    holdings.append(self._hold(key, tensor, local, from_first_rank=path in of_first))
+                else:
+                    holdings.append(self._hold_own(key, tensor, local))
+            except UnsupportedTensorError as error:
+                refused.append(error)
+        if refused:
+            raise _all_refused(refused)
         return Captured(tree, own, _with_ties(holdings, local), local)
 
-    def _hold(
-        self, key: str, path: Path, tensor: Any, local: dict[str, LocalTensor], *, from_first_rank: bool
-    ) -> Holding:
+    def _hold(self, key: str, tensor: Any, local: dict[str, LocalTensor], *, from_first_rank: bool) -> Holding:
         compare = self.several_ranks and self.compare_copies and not from_first_rank
         holding, local[key] = hold(key, tensor, stored_dtype=self._stored_dtype(key, tensor), compare=compare)
         return holding._replace(from_first_rank=True) if from_first_rank else holding
@@ -84,12 +96,24 @@ class Capture:
         return holding._replace(kind="per_rank", rank=self.rank)
 
     def _stored_dtype(self, key: str, tensor: Any) -> torch.dtype | None:
-        wish = self.cast(key) if self.cast else None
-        if wish is None or not isinstance(tensor, torch.Tensor):
+        wish: torch.dtype | None = self.cast(key) if self.cast else None
+        if wish is None or isinstance(tensor, np.ndarray):
             return None
-        dtype = torch_dtype(wish)
+        _, dtype = size_and_dtype(tensor)
         # A pattern such as "model.*" is about weights, and must not take away a counter's or a mask's meaning.
-        return dtype if tensor.is_floating_point() or tensor.is_complex() else None
+        return wish if dtype.is_floating_point and dtype not in _PACKED and dtype != wish else None
+
+
+_PACKED = frozenset({getattr(torch, "float4_e2m1fn_x2", None)})
+"""Two numbers are one element there, which torch does not convert."""
+
+
+def floating_dtype(wish: Any) -> torch.dtype:
+    """The dtype to store floating point tensors as that a user names."""
+    dtype = torch_dtype(wish)
+    if not dtype.is_floating_point or dtype in _PACKED:
+        raise ValueError(f"tensors are cast from one floating point type to another, and {dtype} is none")
+    return dtype
 
 
 def torch_dtype(wish: Any) -> torch.dtype:
@@ -101,19 +125,31 @@ def torch_dtype(wish: Any) -> torch.dtype:
     return dtype
 
 
-def _tensor_keys(tree: Any) -> list[str]:
-    return [leaf.node["key"] for leaf in leaves(tree) if leaf.is_tensor]
-
-
 def _with_ties(holdings: list[Holding], local: Mapping[str, LocalTensor]) -> list[Holding]:
-    """Note which keys are further names of the very same memory."""
+    """Note which keys are further names of the very same memory, stored in the same way."""
+    addresses = [address_of(local[holding.key].value) for holding in holdings]
+    how_often = Counter(addresses)
     first: dict[Any, str] = {}
-    noted = []
-    for holding in holdings:
-        memory: Any = memory_of(local[holding.key].value)
-        if memory is not None and holding.kind != "per_rank":
-            name = first.setdefault(memory, holding.key)
+    for number, (holding, address) in enumerate(zip(holdings, addresses, strict=True)):
+        memory = memory_of(local[holding.key].value) if how_often[address] > 1 else None
+        if memory is not None:
+            name = first.setdefault((memory, holding.dtype, holding.kind, str(holding.numpy)), holding.key)
             if name != holding.key:
-                holding = holding._replace(tied_to=name)
-        noted.append(holding)
-    return noted
+                holdings[number] = holding._replace(tied_to=name)
+    return holdings
+
+
+def _all_refused(refused: list[UnsupportedTensorError]) -> UnsupportedTensorError:
+    """One error for all tensors that cannot be stored."""
+    first = refused[0]
+    if len(refused) == 1:
+        return first
+    lines = [f"  {error.message}" for error in refused[:_MOST_REPORTED]]
+    if len(refused) > _MOST_REPORTED:
+        lines.append(f"  and {len(refused) - _MOST_REPORTED} more (see the field `keys` of this error)")
+    return UnsupportedTensorError(
+        f"{len(refused)} tensors cannot be stored, so nothing was saved:\n" + "\n".join(lines),
+        key=first.key,
+        kind=first.kind,
+        keys=[error.key for error in refused],
+    )

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from holdfast.errors import HoldfastError, WorldSizeError
 from holdfast.formats.native.refs import ANYTHING, PerRankValues, TensorRef
 from holdfast.formats.native.values import Path, key_of
@@ -118,7 +120,7 @@ class Matcher:
         if not self.rules.wanted(key):
             return self._leave(key, stored, target)
         outcome: Outcome = Kept(target)
-        if not self._live and getattr(target, "is_meta", False) and is_meta(target):
+        if not self._live and isinstance(target, torch.Tensor) and is_meta(target):
             target = with_memory(key, target)
             outcome = Put(target)
         if function is not None:

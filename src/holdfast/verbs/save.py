@@ -6,9 +6,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import xxhash
 
@@ -19,9 +19,9 @@ from holdfast.formats.native.layout import ChunkToWrite
 from holdfast.formats.native.names import new_generation
 from holdfast.notices import warn_caller
 from holdfast.patterns import Choice, Pattern, Patterns, Selection
-from holdfast.planning.agreement import Agreement, Differing, agree, describe_differing, refuse_differing
+from holdfast.planning.agreement import Differing, agree, describe_differing, refuse_differing
 from holdfast.planning.holdings import Holding
-from holdfast.planning.merged_trees import fill_slots, merge_trees, renamed_tensors
+from holdfast.planning.merged_trees import fill_slots, merge_trees, refuse_shared_keys, renamed_tensors, tensor_keys
 from holdfast.storage.native_files import (
     Before,
     Contents,
@@ -34,7 +34,7 @@ from holdfast.storage.native_files import (
 )
 from holdfast.stores.places import store_at
 from holdfast.stores.store import Store
-from holdfast.verbs.capturing import Capture, Captured, torch_dtype
+from holdfast.verbs.capturing import Capture, Captured, floating_dtype
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -106,19 +106,32 @@ def save(
         100
     """
     started = time.perf_counter()
-    with meeting(f"holdfast.save to {_told(path)}", process_group) as ranks:
-        capture = Capture(
-            rank=ranks.rank,
-            several_ranks=ranks.world_size > 1,
-            selection=Selection(include, exclude),
-            cast=_checked_cast(cast),
-            allow_pickle=allow_pickle,
-            compare_copies=bool(check_replicas),
-        )
-        run = _Save(store_at(path), ranks, _checked_metadata(metadata), overwrite, check_replicas)
-        captured = ranks.all_gather_status("capture", lambda: capture.take(state))
+    call = f"holdfast.save to {_told(path)}, overwrite={overwrite!r}, check_replicas={check_replicas!r}"
+    with meeting(call, process_group) as ranks:
+
+        def prepare() -> tuple[_Save, Captured]:
+            run = _Save(
+                store_at(path),
+                ranks,
+                _checked_metadata(metadata),
+                overwrite=overwrite,
+                check_replicas=_checked_replicas(check_replicas),
+                max_file_size=_checked_bytes("max_file_size", max_file_size),
+                memory_budget=_checked_bytes("memory_budget", memory_budget),
+            )
+            capture = Capture(
+                rank=ranks.rank,
+                several_ranks=ranks.world_size > 1,
+                selection=Selection(include, exclude),
+                cast=_checked_cast(cast),
+                allow_pickle=allow_pickle,
+                compare_copies=bool(check_replicas),
+            )
+            return run, capture.take(state)
+
+        run, captured = ranks.all_gather_status("capture", prepare)
         chunks = run.plan(captured)
-        files = run.write(chunks, captured, max_file_size, memory_budget)
+        files = run.write(chunks, captured)
         run.commit(files)
         saved = run.result(time.perf_counter() - started)
     logger.info("%s", saved)
@@ -133,14 +146,19 @@ class _Save:
         store: Store,
         ranks: Collectives,
         metadata: Any,
+        *,
         overwrite: bool,
         check_replicas: bool | Literal["warn"],
+        max_file_size: int | None,
+        memory_budget: int | None,
     ) -> None:
         self.store = store
         self.ranks = ranks
         self.metadata = metadata
         self.overwrite = overwrite
         self.check_replicas = check_replicas
+        self.max_file_size = max_file_size
+        self.memory_budget = memory_budget
         self.generation = ""
         self.before: Before | None = None
         self.contents: Contents | None = None
@@ -148,27 +166,31 @@ class _Save:
 
     def plan(self, captured: Captured) -> list[ChunkToWrite]:
         """Find out together what the checkpoint contains; returns what this rank writes of it."""
-        tree = self._unless_known(captured.tree)
+        proposal = _Proposal(self._first_with_the_same_tree(captured), captured.tree, captured.own, captured.holdings)
+        if proposal.same_tree_as != self.ranks.rank:
+            proposal = proposal._replace(tree=None)  # it need not be sent twice
 
-        def decide(
-            proposals: list[tuple[Any, Mapping[str, Any], list[Holding]]],
-        ) -> list[tuple[str, list[ChunkToWrite]]]:
+        def decide(proposals: list[_Proposal]) -> list[tuple[str, Sequence[ChunkToWrite]]]:
             self.before = look_before(self.store, overwrite=self.overwrite)
-            trees = [(rank, proposal[0]) for rank, proposal in enumerate(proposals) if proposal[0] is not None]
-            whole, differing = merge_trees(trees)
-            agreed = agree([proposal[2] for proposal in proposals])
+            tree, differing = merge_trees([proposals[proposal.same_tree_as].tree for proposal in proposals])
+            tree = _with_own(tree, [proposal.own for proposal in proposals])
+            holdings = [proposal.holdings for proposal in proposals]
+            if differing:
+                # Where not even the structure is the same, some rank's tensors have no place in the checkpoint.
+                referred = set(tensor_keys(tree))
+                holdings = [[holding for holding in part if holding.key in referred] for part in holdings]
+            agreed = agree(holdings)
             self._treat_differences([*differing, *agreed.differing])
-            self.contents = self._contents(whole, [proposal[1] for proposal in proposals], agreed)
+            if agreed.ties:
+                tree = renamed_tensors(tree, agreed.ties)
+            self.contents = Contents(agreed.tensors, tree, self.metadata, stamp(self.ranks.world_size))
             generation = new_generation()
-            return [(generation, list(part)) for part in agreed.chunks]
+            return [(generation, part) for part in agreed.chunks]
 
-        proposal = (tree, captured.own, captured.holdings)
         self.generation, chunks = self.ranks.reduce_scatter("plan", lambda: proposal, decide)
-        return chunks
+        return list(chunks)
 
-    def write(
-        self, chunks: list[ChunkToWrite], captured: Captured, max_file_size: int | None, memory_budget: int | None
-    ) -> list[WrittenFile]:
+    def write(self, chunks: list[ChunkToWrite], captured: Captured) -> list[WrittenFile]:
         """Write this rank's part. If another rank fails, it is removed again."""
         written: list[WrittenFile] = []
 
@@ -180,8 +202,8 @@ class _Save:
                     captured.local,
                     generation=self.generation,
                     rank=self.ranks.rank,
-                    max_file_size=max_file_size,
-                    memory_budget=memory_budget,
+                    max_file_size=self.max_file_size,
+                    memory_budget=self.memory_budget,
                 )
             )
 
@@ -216,19 +238,12 @@ class _Save:
         tensors, nbytes = self.summary
         return SavedCheckpoint(self.store.location, self.generation, tensors, nbytes, seconds)
 
-    def _unless_known(self, tree: Any) -> Any:
-        """The tree; None if a lower rank has the same one, so that it need not be sent again."""
+    def _first_with_the_same_tree(self, captured: Captured) -> int:
+        """The lowest rank whose tree is the same as this rank's."""
         if self.ranks.world_size == 1:
-            return tree
-        digest = xxhash.xxh3_128_digest(json.dumps(tree).encode())
-        digests = self.ranks.all_gather_object(digest)
-        return tree if digests.index(digest) == self.ranks.rank else None
-
-    def _contents(self, tree: Any, own: list[Mapping[str, Any]], agreed: Agreement) -> Contents:
-        slots = sorted({key for values in own for key in values})
-        tree = fill_slots(tree, {key: [values.get(key) for values in own] for key in slots}) if slots else tree
-        tree = renamed_tensors(tree, agreed.ties) if agreed.ties else tree
-        return Contents(agreed.tensors, tree, self.metadata, stamp(self.ranks.world_size))
+            return 0
+        digest = xxhash.xxh3_128_digest(json.dumps(captured.tree).encode())
+        return self.ranks.all_gather_object(digest).index(digest)
 
     def _treat_differences(self, differing: list[Differing]) -> None:
         if self.check_replicas is True:
@@ -237,8 +252,32 @@ class _Save:
             warn_caller(describe_differing(differing, "The copies of the lowest ranks are saved, the others are lost."))
 
 
-def _told(path: str | os.PathLike[str] | Store) -> str:
-    return path.location if isinstance(path, Store) else os.fsdecode(path)
+class _Proposal(NamedTuple):
+    """What a rank would have in the checkpoint."""
+
+    same_tree_as: int
+    """The rank that sends the tree."""
+    tree: Any
+    own: Mapping[str, Any]
+    holdings: list[Holding]
+
+
+def _with_own(tree: Any, own: Sequence[Mapping[str, Any]]) -> Any:
+    """The tree with the values that each rank has of its own."""
+    names = {name for values in own for name in values}
+    if names:
+        tree = fill_slots(tree, {name: [values.get(name) for values in own] for name in names})
+    if names or len(own) > 1:
+        refuse_shared_keys(tree)
+    return tree
+
+
+def _told(path: Any) -> str:
+    """The path for messages and for comparing ranks. What is wrong with it is told later, on all ranks."""
+    try:
+        return store_at(path).location
+    except Exception:
+        return repr(path)
 
 
 def _checked_metadata(metadata: Mapping[str, Any] | None) -> Any:
@@ -249,4 +288,16 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> Any:
 
 
 def _checked_cast(cast: Mapping[Pattern, Any] | None) -> Choice:
-    return Choice({pattern: torch_dtype(wish) for pattern, wish in (cast or {}).items()})
+    return Choice({pattern: floating_dtype(wish) for pattern, wish in (cast or {}).items()})
+
+
+def _checked_replicas(check: Any) -> bool | Literal["warn"]:
+    if check is True or check is False or check == "warn":
+        return check  # type: ignore[no-any-return]
+    raise ValueError(f"check_replicas must be True, False or 'warn', not {check!r}")
+
+
+def _checked_bytes(name: str, number: Any) -> int | None:
+    if number is not None and (type(number) is not int or number < 1):
+        raise ValueError(f"{name} must be a number of bytes, such as 2 << 30, not {number!r}")
+    return number

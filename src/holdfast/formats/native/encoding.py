@@ -82,6 +82,10 @@ class Encoder:
             _fill_in_keys(self._without_key, stored, path)
         return stored
 
+    def keys(self) -> list[str]:
+        """The keys that were made for the tensors of the last state, in the order in which they were taken."""
+        return [reference["key"] for reference in self._without_key]
+
     # What follows is called once per value, so that the loops are written out.
 
     def _child(self, value: Any) -> JSON:
