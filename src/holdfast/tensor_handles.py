@@ -125,8 +125,6 @@ def _as_torch(raw: Array, ref: TensorRef) -> Any:
     dtype = getattr(torch, ref.dtype.name, None)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{ref.key!r} has elements of {ref.dtype}, which torch does not have; use .numpy() or .raw()")
-    if raw.size == 0:  # numpy has strides for it that torch would not choose
-        return torch.empty(raw.shape, dtype=dtype)
     raw = np.asarray(raw, order="C")  # not ascontiguousarray, which gives a single element a dimension
     if raw.itemsize == 16:
         return torch.from_numpy(raw.view(np.complex128))

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from holdfast.boxes import Box, overlaps, uncovered, volume
 from holdfast.formats.native.refs import TensorRef
@@ -88,7 +87,7 @@ def read_regions(regions: Sequence[Region], source: Source, *, verify: bool) -> 
             put(part.memory, elements_of(buffer, part.fill.ref))
             written += buffer.size
     for tensor in {id(region.fill.target): region.fill.target for region in regions}.values():
-        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, ShardedTensor) and not tensor.is_inference():
+        if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
     return nbytes, written
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
 from holdfast.errors import HoldfastError, WorldSizeError
 from holdfast.formats.native.refs import ANYTHING, PerRankValues, TensorRef
 from holdfast.formats.native.values import Path, key_of
 from holdfast.planning.materialize import is_meta, with_memory
 from holdfast.sources.stored_nodes import StoredNode
-from holdfast.sources.trees import children_of, hides_tensor, mapped, refs_in
+from holdfast.sources.trees import children_of, hides_tensor, mapped, pruned, refs_in
 from holdfast.states.adapters import Context, adapter_for, per_rank_of
 from holdfast.states.contract import Adapter
 from holdfast.states.per_rank import PerRank
@@ -84,7 +82,7 @@ class Matcher:
         if adapter is not None:
             return self._match_live(target, adapter, stored, path)
         if target is ANYTHING:
-            return self._match_anything(stored, path)
+            return self._match_anything(target, stored, path)
         if is_target(target):
             return self._match_tensor(target, stored, path)
         parts = children_of(target)
@@ -120,11 +118,11 @@ class Matcher:
         if not self.rules.wanted(key):
             return self._leave(key, stored, target)
         outcome: Outcome = Kept(target)
-        if not self._live and isinstance(target, torch.Tensor) and is_meta(target):
+        if not self._live and getattr(target, "is_meta", False) and is_meta(target):
             target = with_memory(key, target)
             outcome = Put(target)
         if function is not None:
-            self.found.transforms.append(Transform(key, target, function, _ignore))
+            self._plan_transform(Transform(key, target, function, _ignore), stored)
             return outcome
         if stored is None:
             self.found.missing[key] = target
@@ -136,6 +134,11 @@ class Matcher:
         self._note_read(key, stored)
         self._plan_fill(key, stored.value, target)
         return outcome
+
+    def _plan_transform(self, transform: Transform, stored: StoredNode | None) -> None:
+        self.found.transforms.append(transform)
+        if stored is not None:
+            stored.take()  # it has a place in the state, whatever the function makes for that
 
     def _plan_fill(self, key: str, ref: TensorRef, target: Any) -> None:
         shape, dtype = shape_and_dtype(target)
@@ -157,47 +160,52 @@ class Matcher:
     def _match_value(self, target: Any, stored: StoredNode | None, path: Path) -> Outcome:
         key = key_of(path)
         function = self.rules.transform(key)
-        if not self.rules.wanted(key):
+        is_open = _takes_anything(target)
+        if not self.rules.wanted(key) and not (is_open and stored is not None and not stored.is_leaf):
             return self._leave(key, stored, target)
         if function is not None:
             outcome = Put()
-            self.found.transforms.append(Transform(key, None, function, outcome.put))
+            self._plan_transform(Transform(key, None, function, outcome.put), stored)
             return outcome
         if stored is None:
             self.found.missing[key] = None
             return self._unloaded(target)
-        if not _takes_anything(target) and not isinstance(target, (list, tuple)) and hides_tensor(stored.value):
+        if is_open:
+            return self._match_anything(target, stored, path)
+        if not isinstance(target, (list, tuple)) and hides_tensor(stored.value):
             what = "a tensor" if isinstance(stored.value, TensorRef) else "tensors"
             reason = f"is {what} in the checkpoint and a {type(target).__name__} in the state"
             return self._refuse(key, stored, reason, target)
-        taken = self._take(stored, path)
-        is_same = type(taken.value) is type(target) or not path
-        if not self._live and not target and is_same and type(target) in (dict, list) and _are_alike(target, taken):
-            return FilledUp(target, taken)
-        return taken
-
-    def _match_anything(self, stored: StoredNode | None, path: Path) -> Outcome:
-        key = key_of(path)
-        if stored is None:
-            if self.rules.wanted(key):
-                self.found.missing[key] = None
-            else:
-                self.found.untouched.append(key)
-            return Put()
-        if not any(self.rules.wanted(below) for below, _ in self._keys_below(stored, path)):
-            return self._leave(key, stored, ANYTHING)
         return self._take(stored, path)
 
+    def _match_anything(self, target: Any, stored: StoredNode | None, path: Path) -> Outcome:
+        """Match a place that takes whatever is stored, as far as it is wanted."""
+        if stored is None:
+            self.found.missing[key_of(path)] = None
+            return Put()
+        if not any(self.rules.wanted(key) for key, _ in self._keys_below(stored, path)):
+            return self._leave(key_of(path), stored, target)
+        taken = self._take(stored, path)
+        kind = type(target)
+        if self._live or kind not in (dict, list) or not (type(taken.value) is kind or not path):
+            return taken
+        return FilledUp(target, taken) if isinstance(taken.value, kind) else taken
+
     def _take(self, stored: StoredNode, path: Path) -> Taken:
-        """Take whatever is stored, with fresh memory for its tensors."""
+        """Take what is stored, with fresh memory for its tensors."""
         stored.take()
+        value = stored.value
+        unwanted = [key for key, _ in self._keys_below(stored, path) if not self.rules.wanted(key)]
+        if unwanted:
+            self.found.untouched.extend(unwanted)
+            value = pruned(value, path, lambda below: self.rules.wanted(key_of(below)))
         for key, leaf in self._keys_below(stored, path):
-            self._note_read(key, leaf)
-            inside = stored.value if leaf is not stored and stored.leaf is leaf else leaf.value
-            self._refuse_inert(key, inside)
-            for ref in refs_in(inside):
-                self._give_memory(key, ref)
-        return Taken(self._of_this_rank(stored.value, path), self._fresh)
+            if self.rules.wanted(key):
+                self._note_read(key, leaf)
+                self._refuse_inert(key, leaf.value)
+                for ref in refs_in(leaf.value):
+                    self._give_memory(key, ref)
+        return Taken(self._of_this_rank(value, path), self._fresh)
 
     def _give_memory(self, key: str, ref: TensorRef) -> None:
         if ref.key in self._fresh:  # tied: one tensor with several names
@@ -324,18 +332,17 @@ class Matcher:
         return None
 
     def _keys_below(self, stored: StoredNode, path: Path) -> Iterator[tuple[str, StoredNode]]:
-        """The leaves at a stored node that concern this rank, with the keys that the state has for them."""
-        if stored.leaf is not None:  # which may be a list of which this node is an element
-            depth = len(stored.path) - len(stored.leaf.path)
-            yield key_of(path[: len(path) - depth] if depth else path), stored.leaf
-            return
-        children: Any = stored.children.items()
-        if stored.is_per_rank:
-            if len(stored.children) == self.rules.world_size:
-                yield from self._keys_below(stored.children[self.rules.rank], path)
-            return
-        for name, child in children:
-            yield from self._keys_below(child, (*path, name))
+        """The leaves at a stored node that concern this rank, with the keys that the state has for them.
+
+        If the node is a part of a leaf, it is taken for one itself.
+        """
+        if stored.leaf is not None:
+            yield key_of(path), stored
+        elif not stored.is_per_rank:
+            for name, child in stored.children.items():
+                yield from self._keys_below(child, (*path, name))
+        elif len(stored.children) == self.rules.world_size:
+            yield from self._keys_below(stored.children[self.rules.rank], path)
 
     def _leave(self, key: str, stored: StoredNode | None, target: Any) -> Outcome:
         if stored is not None:
@@ -374,10 +381,6 @@ class Matcher:
 def _takes_anything(target: Any) -> bool:
     """Whether a place of a state says nothing about what belongs there."""
     return target is None or target is ANYTHING or (isinstance(target, (dict, list)) and not target)
-
-
-def _are_alike(target: Any, taken: Taken) -> bool:
-    return isinstance(taken.value, list if isinstance(target, list) else dict)
 
 
 def _leaf_keys(value: Any, path: Path) -> list[str]:
