@@ -113,6 +113,13 @@ NATIVE = [
         processes=4,
     ),
     Program(
+        "stock_trainer_native_format.py",
+        r"Losses after step 5, without a break:  (?P<losses>\d\.\d{6}(, \d\.\d{6}){2})\n"
+        r"Losses after step 5, of a new program: (?P=losses)\n"
+        r"holdfast.open finds <stored tensor 'model.0.weight': float32 \[64, 16\]>\n",
+        processes=2,
+    ),
+    Program(
         "look_inside.py",
         r"model.0.weight   <stored tensor 'model.0.weight': bfloat16 \[500, 1000\]>\n(.*\n){3}step +7\nloss: 0.25\n"
         r"a corner of it: \[2, 2\] torch.bfloat16\na part of it: \['2.weight', '2.bias'\]\n"

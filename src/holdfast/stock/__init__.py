@@ -1,0 +1,18 @@
+"""Holdfast's own format for programs that call ``torch.distributed.checkpoint`` itself, and want to keep doing so.
+
+    import torch.distributed.checkpoint as dcp
+    from holdfast.stock import HoldfastReader, HoldfastWriter
+
+    dcp.save(state, storage_writer=HoldfastWriter("runs/a/step-100"))
+    dcp.load(state, storage_reader=HoldfastReader("runs/a/step-100"))
+
+Torch plans and lets its ranks talk; Holdfast writes, commits and reads. What it writes is a checkpoint like any other,
+for ``holdfast.load`` and ``holdfast.open`` too.
+"""
+
+from __future__ import annotations
+
+from holdfast.stock.reader import HoldfastReader
+from holdfast.stock.writer import HoldfastWriter
+
+__all__ = ["HoldfastReader", "HoldfastWriter"]

@@ -1,0 +1,276 @@
+"""``HoldfastReader``: has ``torch.distributed.checkpoint.load`` read what Holdfast reads."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from holdfast.boxes import Box, volume
+from holdfast.errors import RankDisagreementError, RefusedPickleError, StateMismatchError, UnsupportedStateError
+from holdfast.formats.dcp.values import encode_value
+from holdfast.formats.native.refs import PickledValue, TensorRef, UnknownValue
+from holdfast.notices import warn_caller
+from holdfast.sources.detect import open_source
+from holdfast.sources.source import Request, Source
+from holdfast.sources.trees import children_of, collect_refs, substituted
+from holdfast.states.destinations import torch_dtype
+from holdfast.stock.flat_states import FlatState, flat_state, is_plain, is_tensor
+from holdfast.stock.writer import NOT_FLATTENED
+from holdfast.stores.store import Store
+from holdfast.tensor_handles import as_elements
+from holdfast.verbs.filling import Region, memory_problem, read_regions
+from holdfast.verbs.findings import Fill
+
+BATCH_BYTES = 1 << 30
+"""Of tensors that a planner has to hold at once, if it reads into memory of its own."""
+
+_MOST_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class _Opened:
+    source: Source
+    state: FlatState
+
+
+class HoldfastReader(StorageReader):
+    """Give this to ``load`` of ``torch.distributed.checkpoint`` as ``storage_reader``.
+
+    It reads every checkpoint that ``holdfast.open`` reads, on any number of ranks. Values come from stored data alone:
+    nothing in a checkpoint is run.
+
+    Args:
+        path: what ``holdfast.open`` takes; may be given as ``checkpoint_id`` instead.
+        allow_pickle: load values that were stored as pickles, which can run any code.
+        verify: compare the digests of all that is read.
+
+    Example:
+        >>> import tempfile, torch, warnings
+        >>> import holdfast as hf
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from holdfast.stock import HoldfastReader
+        >>> warnings.simplefilter("ignore")  # torch notes that there is just one process
+        >>> path = tempfile.mkdtemp() + "/step-100"
+        >>> saved = hf.save({"model": torch.nn.Linear(4, 2), "step": 100}, path)
+        >>> state = {"model": torch.nn.Linear(4, 2), "step": 0}
+        >>> dcp.load(state, storage_reader=HoldfastReader(path))
+        >>> state["step"]
+        100
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | Store | None = None,
+        allow_pickle: bool = False,
+        verify: bool = True,
+    ) -> None:
+        self.allow_pickle = allow_pickle
+        self.verify = verify
+        self._path = _absolute(path)
+        self._opened: _Opened | None = None
+
+    # The methods below are in the order in which torch calls them.
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin anew, at another place if one is given."""
+        if checkpoint_id is not None:
+            self._path = _absolute(checkpoint_id)
+        self._opened = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether there is a checkpoint."""
+        try:
+            open_source(checkpoint_id).close()
+        except Exception:
+            return False
+        return True
+
+    def read_metadata(self) -> Metadata:
+        """What is stored, by the names that torch's planners use. Warns of what they have no name for."""
+        if self._path is None:
+            raise ValueError("HoldfastReader was given no path. Pass one to it, or checkpoint_id to load.")
+        source = open_source(self._path, allow_pickle=self.allow_pickle)
+        tree = source.tree
+        if not isinstance(tree, dict):
+            raise UnsupportedStateError(
+                f"the state in {source.location} is a {type(tree).__name__}, and torch.distributed.checkpoint loads "
+                "dicts. Use holdfast.load.",
+                kind=type(tree).__name__,
+            )
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        top_level_only = source.written.get(NOT_FLATTENED) is True
+        state = flat_state(tree, rank, world_size, top_level_only=top_level_only)
+        self._opened = _Opened(source, state)
+        _warn_of(state.left_out, source)
+        return _described(source, state, paths=not top_level_only)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is left to be done."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan, with a note about which save this rank sees."""
+        return replace(plan, storage_data=self._checkpoint().source.identity)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans, if all ranks see the same save."""
+        views = {rank: str(plan.storage_data) for rank, plan in enumerate(plans)}
+        if len(set(views.values())) > 1:
+            raise RankDisagreementError(
+                f"the ranks see different checkpoints at {self._checkpoint().source.location}. Do all see the same "
+                "disk, and does nobody save there now? Nothing was loaded.",
+                views=views,
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's part into the memory that the planner points at, and give it the values."""
+        checkpoint = self._checkpoint()
+        values = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
+        self._give_values(values, planner, checkpoint)
+        for batch in _batches(plan.items, checkpoint.state):
+            targets = [planner.resolve_tensor(item).detach() for item in batch]
+            regions = [_region(item, target, checkpoint) for item, target in zip(batch, targets, strict=True)]
+            read_regions(
+                [region for region in regions if volume(region.box.sizes)], checkpoint.source, verify=self.verify
+            )
+            for item, target in zip(batch, targets, strict=True):
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _give_values(self, items: list[ReadItem], planner: LoadPlanner, checkpoint: _Opened) -> None:
+        leaves = {item.storage_index.fqn: checkpoint.state.leaves[item.storage_index.fqn] for item in items}
+        refs: dict[str, TensorRef] = {}
+        for name, value in leaves.items():
+            _refuse_unreadable(name, value)
+            collect_refs(value, refs)
+        buffers = {key: np.empty(ref.shape, ref.dtype.carrier) for key, ref in refs.items()}
+        requests = [
+            Request(key, (0,) * len(ref.shape), ref.shape, buffers[key])
+            for key, ref in refs.items()
+            if buffers[key].size
+        ]
+        if requests:
+            checkpoint.source.read(requests, verify=self.verify)
+        elements = {key: as_elements(buffers[key], ref, as_torch=ref.numpy is None) for key, ref in refs.items()}
+        for item in items:
+            value = substituted(leaves[item.storage_index.fqn], lambda ref: elements[ref.key])
+            planner.load_bytes(item, io.BytesIO(encode_value(value)))
+
+    def _checkpoint(self) -> _Opened:
+        if self._opened is None:
+            raise RuntimeError(
+                "HoldfastReader has not been asked for its metadata yet; that is the first step of a load"
+            )
+        return self._opened
+
+
+def _described(source: Source, state: FlatState, *, paths: bool) -> Metadata:
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, str] = {}
+    for name, value in state.leaves.items():
+        if not is_tensor(value):
+            entries[name] = BytesStorageMetadata()
+            continue
+        boxes = source.chunks(value.key) or [Box((0,) * len(value.shape), value.shape)]
+        chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+        dtype = torch_dtype(value.dtype)
+        assert dtype is not None
+        entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(value.shape), chunks)
+        places.update((MetadataIndex(name, chunk.offsets), value.key) for chunk in chunks)
+    return Metadata(
+        state_dict_metadata=entries,
+        planner_data=state.paths if paths else None,
+        storage_data=places,
+        storage_meta=StorageMeta(checkpoint_id=source.location, save_id=source.identity),
+    )
+
+
+def _batches(items: Iterable[ReadItem], state: FlatState) -> Iterator[list[ReadItem]]:
+    batch: list[ReadItem] = []
+    nbytes = 0
+    for item in items:
+        if item.type is LoadItemType.BYTE_IO:
+            continue
+        size = volume(item.lengths) * state.leaves[item.storage_index.fqn].dtype.itemsize
+        if batch and nbytes + size > BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(item)
+        nbytes += size
+    if batch:
+        yield batch
+
+
+def _region(item: ReadItem, target: torch.Tensor, checkpoint: _Opened) -> Region:
+    name, lengths = item.storage_index.fqn, tuple(item.lengths)
+    chunk = item.storage_index.offset or (0,) * len(lengths)
+    offsets = tuple(first + at for first, at in zip(chunk, item.storage_offsets, strict=True))
+    region = Region(Fill(name, checkpoint.state.leaves[name], target), Box(offsets, lengths), target)
+    problem = memory_problem(region)
+    if tuple(target.shape) != lengths:
+        problem = f"has the shape {list(target.shape)} where {list(lengths)} was planned"
+    if problem is not None:
+        raise StateMismatchError(
+            f"'{name}' cannot be loaded: the target {problem}.", kinds={name: problem}, **_NO_OTHERS
+        )
+    return region
+
+
+_NO_OTHERS: dict[str, Any] = {"missing": [], "shapes": {}, "dtypes": {}, "uncovered": {}}
+
+
+def _refuse_unreadable(name: str, value: Any) -> None:
+    if isinstance(value, PickledValue):
+        raise RefusedPickleError(
+            f"'{name}' was stored as a pickle, and loading it can run any code. If you trust its author, pass "
+            "HoldfastReader(..., allow_pickle=True).",
+            key=name,
+            global_name="a pickle",
+        )
+    if isinstance(value, UnknownValue):
+        raise UnsupportedStateError(
+            f"'{name}' was saved by a later version of Holdfast, as a {value.type!r}. Load it with that version.",
+            kind=value.type,
+        )
+    for _, child in () if is_plain(value) else children_of(value) or ():
+        _refuse_unreadable(name, child)
+
+
+def _warn_of(left_out: dict[str, str], source: Source) -> None:
+    if left_out:
+        lines = [f"  '{name}': {reason}" for name, reason in list(left_out.items())[:_MOST_SHOWN]]
+        if len(left_out) > _MOST_SHOWN:
+            lines.append(f"  and {len(left_out) - _MOST_SHOWN} more")
+        warn_caller(
+            f"torch.distributed.checkpoint cannot load these entries of {source.location}, holdfast.load can:\n"
+            + "\n".join(lines)
+        )
+
+
+def _absolute(path: str | os.PathLike[str] | Store | None) -> str | os.PathLike[str] | Store | None:
+    """A relative path is that of now, even if the program changes its folder later."""
+    if path is None or isinstance(path, Store) or (isinstance(path, str) and ("://" in path or not path)):
+        return path
+    return os.path.abspath(path)
