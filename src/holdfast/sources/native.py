@@ -26,7 +26,7 @@ from holdfast.formats.native.values import decode
 from holdfast.sources.source import Request, Source, check_requests
 from holdfast.stores.store import Reader, Store
 
-_LARGE = 1 << 30
+_LARGE = 1 << 36
 _LARGEST_RECORD = 1 << 31
 
 

@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 
 import xxhash
 
-from holdfast.errors import DamagedCheckpointError, UnsupportedVersionError
+from holdfast.errors import DamagedCheckpointError, UnsupportedValueError, UnsupportedVersionError
 from holdfast.formats.json_objects import are_sizes, parse_json_object
-from holdfast.formats.native.dtypes import dtype_named
+from holdfast.formats.native.dtypes import DType, dtype_named
 from holdfast.formats.native.names import RECORD, generation_of, index_file, is_generation
+from holdfast.formats.native.numpy_types import numpy_dtype_from
 from holdfast.formats.native.refs import TensorRef
 
 FORMAT = "holdfast"
@@ -213,7 +214,19 @@ def _tensor(row: Any, source: str) -> TensorRef:
         _refuse(source, f"has an unknown dtype for {key!r}", "a dtype of the format", name)
     if prod(size or 1 for size in shape) * dtype.itemsize > _LARGEST_FILE:  # no library can make it, even if empty
         _refuse(source, f"has a tensor {key!r} that cannot be", f"at most {_LARGEST_FILE} bytes", shape)
+    if "numpy" in row and not _is_numpy_type_of(dtype, row["numpy"]):
+        _refuse(source, f"has a numpy type that does not fit {key!r}", f"one for elements of {dtype}", row["numpy"])
     return TensorRef(key, dtype, tuple(shape), kind, row.get("numpy"), rank)
+
+
+def _is_numpy_type_of(dtype: DType, stored: Any) -> bool:
+    try:
+        found = numpy_dtype_from(stored)
+    except UnsupportedValueError:
+        return True  # of a numpy that has more types: everything else can still be read
+    except DamagedCheckpointError:
+        return False
+    return found.itemsize == dtype.itemsize and dtype.numpy in (None, found)
 
 
 def _refuse(source: str, what: str, expected: Any, found: Any) -> NoReturn:
