@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import set_state_dict
 
 import holdfast as hf
 from holdfast.errors import DamagedCheckpointError, RankDisagreementError
@@ -26,7 +27,7 @@ from holdfast.sources.trees import mapped
 from holdfast.stock import HoldfastReader
 from holdfast.stock.flat_states import flat_state
 from tests.ranks import RankPool
-from tests.stock.programs import load, quiet, same, save, trained, training_state
+from tests.stock.programs import load, quiet, same, save, trained, training_state, whole
 
 
 class Tied(nn.Module):
@@ -63,6 +64,26 @@ def test_it_loads_what_holdfast_saved_ties_arrays_and_values_included(tmp_path):
     assert same(loaded["model"].head.weight.data, model.embedding.weight.data)
     loaded.pop("model"), state.pop("model")
     assert same(loaded, state | {"steps": {"a": 1}})
+
+
+def save_training_by_holdfast(path):
+    model, optimizer = trained(seed=1)
+    hf.save({"model": model, "optimizer": optimizer, "step": 7}, path)
+    return whole(training_state(model, optimizer))
+
+
+def resume_by_stock(path):
+    model, optimizer = trained(seed=2, steps=0)
+    state = load(training_state(model, optimizer), path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return whole(training_state(model, optimizer))
+
+
+def test_a_trainer_of_stock_torch_resumes_from_live_objects_that_holdfast_saved(ranks: RankPool, tmp_path):
+    saved = ranks(2).run(save_training_by_holdfast, tmp_path / "c")[0]
+
+    for resumed in ranks(3).run(resume_by_stock, tmp_path / "c"):
+        assert same(resumed, saved)
 
 
 def save_by_holdfast(path):

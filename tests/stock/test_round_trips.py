@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import enum
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as stock
@@ -156,6 +161,41 @@ def test_values_come_back_as_from_torchs_own_files(tmp_path):
     assert same(hf.open(tmp_path / "native").load(), VALUES)
 
 
+@hf.declare
+class Phase(enum.Enum):
+    WARM_UP = "warm-up"
+
+
+@hf.declare(name="an older name")
+@dataclasses.dataclass(frozen=True)
+class Config:
+    phase: Phase
+    scale: torch.Tensor
+
+
+@hf.declare
+class Position(NamedTuple):
+    epoch: int
+    sample: int
+
+
+@dataclasses.dataclass
+class Undeclared:
+    size: int
+
+
+def test_declared_classes_come_back_as_what_they_were(tmp_path):
+    save({"config": Config(Phase.WARM_UP, torch.arange(2)), "position": Position(1, 2)}, tmp_path / "c")
+
+    loaded = load({"config": None, "position": None}, tmp_path / "c")
+
+    assert (loaded["config"].phase, loaded["position"]) == (Phase.WARM_UP, Position(1, 2))
+    assert same(loaded["config"].scale, torch.arange(2))
+    assert type(loaded["position"]) is Position
+    with pytest.raises(stock.CheckpointException, match=r"'other': .*Undeclared"):
+        save({"other": Undeclared(1)}, tmp_path / "d")
+
+
 def test_a_tensor_that_a_value_holds_twice_is_one_tensor_again(tmp_path):
     shared = torch.arange(3)
     save({"pair": (shared, shared), "other": (shared.clone(),)}, tmp_path / "c")
@@ -245,6 +285,29 @@ def test_copies_that_a_planner_has_several_ranks_write_count_once(ranks: RankPoo
     checkpoint = hf.open(tmp_path / "c")
     assert same(checkpoint.load(), {"model.t": torch.arange(8.0).reshape(4, 2)})
     assert checkpoint["model.t"].kind == "replicated"
+
+
+class WithCopiesOfValues(DefaultSavePlanner):
+    """Has every rank write every value, and rank 1 something that nobody is told of."""
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        values = [item for item in all_plans[0].items if item.index.fqn == "pair"]
+        untold = [item for item in all_plans[1].items if item.index.fqn == "untold"]
+        metadata.state_dict_metadata.pop("untold")
+        return [replace(plans[0], items=values), replace(plans[1], items=values + untold)], metadata
+
+
+def save_copies_of_values(path):
+    tensors = tuple(torch.full((rank + 1,), float(rank)) for rank in range(1 + dist.get_rank()))
+    save({"pair": tensors, "untold": torch.ones(3)}, path, planner=WithCopiesOfValues())
+
+
+def test_of_a_value_that_several_ranks_write_the_first_counts(ranks: RankPool, tmp_path):
+    ranks(2).run(save_copies_of_values, tmp_path / "c")
+
+    assert same(hf.open(tmp_path / "c").load(), {"pair": (torch.zeros(1),)})
+    assert same(load({"pair": None}, tmp_path / "c"), {"pair": (torch.zeros(1),)})
 
 
 class Halving(DefaultSavePlanner):

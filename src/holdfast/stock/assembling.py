@@ -36,11 +36,12 @@ def assemble(names: Sequence[str], paths: object, shares: Sequence[Share]) -> As
 
     Raises if something was not written, or if chunks do not tile their tensors.
     """
-    stored = _by_name(names, shares)
+    owners = _owners(names, shares)
+    stored = _by_name(owners, shares)
     numbers = {(tensor.fqn, tensor.part): number for number, tensor in enumerate(stored)}
-    nodes = {name: _node(name, numbers, shares) for name in names}
+    nodes = {name: _node(name, owner, numbers) for name, owner in owners.items()}
     tree, keys = _tree(nodes, paths)
-    files, boxes = _renumbered(shares, numbers)
+    files, boxes = _renumbered(shares, owners, numbers)
     tensors = []
     for number, tensor in enumerate(stored):
         whole = len(boxes[number]) <= 1
@@ -57,20 +58,34 @@ def assemble(names: Sequence[str], paths: object, shares: Sequence[Share]) -> As
     return Assembled(tensors, tree, files, named)
 
 
-def _by_name(names: Sequence[str], shares: Sequence[Share]) -> list[StoredTensor]:
+def _owners(names: Sequence[str], shares: Sequence[Share]) -> dict[str, Share | None]:
+    """Whose tensors count under each name: of a value, those of the first rank that has written it; else all."""
+    owners: dict[str, Share | None] = dict.fromkeys(names)
+    for share in reversed(shares):
+        owners.update((name, share) for name in share.values if name in owners)
+    return owners
+
+
+def _counts(tensor: StoredTensor, share: Share, owners: Mapping[str, Share | None]) -> bool:
+    owner = owners.get(tensor.fqn)
+    return tensor.fqn in owners and (owner is share if tensor.part is not None else owner is None)
+
+
+def _by_name(owners: Mapping[str, Share | None], shares: Sequence[Share]) -> list[StoredTensor]:
     """Every tensor once, in the order of the names."""
-    found: dict[str, dict[int | None, StoredTensor]] = {name: {} for name in names}
-    values = {name for share in shares for name in share.values}
+    found: dict[str, dict[int | None, StoredTensor]] = {name: {} for name in owners}
     for share in shares:
         for tensor in share.tensors:
-            first = found.setdefault(tensor.fqn, {}).setdefault(tensor.part, tensor)
-            if first != tensor and tensor.part is None:
+            if not _counts(tensor, share, owners):
+                continue
+            first = found[tensor.fqn].setdefault(tensor.part, tensor)
+            if first != tensor:
                 raise InvalidPlanError(
                     f"ranks have given parts of '{tensor.fqn}' as different tensors: of shape {list(first.shape)} and "
                     f"{first.dtype}, and of shape {list(tensor.shape)} and {tensor.dtype}. Nothing was saved.",
                     problems=[tensor.fqn],
                 )
-    missing = [name for name in names if not found[name] and name not in values]
+    missing = [name for name, owner in owners.items() if owner is None and not found[name]]
     if missing:
         raise IncompleteSaveError(
             f"{len(missing)} planned item(s) were not written, such as '{missing[0]}'. Nothing was saved.",
@@ -79,11 +94,11 @@ def _by_name(names: Sequence[str], shares: Sequence[Share]) -> list[StoredTensor
     return [tensor for parts in found.values() for tensor in parts.values()]
 
 
-def _node(name: str, numbers: Mapping[tuple[str, int | None], int], shares: Sequence[Share]) -> JSON:
+def _node(name: str, owner: Share | None, numbers: Mapping[tuple[str, int | None], int]) -> JSON:
     """The typed value under a name. Tensors are referred to by their numbers."""
-    if (name, None) in numbers:
+    if owner is None:
         return {TYPE: "tensor", "key": str(numbers[name, None])}
-    value = next(share.values[name] for share in shares if name in share.values)
+    value = owner.values[name]
     labels: dict[str, str] = {}
     while (name, len(labels)) in numbers:
         labels[str(len(labels))] = str(numbers[name, len(labels)])
@@ -118,18 +133,20 @@ def _filled(tree: JSON, content: Sequence[JSON]) -> JSON:
 
 
 def _renumbered(
-    shares: Sequence[Share], numbers: Mapping[tuple[str, int | None], int]
+    shares: Sequence[Share], owners: Mapping[str, Share | None], numbers: Mapping[tuple[str, int | None], int]
 ) -> tuple[list[WrittenFile], list[list[Box]]]:
     """All files, and the boxes that each tensor is stored in. What several ranks have written counts once."""
     files: list[WrittenFile] = []
     boxes: list[dict[Box, None]] = [{} for _ in numbers]
     for share in shares:
-        number_of = [numbers[tensor.fqn, tensor.part] for tensor in share.tensors]
+        number_of = [
+            numbers[tensor.fqn, tensor.part] if _counts(tensor, share, owners) else None for tensor in share.tensors
+        ]
         for file in share.files:
             rows: list[Any] = []
             for tensor, position, offsets, sizes in file.chunks:
                 number, box = number_of[tensor], Box(offsets, sizes)
-                if box not in boxes[number]:
+                if number is not None and box not in boxes[number]:
                     boxes[number][box] = None
                     rows.append((number, position, offsets, sizes))
             files.append(replace(file, chunks=rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -13,7 +14,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from holdfast.boxes import Box, volume
 from holdfast.coordination.failures import PackedFailure
 from holdfast.errors import DamagedCheckpointError, InvalidPlanError, RefusedPickleError, UnsupportedValueError
+from holdfast.formats.dcp.known_names import Known
+from holdfast.formats.dcp.registered import known_class
 from holdfast.formats.dcp.values import decode_value
+from holdfast.formats.native.declared import declared_class
 from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.layout import ChunkToWrite
 from holdfast.formats.native.values import JSON, Encoder, Path
@@ -108,7 +112,7 @@ class Gathering:
 
     def _decoded(self, fqn: str, blob: bytes) -> Any:
         try:
-            return decode_value(blob, source="the state", key=fqn)
+            return decode_value(blob, source="the state", key=fqn, find_also=_find_declared)
         except RefusedPickleError:
             if not self._allow_pickle:
                 raise
@@ -190,6 +194,14 @@ class _Resolver:
         return cast("torch.Tensor", data.detach())
 
 
+def _find_declared(module: str, name: str) -> Known | None:
+    """A class that the program declared, if there is one where the name leads to."""
+    place: Any = sys.modules.get(module)
+    for part in name.split("."):
+        place = getattr(place, "__dict__", {}).get(part)  # no lookup that could run something
+    return known_class(place) if isinstance(place, type) and declared_class(place) is not None else None
+
+
 def _free(name: str, taken: dict[str, LocalTensor]) -> str:
     while name in taken:
         name += "#"
@@ -203,7 +215,8 @@ def _unsupported(refused: dict[str, str]) -> UnsupportedValueError:
     return UnsupportedValueError(
         "These values cannot be stored, so nothing was saved:\n"
         + "\n".join(lines)
-        + "\nTurn them into plain values, or pass HoldfastWriter(..., allow_pickle=True) to store them as pickles.",
+        + "\nTurn them into plain values, declare their classes with holdfast.declare, or pass "
+        "HoldfastWriter(..., allow_pickle=True) to store them as pickles.",
         key=next(iter(refused)),
         keys=list(refused),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,8 +48,12 @@ def decode_value(
     key: str | None = None,
     allow_pickle: bool = False,
     verify: bool = True,
+    find_also: Callable[[str, str], Known | None] | None = None,
 ) -> Any:
-    """The value in a blob. ``allow_pickle`` lets it run whatever code it names: for trusted authors only."""
+    """The value in a blob. ``allow_pickle`` lets it run whatever code it names: for trusted authors only.
+
+    ``find_also(module, name)`` may know classes beyond those that are plain data.
+    """
     archive = StoredArchive(blob, source=source, key=key, verify=verify)
     if allow_pickle:
         archive.check()
@@ -56,7 +61,8 @@ def decode_value(
     tensors = StoredTensors(archive)
 
     def find(module: str, name: str) -> Known | None:
-        return find_plain(module, name) or tensors.find(module, name)
+        known = find_plain(module, name) or tensors.find(module, name)
+        return find_also(module, name) if known is None and find_also is not None else known
 
     return load(archive.pickle(), find, source=source, key=key, persistent_load=tensors.reference)
 
