@@ -25,6 +25,7 @@ from holdfast.load_report import LoadReport
 if TYPE_CHECKING:
     from holdfast.states.per_rank import PerRank
     from holdfast.states.rng import RngState
+    from holdfast.stock import HoldfastReader, HoldfastWriter
     from holdfast.verbs.load import load
     from holdfast.verbs.save import SavedCheckpoint, save
 
@@ -34,6 +35,8 @@ __all__ = [
     "Checkpoint",
     "CheckpointException",
     "HoldfastError",
+    "HoldfastReader",
+    "HoldfastWriter",
     "LoadReport",
     "PerRank",
     "RngState",
@@ -46,6 +49,8 @@ __all__ = [
 ]
 
 _NEED_TORCH = {
+    "HoldfastReader": "holdfast.stock",
+    "HoldfastWriter": "holdfast.stock",
     "PerRank": "holdfast.states.per_rank",
     "RngState": "holdfast.states.rng",
     "SavedCheckpoint": "holdfast.verbs.save",
