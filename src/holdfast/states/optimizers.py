@@ -59,6 +59,8 @@ class OptimizerAdapter(Adapter):
         if is_flat(stored):
             self._flat_keys = FlatKeys(stored)
             return self._flat_keys.flattened(self.template(self._flat_keys.nested(stored)))
+        if isinstance(stored, Mapping) and "param_groups" in stored:
+            stored = {"state": {}, **stored}  # DCP keeps nothing of an empty dict
         if not is_optimizer_state(stored):
             return self.saved()
         self._stored = stored

@@ -29,7 +29,7 @@ from holdfast.verbs.load_options import Options, Rename, Transforms
 from holdfast.verbs.matching import Matcher
 from holdfast.verbs.outcomes import Outcome
 from holdfast.verbs.problems import Problems
-from holdfast.verbs.shared_memory import Write, conflicts, settle_missing_names, without_repetitions
+from holdfast.verbs.shared_memory import Write, conflicts, once_each, settle_missing_names
 from holdfast.verbs.targets import held_elements
 from holdfast.verbs.transforming import make
 
@@ -255,10 +255,10 @@ class _Load:
     def _plan_writes(self, made: list[Write], source: Source) -> None:
         """List what is to be written. Memory that has several names is written once."""
         writes = [Write(region) for fill in self.found.fills for region in self._regions(fill, source)]
-        self.writes = without_repetitions([*writes, *made])
-        self.expected = sum(volume(write.region.box.sizes) for write in self.writes)
         if not self.uncovered:
-            self.found.kinds.update(conflicts(self.writes, source))
+            self.found.kinds.update(conflicts([*writes, *made], source))
+        self.writes = once_each([*writes, *made])
+        self.expected = sum(volume(write.region.box.sizes) for write in self.writes)
 
     def _regions(self, fill: Fill, source: Source) -> list[Any]:
         regions = regions_of(fill)

@@ -167,6 +167,8 @@ class Matcher:
             outcome = Put()
             self._plan_transform(Transform(key, None, function, outcome.put), stored)
             return outcome
+        if stored is None and self._live and children_of(target) == []:
+            return Kept(target)  # nothing is there, and some formats keep nothing of it
         if stored is None:
             self.found.missing[key] = None
             return self._unloaded(target)
@@ -232,7 +234,7 @@ class Matcher:
                 stored.take()
             return Kept(target)
         if stored is None and children_of(template) == []:
-            return Kept(target)  # it has no state, of which some formats store nothing
+            return Kept(target)  # it has no state to load
         self.found.adapters.append(adapter)
         before = len(self.found.read) + len(self.found.transforms)
         self._live += 1

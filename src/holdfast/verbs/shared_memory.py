@@ -5,7 +5,7 @@ What is stored for the elements that they share has to be the same, or one of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,29 +41,36 @@ def settle_missing_names(found: Findings) -> None:
             found.notes.append(f"'{key}' is not stored; it is the same tensor as '{name}' and was loaded with it")
 
 
-def without_repetitions(writes: Sequence[Write]) -> list[Write]:
-    """One write for every region, however many names it has."""
-    seen = set()
-    kept = []
-    for write in writes:
-        region = write.region
-        memory = memory_of(region.memory)
-        same = (memory, region.fill.ref.key, region.box)
-        if write.made is not None or memory is None or same not in seen:
-            kept.append(write)
-        seen.add(same)
-    return kept
+def once_each(writes: Sequence[Write]) -> list[Write]:
+    """One write for all names of the same memory: the first one."""
+    return _first_of_each(writes, lambda write: memory_of(write.region.memory))
 
 
 def conflicts(writes: Sequence[Write], source: Source) -> dict[str, str]:
     """Keys whose memory would be filled with one thing and then, in part, with another."""
     found: dict[str, str] = {}
-    for one, other in _sharing(writes):
+    for one, other in _sharing(_first_of_each(writes, _memory_and_content)):
         if not _agree(one, other, source):
             first, second = one.region.fill.key, other.region.fill.key
             how = "is tied to" if _is_same_memory(one, other) else "shares memory with"
             found[second] = f"{how} '{first}' in the state, and the checkpoint has different elements for the two"
     return found
+
+
+def _first_of_each(writes: Sequence[Write], kind: Callable[[Write], Any]) -> list[Write]:
+    seen = set()
+    kept = []
+    for write in writes:
+        found = kind(write)
+        if found is None or found not in seen:
+            kept.append(write)
+        seen.add(found)
+    return kept
+
+
+def _memory_and_content(write: Write) -> Any:
+    memory = memory_of(write.region.memory)
+    return None if memory is None or write.made is not None else (memory, write.region.fill.ref.key, write.region.box)
 
 
 def _sharing(writes: Sequence[Write]) -> Iterator[tuple[Write, Write]]:
