@@ -179,20 +179,22 @@ def test_memory_that_elements_share_is_refused(tmp_path):
 
 
 def test_damage_is_found_before_it_is_used(tmp_path):
-    save({"w": torch.ones(1000)}, tmp_path / "c")
+    save({"w": torch.ones(1000), "inner": {"step": 1}}, tmp_path / "c")
     (file,) = (tmp_path / "c").glob("data-*")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     target = torch.zeros(1000)
+    state = {"w": target, "inner": {"step": 0}}
 
     with pytest.raises(CheckpointException) as caught:
-        load({"w": target}, tmp_path / "c")
+        load(state, tmp_path / "c")
 
     ((error, _),) = caught.value.failures.values()
     assert isinstance(error, DamagedCheckpointError)
     assert error.file == str(file)
     assert not target.any()
+    assert state["inner"]["step"] == 0
     assert load({"w": target}, tmp_path / "c", verify=False)["w"][:999].all()
 
 

@@ -145,38 +145,32 @@ class HoldfastReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's part into the memory that the planner points at, and give it the values."""
         checkpoint = self._checkpoint()
-        values = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
-        self._give_values(values, planner, checkpoint)
+        items = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
+        values = self._values(items, checkpoint)
         for batch in _batches(plan.items, checkpoint.state):
             targets = [planner.resolve_tensor(item).detach() for item in batch]
             regions = [_region(item, target, checkpoint) for item, target in zip(batch, targets, strict=True)]
-            read_regions(
-                [region for region in regions if volume(region.box.sizes)], checkpoint.source, verify=self.verify
-            )
+            read_regions(regions, checkpoint.source, verify=self.verify)
             for item, target in zip(batch, targets, strict=True):
                 planner.commit_tensor(item, target)
+        for item, value in zip(items, values, strict=True):  # last, when nothing can fail any more
+            planner.load_bytes(item, value)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _give_values(self, items: list[ReadItem], planner: LoadPlanner, checkpoint: _Opened) -> None:
-        leaves = {item.storage_index.fqn: checkpoint.state.leaves[item.storage_index.fqn] for item in items}
+    def _values(self, items: list[ReadItem], checkpoint: _Opened) -> list[io.BytesIO]:
+        """Values in the form in which torch's planners take them."""
+        leaves = [(item.storage_index.fqn, checkpoint.state.leaves[item.storage_index.fqn]) for item in items]
         refs: dict[str, TensorRef] = {}
-        for name, value in leaves.items():
+        for name, value in leaves:
             _refuse_unreadable(name, value)
             collect_refs(value, refs)
         buffers = {key: np.empty(ref.shape, ref.dtype.carrier) for key, ref in refs.items()}
-        requests = [
-            Request(key, (0,) * len(ref.shape), ref.shape, buffers[key])
-            for key, ref in refs.items()
-            if buffers[key].size
-        ]
-        if requests:
-            checkpoint.source.read(requests, verify=self.verify)
+        requests = [Request(key, (0,) * len(ref.shape), ref.shape, buffers[key]) for key, ref in refs.items()]
+        checkpoint.source.read(requests, verify=self.verify)
         elements = {key: as_elements(buffers[key], ref, as_torch=ref.numpy is None) for key, ref in refs.items()}
-        for item in items:
-            value = substituted(leaves[item.storage_index.fqn], lambda ref: elements[ref.key])
-            planner.load_bytes(item, io.BytesIO(encode_value(value)))
+        return [io.BytesIO(encode_value(substituted(value, lambda ref: elements[ref.key]))) for _, value in leaves]
 
     def _checkpoint(self) -> _Opened:
         if self._opened is None:
