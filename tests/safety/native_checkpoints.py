@@ -68,8 +68,8 @@ def save(number: int, folder: Path, *, overwrite: bool = True, **options: Any) -
     hf.save(state(number), folder, overwrite=overwrite, **options)
 
 
-def found_in(folder: Path) -> int | str:
-    """The number of the state that a folder holds, `NOTHING`, `CUT_OFF`, or what is wrong with it."""
+def loaded_from(folder: Path) -> int | str:
+    """The number of the state that a load gives, `NOTHING`, `CUT_OFF`, or what is wrong with it."""
     loaded = state(-1)
     try:
         hf.load(loaded, folder)
@@ -79,7 +79,14 @@ def found_in(folder: Path) -> int | str:
         return NOTHING
     except HoldfastError as error:
         return f"{type(error).__name__}: {error}"
-    found = number_of(loaded)
+    return number_of(loaded)
+
+
+def found_in(folder: Path) -> int | str:
+    """The same, if all ways to read agree."""
+    found = loaded_from(folder)
+    if not isinstance(found, int):
+        return found
     with open_source(folder) as source:
         source.verify_everything()
     steps = {SpecifiedReader(folder).state["step"], hf.open(folder)["step"], found}

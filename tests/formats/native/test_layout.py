@@ -1,0 +1,130 @@
+"""Data files are laid out so that everything lies somewhere once, on pages, and any safetensors reader agrees."""
+
+from __future__ import annotations
+
+import io
+import json
+from math import prod
+from unittest import mock
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.boxes import Box, first_overlap
+from holdfast.formats.native import layout as layouts
+from holdfast.formats.native.dtypes import dtype_named
+from holdfast.formats.native.layout import DATA_ALIGNMENT, ChunkToWrite, lay_out
+from holdfast.formats.native.writing import write_data_file
+from holdfast.formats.safetensors.header import decode_header
+from tests.golden.contents import DTYPES
+
+GENERATION = "00112233aabbccdd"
+
+
+def chunk(key: str, dtype: str = "float32", shape: tuple[int, ...] = (4,), number: int = 0) -> ChunkToWrite:
+    return ChunkToWrite(number, key, dtype_named(dtype), shape, (0,) * len(shape), shape)
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> list[ChunkToWrite]:
+    kinds = st.sampled_from([*DTYPES, "raw3", "raw12", "raw24", "raw1000"])
+    keys = draw(st.lists(st.text(max_size=6), unique=True, max_size=8))
+    shapes = st.lists(st.integers(1, 6), max_size=3).map(tuple)
+    return [chunk(key, draw(kinds), draw(shapes), number) for number, key in enumerate(keys)]
+
+
+@given(chunks(), st.none() | st.integers(1, 3000))
+def test_every_element_lies_in_one_place_of_a_valid_file(wanted, limit):
+    files = lay_out(wanted, GENERATION, limit)
+    placed = [part for file in files for part, _ in file.chunks]
+    for whole in wanted:
+        parts = [Box(part.offsets, part.sizes) for part in placed if part.tensor == whole.tensor]
+        assert sum(prod(part.sizes) for part in parts) == prod(whole.sizes)
+        assert first_overlap(parts) is None
+    for file in files:
+        header = decode_header(file.header[8:], file.nbytes, "file")
+        assert header.data_start == len(file.header)
+        assert len(file.header) % DATA_ALIGNMENT == 0
+        assert header.notes == {"holdfast": "1", "generation": GENERATION}
+        by_place = {header.position(name): tensor for name, tensor in header.tensors.items()}
+        assert len(file.chunks) == len(by_place)
+        for part, position in file.chunks:
+            entry = by_place[position]
+            assert (entry.dtype, entry.nbytes) == (part.dtype.stored_as, part.nbytes)
+            assert entry.shape == part.dtype.shape_in_file(part.sizes)
+            if part.dtype.stored_as != "U8":
+                assert position % part.dtype.itemsize == 0
+        if limit is not None and len(file.chunks) > 1:
+            assert sum(part.nbytes for part, _ in file.chunks) <= limit
+        elif limit is not None:
+            assert file.chunks[0][0].nbytes <= max(limit, file.chunks[0][0].dtype.itemsize)
+
+
+@given(chunks(), st.none() | st.integers(1, 3000), st.sampled_from([4096, 65536]), st.integers(1, 50_000))
+def test_a_file_is_written_as_it_was_laid_out_with_the_digests_of_its_bytes(wanted, limit, block, write_bytes):
+    def pieces(part):
+        content = np.full(part.nbytes, part.tensor + 1, np.uint8)
+        for at in range(0, part.nbytes, 777):
+            yield content[at : at + 777]
+
+    for file in lay_out(wanted, GENERATION, limit):
+        stream = io.BytesIO()
+        digests = write_data_file(stream, file, pieces, block, write_bytes)
+        written = stream.getvalue()
+        assert len(written) == file.nbytes
+        assert written.startswith(file.header)
+        for part, position in file.chunks:
+            assert set(written[position : position + part.nbytes]) <= {part.tensor + 1}
+        assert digests.tolist() == digests_of(written, block)
+
+
+def digests_of(data: bytes, block: int) -> list[int]:
+    return [xxhash.xxh3_64_intdigest(data[at : at + block]) & 0xFFFFFFFF for at in range(0, len(data), block)]
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_chunk_that_comes_with_another_number_of_bytes_is_not_written_as_if_nothing_was(count):
+    (file,) = lay_out([chunk("a", "uint8", (4,))], GENERATION)
+    with pytest.raises(AssertionError, match=f"4 bytes and came with {count}"):
+        write_data_file(io.BytesIO(), file, lambda _: [np.zeros(count, np.uint8)], 4096)
+
+
+def test_elements_that_need_alignment_have_it_beside_elements_of_odd_sizes():
+    wanted = [chunk("raw", "raw12", (3,)), chunk("pair", "complex128", (1,)), chunk("double", "float64", (3,))]
+    (file,) = lay_out([*wanted, chunk("odd", "raw3", (1,)), chunk("short", "int16", (1,))], GENERATION)
+    at = {part.key: position for part, position in file.chunks}
+    assert at["double"] % 8 == at["pair"] % 16 == at["raw"] % 4 == at["short"] % 2 == 0
+
+
+def test_headers_stay_below_what_readers_take():
+    wanted = [chunk(f"key {number} \x01\u20ac", number=number) for number in range(300)]
+    with mock.patch.object(layouts, "_LARGEST_HEADER", 20_000):
+        files = lay_out(wanted, GENERATION)
+    assert len(files) > 1
+    assert sum(len(file.chunks) for file in files) == 300
+    assert all(len(file.header) <= 20_000 + DATA_ALIGNMENT for file in files)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_that_no_file_keeps_is_refused(limit):
+    with pytest.raises(ValueError, match="max_file_size"):
+        lay_out([chunk("a")], GENERATION, limit)
+
+
+def test_nothing_takes_no_file():
+    assert lay_out([], GENERATION) == []
+
+
+def test_names_in_the_file_are_the_key_the_key_with_the_region_or_something_else_that_is_free():
+    whole = chunk("w[0:2]", shape=(2,), number=0)
+    part = ChunkToWrite(1, "w", dtype_named("float32"), (4,), (0,), (2,))
+    taken = chunk("__metadata__", number=2)
+    half_a_pair = chunk("\ud83d", number=3)
+    (file,) = lay_out([whole, part, taken, half_a_pair, chunk("w[0:2]#2", number=4)], GENERATION)
+    names = list(json.loads(file.header[8:]))
+    assert names[0] == "__metadata__"
+    assert names[1:4] == ["w[0:2]", "w[0:2]#2", "__metadata__#2"]
+    assert len(set(names)) == 6

@@ -1,0 +1,307 @@
+"""Any region of any chunked tensor is what numpy slicing gives, and takes the blocks that hold it, each once."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast.boxes import Box
+from holdfast.errors import DamagedCheckpointError
+from holdfast.formats.native import reading
+from holdfast.formats.native.columns import digest_of, encode_columns
+from holdfast.formats.native.dtypes import dtype_named
+from holdfast.formats.native.layout import ChunkToWrite, lay_out
+from holdfast.formats.native.names import RECORD, data_file, index_file, new_generation
+from holdfast.formats.native.record import Record, StoredFile, encode_record
+from holdfast.formats.native.refs import TensorRef
+from holdfast.formats.native.writing import write_data_file
+from holdfast.sources import native
+from holdfast.sources.native import NativeSource
+from holdfast.sources.source import Request
+from holdfast.storage.native_files import WrittenFile, _columns
+from holdfast.stores.memory_store import MemoryStore
+
+BLOCK = 4096
+
+
+class CountingStore(MemoryStore):
+    """Remembers which bytes of which file were read, and by which thread."""
+
+    def __init__(self) -> None:
+        super().__init__(uuid.uuid4().hex)
+        self.reads: list[tuple[str, int, int, int]] = []
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[Any]:
+        with super().reader(name) as inner:
+
+            class Counting:
+                size = inner.size
+
+                def read_into(_, begin: int, buffer: Any) -> None:  # noqa: N805 - `self` is the store
+                    self.reads.append((name, begin, memoryview(buffer).nbytes, threading.get_ident()))
+                    inner.read_into(begin, buffer)
+
+            yield Counting()
+
+
+@dataclass
+class Stored:
+    """A checkpoint in memory, with the arrays that it was made of."""
+
+    store: CountingStore
+    arrays: dict[str, np.ndarray]
+    places: dict[str, list[tuple[str, int, Box]]] = field(default_factory=dict)
+    """Per tensor, for each chunk: its file, where it begins, and its box."""
+    header_ends: dict[str, int] = field(default_factory=dict)
+
+    def blocks_of(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> set[tuple[str, int]]:
+        """The blocks that hold elements of a region, element by element."""
+        itemsize = self.arrays[key].itemsize
+        found = set()
+        for file, begin, box in self.places[key]:
+            strides = np.array([int(np.prod(box.sizes[dim + 1 :])) for dim in range(len(box.sizes))], dtype=np.int64)
+            low = [max(at, start) for at, start in zip(offsets, box.offsets, strict=True)]
+            high = [
+                min(at + size, start + length)
+                for at, size, start, length in zip(offsets, sizes, box.offsets, box.sizes, strict=True)
+            ]
+            for element in itertools.product(*(range(a, b) for a, b in zip(low, high, strict=True))):
+                at = begin + int(np.dot(np.array(element) - box.offsets, strides)) * itemsize if element else begin
+                found |= {(file, block) for block in range(at // BLOCK, (at + itemsize - 1) // BLOCK + 1)}
+        return found
+
+    def blocks_of_headers(self, files: set[str]) -> set[tuple[str, int]]:
+        return {(file, block) for file in files for block in range(-(-self.header_ends[file] // BLOCK))}
+
+
+def store(arrays: dict[str, np.ndarray], boxes: dict[str, list[Box]], max_file_size: int | None) -> Stored:
+    """Write a checkpoint with blocks of the smallest size."""
+    made = Stored(CountingStore(), arrays)
+    generation = new_generation()
+    refs = [TensorRef(key, dtype_named(f"raw{array.itemsize}"), array.shape) for key, array in arrays.items()]
+    chunks = [
+        ChunkToWrite(number, ref.key, ref.dtype, ref.shape, box.offsets, box.sizes)
+        for number, ref in enumerate(refs)
+        for box in boxes[ref.key]
+    ]
+
+    def pieces(chunk: ChunkToWrite) -> Iterator[np.ndarray]:
+        part = arrays[chunk.key][region(chunk.offsets, chunk.sizes)]
+        yield np.frombuffer(part.tobytes(), np.uint8)
+
+    files = []
+    for number, layout in enumerate(lay_out(chunks, generation, max_file_size)):
+        name = data_file(generation, 0, number)
+        with made.store.create(name, layout.nbytes) as sink:
+            digests = write_data_file(sink, layout, pieces, BLOCK, 3 * BLOCK)
+        rows = [(chunk.tensor, position, chunk.offsets, chunk.sizes) for chunk, position in layout.chunks]
+        files.append(WrittenFile(name, layout.nbytes, rows, digests))
+        made.header_ends[name] = len(layout.header)
+        for chunk, position in layout.chunks:
+            made.places.setdefault(chunk.key, []).append((name, position, Box(chunk.offsets, chunk.sizes)))
+    data = encode_columns(_columns(files))
+    made.store.put(index_file(generation), data)
+    record = Record(
+        generation,
+        [StoredFile(file.name, file.nbytes) for file in files],
+        StoredFile(index_file(generation), len(data), digest_of(data)),
+        refs,
+        tree=[],
+        block_bytes=BLOCK,
+    )
+    made.store.commit(RECORD, encode_record(record), replaces=None)
+    return made
+
+
+def region(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Any, ...]:
+    return (*(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)), ...)
+
+
+@st.composite
+def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """A tensor cut along lines through all of it, in any order."""
+    ranges = []
+    for size in shape:
+        cuts = sorted({0, size, *draw(st.lists(st.integers(1, size), max_size=2))})
+        ranges.append([(begin, end - begin) for begin, end in itertools.pairwise(cuts)])
+    boxes = [Box(tuple(at for at, _ in cell), tuple(size for _, size in cell)) for cell in itertools.product(*ranges)]
+    return draw(st.permutations(boxes))
+
+
+@st.composite
+def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    offsets = [draw(st.integers(0, size - 1)) for size in shape]
+    sizes = [draw(st.integers(1, size - at)) for size, at in zip(shape, offsets, strict=True)]
+    return tuple(offsets), tuple(sizes)
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> Stored:
+    arrays, boxes = {}, {}
+    for number in range(draw(st.integers(1, 3))):
+        shape = tuple(draw(st.lists(st.integers(1, 7), max_size=4)))
+        itemsize = draw(st.sampled_from([1, 3, 64, 500, 1024, 5000]))
+        count = int(np.prod(shape))
+        content = np.random.default_rng(number).integers(0, 256, count * itemsize, dtype=np.uint8)
+        arrays[f"tensor {number}"] = content.view(f"V{itemsize}").reshape(shape)
+        boxes[f"tensor {number}"] = draw(grids(shape))
+    return store(arrays, boxes, draw(st.sampled_from([None, None, 3000, 40_000])))
+
+
+def memory_for(array: np.ndarray, sizes: Sequence[int], kind: str) -> np.ndarray:
+    """Memory of these sizes with elements that lie in it in different ways."""
+    carrier = dtype_named(f"raw{array.itemsize}").carrier
+    if kind == "columns first":
+        return np.zeros(sizes[::-1], carrier).transpose()
+    if kind == "with gaps":
+        return np.zeros([2 * size for size in sizes], carrier)[(*[slice(None, None, 2)] * len(sizes), ...)]
+    if kind == "backwards":
+        return np.zeros(sizes, carrier)[(*[slice(None, None, -1)] * len(sizes), ...)]
+    return np.zeros(sizes, carrier)
+
+
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.data())
+def test_any_region_is_what_slicing_gives_and_takes_the_blocks_that_hold_it_once(data):
+    stored = data.draw(checkpoints())
+    window = data.draw(st.sampled_from([BLOCK, 3 * BLOCK, 100_000]))
+    threaded = data.draw(st.booleans())
+    keys = data.draw(st.lists(st.sampled_from(sorted(stored.arrays)), min_size=1, unique=True))
+    requests = []
+    for key in keys:
+        offsets, sizes = data.draw(regions(stored.arrays[key].shape))
+        kind = data.draw(st.sampled_from(["dense", "columns first", "with gaps", "backwards"]))
+        requests.append(Request(key, offsets, sizes, memory_for(stored.arrays[key], sizes, kind)))
+
+    with (
+        mock.patch.object(reading, "WINDOW_BYTES", window),
+        mock.patch.object(native, "WINDOW_BYTES", window),
+        mock.patch.object(reading, "_MANY_BYTES", 0 if threaded else 1 << 40),
+    ):
+        source = NativeSource(stored.store)
+        assert source.columns is not None
+        stored.store.reads.clear()
+        total = source.read(requests)
+
+    for request in requests:
+        expected = stored.arrays[request.key][region(request.offsets, request.sizes)]
+        assert np.array(request.into).tobytes() == expected.tobytes()
+    needed = set().union(*(stored.blocks_of(request.key, request.offsets, request.sizes) for request in requests))
+    needed |= stored.blocks_of_headers({file for file, _ in needed})
+    check_reads(stored, needed, total)
+
+
+def check_reads(stored: Stored, needed: set[tuple[str, int]], total: int) -> None:
+    by_thread: dict[int, list[tuple[str, int]]] = {}
+    for name, begin, nbytes, thread in stored.store.reads:
+        assert begin % BLOCK == 0
+        assert (begin + nbytes) % BLOCK == 0 or begin + nbytes == stored.store.size(name)
+        by_thread.setdefault(thread, []).extend((name, begin // BLOCK + i) for i in range(-(-nbytes // BLOCK)))
+    assert set().union(*by_thread.values()) == needed
+    for blocks in by_thread.values():
+        assert len(blocks) == len(set(blocks)), "a block was read twice by one thread"
+    assert total == sum(nbytes for _, _, nbytes, _ in stored.store.reads)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.data())
+def test_regions_that_overlap_are_all_filled(data):
+    stored = data.draw(checkpoints())
+    key = sorted(stored.arrays)[0]
+    asked = data.draw(st.lists(regions(stored.arrays[key].shape), min_size=2, max_size=4))
+    requests = [Request(key, *one, memory_for(stored.arrays[key], one[1], "dense")) for one in asked]
+    with mock.patch.object(reading, "WINDOW_BYTES", BLOCK), mock.patch.object(native, "WINDOW_BYTES", BLOCK):
+        NativeSource(stored.store).read(requests)
+    for request in requests:
+        expected = stored.arrays[key][region(request.offsets, request.sizes)]
+        assert request.into.tobytes() == expected.tobytes()
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.data())
+def test_everything_is_verified_block_by_block(data):
+    stored = data.draw(checkpoints())
+    source = NativeSource(stored.store)
+    assert source.columns is not None
+    stored.store.reads.clear()
+    total = source.verify_everything()
+    sizes = [listed.size for listed in stored.store.list() if listed.name.startswith("data-")]
+    assert total == sum(sizes) == sum(nbytes for _, _, nbytes, _ in stored.store.reads)
+
+
+def large() -> Stored:
+    """Rows of several blocks: 20 rows of 40 elements of 1024 bytes."""
+    content = np.random.default_rng(0).integers(0, 256, 20 * 40 * 1024, dtype=np.uint8).view("V1024").reshape(20, 40)
+    return store({"a": content}, {"a": [Box((0, 0), (20, 40))]}, None)
+
+
+def test_a_column_takes_a_block_of_each_row_and_not_what_lies_between():
+    stored = large()
+    source = NativeSource(stored.store)
+    into = np.zeros((20, 1), "V1024")
+    assert source.read([Request("a", (0, 7), (20, 1), into)]) <= (20 + 1) * BLOCK
+    assert into.tobytes() == stored.arrays["a"][:, 7:8].tobytes()
+
+
+def test_the_header_of_a_file_is_checked_once():
+    stored = large()
+    source = NativeSource(stored.store)
+    one = Request("a", (10, 0), (1, 4), np.zeros((1, 4), "V1024"))
+    first, second = source.read([one]), source.read([one])
+    assert first - second == BLOCK
+
+
+def test_without_verification_no_header_is_read_and_damage_goes_unnoticed():
+    stored = large()
+    name = stored.places["a"][0][0]
+    damage(stored.store, name, 0)
+    damage(stored.store, name, stored.store.size(name) - 1)
+    into = np.zeros((20, 40), "V1024")
+    NativeSource(stored.store).read([Request("a", (0, 0), (20, 40), into)], verify=False)
+    assert into[:19].tobytes() == stored.arrays["a"][:19].tobytes()
+    assert into[19].tobytes() != stored.arrays["a"][19].tobytes()
+
+
+def damage(place: MemoryStore, name: str, position: int) -> None:
+    content = bytearray(place.read(name))
+    content[position] ^= 16
+    place.delete([name])
+    place.put(name, content)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_an_error_of_any_thread_is_raised(threaded):
+    stored = large()
+    name, begin, _ = stored.places["a"][0]
+    damage(stored.store, name, begin + 15 * 40 * 1024)
+    into = np.zeros((20, 40), "V1024")
+    with (
+        mock.patch.object(reading, "WINDOW_BYTES", 8 * BLOCK),
+        mock.patch.object(native, "WINDOW_BYTES", 8 * BLOCK),
+        mock.patch.object(reading, "_MANY_BYTES", 0 if threaded else 1 << 40),
+        pytest.raises(DamagedCheckpointError, match="'a'") as caught,
+    ):
+        NativeSource(stored.store).read([Request("a", (0, 0), (20, 40), into)])
+    assert caught.value.file.endswith(name)
+
+
+def test_nothing_of_a_damaged_block_is_used():
+    stored = large()
+    name, begin, _ = stored.places["a"][0]
+    damage(stored.store, name, begin)
+    into = np.zeros((20, 40), "V1024")
+    with pytest.raises(DamagedCheckpointError):
+        NativeSource(stored.store).read([Request("a", (0, 0), (20, 40), into)])
+    assert not np.frombuffer(into.tobytes(), np.uint8)[:BLOCK].any()
