@@ -119,6 +119,20 @@ def test_what_other_ranks_had_their_own_of_is_left_out_and_named(ranks: RankPool
     assert {name.split(".")[0] for name in metadata.state_dict_metadata} == {"model"}
 
 
+def test_the_metadata_tells_what_that_of_torchs_own_files_tells(tmp_path):
+    state = {"a": {"w": torch.ones(2, 3), "nothing": torch.empty(0, 2), "n": torch.tensor(1)}, "l": [1, torch.ones(1)]}
+    save(state, tmp_path / "native")
+    with quiet():
+        stock.save(state, checkpoint_id=tmp_path / "stock")
+
+    ours = HoldfastReader(tmp_path / "native").read_metadata()
+    theirs = stock.FileSystemReader(tmp_path / "stock").read_metadata()
+
+    assert ours.planner_data == theirs.planner_data
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data.keys() <= theirs.storage_data.keys()
+
+
 def test_it_reads_torchs_own_checkpoints_too(tmp_path):
     with quiet():
         stock.save({"model": {"w": torch.arange(6.0)}, "step": 3}, checkpoint_id=tmp_path / "c")

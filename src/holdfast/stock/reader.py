@@ -67,12 +67,11 @@ class HoldfastReader(StorageReader):
         >>> import tempfile, torch, warnings
         >>> import holdfast as hf
         >>> import torch.distributed.checkpoint as dcp
-        >>> from holdfast.stock import HoldfastReader
         >>> warnings.simplefilter("ignore")  # torch notes that there is just one process
         >>> path = tempfile.mkdtemp() + "/step-100"
         >>> saved = hf.save({"model": torch.nn.Linear(4, 2), "step": 100}, path)
         >>> state = {"model": torch.nn.Linear(4, 2), "step": 0}
-        >>> dcp.load(state, storage_reader=HoldfastReader(path))
+        >>> dcp.load(state, storage_reader=hf.HoldfastReader(path))
         >>> state["step"]
         100
     """

@@ -56,14 +56,13 @@ class HoldfastWriter(StorageWriter):
         >>> import tempfile, torch, warnings
         >>> import holdfast as hf
         >>> import torch.distributed.checkpoint as dcp
-        >>> from holdfast.stock import HoldfastReader, HoldfastWriter
         >>> warnings.simplefilter("ignore")  # torch notes that there is just one process
         >>> path = tempfile.mkdtemp() + "/step-100"
-        >>> _ = dcp.save({"model": {"w": torch.arange(4.0)}, "step": 100}, storage_writer=HoldfastWriter(path))
+        >>> _ = dcp.save({"model": {"w": torch.arange(4.0)}, "step": 100}, storage_writer=hf.HoldfastWriter(path))
         >>> hf.open(path)["model.w"][1:3], hf.open(path)["step"]
         (tensor([1., 2.]), 100)
         >>> state = {"model": {"w": torch.zeros(4)}, "step": 0}
-        >>> dcp.load(state, storage_reader=HoldfastReader(path))
+        >>> dcp.load(state, storage_reader=hf.HoldfastReader(path))
         >>> state
         {'model': {'w': tensor([0., 1., 2., 3.])}, 'step': 100}
     """
