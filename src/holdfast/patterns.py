@@ -24,7 +24,8 @@ class Chooser:
     """
 
     def __init__(self, patterns: Patterns) -> None:
-        several: Any = [patterns] if isinstance(patterns, (str, re.Pattern)) or callable(patterns) else patterns
+        # What is no collection of patterns is taken for a pattern, which it may not be either.
+        several: Any = patterns if isinstance(patterns, Iterable) and not isinstance(patterns, str) else [patterns]
         self._tests = [_test(pattern) for pattern in several]
 
     def __call__(self, key: str) -> bool:

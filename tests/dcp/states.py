@@ -57,7 +57,8 @@ def bits(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.dtype.itemsize == 1:
         plain = plain.view(torch.uint8)  # torch can view every dtype of one byte, but not copy it
-    return plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    # Not `reshape`: a single element may have any stride, and could not be viewed as bytes then.
+    return plain.contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
