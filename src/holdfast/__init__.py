@@ -65,7 +65,7 @@ def __getattr__(name: str) -> Any:
     try:
         found = getattr(importlib.import_module(_NEED_TORCH[name]), name)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if (error.name or "").partition(".")[0] != "torch":
             raise
         raise MissingPackageError(
             f"holdfast.{name} needs torch, which is not installed. Checkpoints can be opened without it: holdfast.open",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -126,6 +127,8 @@ def _as_torch(raw: Array, ref: TensorRef) -> Any:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{ref.key!r} has elements of {ref.dtype}, which torch does not have; use .numpy() or .raw()")
     raw = np.asarray(raw, order="C")  # not ascontiguousarray, which gives a single element a dimension
+    if any(stride < 0 for stride in raw.strides):  # of a dimension of one element, where numpy does not mind
+        raw = raw.copy()
     if raw.itemsize == 16:
         return torch.from_numpy(raw.view(np.complex128))
     signed = raw if raw.itemsize == 1 else raw.view(f"i{raw.itemsize}")
@@ -165,12 +168,7 @@ class _Cut:
 
 def _expanded(index: Any, ndim: int) -> list[Any]:
     """An index with one part per dimension."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    for part in parts:
-        if part is not Ellipsis and not isinstance(part, slice) and not hasattr(part, "__index__"):
-            raise TypeError(f"a stored tensor is sliced by numbers, slices and '...', not by {type(part).__name__}")
-        if isinstance(part, (bool, np.bool_)):
-            raise TypeError("a stored tensor is not sliced by truth values")
+    parts = [_simple(part) for part in (index if isinstance(index, tuple) else (index,))]
     if parts.count(Ellipsis) > 1:
         raise IndexError("an index has one '...' at most")
     given = len(parts) - parts.count(Ellipsis)
@@ -180,8 +178,19 @@ def _expanded(index: Any, ndim: int) -> list[Any]:
     return [*parts[:at], *[slice(None)] * (ndim - given), *parts[at + 1 :]]
 
 
-def _position(part: Any, size: int) -> int:
-    at = part.__index__()
+def _simple(part: Any) -> Any:
+    """A part of an index, as a number, a slice or an ellipsis."""
+    if part is Ellipsis or isinstance(part, slice):
+        return part
+    try:
+        if not isinstance(part, (bool, np.bool_)):
+            return operator.index(part)
+    except TypeError:
+        pass
+    raise TypeError(f"a stored tensor is sliced by numbers, slices and '...', not by {type(part).__name__}")
+
+
+def _position(at: int, size: int) -> int:
     if not -size <= at < size:
         raise IndexError(f"index {at} is out of range for a dimension of {size}")
-    return int(at % size)
+    return at % size

@@ -27,10 +27,10 @@ def rename(root: StoredNode, new_name: Callable[[str], Any]) -> tuple[StoredNode
         return root, {}
     _refuse_collisions(root, renamed)
     moves = list(_moves(root, names))
-    tree = _without(root, {id(node) for node, _ in moves}) or StoredNode.with_children({}, ())
+    tree = _without(root, {id(node) for node, _ in moves})
     for node, name in moves:
         tree = _insert(tree, name, node)
-    return tree, renamed
+    return _without_empty_places(tree), renamed
 
 
 def _refuse_collisions(root: StoredNode, renamed: Mapping[str, str]) -> None:
@@ -76,24 +76,48 @@ def _new_prefix(node: StoredNode, leaves: list[StoredNode], names: Mapping[int, 
     return found.pop() if len(found) == 1 else None
 
 
-def _without(node: StoredNode, goes: set[int]) -> StoredNode | None:
-    if id(node) in goes or (node.leaf is not None and id(node.leaf) in goes):
-        return None
+def _without(node: StoredNode, goes: set[int]) -> StoredNode:
+    """The tree without the nodes that move. Containers stay, even if nothing is left in them: something may come."""
     if node.leaf is not None:
+        return node if id(node.leaf) not in goes else StoredNode.with_children({}, node.path)
+    children = node.children.items()
+    kept = {name: _without(child, goes) for name, child in children if not {id(child), id(child.leaf)} & goes}
+    if len(kept) == len(children) and all(kept[name] is child for name, child in children):
         return node
-    kept = {name: rest for name, child in node.children.items() if (rest := _without(child, goes)) is not None}
-    if len(kept) == len(node.children) and all(kept[name] is child for name, child in node.children.items()):
-        return node
-    return StoredNode.with_children(kept, node.path, node.like) if kept else None
+    return StoredNode.with_children(kept, node.path, node.like)
 
 
 def _insert(tree: StoredNode, name: str, node: StoredNode) -> StoredNode:
     """The tree with a node more: in the innermost container that its key leads to."""
     children: dict[Any, StoredNode] = dict(tree.children)
     for key, child in children.items():
-        if child.leaf is None and name.startswith(f"{key}."):
+        if child.leaf is not None:
+            continue
+        if name.startswith(f"{key}."):
             children[key] = _insert(child, name[len(str(key)) + 1 :], node)
             return StoredNode.with_children(children, tree.path, tree.like)
-    own_kind = next((key for key in (node.path[-1:] or ()) if str(key) == name), name)
+        if name == str(key) and node.leaf is None:
+            children[key] = _joined(child, node)
+            return StoredNode.with_children(children, tree.path, tree.like)
+    own_kind = next((key for key in node.path[-1:] if str(key) == name), name)
     children[own_kind] = node
     return StoredNode.with_children(children, tree.path, tree.like)
+
+
+def _joined(one: StoredNode, other: StoredNode) -> StoredNode:
+    """A container with all that is in two of them."""
+    if not one.children:
+        return other
+    for name, child in other.children.items():
+        one = _insert(one, str(name), child)
+    return one
+
+
+def _without_empty_places(node: StoredNode) -> StoredNode:
+    if node.leaf is not None:
+        return node
+    children = {name: _without_empty_places(child) for name, child in node.children.items()}
+    kept = {name: child for name, child in children.items() if child.leaf is not None or child.children}
+    if len(kept) == len(node.children) and all(kept[name] is child for name, child in node.children.items()):
+        return node
+    return StoredNode.with_children(kept, node.path, node.like)

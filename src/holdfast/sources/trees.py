@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from holdfast.formats.native.refs import PerRankValues, TensorRef
+from holdfast.formats.native.refs import PerRankValues, TensorRef, UndeclaredValue
 from holdfast.formats.native.values import Path
 
 
@@ -25,6 +25,8 @@ def children_of(value: Any) -> list[tuple[Any, Any]] | None:
         return list(zip(type(value)._fields, value, strict=True))  # type: ignore[attr-defined]
     if type(value) in (list, tuple):
         return list(enumerate(value))
+    if isinstance(value, UndeclaredValue) and value.kind != "enum":
+        return list(value.fields.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, TensorRef)) and _is_of_user(value):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     return None
@@ -69,6 +71,8 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return list(changed.values())
     if isinstance(value, PerRankValues):
         return PerRankValues(tuple(changed.values()))
+    if isinstance(value, UndeclaredValue):
+        return dataclasses.replace(value, fields=changed)
     if isinstance(value, tuple):
         return type(value)(*changed.values()) if is_named(value) else tuple(changed.values())
     if all(changed[name] is child for name, child in parts):

@@ -204,10 +204,11 @@ class Matcher:
         for key, leaf in self._keys_below(stored, path):
             if self.rules.wanted(key):
                 self._note_read(key, leaf)
-                self._refuse_inert(key, leaf.value)
                 for ref in refs_in(leaf.value):
                     self._give_memory(key, ref)
-        return Taken(self._of_this_rank(value, path), self._fresh)
+        own = self._of_this_rank(value, path)
+        self._refuse_inert(key_of(path), own)
+        return Taken(own, self._fresh)
 
     def _give_memory(self, key: str, ref: TensorRef) -> None:
         if ref.key in self._fresh:  # tied: one tensor with several names
@@ -376,8 +377,9 @@ class Matcher:
         reason = why_inert(value)
         if reason is not None:
             self.found.kinds[key] = reason
+            return
         for name, child in children_of(value) or []:
-            self._refuse_inert(f"{key}.{name}", child)
+            self._refuse_inert(f"{key}.{name}" if key else str(name), child)
 
 
 def _takes_anything(target: Any) -> bool:
