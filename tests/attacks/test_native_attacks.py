@@ -224,7 +224,19 @@ def many_chunks_whose_sizes_overflow(columns: C) -> None:
     columns["chunk_sizes"][:] = 1 << 61
 
 
+def an_empty_chunk_beside_the_right_ones(columns: C) -> None:
+    for name, value in {
+        "chunk_tensor": 1,
+        "chunk_file": 0,
+        "chunk_begin": 0,
+        "chunk_offsets": 0,
+        "chunk_sizes": 0,
+    }.items():
+        columns[name] = np.append(columns[name], columns[name].dtype.type(value))
+
+
 COLUMNS: dict[str, Callable[[C], None]] = {
+    "an empty chunk": an_empty_chunk_beside_the_right_ones,
     "a tensor out of range": put("chunk_tensor", -1, 99),
     "the largest tensor number": put("chunk_tensor", -1, 2**32 - 1),
     "tensors out of order": put("chunk_tensor", 0, 1),
@@ -422,3 +434,14 @@ def test_the_messages_are_about_the_record_and_not_the_whole_of_it(forgery):
     forgery.write()
     assert json.loads((forgery.folder / "holdfast.json").read_bytes())
     assert isinstance(outcome(open_and_load, forgery.folder), DamagedCheckpointError)
+
+
+def test_chunks_that_are_right_but_out_of_order_are_refused(tmp_path):
+    """A reader that looks for the chunks of a tensor where they must be would find those of another one."""
+    hf.save({"weight": torch.arange(4), "bias": torch.arange(4, 8)}, tmp_path)
+    forgery = Forgery(tmp_path)
+    for name in ("chunk_tensor", "chunk_begin"):
+        forgery.columns[name] = forgery.columns[name][::-1].copy()
+    forgery.write()
+    with pytest.raises(DamagedCheckpointError, match="out of order"):
+        open_and_load(tmp_path)

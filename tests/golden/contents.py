@@ -22,7 +22,7 @@ import holdfast as hf
 
 WORLD_SIZE = 4
 METADATA = {"note": "golden", "step": 7, "nested": {"list": [1, 2.5, None, True, "ü"]}}
-MOST_BYTES_IN_A_FILE = 100
+MOST_BYTES_IN_A_FILE = 200
 
 DTYPES = [
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
@@ -81,7 +81,9 @@ def arrays() -> dict[str, np.ndarray]:
     found["texts"] = np.array(["aä", "€"], dtype="<U2")
     found["fields"] = np.frombuffer(bytes(range(2 * np.dtype(fields).itemsize)), fields).copy()
     aligned = np.dtype([("x", "u1"), ("y", "<f8"), ("z", "u1")], align=True)
-    found["aligned"] = np.frombuffer(bytes(range(3 * aligned.itemsize)), aligned).copy()
+    found["aligned"] = np.zeros(3, aligned)
+    for number, name in enumerate(aligned.names):
+        found["aligned"][name] = np.arange(3) + 10 * number
     found["no dimensions"] = np.array(2.5)
     found["no elements"] = np.empty((0, 4), "<f4")
     found["of columns"] = np.asfortranarray(np.arange(6.0).reshape(2, 3))

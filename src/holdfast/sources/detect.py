@@ -82,7 +82,7 @@ def _open_in_store(place: str | os.PathLike[str] | Store, allow_pickle: bool) ->
 
 def _open_folder(path: Path, allow_pickle: bool) -> Source:
     names = sorted(os.listdir(path))
-    if RECORD in names:
+    if RECORD in names or (path / RECORD).exists():  # a listing may miss a name that is replaced just now
         from holdfast.sources.native import NativeSource
         from holdfast.stores.places import store_at
 

@@ -23,6 +23,7 @@ from holdfast.formats.native.names import RECORD, data_file, generation_of, inde
 from holdfast.formats.native.record import BLOCK_BYTES, Record, StoredFile, decode_record, encode_record
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.writing import WRITE_BYTES, write_data_file
+from holdfast.garbage import no_garbage_collection
 from holdfast.planning.holdings import LocalTensor
 from holdfast.stores.store import Store
 
@@ -97,7 +98,9 @@ def write_chunks(
 
     written: list[WrittenFile] = []
     try:
-        for number, layout in enumerate(lay_out(chunks, generation, max_file_size)):
+        with no_garbage_collection():
+            layouts = lay_out(chunks, generation, max_file_size)
+        for number, layout in enumerate(layouts):
             name = data_file(generation, rank, number)
             with store.create(name, layout.nbytes) as sink:
                 digests = write_data_file(sink, layout, pieces, BLOCK_BYTES, write_bytes)
@@ -167,7 +170,7 @@ def _remove_old_files(store: Store, before: Before, record: Record) -> None:
     needed = {record.index.name, *(file.name for file in record.files)}
     try:
         store.delete(sorted(before.names - needed))
-    except OSError as error:
+    except Exception as error:
         # The new checkpoint is whole. What could not be removed takes room and does no other harm.
         logger.warning("old files in %s could not be removed: %s", store.location, error)
 
@@ -196,7 +199,10 @@ def _columns(files: Sequence[WrittenFile]) -> Columns:
 def _refuse_missing_files(store: Store, files: Sequence[WrittenFile]) -> None:
     """All ranks' files must be here: a disk that is not shared, or another save, may have taken them away."""
     found = {listed.name: listed.size for listed in store.list()}
-    missing = [file.name for file in files if found.get(file.name) != file.nbytes]
+    # Some network disks list names late, so a file is missing only if it cannot be found by its name either.
+    missing = [
+        file.name for file in files if found.get(file.name) != file.nbytes and store.size(file.name) != file.nbytes
+    ]
     if missing:
         raise IncompleteSaveError(
             f"{len(missing)} file(s) that were written are not in {store.location} or have another size, such as "

@@ -109,7 +109,7 @@ def test_files_of_a_limited_size(tmp_path):
     hf.save(state, tmp_path / "step", max_file_size=contents.MOST_BYTES_IN_A_FILE)
     reader = SpecifiedReader(tmp_path / "step")
     assert_same(as_in_python(reader.state), state)
-    assert len(reader.files) > 5
+    assert len(reader.files) >= 4
 
 
 def test_a_tensor_over_many_blocks(tmp_path):
