@@ -62,6 +62,11 @@ def agree(all_holdings: Sequence[Sequence[Holding]]) -> Agreement:
         number = len(tensors)
         ref = _ref(held)
         tensors.append(ref)
+        if len(held) == 1 and (box := _whole_box(held[0][1])) is not None:
+            rank = held[0][0]
+            load[rank] += volume(box.sizes) * ref.dtype.itemsize
+            chunks[rank].append(_chunk(number, ref, box))
+            continue
         holders = _holders(held)
         refuse_bad_tiling(ref, list(holders))
         groups = _differing_copies(held)
@@ -114,6 +119,12 @@ def _chunk(number: int, ref: TensorRef, box: Box) -> ChunkToWrite:
 def _ref(held: Sequence[tuple[int, Holding]]) -> TensorRef:
     first = held[0][1]
     return TensorRef(first.key, dtype_named(first.dtype), first.shape, first.kind, first.numpy, first.rank)
+
+
+def _whole_box(holding: Holding) -> Box | None:
+    """The only box of a tensor, if there is just one: most tensors of one process are so."""
+    boxes = holding.boxes
+    return boxes[0] if len(boxes) == 1 and boxes[0].sizes == holding.shape else None
 
 
 def _holders(held: Sequence[tuple[int, Holding]]) -> dict[Box, list[int]]:

@@ -63,6 +63,8 @@ class LocalTensor:
 
     def pieces(self, box: Box, largest: int) -> Iterator[Bytes]:
         """The stored form of a box that this rank holds, in order, converted in parts of ``largest`` bytes."""
+        if _is_plain(self.value) and box.sizes == self.value.shape:
+            return tensor_pieces(self.value, largest, self.stored_dtype)
         if isinstance(self.value, np.ndarray):
             return array_pieces(_part(self.value, box), largest)
         return tensor_pieces(self._local(box), largest, self.stored_dtype)

@@ -17,6 +17,7 @@ from holdfast.environment import stamp
 from holdfast.errors import CheckpointException
 from holdfast.formats.native.layout import ChunkToWrite
 from holdfast.formats.native.names import new_generation
+from holdfast.garbage import no_garbage_collection
 from holdfast.notices import warn_caller
 from holdfast.patterns import Choice, Pattern, Patterns, Selection
 from holdfast.planning.agreement import Differing, agree, describe_differing, refuse_differing
@@ -129,8 +130,9 @@ def save(
             )
             return run, capture.take(state)
 
-        run, captured = ranks.all_gather_status("capture", prepare)
-        chunks = run.plan(captured)
+        with no_garbage_collection():
+            run, captured = ranks.all_gather_status("capture", prepare)
+            chunks = run.plan(captured)
         files = run.write(chunks, captured)
         run.commit(files)
         saved = run.result(time.perf_counter() - started)
@@ -221,7 +223,8 @@ class _Save:
             assert self.before is not None
             assert self.contents is not None
             every = [file for part in parts for file in part]
-            record = commit_checkpoint(self.store, self.before, every, self.contents, self.generation)
+            with no_garbage_collection():
+                record = commit_checkpoint(self.store, self.before, every, self.contents, self.generation)
             return len(record.tensors), sum(file.nbytes for file in record.files)
 
         try:
