@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import holdfast as hf
+import holdfast.dcp
 from holdfast.boxes import Box
 from holdfast.errors import IncompleteLoadError, StateMismatchError
 from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.refs import TensorRef
 from holdfast.sources.native import NativeSource
 from holdfast.verbs import filling
-from holdfast.verbs.filling import Region, parts_of
+from holdfast.verbs.filling import Region, small_parts
 from holdfast.verbs.findings import Fill
 
 
@@ -56,6 +57,13 @@ def test_tied_checkpoints_load_into_untied_states(tmp_path):
     assert torch.equal(target.embed.weight, source.embed.weight)
     assert torch.equal(target.head.weight, source.embed.weight)
     assert report.elements == 30
+
+
+def test_tied_tensors_that_the_state_has_no_memory_for_get_one_piece_of_it(tmp_path):
+    state: dict[str, Any] = {}
+    report = hf.load(state, saved({"model": Tied()}, tmp_path))
+    assert state["model"]["embed.weight"] is state["model"]["head.weight"]
+    assert report.elements == 15
 
 
 def test_tied_states_load_what_was_stored_twice_if_it_is_the_same(tmp_path):
@@ -190,7 +198,7 @@ def test_staged_parts_tile_their_region_and_are_small(sizes, limit):
     before = filling.STAGING_BYTES
     filling.STAGING_BYTES = limit
     try:
-        parts = list(parts_of(Region(Fill("x", ref, memory), Box((0,) * len(shape), shape), memory)))
+        parts = list(small_parts(Region(Fill("x", ref, memory), Box((0,) * len(shape), shape), memory)))
     finally:
         filling.STAGING_BYTES = before
     for part in parts:
@@ -235,6 +243,19 @@ def test_a_cast_takes_memory_for_a_part_of_a_large_tensor_only(tmp_path):
     assert int(result.stdout) < 100, f"{result.stdout} MiB beside the target"
     for file in (tmp_path / "large").iterdir():
         file.unlink()
+
+
+@pytest.mark.parametrize("verify", [True, "first"])
+def test_chunks_that_are_read_as_a_whole_are_read_once(tmp_path, monkeypatch, verify):
+    monkeypatch.setattr(filling, "STAGING_BYTES", 4096)
+    content = torch.rand(50_000)
+    holdfast.dcp.save({"a": content, "b": content}, checkpoint_id=tmp_path)
+    state = {"a": torch.zeros(50_000, dtype=torch.float64), "b": torch.zeros(50_000, dtype=torch.bfloat16)}
+    report = hf.load(state, tmp_path, cast=True, verify=verify)
+    assert torch.equal(state["a"], content.double())
+    assert torch.equal(state["b"], content.bfloat16())
+    assert 400_000 <= report.bytes_read < 420_000
+    assert report.elements == 100_000
 
 
 class Unusual(torch.Tensor):

@@ -247,6 +247,27 @@ def test_training_goes_on_bit_for_bit_after_loading_into_a_fresh_optimizer(kind,
     assert training_goes_on(kind, options, plain, str(tmp_path / "saved"))
 
 
+def test_training_with_sparse_gradients_goes_on_bit_for_bit(tmp_path):
+    def fresh(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = nn.Embedding(6, 3, sparse=True)
+        return {"model": model, "optim": torch.optim.SparseAdam(model.parameters())}
+
+    def run(state: dict[str, Any], *rows: int) -> None:
+        for row in rows:
+            state["optim"].zero_grad()
+            state["model"](torch.tensor([row, 2])).pow(2).sum().backward()
+            state["optim"].step()
+
+    state, other = fresh(1), fresh(2)
+    run(state, 0, 1)
+    hf.save(state, tmp_path / "saved")
+    hf.load(other, tmp_path / "saved")
+    run(state, 1, 4)
+    run(other, 1, 4)
+    assert same(content(state), content(other))
+
+
 @pytest.mark.parametrize("layout", [ddp, fsdp2])
 def test_training_of_many_ranks_goes_on_bit_for_bit(ranks: RankPool, layout, tmp_path):
     assert ranks(2).run(training_goes_on, "AdamW", {}, layout, str(tmp_path / "saved")) == [True, True]

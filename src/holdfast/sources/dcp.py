@@ -43,6 +43,7 @@ class DcpSource(Source):
     """
 
     format = "dcp"
+    reads_whole_chunks = True
 
     def __init__(self, path: str | Path, *, allow_pickle: bool = False) -> None:
         self.location = str(path)

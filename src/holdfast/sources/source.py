@@ -45,6 +45,8 @@ class Source(ABC):
     """``native``, ``dcp``, ``safetensors`` or ``torch``."""
     identity: str
     """Which save it is: equal on all ranks that see the same one."""
+    reads_whole_chunks = False
+    """Whether a chunk is read as a whole, however little of it is asked for."""
 
     @property
     @abstractmethod

@@ -79,7 +79,7 @@ def read_regions(regions: Sequence[Region], source: Source, *, verify: bool) -> 
             direct.append(_request(region.fill.ref, region.box, into))
     nbytes = source.read(direct, verify=verify) if direct else 0
     written = sum(request.into.size for request in direct)
-    for batch in _batches(part for region in staged for part in parts_of(region)):
+    for batch in _batches(part for region in staged for part in parts_of(region, source)):
         buffers = [np.empty(part.box.sizes, part.fill.ref.dtype.carrier) for part in batch]
         requests = [_request(part.fill.ref, part.box, buffer) for part, buffer in zip(batch, buffers, strict=True)]
         nbytes += source.read(requests, verify=verify)
@@ -94,7 +94,7 @@ def read_regions(regions: Sequence[Region], source: Source, *, verify: bool) -> 
 
 def check_regions(regions: Iterable[Region], source: Source) -> None:
     """Read all regions into memory that is thrown away, to see whether they are undamaged."""
-    for batch in _batches(part for region in regions for part in parts_of(region)):
+    for batch in _batches(part for region in regions for part in parts_of(region, source)):
         source.read(
             [
                 _request(part.fill.ref, part.box, np.empty(part.box.sizes, part.fill.ref.dtype.carrier))
@@ -170,22 +170,36 @@ def _is_of_type(memory: np.ndarray[Any, Any], ref: TensorRef) -> bool:
     return ref.numpy is None or memory.dtype == numpy_dtype_from(ref.numpy)
 
 
-def parts_of(region: Region) -> Iterator[Region]:
-    """A region in parts that fit into the staging memory, cut along the first dimensions."""
-    count = volume(region.box.sizes)
+def parts_of(region: Region, source: Source) -> Iterator[Region]:
+    """A region in parts that fit into the staging memory; or chunk by chunk if chunks are read as a whole anyway."""
+    if not source.reads_whole_chunks:
+        yield from small_parts(region)
+        return
+    for shared in overlaps([region.box], source.chunks(region.fill.ref.key)):
+        yield _part(region, shared.start, shared.lengths)
+
+
+def small_parts(region: Region) -> Iterator[Region]:
+    """A region, cut along its first dimensions."""
+    sizes = region.box.sizes
+    count = volume(sizes)
     most = max(1, STAGING_BYTES // region.fill.ref.dtype.itemsize)
-    if count <= most or max(region.box.sizes, default=1) == 1:
+    if count <= most or max(sizes, default=1) == 1:
         yield region
         return
-    dim = next(dim for dim, size in enumerate(region.box.sizes) if size > 1)
-    step = max(1, most // (count // region.box.sizes[dim]))
-    for start in range(0, region.box.sizes[dim], step):
-        length = min(step, region.box.sizes[dim] - start)
-        offsets, sizes = list(region.box.offsets), list(region.box.sizes)
-        offsets[dim] += start
-        sizes[dim] = length
-        memory = region.memory[(slice(None),) * dim + (slice(start, start + length),)]
-        yield from parts_of(Region(region.fill, Box(tuple(offsets), tuple(sizes)), memory))
+    dim = next(dim for dim, size in enumerate(sizes) if size > 1)
+    step = max(1, most // (count // sizes[dim]))
+    for start in range(0, sizes[dim], step):
+        first, lengths = list(region.box.offsets), list(sizes)
+        first[dim] += start
+        lengths[dim] = min(step, sizes[dim] - start)
+        yield from small_parts(_part(region, first, lengths))
+
+
+def _part(region: Region, start: Sequence[int], lengths: Sequence[int]) -> Region:
+    begins = [at - base for at, base in zip(start, region.box.offsets, strict=True)]
+    place: Any = tuple(slice(at, at + length) for at, length in zip(begins, lengths, strict=True))
+    return Region(region.fill, Box(tuple(start), tuple(lengths)), region.memory[(*place, ...)])
 
 
 def _batches(parts: Iterable[Region]) -> Iterator[list[Region]]:

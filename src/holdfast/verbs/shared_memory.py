@@ -14,7 +14,7 @@ import torch
 
 from holdfast.planning.holdings import memory_of
 from holdfast.sources.source import Source
-from holdfast.verbs.filling import Region, elements_in, parts_of, put
+from holdfast.verbs.filling import Region, elements_in, put, small_parts
 from holdfast.verbs.findings import Findings
 
 
@@ -91,7 +91,7 @@ def _agree(one: Write, other: Write, source: Source) -> bool:
         refs = one.region.fill.ref, other.region.fill.ref
         if refs[0].dtype != refs[1].dtype:
             return False
-        pairs = zip(parts_of(one.region), parts_of(other.region), strict=True)
+        pairs = zip(small_parts(one.region), small_parts(other.region), strict=True)
         return all(_same_bits(elements_in(first, source), elements_in(second, source)) for first, second in pairs)
     return _agree_when_written(one, other, source)
 
