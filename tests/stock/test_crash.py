@@ -36,7 +36,7 @@ def found_in(path: Path) -> int | str:
 
 
 def save_state(number: int, path: Path) -> None:
-    save(state(number), path, overwrite=True, max_file_size=300)
+    save(state(number), path, overwrite=True, max_file_size=600)
 
 
 def kill_everywhere(folder: Path, has_old: bool) -> list[tuple[str, int | str, int]]:

@@ -64,6 +64,14 @@ class NoCommit(LocalStore):
         raise OSError(errno.EIO, "Input/output error", name)
 
 
+class CommitsAndFails(LocalStore):
+    """As a network that loses the answer."""
+
+    def commit(self, name, content, *, replaces):
+        super().commit(name, content, replaces=replaces)
+        raise OSError(errno.EIO, "Input/output error", name)
+
+
 def sharded(value=1.0):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return distribute_tensor(torch.full((4, 3), value), mesh, [Shard(0)])
@@ -156,6 +164,17 @@ def test_a_commit_that_fails_leaves_the_old_checkpoint_alone(ranks: RankPool, tm
 
     assert sorted(os.listdir(tmp_path / "c")) == before
     assert hf.open(tmp_path / "c")["step"] == 1
+
+
+def save_committed_without_an_answer(path):
+    return cause_of(lambda: save({"t": sharded(), "step": 1}, CommitsAndFails(path)))
+
+
+def test_a_commit_that_has_happened_keeps_its_files_whatever_it_raises(ranks: RankPool, tmp_path):
+    for _, cause in ranks(2).run(save_committed_without_an_answer, tmp_path / "c"):
+        assert cause.errno == errno.EIO
+
+    assert same(hf.open(tmp_path / "c").load(), {"t": torch.ones(4, 3), "step": 1})
 
 
 def save_one_part_only(path):

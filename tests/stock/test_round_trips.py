@@ -62,6 +62,7 @@ def test_holdfast_opens_what_stock_torch_saved_as_the_nested_state_that_it_was(r
     assert checkpoint["model.0.weight"].kind == "sharded"
     assert checkpoint["optimizer.state.0.weight.step"].kind == "replicated"
     assert checkpoint.written["world_size"] == 2
+    assert checkpoint.written["through"] == "torch.distributed.checkpoint"
     # As stock torch would have given it back from its own files.
     with quiet():
         from_stock = stock.state_dict_loader._load_state_dict_from_keys(checkpoint_id=tmp_path / "stock")
@@ -183,6 +184,9 @@ class Position(NamedTuple):
 class Undeclared:
     size: int
 
+    def __setstate__(self, state):
+        raise AssertionError("a class that nobody declared was called")
+
 
 def test_declared_classes_come_back_as_what_they_were(tmp_path):
     save({"config": Config(Phase.WARM_UP, torch.arange(2)), "position": Position(1, 2)}, tmp_path / "c")
@@ -192,7 +196,7 @@ def test_declared_classes_come_back_as_what_they_were(tmp_path):
     assert (loaded["config"].phase, loaded["position"]) == (Phase.WARM_UP, Position(1, 2))
     assert same(loaded["config"].scale, torch.arange(2))
     assert type(loaded["position"]) is Position
-    with pytest.raises(stock.CheckpointException, match=r"'other': .*Undeclared"):
+    with pytest.raises(stock.CheckpointException, match=r"'other': it needs .*Undeclared"):
         save({"other": Undeclared(1)}, tmp_path / "d")
 
 
