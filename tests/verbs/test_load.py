@@ -311,6 +311,9 @@ def test_a_tensor_on_the_meta_device_in_a_dict_gets_memory(tmp_path):
     hf.load(state, saved({"w": torch.ones(2, 3), "list": [torch.ones(2)]}, tmp_path))
     assert state["w"].tolist() == [[1, 1, 1], [1, 1, 1]]
     assert state["list"][0].tolist() == [1, 1]
+    state = {"w": torch.empty(2, 3, device="meta"), "new": torch.empty(2, device="meta")}
+    hf.load(state, tmp_path / "saved", allow_missing="new", exclude="list")
+    assert state["new"].is_meta, "nothing was read that could be in its memory"
 
 
 def test_models_on_the_meta_device_get_memory_and_what_is_not_loaded_stays_without(tmp_path):

@@ -394,6 +394,28 @@ def test_transforms_split_join_and_turn_stored_tensors(tmp_path):
     assert report.elements == 24 + 9 + 15 + 15 + 3
 
 
+def test_transforms_reach_into_optimizers_and_those_for_no_key_are_noted(tmp_path):
+    path = saved(trained(0.1), tmp_path)
+    state = fresh(0.2)
+    report = hf.load(
+        state,
+        path,
+        transform={
+            "optim.state.*.step": lambda c, key: torch.tensor(50.0),
+            "optim.state.weight.exp_avg": lambda c, key: c[key][:] * 2,
+            "optim.param_groups.0.lr": lambda c, key: 0.75,
+            "modle.*": lambda c, key: 1,
+        },
+    )
+    stored = hf.open(path)
+    entry = state["optim"].state[state["model"].weight]
+    assert entry["step"].item() == 50
+    assert torch.equal(entry["exp_avg"], stored["optim.state.weight.exp_avg"][:] * 2)
+    assert torch.equal(entry["exp_avg_sq"], stored["optim.state.weight.exp_avg_sq"][:])
+    assert [group["lr"] for group in state["optim"].param_groups] == [0.75, 0.01]
+    assert report.notes == ["transform: no key of the state is meant by 'modle.*'"]
+
+
 def test_what_a_transform_makes_wrongly_is_told_with_everything_else(tmp_path):
     path = saved({"a": torch.ones(2), "b": torch.ones(2), "gone": 1}, tmp_path)
     state = {name: torch.zeros(2) for name in ["a", "b", "shape", "dtype", "kind", "raises", "lacks"]}

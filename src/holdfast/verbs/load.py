@@ -235,6 +235,11 @@ class _Load:
         outcome = matcher.match_state(self.state, root)
         self.found = found = matcher.found
         found.notes += [f"rename: no stored key is, or begins with, '{name}'" for name in self.options.renaming.unused]
+        found.notes += [
+            f"transform: no key of the state is meant by '{pattern}'"
+            for pattern, is_meant in self.options.transformed
+            if not any(is_meant(transform.key) for transform in found.transforms)
+        ]
         settle_missing_names(found)
         checkpoint = Checkpoint(source)
         made = [write for transform in found.transforms for write in make(transform, checkpoint, found, rules)]

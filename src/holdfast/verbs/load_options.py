@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -28,6 +28,8 @@ class Options:
     casts: Casts
     renaming: Renaming
     transform: Choice
+    transformed: Sequence[tuple[str, Chooser]]
+    """The patterns of ``transform``, as text and as what they mean."""
     verify: bool | Literal["first"]
 
     @classmethod
@@ -55,6 +57,7 @@ class Options:
             casts=Casts(cast),
             renaming=Renaming(rename),
             transform=Choice(transform),
+            transformed=[(str(pattern), Chooser(pattern)) for pattern in transform or ()],
             verify=verify,
         )
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from holdfast.errors import HoldfastError, WorldSizeError
 from holdfast.formats.native.refs import ANYTHING, PerRankValues, TensorRef
 from holdfast.formats.native.values import Path, key_of
@@ -81,8 +83,6 @@ class Matcher:
         adapter = adapter_for(target, path, self._context)
         if adapter is not None:
             return self._match_live(target, adapter, stored, path)
-        if target is ANYTHING:
-            return self._match_anything(target, stored, path)
         if is_target(target):
             return self._match_tensor(target, stored, path)
         parts = children_of(target)
@@ -117,12 +117,9 @@ class Matcher:
         function = self.rules.transform(key)
         if not self.rules.wanted(key):
             return self._leave(key, stored, target)
-        outcome: Outcome = Kept(target)
-        if not self._live and getattr(target, "is_meta", False) and is_meta(target):
-            target = with_memory(key, target)
-            outcome = Put(target)
         if function is not None:
-            self._plan_transform(Transform(key, target, function, _ignore), stored)
+            outcome, memory = self._with_memory(key, target)
+            self._plan_transform(Transform(key, memory, function, _ignore), stored)
             return outcome
         if stored is None:
             self.found.missing[key] = target
@@ -132,8 +129,16 @@ class Matcher:
             return self._refuse(key, stored, why_inert(stored.value) or kind, target)
         stored.take()
         self._note_read(key, stored)
-        self._plan_fill(key, stored.value, target)
+        outcome, memory = self._with_memory(key, target)
+        self._plan_fill(key, stored.value, memory)
         return outcome
+
+    def _with_memory(self, key: str, target: Any) -> tuple[Outcome, Any]:
+        """A tensor to fill, and what becomes of its place: one on the meta device is replaced."""
+        if self._live or not (isinstance(target, torch.Tensor) and is_meta(target)):
+            return Kept(target), target
+        memory = with_memory(key, target)
+        return Put(memory), memory
 
     def _plan_transform(self, transform: Transform, stored: StoredNode | None) -> None:
         self.found.transforms.append(transform)
@@ -180,11 +185,8 @@ class Matcher:
             return self._refuse(key, stored, reason, target)
         return self._take(stored, path)
 
-    def _match_anything(self, target: Any, stored: StoredNode | None, path: Path) -> Outcome:
+    def _match_anything(self, target: Any, stored: StoredNode, path: Path) -> Outcome:
         """Match a place that takes whatever is stored, as far as it is wanted."""
-        if stored is None:
-            self.found.missing[key_of(path)] = None
-            return Put()
         if not any(self.rules.wanted(key) for key, _ in self._keys_below(stored, path)):
             return self._leave(key_of(path), stored, target)
         taken = self._take(stored, path)
