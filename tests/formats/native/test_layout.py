@@ -128,3 +128,9 @@ def test_names_in_the_file_are_the_key_the_key_with_the_region_or_something_else
     assert names[0] == "__metadata__"
     assert names[1:4] == ["w[0:2]", "w[0:2]#2", "__metadata__#2"]
     assert len(set(names)) == 6
+
+
+@pytest.mark.parametrize(("second", "files"), [(100, 1), (101, 2)])
+def test_a_file_is_filled_up_to_the_limit_and_no_further(second, files):
+    wanted = [chunk("a", "uint8", (100,)), chunk("b", "uint8", (second,), number=1)]
+    assert len(lay_out(wanted, GENERATION, 200)) == files
