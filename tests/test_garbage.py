@@ -12,11 +12,10 @@ from holdfast.garbage import no_garbage_collection
 
 
 def test_it_is_on_again_after_errors_and_nesting():
-    assert gc.isenabled()
+    seen = [gc.isenabled()]
     with pytest.raises(KeyError), no_garbage_collection(), no_garbage_collection():
-        assert not gc.isenabled()
-        raise KeyError
-    assert gc.isenabled()
+        seen.append(gc.isenabled()) or {}["missing"]
+    assert [*seen, gc.isenabled()] == [True, False, True]
 
 
 def test_who_turned_it_off_finds_it_off():

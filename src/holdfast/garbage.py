@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Keep the collector from running, for work that makes many objects and no cyclic garbage.
 
-    It would look at all of them again and again, which takes as long as the work itself. Threads may do this at the same
-    time: it is on again as soon as the first of them is done, and never stays off.
+    It would look at all of them again and again, which takes as long as the work itself. Threads may do this at the
+    same time: it is on again as soon as the first of them is done, and never stays off.
 
     >>> with no_garbage_collection():
     ...     gc.isenabled()

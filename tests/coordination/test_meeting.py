@@ -111,6 +111,19 @@ def test_the_roll_knows_how_far_everybody_is():
     assert list(rolls[2].missing()) == [3]
 
 
+class GoneStore:
+    def __getattr__(self, name: str) -> Any:
+        raise ConnectionError
+
+
+def test_a_call_does_without_the_roll_if_its_store_is_gone():
+    roll = RollCall(GoneStore(), 0, 2)
+    roll.begin("call")
+    roll.note()
+    with pytest.raises(ConnectionError):
+        roll.missing()
+
+
 def be_late_in_a_step() -> Any:
     """One rank does not come to the second exchange before the others have given up."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
@@ -35,7 +36,8 @@ class RollCall:
     def note(self) -> None:
         """This rank has come to the next exchange of its call."""
         self._exchange += 1
-        self._store.set(_key(self._rank), json.dumps([self._call, self._exchange, self._name]))
+        with suppress(Exception):  # notes are for messages, and a call can do without them if the store is gone
+            self._store.set(_key(self._rank), json.dumps([self._call, self._exchange, self._name]))
 
     def missing(self) -> dict[int, str]:
         """The ranks that have not come as far as this one, and what is known of them."""
