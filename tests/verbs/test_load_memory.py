@@ -203,9 +203,10 @@ def test_staged_parts_tile_their_region_and_are_small(sizes, limit):
     finally:
         filling.STAGING_BYTES = before
     for part in parts:
-        place = tuple(slice(at, at + size) for at, size in zip(part.box.offsets, part.box.sizes, strict=True))
+        place = [slice(at, at + size) for at, size in zip(part.box.offsets, part.box.sizes, strict=True)]
+        inside = (*place, ...)
         assert part.memory.shape == part.box.sizes
-        assert np.shares_memory(part.memory, memory[(*place, ...)])
+        assert np.shares_memory(part.memory, memory[inside])
         part.memory[...] += 1
         assert part.memory.size * 4 <= max(limit, 4)
     assert (memory == 1).all()

@@ -416,6 +416,15 @@ def test_transforms_reach_into_optimizers_and_those_for_no_key_are_noted(tmp_pat
     assert report.notes == ["transform: no key of the state is meant by 'modle.*'"]
 
 
+@pytest.mark.parametrize("kind", [torch.zeros, np.zeros])
+def test_what_a_transform_makes_is_not_changed_by_what_is_read_afterwards(tmp_path, kind):
+    path = saved({"a": torch.ones(3)}, tmp_path)
+    state = {"a": kind(3, dtype=kind(1).dtype), "before": torch.full((3,), 9.0)}
+    hf.load(state, path, transform={"before": lambda c, key: state["a"]}, cast=True)
+    assert state["a"].tolist() == [1, 1, 1]
+    assert state["before"].tolist() == [0, 0, 0]
+
+
 def test_what_a_transform_makes_wrongly_is_told_with_everything_else(tmp_path):
     path = saved({"a": torch.ones(2), "b": torch.ones(2), "gone": 1}, tmp_path)
     state = {name: torch.zeros(2) for name in ["a", "b", "shape", "dtype", "kind", "raises", "lacks"]}

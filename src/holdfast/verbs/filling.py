@@ -198,8 +198,9 @@ def small_parts(region: Region) -> Iterator[Region]:
 
 def _part(region: Region, start: Sequence[int], lengths: Sequence[int]) -> Region:
     begins = [at - base for at, base in zip(start, region.box.offsets, strict=True)]
-    place: Any = tuple(slice(at, at + length) for at, length in zip(begins, lengths, strict=True))
-    return Region(region.fill, Box(tuple(start), tuple(lengths)), region.memory[(*place, ...)])
+    place: list[Any] = [slice(at, at + length) for at, length in zip(begins, lengths, strict=True)]
+    place.append(Ellipsis)  # without it an array without dimensions would become an element
+    return Region(region.fill, Box(tuple(start), tuple(lengths)), region.memory[tuple(place)])
 
 
 def _batches(parts: Iterable[Region]) -> Iterator[list[Region]]:
