@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,9 @@ def test_a_kill_of_either_of_two_ranks_in_a_first_save_leaves_nothing_or_a_whole
     ranks: RankPool, tmp_path, victim
 ):
     (moments,) = ranks(1).run(kill_a_rank, tmp_path, False, victim, 1, process_group=False, deadline=250)
-    check(moments, [NOTHING, CUT_OFF, 2] if victim == 0 else [CUT_OFF])
+    # The survivor may or may not have begun a file when it hears of it.
+    alike = [replace(moment, found=NOTHING) if moment.found == CUT_OFF else moment for moment in moments]
+    check(alike, [NOTHING, 2] if victim == 0 else [NOTHING])
 
 
 class SlowToCommit(LocalStore):
