@@ -565,7 +565,7 @@ def test_transforms_fill_sharded_targets(ranks: RankPool, tmp_path):
 
 
 def load_different_keys(place: str) -> Any:
-    keys = ["a", "b"] if dist.get_rank() == 0 else ["b", "c"]
+    keys = ["a", "b"] if dist.get_rank() == 1 else ["b", "c"]
     state = {"m": {key: torch.zeros(1) for key in keys}}
     return hf.load(state, place, allow_missing="m.c")
 
