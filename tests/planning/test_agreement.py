@@ -78,6 +78,7 @@ def test_who_writes_alone_is_given_less_of_the_rest():
 @pytest.mark.parametrize(
     ("held", "problem"),
     [
+        ([[rows("w", 8, (0, 4))]], "hold 8 of its 16 elements"),
         ([[rows("w", 8, (0, 4))], [rows("w", 8, (5, 8))]], "hold 14 of its 16 elements"),
         ([[rows("w", 8, (0, 5))], [rows("w", 8, (4, 8))]], "chunks overlap"),
         ([[rows("w", 8, (0, 4))], [rows("w", 8, (4, 9))]], "outside"),
@@ -109,8 +110,9 @@ def test_copies_are_compared_box_by_box():
 
 def test_the_first_ranks_copy_counts_where_that_is_the_contract():
     held = [[whole("w", 4, from_first_rank=True)] for _ in range(3)]
+    held[0].insert(0, whole("own", 100))  # it has more to write than the others, who would be asked otherwise
     agreed = agree(held)
-    assert [len(chunks) for chunks in agreed.chunks] == [1, 0, 0]
+    assert [len(chunks) for chunks in agreed.chunks] == [2, 0, 0]
     assert list(agreed.differing) == []
 
 
@@ -120,6 +122,7 @@ def test_ties_need_all_ranks_that_hold_the_tensor():
     assert agree([tied, tied]).ties == {"b": "a", "c": "a"}
     assert agree([tied, untied]).ties == {"c": "a"}
     assert agree([tied, [whole("b", 4)]]).ties == {"c": "a"}
+    assert agree([tied, [whole("a", 4)]]).ties == {}
     assert [tensor.key for tensor in agree([tied, untied]).tensors] == ["a", "b"]
     cast = [whole("a", 4), whole("b", 4, tied_to="a")._replace(dtype="bfloat16")]
     assert agree([cast]).ties == {}

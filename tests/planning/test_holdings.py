@@ -93,6 +93,8 @@ def test_memory_is_the_same_only_for_the_very_same_elements():
         base.clone(),
     ]
     others += [numbers, numbers.conj(), numbers.imag, numbers.conj().imag, array, array.view(np.float32), array[::-1]]
+    square = np.arange(4).reshape(2, 2)
+    others += [square, square.T]
     assert len({memory_of(other) for other in others}) == len(others)
     assert memory_of(torch.empty(0)) is memory_of(np.empty(0)) is None
     assert address_of(base) == address_of(base[:2]) == base.data_ptr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import warnings
@@ -168,6 +169,8 @@ def check_lowest_ranks_copies(path: Path) -> None:
     assert len(found["structure"]) == 1
     assert found["tensor or not"] == 5
     assert set(hf.open(path)) == {*found, "structure.0"} - {"structure"}
+    stored = [entry["key"] for entry in json.loads((path / "holdfast.json").read_text())["tensors"]]
+    assert stored == ["same", "tensor", "array", "replicated", "structure.0"]  # nothing that has no place in the state
 
 
 def test_copies_that_differ_can_be_a_warning(ranks: RankPool, tmp_path):
