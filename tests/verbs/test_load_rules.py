@@ -217,6 +217,7 @@ def test_names_are_given_by_expressions_functions_and_mappings(path, rename):
     assert state["model"]["body.w"].sum() == 15
     assert set(report.renamed) == {"model.body.weight", "model.head.weight"}
     assert set(report.read) == {"model.body.w", "model.head.w", "model.head.bias"}
+    assert report.notes == []
 
 
 def test_an_empty_name_takes_a_prefix_away(path):
