@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,11 +35,11 @@ BLOCK = 4096
 
 
 class CountingStore(MemoryStore):
-    """Remembers which bytes of which file were read, and by which thread."""
+    """Remembers which bytes of which file were read."""
 
     def __init__(self) -> None:
         super().__init__(uuid.uuid4().hex)
-        self.reads: list[tuple[str, int, int, int]] = []
+        self.reads: list[tuple[str, int, int]] = []
 
     @contextmanager
     def reader(self, name: str) -> Iterator[Any]:
@@ -50,7 +49,7 @@ class CountingStore(MemoryStore):
                 size = inner.size
 
                 def read_into(_, begin: int, buffer: Any) -> None:  # noqa: N805 - `self` is the store
-                    self.reads.append((name, begin, memoryview(buffer).nbytes, threading.get_ident()))
+                    self.reads.append((name, begin, memoryview(buffer).nbytes))
                     inner.read_into(begin, buffer)
 
             yield Counting()
@@ -200,19 +199,19 @@ def test_any_region_is_what_slicing_gives_and_takes_the_blocks_that_hold_it_once
         assert np.array(request.into).tobytes() == expected.tobytes()
     needed = set().union(*(stored.blocks_of(request.key, request.offsets, request.sizes) for request in requests))
     needed |= stored.blocks_of_headers({file for file, _ in needed})
-    check_reads(stored, needed, total)
+    check_reads(stored, needed, total, parts=reading._MOST_THREADS if threaded else 1)
 
 
-def check_reads(stored: Stored, needed: set[tuple[str, int]], total: int) -> None:
-    by_thread: dict[int, list[tuple[str, int]]] = {}
-    for name, begin, nbytes, thread in stored.store.reads:
+def check_reads(stored: Stored, needed: set[tuple[str, int]], total: int, parts: int) -> None:
+    """Each block once; but where the work of one part ends and that of the next begins, both may need it."""
+    blocks: list[tuple[str, int]] = []
+    for name, begin, nbytes in stored.store.reads:
         assert begin % BLOCK == 0
         assert (begin + nbytes) % BLOCK == 0 or begin + nbytes == stored.store.size(name)
-        by_thread.setdefault(thread, []).extend((name, begin // BLOCK + i) for i in range(-(-nbytes // BLOCK)))
-    assert set().union(*by_thread.values()) == needed
-    for blocks in by_thread.values():
-        assert len(blocks) == len(set(blocks)), "a block was read twice by one thread"
-    assert total == sum(nbytes for _, _, nbytes, _ in stored.store.reads)
+        blocks.extend((name, begin // BLOCK + i) for i in range(-(-nbytes // BLOCK)))
+    assert set(blocks) == needed
+    assert len(blocks) - len(needed) <= parts - 1, "a block was read twice"
+    assert total == sum(nbytes for _, _, nbytes in stored.store.reads)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -238,7 +237,7 @@ def test_everything_is_verified_block_by_block(data):
     stored.store.reads.clear()
     total = source.verify_everything()
     sizes = [listed.size for listed in stored.store.list() if listed.name.startswith("data-")]
-    assert total == sum(sizes) == sum(nbytes for _, _, nbytes, _ in stored.store.reads)
+    assert total == sum(sizes) == sum(nbytes for _, _, nbytes in stored.store.reads)
 
 
 def large() -> Stored:
