@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from holdfast.boxes import Box, overlaps, uncovered, volume
 from holdfast.formats.native.refs import TensorRef
@@ -86,10 +87,16 @@ def read_regions(regions: Sequence[Region], source: Source, *, verify: bool) -> 
         for part, buffer in zip(batch, buffers, strict=True):
             put(part.memory, elements_of(buffer, part.fill.ref))
             written += buffer.size
-    for tensor in {id(region.fill.target): region.fill.target for region in regions}.values():
+    for tensor in {id(tensor): tensor for tensor in map(_counted, regions)}.values():
         if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
     return nbytes, written
+
+
+def _counted(region: Region) -> Any:
+    """The tensor whose changes autograd counts. A ``ShardedTensor`` is none: it only has some."""
+    target = region.fill.target
+    return region.memory if isinstance(target, ShardedTensor) else target
 
 
 def check_regions(regions: Iterable[Region], source: Source) -> None:
