@@ -213,3 +213,38 @@ def test_it_is_for_rounds_only() -> None:
         assert group.all_gather(b"x") == [b"x"]
     with pytest.raises(RuntimeError, match="outside of a round"):
         group.all_gather(b"")
+
+
+def talk_in_threads() -> list[Any]:
+    """Two threads have rounds at the same time, which of them first is up to the machine."""
+    found: list[Any] = []
+
+    def meet() -> None:
+        for _ in range(20):
+            with private_group_of(None, "threads").round() as link:
+                sent = f"{dist.get_rank()}".encode() * 1000
+                found.append([received == f"{n}".encode() * 1000 for n, received in enumerate(link.all_gather(sent))])
+
+    threads = [threading.Thread(target=meet) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_threads_have_their_rounds_one_after_the_other(ranks: RankPool) -> None:
+    for found in ranks(3).run(talk_in_threads, group_timeout=20):
+        assert found == [[True] * 3] * 40
+
+
+def nest_rounds() -> list[Any]:
+    group = private_group_of(None, "nested")
+    with group.round("a save") as link:
+        with pytest.raises(RuntimeError, match="a load is called within another call"), group.round("a load"):
+            raise AssertionError
+        return link.all_gather(b"still here")
+
+
+def test_a_round_within_a_round_is_refused_and_the_first_one_goes_on(ranks: RankPool) -> None:
+    assert ranks(2).run(nest_rounds) == [[b"still here"] * 2] * 2

@@ -88,15 +88,35 @@ class PrivateGroup:
         self._backend: Any = None
         self._broken: Exception | None = None
         self._round_is_over = True
+        self._turn = threading.Lock()
+        self._thread_in_round: int | None = None
 
     @contextmanager
     def round(self, name: str = "a save") -> Iterator[PrivateGroup]:
-        """One save, or whatever else it is called. All ranks must have the same rounds in the same order."""
+        """One save, or whatever else it is called. All ranks must have the same rounds in the same order.
+
+        Threads have their rounds one after the other: their messages would get mixed up otherwise.
+        """
+        if self._thread_in_round == threading.get_ident():
+            raise RuntimeError(
+                f"{name} is called within another call to Holdfast of the same ranks, such as by a state_dict() that is "
+                "being saved. Call it before or afterwards."
+            )
+        with self._turn:
+            self._thread_in_round = threading.get_ident()
+            try:
+                with self._only_round(name):
+                    yield self
+            finally:
+                self._thread_in_round = None
+
+    @contextmanager
+    def _only_round(self, name: str) -> Iterator[None]:
         self._round_is_over = False
         if self._roll is not None:
             self._roll.begin(name)
         try:
-            yield self
+            yield
         except BaseException:
             self._leave(_Phase.FAILED)
             raise
@@ -174,8 +194,8 @@ class PrivateGroup:
     def _report_absent(self, absent: list[int]) -> NoReturn:
         names = ", ".join(map(str, absent))
         error = RankLeftError(
-            f"rank {names} gave up the save before all ranks had finished it. Its own error tells why. The earlier "
-            "checkpoint is still there, or the new one if it was committed just before. Save again.",
+            f"rank {names} gave up the save or load before all ranks had finished it. Its own error tells why. Of a "
+            "save, the earlier checkpoint is still there, or the new one if it was committed just before. Try again.",
             ranks=absent,
         )
         raise CheckpointException("write", {rank: wrap_exception(error) for rank in absent})
