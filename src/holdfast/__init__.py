@@ -16,11 +16,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from holdfast import errors
 from holdfast.checkpoint import Checkpoint
 from holdfast.checkpoint import open_checkpoint as open
 from holdfast.errors import CheckpointException, HoldfastError, MissingPackageError
 from holdfast.formats.native.declared import declare
 from holdfast.load_report import LoadReport
+from holdfast.version import __version__
 
 if TYPE_CHECKING:
     from holdfast.states.per_rank import PerRank
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     from holdfast.stock import HoldfastReader, HoldfastWriter
     from holdfast.verbs.load import load
     from holdfast.verbs.save import SavedCheckpoint, save
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint",
@@ -43,6 +43,7 @@ __all__ = [
     "SavedCheckpoint",
     "__version__",
     "declare",
+    "errors",
     "load",
     "open",
     "save",

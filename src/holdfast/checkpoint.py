@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.errors import UnknownKeyError
 from holdfast.formats.native.refs import PerRankValues, TensorRef
 from holdfast.patterns import Chooser, Patterns
 from holdfast.sources.detect import open_source
@@ -75,7 +76,7 @@ class Checkpoint(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         leaf = self._leaves.get(key)
         if leaf is None:
-            raise KeyError(self._what_is_wrong_with(key))
+            raise self._unknown(key)
         self.looked_at.add(key)
         return substituted(leaf.value, self._handle)
 
@@ -104,7 +105,12 @@ class Checkpoint(Mapping[str, Any]):
             keys = {leaf.path: key for key, leaf in self._leaves.items()}
             tree = pruned(tree, (), lambda path: path in keys and chosen(keys[path]))
             if tree is NOTHING:
-                raise KeyError(f"no key of {self.path} is meant by {pattern!r}")
+                raise UnknownKeyError(
+                    f"no key of {self.path} is meant by {pattern!r}; list(checkpoint) tells which there are",
+                    key=str(pattern),
+                    path=self.path,
+                    near=[],
+                )
         refs = {ref.key: ref for ref in refs_in(tree)}
         buffers = {key: np.empty(ref.shape, ref.dtype.carrier) for key, ref in refs.items()}
         self._source.read(
@@ -121,6 +127,13 @@ class Checkpoint(Mapping[str, Any]):
             for key, ref in refs.items()
         }
         return substituted(_with_lists(tree), lambda ref: elements[ref.key])
+
+    def verify(self) -> int:
+        """Read everything and compare all digests that the format has. Returns how many bytes were read.
+
+        Raises ``DamagedCheckpointError`` at the first damage, which names file and key.
+        """
+        return self._source.verify()
 
     def close(self) -> None:
         """Let go of what is open."""
@@ -158,13 +171,15 @@ class Checkpoint(Mapping[str, Any]):
                 names.setdefault(leaf.value.key, []).append(key)
         return names
 
-    def _what_is_wrong_with(self, key: str) -> str:
+    def _unknown(self, key: Any) -> UnknownKeyError:
         below = [other for other in self._leaves if other.startswith(f"{key}.")]
+        near = below[:5] or difflib.get_close_matches(str(key), list(self._leaves)[:5000], n=3)
         if below:
-            return f"{key!r} is not one entry but {len(below)}, such as {below[0]!r}; load({key!r}) reads them all"
-        near = difflib.get_close_matches(str(key), list(self._leaves)[:5000], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"there is no {key!r} in {self.path}{hint}"
+            text = f"{key!r} is not one entry but {len(below)}, such as {below[0]!r}; load({key!r}) reads them all"
+        else:
+            hint = f"did you mean {near[0]!r}?" if near else "list(checkpoint) tells which there are"
+            text = f"there is no {key!r} in {self.path}; {hint}"
+        return UnknownKeyError(text, key=str(key), path=self.path, near=near)
 
 
 def _with_lists(tree: Any) -> Any:

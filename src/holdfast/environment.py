@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.version import __version__
+
 
 def stamp(world_size: int) -> dict[str, Any]:
     """When, by how many ranks, and with which versions something was written.
@@ -16,8 +18,6 @@ def stamp(world_size: int) -> dict[str, Any]:
     >>> sorted(stamp(1))[:3]
     ['by', 'numpy', 'platform']
     """
-    from holdfast import __version__
-
     noted: dict[str, Any] = {
         "by": f"holdfast {__version__}",
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),

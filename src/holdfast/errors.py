@@ -1,8 +1,8 @@
 """One exception class per cause, each with fields to act on and a message that ends in what to do next.
 
 Every class here survives pickling, because errors travel between ranks. ``HoldfastError`` catches all of them
-except ``CheckpointException``, which is what a *collective* call raises on every rank: it carries the errors of
-the ranks that failed.
+except ``CheckpointException``, which is what a collective call of ``holdfast.dcp`` raises on every rank: it carries the
+errors of the ranks that failed. ``holdfast.save`` and ``load`` raise the error itself on every rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CheckpointNotFoundError(HoldfastError, FileNotFoundError):
 
 
 class CheckpointExistsError(HoldfastError, RuntimeError):
-    """A committed checkpoint is in the way and overwriting was forbidden. Fields: ``path``."""
+    """A checkpoint is in the way: one that may not be overwritten, or one of another format. Fields: ``path``."""
 
     path: str
 
@@ -78,7 +78,7 @@ class RefusedPickleError(HoldfastError):
 
 
 class StateMismatchError(HoldfastError, RuntimeError, ValueError):
-    """The checkpoint and the state to load into do not fit; lists every problem of this rank at once.
+    """The checkpoint and the state to load into do not fit; lists every problem at once.
 
     Fields: ``missing`` (keys), ``shapes`` (key to ``(saved, current)``), ``dtypes`` (key to ``(saved, current)``),
     ``kinds`` (key to text), ``uncovered`` (key to text), ``unexpected`` (stored keys without a place in the state).
@@ -133,7 +133,7 @@ class IncompleteLoadError(HoldfastError, RuntimeError):
 
 
 class RankDisagreementError(HoldfastError, RuntimeError):
-    """Ranks of one call look at different checkpoints. Fields: ``views`` (rank to text)."""
+    """Ranks are in different calls, or look at different checkpoints. Fields: ``views`` (rank to text)."""
 
     views: Mapping[int, str]
 
@@ -179,7 +179,7 @@ class SnapshotError(HoldfastError, TypeError):
 
 
 class RankLeftError(HoldfastError, RuntimeError):
-    """Another rank gave up a save that needs all ranks. Fields: ``ranks``."""
+    """Another rank gave up a save or load that needs all ranks. Fields: ``ranks``."""
 
     ranks: list[int]
 
@@ -257,3 +257,11 @@ class UnreadablePickleError(HoldfastError):
     """A pickle that the user allowed cannot be loaded here. Fields: ``key``."""
 
     key: str
+
+
+class UnknownKeyError(HoldfastError, KeyError):
+    """A checkpoint has no such entry. Fields: ``key``, ``path``, ``near`` (entries that may be meant)."""
+
+    key: str
+    path: str
+    near: Sequence[str]

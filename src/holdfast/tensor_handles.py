@@ -89,6 +89,8 @@ class TensorHandle:
         return cut.applied(buffer)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise ValueError("a stored tensor is always read into new memory; it cannot be had without a copy")
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def __repr__(self) -> str:

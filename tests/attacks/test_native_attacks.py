@@ -70,7 +70,7 @@ def load_into_nothing(folder: Path) -> Any:
 def verify(folder: Path) -> Any:
     with open_source(folder) as source:
         assert source.tree is not None
-        return source.verify_everything()
+        return source.verify()
 
 
 WAYS = [open_and_load, open_and_slice, load_into_tensors, load_into_nothing, verify]

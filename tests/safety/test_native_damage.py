@@ -65,9 +65,9 @@ def only(folder: Path, pattern: str) -> Path:
     return path
 
 
-def verify_everything(folder: Path) -> None:
+def verify(folder: Path) -> None:
     with open_source(folder) as source:
-        source.verify_everything()
+        source.verify()
 
 
 def load_everything(folder: Path, state: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ def test_a_flipped_bit_at_every_byte_of_the_record_and_the_columns_is_found(tmp_
     content = path.read_bytes()
     for position, bit in bits_to_flip(path, every_bit):
         with changed(path, flipped(content, position, bit)):
-            for read in (open_everything, verify_everything):
+            for read in (open_everything, verify):
                 with pytest.raises((DamagedCheckpointError, UnsupportedVersionError)) as caught:
                     read(tmp_path)
                 assert caught.value.file == str(path)
@@ -163,7 +163,7 @@ def test_a_flipped_bit_in_a_data_file_is_found_by_all_who_read_that_block_and_by
         affected = layout.affected(position)
         with changed(layout.path, flipped(layout.content, position, position % 8)):
             with pytest.raises(DamagedCheckpointError) as caught:
-                verify_everything(tmp_path)
+                verify(tmp_path)
             assert caught.value.key in affected
             for key, value in state.items():
                 target = {key: torch.zeros_like(value)}
@@ -243,7 +243,7 @@ def test_a_data_file_that_is_not_as_it_was(tmp_path, way):
             assert caught.value.key == key
             assert key in str(caught.value)
     with pytest.raises(DamagedCheckpointError):
-        verify_everything(tmp_path)
+        verify(tmp_path)
 
 
 @pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"\0", lambda data: b"", None])
@@ -251,7 +251,7 @@ def test_a_columns_file_that_is_not_as_it_was(tmp_path, change):
     hf.save(small_state(), tmp_path)
     path = only(tmp_path, "index-*")
     with changed(path, change and change(path.read_bytes())):
-        for read in (open_everything, verify_everything):
+        for read in (open_everything, verify):
             with pytest.raises(DamagedCheckpointError) as caught:
                 read(tmp_path)
             assert caught.value.file == str(path)
@@ -278,7 +278,7 @@ def test_data_files_that_changed_places(tmp_path):
         with pytest.raises(DamagedCheckpointError, match=f"'{key}'"):
             hf.load({key: torch.zeros(100, dtype=torch.int64)}, tmp_path)
     with pytest.raises(DamagedCheckpointError):
-        verify_everything(tmp_path)
+        verify(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["data", "index"])
@@ -291,7 +291,7 @@ def test_files_of_another_save_under_the_names_of_this_one(tmp_path, kind):
     with pytest.raises(DamagedCheckpointError):
         hf.load(target, tmp_path / "new")
     with pytest.raises(DamagedCheckpointError):
-        verify_everything(tmp_path / "new")
+        verify(tmp_path / "new")
     with pytest.raises(DamagedCheckpointError):
         hf.open(tmp_path / "new")["weight"][3:4]
 

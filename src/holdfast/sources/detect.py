@@ -6,16 +6,12 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from holdfast.errors import CheckpointNotFoundError, NotACheckpointError, UncommittedCheckpointError
 from holdfast.formats.native.names import RECORD, generation_of
 from holdfast.sources.source import Source
-
-if TYPE_CHECKING:
-    from holdfast.stores.store import Store
+from holdfast.stores.places import local_path, store_at
+from holdfast.stores.store import Store
 
 _DCP_INDEX = re.compile(r"(?:__\d+)?\.metadata")
 _SAFETENSORS = ".safetensors"
@@ -39,7 +35,7 @@ def open_source(place: str | os.PathLike[str] | Store, *, allow_pickle: bool = F
     >>> source.format, source.tensors["weight"].shape, source.tree["step"]
     ('torch', (2, 3), 7)
     """
-    path = _local_path(place)
+    path = local_path(place)
     if path is None:
         return _open_in_store(place, allow_pickle)
     if path.is_dir():
@@ -52,21 +48,8 @@ def open_source(place: str | os.PathLike[str] | Store, *, allow_pickle: bool = F
     )
 
 
-def _local_path(place: str | os.PathLike[str] | Store) -> Path | None:
-    """The path that is meant; None for other places."""
-    if not isinstance(place, (str, os.PathLike)):
-        return None
-    text = os.fspath(place)
-    if text.startswith("file://"):
-        text = url2pathname(urlsplit(text).path)
-    if not text:
-        raise ValueError("the path of a checkpoint is empty")
-    return None if isinstance(place, str) and "://" in text else Path(os.path.abspath(text))
-
-
 def _open_in_store(place: str | os.PathLike[str] | Store, allow_pickle: bool) -> Source:
     from holdfast.sources.native import NativeSource
-    from holdfast.stores.places import store_at
 
     store = store_at(place)
     if store.size(RECORD) is not None:
@@ -84,7 +67,6 @@ def _open_folder(path: Path, allow_pickle: bool) -> Source:
     names = sorted(os.listdir(path))
     if RECORD in names or (path / RECORD).exists():  # a listing may miss a name that is replaced just now
         from holdfast.sources.native import NativeSource
-        from holdfast.stores.places import store_at
 
         return NativeSource(store_at(path), allow_pickle=allow_pickle)
     if any(map(_DCP_INDEX.fullmatch, names)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -19,7 +19,7 @@ from holdfast.formats.native.columns import (
 )
 from holdfast.formats.native.names import RECORD
 from holdfast.formats.native.reading import WINDOW_BYTES, ReadableFile, read_slabs
-from holdfast.formats.native.record import Record, StoredFile, decode_record
+from holdfast.formats.native.record import LARGEST_RECORD, Record, StoredFile, decode_record
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.slabs import Slab, cut_into_slabs, row_major_strides
 from holdfast.formats.native.values import decode
@@ -27,7 +27,6 @@ from holdfast.sources.source import Request, Source, check_requests
 from holdfast.stores.store import Reader, Store
 
 _LARGE = 1 << 36
-_LARGEST_RECORD = 1 << 31
 
 
 class NativeSource(Source):
@@ -82,7 +81,7 @@ class NativeSource(Source):
             self._checked_headers |= touched
         return read
 
-    def verify_everything(self) -> int:
+    def verify(self) -> int:
         """Read every file and compare all digests. Returns how many bytes that were."""
         chunks: list[list[tuple[int, int, str]]] = [[] for _ in self.record.files]
         for ref in self.record.tensors:
@@ -175,18 +174,15 @@ class NativeSource(Source):
 
         @contextmanager
         def opened() -> Iterator[Reader]:
-            path = self.store.path_of(file.name)
-            try:
-                manager = self.store.reader(file.name)
-                reader = manager.__enter__()
-            except FileNotFoundError:
-                self._refuse_missing(file, key)
-            try:
+            with ExitStack() as stack:
+                try:
+                    reader = stack.enter_context(self.store.reader(file.name))
+                except FileNotFoundError:
+                    self._refuse_missing(file, key)
                 if reader.size != file.nbytes:
+                    path = self.store.path_of(file.name)
                     _refuse(path, "does not have the size that was recorded", file.nbytes, reader.size, key)
                 yield reader
-            finally:
-                manager.__exit__(None, None, None)
 
         return opened
 
@@ -216,8 +212,8 @@ def read_record(store: Store) -> Record:
     path = store.path_of(RECORD)
     try:
         with store.reader(RECORD) as reader:
-            if reader.size > _LARGEST_RECORD:  # which costs nothing to make, and would take all memory
-                _refuse(path, "is too large to be a record", f"at most {_LARGEST_RECORD} bytes", reader.size)
+            if reader.size > LARGEST_RECORD:  # which costs nothing to make, and would take all memory
+                _refuse(path, "is too large to be a record", f"at most {LARGEST_RECORD} bytes", reader.size)
             data = bytearray(reader.size)
             reader.read_into(0, data)
     except FileNotFoundError:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from holdfast.boxes import Box, out_of_bounds
@@ -81,6 +82,14 @@ class Source(ABC):
 
         Besides that memory no more is needed than for one chunk. If it raises, some requests may have been filled.
         """
+
+    def verify(self) -> int:
+        """Read everything, to see whether it is undamaged. Returns how many bytes that were."""
+        return sum(self._verify_chunk(ref, chunk) for ref in self.tensors.values() for chunk in self.chunks(ref.key))
+
+    def _verify_chunk(self, ref: TensorRef, chunk: Box) -> int:
+        into = np.empty(chunk.sizes, ref.dtype.carrier)
+        return self.read([Request(ref.key, tuple(chunk.offsets), tuple(chunk.sizes), into)]) if into.size else 0
 
     def close(self) -> None:
         """Let go of what is open. The source cannot be read any more."""

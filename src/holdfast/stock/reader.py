@@ -35,6 +35,7 @@ from holdfast.sources.trees import children_of, collect_refs, substituted
 from holdfast.states.destinations import torch_dtype
 from holdfast.stock.flat_states import FlatState, flat_state, is_plain, is_tensor
 from holdfast.stock.writer import NOT_FLATTENED
+from holdfast.stores.places import local_path
 from holdfast.stores.store import Store
 from holdfast.tensor_handles import as_elements
 from holdfast.verbs.filling import Region, memory_problem, read_regions
@@ -79,12 +80,13 @@ class HoldfastReader(StorageReader):
     def __init__(
         self,
         path: str | os.PathLike[str] | Store | None = None,
+        *,
         allow_pickle: bool = False,
         verify: bool = True,
     ) -> None:
         self.allow_pickle = allow_pickle
         self.verify = verify
-        self._path = _absolute(path)
+        self._path = _anchored(path)
         self._opened: _Opened | None = None
 
     # The methods below are in the order in which torch calls them.
@@ -92,7 +94,7 @@ class HoldfastReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin anew, at another place if one is given."""
         if checkpoint_id is not None:
-            self._path = _absolute(checkpoint_id)
+            self._path = _anchored(checkpoint_id)
         self._opened = None
 
     @classmethod
@@ -262,8 +264,7 @@ def _warn_of(left_out: dict[str, str], source: Source) -> None:
         )
 
 
-def _absolute(path: str | os.PathLike[str] | Store | None) -> str | os.PathLike[str] | Store | None:
+def _anchored(place: str | os.PathLike[str] | Store | None) -> str | os.PathLike[str] | Store | None:
     """A relative path is that of now, even if the program changes its folder later."""
-    if path is None or isinstance(path, Store) or (isinstance(path, str) and ("://" in path or not path)):
-        return path
-    return os.path.abspath(path)
+    path = None if place is None or place == "" else local_path(place)
+    return place if path is None else path

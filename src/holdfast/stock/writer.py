@@ -70,6 +70,7 @@ class HoldfastWriter(StorageWriter):
     def __init__(
         self,
         path: str | os.PathLike[str] | Store | None = None,
+        *,
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
         allow_pickle: bool = False,

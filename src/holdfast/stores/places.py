@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from holdfast.stores.local_store import LocalStore
@@ -28,6 +30,25 @@ def store_at(place: str | os.PathLike[str] | Store) -> Store:
     """
     if isinstance(place, Store):
         return place
+    path = local_path(place)
+    if path is not None:
+        return LocalStore(path)
+    url = os.fsdecode(place)
+    if url.lower().startswith("memory://"):
+        return MemoryStore(url[len("memory://") :])
+    raise ValueError(f"there is no store for {url}. Supported are {_SUPPORTED}")
+
+
+def local_path(place: str | os.PathLike[str] | Store) -> Path | None:
+    """The path on this machine that a user means, as it is now; None for other places.
+
+    >>> local_path("file:///checkpoints/step%201")
+    PosixPath('/checkpoints/step 1')
+    >>> local_path("memory://run") is None
+    True
+    """
+    if isinstance(place, Store):
+        return None
     path = os.fsdecode(place)
     if not path:
         raise ValueError("the path of a checkpoint is empty; give the path of a folder")
@@ -35,12 +56,20 @@ def store_at(place: str | os.PathLike[str] | Store) -> Store:
         raise ValueError(f"{path} was a URL until it was made a path, which takes slashes away; give it as a str")
     scheme = _URL.match(path)
     if scheme is None:
-        return LocalStore(path)
-    if scheme[0].lower() == "memory://":
-        return MemoryStore(path[scheme.end() :])
-    if scheme[0].lower() == "file://":
-        return LocalStore(_path_of_file_url(path))
-    raise ValueError(f"there is no store for {path}. Supported are {_SUPPORTED}")
+        return Path(path).absolute()
+    return Path(_path_of_file_url(path)) if scheme[0].lower() == "file://" else None
+
+
+def in_messages(place: Any) -> str:
+    """What a place is called in messages, and by which ranks compare it. What is wrong with it is told later.
+
+    >>> in_messages("/checkpoints/step-1/"), in_messages(7)
+    ('/checkpoints/step-1', '7')
+    """
+    try:
+        return store_at(place).location
+    except Exception:
+        return repr(place)
 
 
 def _path_of_file_url(url: str) -> str:

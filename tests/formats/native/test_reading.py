@@ -235,7 +235,7 @@ def test_everything_is_verified_block_by_block(data):
     source = NativeSource(stored.store)
     assert source.columns is not None
     stored.store.reads.clear()
-    total = source.verify_everything()
+    total = source.verify()
     sizes = [listed.size for listed in stored.store.list() if listed.name.startswith("data-")]
     assert total == sum(sizes) == sum(nbytes for _, _, nbytes in stored.store.reads)
 

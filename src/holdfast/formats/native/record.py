@@ -24,6 +24,7 @@ from holdfast.formats.native.refs import TensorRef
 FORMAT = "holdfast"
 VERSION = (1, 0)
 BLOCK_BYTES = 1 << 16
+LARGEST_RECORD = 1 << 31
 
 KINDS = ("sharded", "replicated", "per_rank")
 _HEAD = re.compile(rb'\{"format":"holdfast",\n"version":\[([0-9]{1,9}),([0-9]{1,9})\],')
@@ -75,6 +76,12 @@ def encode_record(record: Record) -> bytes:
     ]
     # Escapes for all but ASCII: a text may hold what UTF-8 cannot, such as half of a surrogate pair.
     body = ("{" + ",\n".join(lines)).encode("ascii")
+    if len(body) > LARGEST_RECORD - _TAIL_BYTES:
+        raise UnsupportedValueError(
+            f"the values and names of the state take {len(body)} bytes in the record of the checkpoint, and readers "
+            f"take {LARGEST_RECORD}. Put large values into tensors or numpy arrays.",
+            key="",
+        )
     return body + b',"check":"%s"}\n' % xxhash.xxh3_128_hexdigest(body).encode()
 
 
