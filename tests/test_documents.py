@@ -48,3 +48,4 @@ def test_the_links_of_a_document_lead_somewhere(document: str) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / document).read_text())
 
     assert [link for link in links if not (folder / link).exists()] == []
+    assert "@" not in re.sub(r"`[^`]*`|^```.*?^```", "", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
