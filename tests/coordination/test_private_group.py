@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import weakref
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from holdfast.coordination.interrupts import interrupts_wait
 from holdfast.coordination.linked import LinkedCollectives
 from holdfast.coordination.private_group import PrivateGroup, forget_private_group, private_group_of
 from holdfast.errors import CheckpointException, ConnectionLostError
@@ -248,3 +250,48 @@ def nest_rounds() -> list[Any]:
 
 def test_a_round_within_a_round_is_refused_and_the_first_one_goes_on(ranks: RankPool) -> None:
     assert ranks(2).run(nest_rounds) == [[b"still here"] * 2] * 2
+
+
+def interrupt_between_messages() -> tuple[str, list[bytes]]:
+    """Ctrl-C when the sizes were told to the others, and what has these sizes was not sent yet."""
+    group = private_group_of(None, "interrupted")
+    run, handler = group._run, signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def run_and_interrupt(operation: Any) -> None:
+        group._run = run  # type: ignore[method-assign]
+        run(operation)
+        signal.raise_signal(signal.SIGINT)
+
+    if dist.get_rank() == 1:
+        group._run = run_and_interrupt  # type: ignore[method-assign]
+    error: BaseException | None = None
+    try:
+        with group.round():
+            group.all_gather(b"a" * 100)
+            group.all_gather(b"b")
+    except BaseException as raised:
+        error = raised
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    with group.round():
+        return type(error).__name__, group.all_gather(b"again")
+
+
+def test_an_interrupt_in_the_middle_of_an_exchange_waits_for_its_end(ranks: RankPool) -> None:
+    errors = ["CheckpointException", "KeyboardInterrupt", "CheckpointException"]
+    found = ranks(3).run(interrupt_between_messages, group_timeout=20)
+    assert found == [(error, [b"again"] * 3) for error in errors]
+
+
+def test_interrupts_that_waited_are_not_lost_if_something_else_fails() -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    @interrupts_wait()
+    def fail_interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("something else")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fail_interrupted()
+    assert isinstance(caught.value.__context__, ValueError)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from holdfast.coordination.failures import wrap_exception
+from holdfast.coordination.interrupts import interrupts_wait
 from holdfast.coordination.roll_call import RollCall
 from holdfast.errors import CheckpointException, ConnectionLostError, MissingRanksError, RankLeftError
 
@@ -99,8 +100,8 @@ class PrivateGroup:
         """
         if self._thread_in_round == threading.get_ident():
             raise RuntimeError(
-                f"{name} is called within another call to Holdfast of the same ranks, such as by a state_dict() that is "
-                "being saved. Call it before or afterwards."
+                f"{name} is called within another call to Holdfast of the same ranks, such as by a state_dict() that "
+                "is being saved. Call it before or afterwards."
             )
         with self._turn:
             self._thread_in_round = threading.get_ident()
@@ -135,6 +136,7 @@ class PrivateGroup:
         self._backend = None
         self._roll = None
 
+    @interrupts_wait()
     def all_gather(self, payload: bytes) -> list[bytes]:
         """What every rank gave, on every rank."""
         sizes = self._open_exchange(len(payload))
@@ -143,6 +145,7 @@ class PrivateGroup:
         self._run(lambda backend: backend.allgather([received], [mine]))
         return [_payload(box, size) for box, size in zip(received, sizes, strict=True)]
 
+    @interrupts_wait()
     def gather(self, payload: bytes, root: int) -> list[bytes] | None:
         """What every rank gave, on ``root`` alone."""
         sizes = self._open_exchange(len(payload))
@@ -155,6 +158,7 @@ class PrivateGroup:
             return None
         return [_payload(box, size) for box, size in zip(received, sizes, strict=True)]
 
+    @interrupts_wait()
     def scatter(self, payloads: list[bytes] | None, root: int) -> bytes:
         """The n-th of ``root``'s payloads on rank n."""
         largest = max(map(len, payloads)) if payloads else 0
@@ -168,6 +172,7 @@ class PrivateGroup:
         length = int.from_bytes(_payload(received, 8), "little")
         return _payload(received[8:], length)
 
+    @interrupts_wait()
     def broadcast(self, payload: bytes | None, root: int) -> bytes:
         """What ``root`` gave, on every rank."""
         size = self._open_exchange(len(payload or b""))[root]
@@ -200,6 +205,7 @@ class PrivateGroup:
         )
         raise CheckpointException("write", {rank: wrap_exception(error) for rank in absent})
 
+    @interrupts_wait()
     def _leave(self, phase: _Phase) -> None:
         """Meet the others at the end of the round, or tell those that are still in it that this rank is not."""
         if self._round_is_over:
