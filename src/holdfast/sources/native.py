@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from holdfast.boxes import Box, overlap, volume
-from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError
+from holdfast.errors import CheckpointNotFoundError
 from holdfast.formats.native.columns import (
     ChunkTable,
     Columns,
@@ -17,6 +17,7 @@ from holdfast.formats.native.columns import (
     first_blocks,
     header_ends,
 )
+from holdfast.formats.native.damage import refuse
 from holdfast.formats.native.names import RECORD
 from holdfast.formats.native.reading import WINDOW_BYTES, ReadableFile, read_slabs
 from holdfast.formats.native.record import LARGEST_RECORD, Record, StoredFile, decode_record
@@ -102,7 +103,7 @@ class NativeSource(Source):
     def _ref(self, key: str) -> TensorRef:
         ref = self.tensors.get(key)
         if ref is None:
-            _refuse(self.store.path_of(RECORD), f"refers to a tensor {key!r} that it does not list", "a key", key)
+            refuse(self.store.path_of(RECORD), f"refers to a tensor {key!r} that it does not list", "a key", key)
         return ref
 
     @cached_property
@@ -181,7 +182,7 @@ class NativeSource(Source):
                     self._refuse_missing(file, key)
                 if reader.size != file.nbytes:
                     path = self.store.path_of(file.name)
-                    _refuse(path, "does not have the size that was recorded", file.nbytes, reader.size, key)
+                    refuse(path, "does not have the size that was recorded", file.nbytes, reader.size, key)
                 yield reader
 
         return opened
@@ -197,14 +198,14 @@ class NativeSource(Source):
                         self._refuse_missing(file, ref.key)
                     if found != file.nbytes:
                         path = self.store.path_of(file.name)
-                        _refuse(path, "does not have the size that was recorded", file.nbytes, found, ref.key)
+                        refuse(path, "does not have the size that was recorded", file.nbytes, found, ref.key)
 
     def _refuse_missing(self, file: StoredFile, key: str | None) -> NoReturn:
         what = "is missing, though the record of the checkpoint lists it"
         with suppress(Exception):
             if read_record(self.store).generation != self.record.generation:
                 what = "is gone: another save has replaced the checkpoint since it was opened, so open it again"
-        _refuse(self.store.path_of(file.name), what, f"{file.nbytes} bytes", "no such file", key)
+        refuse(self.store.path_of(file.name), what, f"{file.nbytes} bytes", "no such file", key)
 
 
 def read_record(store: Store) -> Record:
@@ -213,7 +214,7 @@ def read_record(store: Store) -> Record:
     try:
         with store.reader(RECORD) as reader:
             if reader.size > LARGEST_RECORD:  # which costs nothing to make, and would take all memory
-                _refuse(path, "is too large to be a record", f"at most {LARGEST_RECORD} bytes", reader.size)
+                refuse(path, "is too large to be a record", f"at most {LARGEST_RECORD} bytes", reader.size)
             data = bytearray(reader.size)
             reader.read_into(0, data)
     except FileNotFoundError:
@@ -227,15 +228,3 @@ def _to_be_checked(file: int, begin: int, end: int, key: str) -> Iterator[Slab]:
     """A part of a file, for its digests alone."""
     for at in range(begin, end, WINDOW_BYTES):
         yield Slab(file, at, min(WINDOW_BYTES, end - at), (), None, key)
-
-
-def _refuse(path: str, what: str, expected: Any, found: Any, key: str | None = None) -> NoReturn:
-    needed = "" if key is None else f"; it is needed for {key!r}"
-    raise DamagedCheckpointError(
-        f"{path} {what} (expected {expected}, found {found}{needed}). Copy the checkpoint again with all its files, or "
-        "load another one.",
-        file=path,
-        key=key,
-        expected=expected,
-        found=found,
-    )

@@ -9,15 +9,15 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from holdfast.boxes import first_overlap
-from holdfast.errors import DamagedCheckpointError
 from holdfast.formats.native.blocks import Digests, count_blocks
+from holdfast.formats.native.damage import refuse
 from holdfast.formats.native.record import Record, StoredFile
 from holdfast.formats.safetensors.header import plan_header, read_header
 
@@ -69,17 +69,17 @@ def digest_of(data: bytes) -> str:
 def decode_columns(data: bytes, record: Record, source: str) -> Columns:
     """Check the columns file ``data`` against the record that it belongs to."""
     if len(data) != record.index.nbytes or digest_of(data) != record.index.digest:
-        _refuse(source, "is not as it was written: its digest differs", record.index.digest, digest_of(data))
+        refuse(source, "is not as it was written: its digest differs", record.index.digest, digest_of(data))
     header = read_header(io.BytesIO(data), source)
     arrays: dict[str, Any] = {}
     for name, (stored_as, dtype) in _STORED.items():
         tensor = header.tensors.get(name)
         if tensor is None or tensor.dtype != stored_as or len(tensor.shape) != 1:
-            _refuse(source, f"lacks the column {name!r}", f"{stored_as} in one dimension", tensor)
+            refuse(source, f"lacks the column {name!r}", f"{stored_as} in one dimension", tensor)
         found = np.frombuffer(data, dtype, count=tensor.shape[0], offset=header.position(name))
         if name != "digests":
             if found.size and int(found.max()) >= 1 << 62:
-                _refuse(source, f"has impossible numbers in {name!r}", "less than 2**62", int(found.max()))
+                refuse(source, f"has impossible numbers in {name!r}", "less than 2**62", int(found.max()))
             found = found.astype(np.int64)
         arrays[name] = found
     columns = Columns(**arrays)
@@ -118,7 +118,7 @@ class ChunkTable:
             )
         ]
         if len(chunks) > 1 and first_overlap(chunks) is not None:
-            _refuse(self._source, f"has chunks of {self._record.tensors[tensor].key!r} that overlap", "none", "some")
+            refuse(self._source, f"has chunks of {self._record.tensors[tensor].key!r} that overlap", "none", "some")
         return chunks
 
 
@@ -143,19 +143,19 @@ def _check(columns: Columns, record: Record, source: str) -> None:
     tensors, files = record.tensors, record.files
     chunks = len(columns.chunk_tensor)
     if not len(columns.chunk_file) == len(columns.chunk_begin) == chunks:
-        _refuse(source, "has columns of different lengths", chunks, len(columns.chunk_file))
+        refuse(source, "has columns of different lengths", chunks, len(columns.chunk_file))
     if chunks and (np.any(np.diff(columns.chunk_tensor) < 0) or int(columns.chunk_tensor[-1]) >= len(tensors)):
-        _refuse(source, "has chunks out of order, or of unknown tensors", f"below {len(tensors)}", "others")
+        refuse(source, "has chunks out of order, or of unknown tensors", f"below {len(tensors)}", "others")
     if chunks and int(columns.chunk_file.max()) >= len(files):
-        _refuse(source, "has chunks in unknown files", f"below {len(files)}", int(columns.chunk_file.max()))
+        refuse(source, "has chunks in unknown files", f"below {len(files)}", int(columns.chunk_file.max()))
     blocks = sum(count_blocks(file.nbytes, record.block_bytes) for file in files)
     if len(columns.digests) != blocks:
-        _refuse(source, "has the wrong number of digests", blocks, len(columns.digests))
+        refuse(source, "has the wrong number of digests", blocks, len(columns.digests))
     volumes = _volumes(columns, record, source)
     sizes = np.array([tensor.dtype.itemsize for tensor in tensors], dtype=np.int64)
     ends = columns.chunk_begin + volumes * sizes[columns.chunk_tensor]
     if np.any(ends > np.array([file.nbytes for file in files], dtype=np.int64)[columns.chunk_file]):
-        _refuse(source, "has chunks that lie behind the end of their file", "inside", "outside")
+        refuse(source, "has chunks that lie behind the end of their file", "inside", "outside")
     stored = np.zeros(len(tensors), np.int64)
     np.add.at(stored, columns.chunk_tensor, volumes)
     expected = np.array([prod(tensor.shape) for tensor in tensors], dtype=np.int64)
@@ -163,7 +163,7 @@ def _check(columns: Columns, record: Record, source: str) -> None:
     if wrong.size:
         first = int(wrong[0])
         what = f"does not have all elements of {tensors[first].key!r}"
-        _refuse(source, what, int(expected[first]), int(stored[first]))
+        refuse(source, what, int(expected[first]), int(stored[first]))
 
 
 def _volumes(columns: Columns, record: Record, source: str) -> Numbers:
@@ -174,7 +174,7 @@ def _volumes(columns: Columns, record: Record, source: str) -> Numbers:
     per_chunk = dimensions[columns.chunk_tensor]
     first_of_chunk = _starts(per_chunk)
     if not len(columns.chunk_offsets) == len(columns.chunk_sizes) == int(first_of_chunk[-1]):
-        _refuse(source, "has the wrong number of offsets or sizes", int(first_of_chunk[-1]), len(columns.chunk_sizes))
+        refuse(source, "has the wrong number of offsets or sizes", int(first_of_chunk[-1]), len(columns.chunk_sizes))
     volumes = np.ones(len(per_chunk), np.int64)
     for ndim in np.unique(per_chunk).tolist():
         rows = np.flatnonzero(per_chunk == ndim)
@@ -183,16 +183,6 @@ def _volumes(columns: Columns, record: Record, source: str) -> Numbers:
         offsets, sizes = columns.chunk_offsets[numbers], columns.chunk_sizes[numbers]
         shape = shapes[first_of_tensor[columns.chunk_tensor[rows], None] + steps]
         if np.any(sizes < 1) or np.any(offsets + sizes > shape):
-            _refuse(source, "has chunks that are empty or lie outside of their tensor", "inside", "outside")
+            refuse(source, "has chunks that are empty or lie outside of their tensor", "inside", "outside")
         volumes[rows] = sizes.prod(axis=1)
     return volumes
-
-
-def _refuse(source: str, what: str, expected: Any, found: Any) -> NoReturn:
-    raise DamagedCheckpointError(
-        f"{source} {what} (expected {expected}, found {found!s:.200}). Copy the checkpoint again, or load another one.",
-        file=source,
-        key=None,
-        expected=expected,
-        found=found,
-    )

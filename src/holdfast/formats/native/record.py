@@ -10,12 +10,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import xxhash
 
 from holdfast.errors import DamagedCheckpointError, UnsupportedValueError, UnsupportedVersionError
 from holdfast.formats.json_objects import are_sizes, parse_json_object
+from holdfast.formats.native.damage import refuse
 from holdfast.formats.native.dtypes import DType, dtype_named
 from holdfast.formats.native.names import RECORD, generation_of, index_file, is_generation
 from holdfast.formats.native.numpy_types import numpy_dtype_from
@@ -90,16 +91,16 @@ def decode_record(data: bytes, source: str) -> Record:
     members = _opened(data, source)
     version: Any = members.get("version")
     if not (are_sizes(version) and len(version) == 2):
-        _refuse(source, "has no version", "[major, minor]", version)
+        refuse(source, "has no version", "[major, minor]", version)
     _refuse_newer(version[0], version[1], source)
     generation, block_bytes = members.get("generation"), members.get("block_bytes")
     if not isinstance(generation, str) or not is_generation(generation):
-        _refuse(source, "has no generation", "16 hexadecimal digits", generation)
+        refuse(source, "has no generation", "16 hexadecimal digits", generation)
     if type(block_bytes) is not int or not 4096 <= block_bytes <= 1 << 30 or block_bytes & (block_bytes - 1):
-        _refuse(source, "has no valid block size", "a power of two from 4096 to 1073741824", block_bytes)
+        refuse(source, "has no valid block size", "a power of two from 4096 to 1073741824", block_bytes)
     written = members.get("written", {})
     if not isinstance(written, dict):
-        _refuse(source, "does not say how it was written", "an object", type(written).__name__)
+        refuse(source, "does not say how it was written", "an object", type(written).__name__)
     return Record(
         generation=generation,
         files=_files(members.get("files"), source),
@@ -153,35 +154,35 @@ def _opened(data: bytes, source: str) -> dict[str, Any]:
         # A later version may seal its record in another way, but says which version it is in this one.
         _refuse_newer(int(head.group(1)), int(head.group(2)), source, ", unless it is damaged")
     if tail is None:
-        _refuse(source, "does not end as a record must; it is cut off or was changed", ',"check":"…"}', data[-60:])
+        refuse(source, "does not end as a record must; it is cut off or was changed", ',"check":"…"}', data[-60:])
     found = xxhash.xxh3_128_hexdigest(body)
     if found != tail.group(1).decode():
-        _refuse(source, "was changed after it was written: its digest differs", tail.group(1).decode(), found)
+        refuse(source, "was changed after it was written: its digest differs", tail.group(1).decode(), found)
     if head is None:
-        _refuse(source, "does not begin as a record must", '{"format":"holdfast",', data[:60])
+        refuse(source, "does not begin as a record must", '{"format":"holdfast",', data[:60])
     return parse_json_object(data, source)
 
 
 def _files(rows: Any, source: str) -> list[StoredFile]:
     if not isinstance(rows, list):
-        _refuse(source, "lists no files", "a list", type(rows).__name__)
+        refuse(source, "lists no files", "a list", type(rows).__name__)
     files = [_file(row, source) for row in rows]
     names = {file.name for file in files}
     for file in files:
         if generation_of(file.name) is None or not file.name.startswith("data-"):
-            _refuse(source, "lists a file whose name is not that of a data file", "data-…", file.name)
+            refuse(source, "lists a file whose name is not that of a data file", "data-…", file.name)
     if len(names) < len(files):
-        _refuse(source, "lists a file twice", "each file once", len(files) - len(names))
+        refuse(source, "lists a file twice", "each file once", len(files) - len(names))
     return files
 
 
 def _file(row: Any, source: str) -> StoredFile:
     if not isinstance(row, dict):
-        _refuse(source, "lists a file in a wrong way", "an object", row)
+        refuse(source, "lists a file in a wrong way", "an object", row)
     name: Any = row.get("name")
     nbytes: Any = row.get("bytes")
     if not isinstance(name, str) or not are_sizes([nbytes]) or nbytes > _LARGEST_FILE:
-        _refuse(source, "lists a file in a wrong way", "a name and a number of bytes", row)
+        refuse(source, "lists a file in a wrong way", "a name and a number of bytes", row)
     return StoredFile(name, nbytes)
 
 
@@ -189,40 +190,40 @@ def _index(row: Any, generation: str, source: str) -> StoredFile:
     file = _file(row, source)
     digest = row.get("xxh3_128")
     if file.name != index_file(generation):
-        _refuse(source, "names another save's columns", index_file(generation), file.name)
+        refuse(source, "names another save's columns", index_file(generation), file.name)
     if not isinstance(digest, str):
-        _refuse(source, "has no digest of the columns", "32 hexadecimal digits", digest)
+        refuse(source, "has no digest of the columns", "32 hexadecimal digits", digest)
     return StoredFile(file.name, file.nbytes, digest)
 
 
 def _tensors(rows: Any, source: str) -> list[TensorRef]:
     if not isinstance(rows, list):
-        _refuse(source, "lists no tensors", "a list", type(rows).__name__)
+        refuse(source, "lists no tensors", "a list", type(rows).__name__)
     tensors = [_tensor(row, source) for row in rows]
     if len({tensor.key for tensor in tensors}) < len(tensors):
-        _refuse(source, "lists a tensor twice", "each key once", "a key more than once")
+        refuse(source, "lists a tensor twice", "each key once", "a key more than once")
     return tensors
 
 
 def _tensor(row: Any, source: str) -> TensorRef:
     if not isinstance(row, dict):
-        _refuse(source, "describes a tensor in a wrong way", "an object", row)
+        refuse(source, "describes a tensor in a wrong way", "an object", row)
     name: Any = row.get("dtype")
     key, shape, kind, rank = row.get("key"), row.get("shape"), row.get("kind"), row.get("rank")
     if not isinstance(key, str):
-        _refuse(source, "has a tensor without a key", "a text", key)
+        refuse(source, "has a tensor without a key", "a text", key)
     if not isinstance(shape, list) or not are_sizes(shape) or len(shape) > MOST_DIMENSIONS:
-        _refuse(source, f"has no valid shape for {key!r}", f"up to {MOST_DIMENSIONS} sizes", shape)
+        refuse(source, f"has no valid shape for {key!r}", f"up to {MOST_DIMENSIONS} sizes", shape)
     if kind not in KINDS or (kind == "per_rank") != are_sizes([rank]):
-        _refuse(source, f"has no valid kind for {key!r}", f"one of {KINDS}", (kind, rank))
+        refuse(source, f"has no valid kind for {key!r}", f"one of {KINDS}", (kind, rank))
     try:
         dtype = dtype_named(name)
     except (ValueError, TypeError):
-        _refuse(source, f"has an unknown dtype for {key!r}", "a dtype of the format", name)
+        refuse(source, f"has an unknown dtype for {key!r}", "a dtype of the format", name)
     if prod(size or 1 for size in shape) * dtype.itemsize > _LARGEST_FILE:  # no library can make it, even if empty
-        _refuse(source, f"has a tensor {key!r} that cannot be", f"at most {_LARGEST_FILE} bytes", shape)
+        refuse(source, f"has a tensor {key!r} that cannot be", f"at most {_LARGEST_FILE} bytes", shape)
     if "numpy" in row and not _is_numpy_type_of(dtype, row["numpy"]):
-        _refuse(source, f"has a numpy type that does not fit {key!r}", f"one for elements of {dtype}", row["numpy"])
+        refuse(source, f"has a numpy type that does not fit {key!r}", f"one for elements of {dtype}", row["numpy"])
     return TensorRef(key, dtype, tuple(shape), kind, row.get("numpy"), rank)
 
 
@@ -234,17 +235,3 @@ def _is_numpy_type_of(dtype: DType, stored: Any) -> bool:
     except DamagedCheckpointError:
         return False
     return found.itemsize == dtype.itemsize and dtype.numpy in (None, found)
-
-
-def _refuse(source: str, what: str, expected: Any, found: Any) -> NoReturn:
-    raise DamagedCheckpointError(
-        f"{source} {what} (expected {expected!s:.200}, found {found!s:.200}). Copy the checkpoint again, or load "
-        "another one.",
-        file=source,
-        key=None,
-        expected=expected,
-        found=found,
-    )
-
-
-__all__ = ["BLOCK_BYTES", "FORMAT", "RECORD", "VERSION", "Record", "StoredFile", "decode_record", "encode_record"]
