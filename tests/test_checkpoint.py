@@ -266,7 +266,7 @@ def test_everything_can_be_looked_at_without_torch(place):
             assert type(found["cube"]) is np.ndarray and found["step"] == 100
             assert found["model"]["w"] is found["model"]["again"]
             print(checkpoint.tree()["mixed"][3])
-            checkpoint._source.verify_everything()
+            checkpoint.verify()
             try:
                 checkpoint["cube"].torch()
             except hf.HoldfastError as error:
