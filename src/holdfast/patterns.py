@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import translate
@@ -15,8 +16,9 @@ class Chooser:
     """Says which keys are meant.
 
     A text is a pattern with wildcards, of which ``*`` stands for anything, dots too. It means every key that it
-    matches, and all that lies below: ``"optim"`` means all that ``"optim.*"`` does. A compiled regular expression has
-    to match the whole key. A function is asked.
+    matches, and all that lies below: ``"optim"`` means all that ``"optim.*"`` does, and so ``["optim"][null]`` too.
+    Every key means itself, whatever characters it has. A compiled regular expression has to match the whole key. A
+    function is asked.
 
     >>> chosen = Chooser(["model.*.bias", "optim"])
     >>> [chosen(key) for key in ("model.layers.0.bias", "model.layers.0.weight", "optim.state.0.step")]
@@ -70,10 +72,38 @@ class Choice:
         return bool(self._tests)
 
 
+def dotted(key: str) -> str:
+    """A key with dots between its steps also where it is written in brackets, for comparing it with patterns.
+
+    >>> dotted('["data"][null]["a.b"][3]'), dotted("data.x")
+    ('data.null.a.b.3', 'data.x')
+    """
+    steps: list[str] = []
+    end = 0
+    while key.startswith("[", end):
+        try:
+            step, after = _JSON.raw_decode(key, end + 1)
+        except ValueError:
+            return key
+        steps.append(step if isinstance(step, str) else key[end + 1 : after])
+        end = after + 1
+    return ".".join(steps) if steps and end == len(key) else key
+
+
+_JSON = json.JSONDecoder()
+
+
 def _test(pattern: Pattern) -> Callable[[str], bool]:
     if isinstance(pattern, str):
         matches = re.compile(f"{translate(pattern)[:-2]}(?:\\..*)?\\Z", re.DOTALL).match
-        return lambda key: matches(key) is not None
+        # Brackets are wildcards in patterns, and yet a key in brackets, as reports show it, must mean that key.
+        literally = (f"{pattern}.", f"{pattern}[") if pattern.startswith("[") else (f"{pattern}.",)
+        return lambda key: (
+            matches(key) is not None
+            or key == pattern
+            or key.startswith(literally)
+            or (key.startswith("[") and matches(dotted(key)) is not None)
+        )
     if isinstance(pattern, re.Pattern):
         return lambda key: pattern.fullmatch(key) is not None
     if callable(pattern):

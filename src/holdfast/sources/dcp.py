@@ -151,7 +151,9 @@ class _Placing(LoadPlanner):
         entry = self._index.state_dict_metadata[read_item.dest_index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
         place = as_tensor(self._place(read_item), entry.properties.dtype)
-        return torch.empty(read_item.lengths, dtype=entry.properties.dtype) if place is None else place
+        dtype = entry.properties.dtype
+        # Not on the default device: a program that makes its models on the meta device would get nothing.
+        return torch.empty(read_item.lengths, dtype=dtype, device="cpu") if place is None else place
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         place = self._place(read_item)

@@ -66,7 +66,7 @@ def canonical_name(root: torch.nn.Module, name: str) -> str:
         if inside is not None:
             module = inside
             continue
-        child = module._modules.get(part)
+        child = _child(module, part)
         if child is None:
             return ".".join(kept + parts[number:])
         kept.append(part)
@@ -84,7 +84,12 @@ def canonical_names(root: torch.nn.Module, names: Iterable[str]) -> list[str]:
 def wrapped_module(module: torch.nn.Module) -> torch.nn.Module | None:
     """What is in a wrapper; None if the module is none."""
     attribute = wrapper_attribute(type(module))
-    return None if attribute is None else module._modules.get(attribute)
+    return None if attribute is None else _child(module, attribute)
+
+
+def _child(module: torch.nn.Module, name: str) -> torch.nn.Module | None:
+    children = module._modules
+    return children[name] if name in children else None  # noqa: SIM401 - those of scripted modules have no `get`
 
 
 def wrapper_attribute(cls: type[torch.nn.Module]) -> str | None:

@@ -16,8 +16,9 @@ from holdfast.boxes import volume
 from holdfast.checkpoint import Checkpoint
 from holdfast.coordination.meeting import meeting
 from holdfast.errors import CheckpointException, HoldfastError, IncompleteLoadError, RankDisagreementError
+from holdfast.formats.native.keys import readable
 from holdfast.load_report import LoadReport
-from holdfast.patterns import Pattern, Patterns
+from holdfast.patterns import Pattern, Patterns, dotted
 from holdfast.sources.detect import open_source
 from holdfast.sources.renaming import rename as renamed_tree
 from holdfast.sources.source import Source
@@ -281,13 +282,13 @@ class _Load:
         self, root: StoredNode, new_keys: Mapping[str, str], checkpoint: Checkpoint
     ) -> tuple[list[str], list[str]]:
         """Stored keys that nothing took: below what the state has, and elsewhere."""
-        requested = {str(key).split(".", 1)[0] for key in self.state} if isinstance(self.state, Mapping) else None
+        requested = {_first_part(readable((key,))) for key in self.state} if isinstance(self.state, Mapping) else None
         unexpected, not_requested = list(self.found.unexpected), list[str]()
         for leaf in root.leaves():
             key = new_keys.get(leaf.key, leaf.key)
             if leaf.taken or leaf.key in checkpoint.looked_at or not self.options.selection(key):
                 continue
-            is_asked_for = requested is None or key.split(".", 1)[0] in requested
+            is_asked_for = requested is None or _first_part(key) in requested
             (unexpected if is_asked_for else not_requested).append(leaf.key)
         return unexpected, not_requested
 
@@ -336,6 +337,10 @@ def _remark(text: str) -> Iterator[None]:
             elif hasattr(error, "add_note"):
                 error.add_note(text)
         raise
+
+
+def _first_part(key: str) -> str:
+    return dotted(key).split(".", 1)[0]
 
 
 def _sent_once(ranks: Collectives, thing: T) -> T | None:

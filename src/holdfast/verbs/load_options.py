@@ -49,6 +49,8 @@ class Options:
         """The arguments of ``load``, checked."""
         if verify not in (True, False, "first"):
             raise ValueError(f"verify must be True, False or 'first', not {verify!r}")
+        if transform is not None and not isinstance(transform, Mapping):
+            raise TypeError(f"transform takes keys of the state with a function for each, not {transform!r}")
         return cls(
             selection=Selection(include, exclude),
             strict=strict,
@@ -100,8 +102,12 @@ class Renaming:
 
     def __init__(self, rename: Rename | None) -> None:
         self._function = rename if callable(rename) else None
+        if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
+            raise TypeError(f"rename takes a mapping of stored keys to new ones, or a function, not {rename!r}")
         given: Mapping[Any, str] = {} if rename is None or callable(rename) else rename
-        for old in given:
+        for old, new in given.items():
+            if not isinstance(new, str):
+                raise TypeError(f"rename gives {old!r} the name {new!r}, which is not a text")
             if not isinstance(old, (str, re.Pattern)):
                 raise TypeError(f"rename takes texts and compiled regular expressions as keys, not {old!r}")
         texts = {old: new for old, new in given.items() if isinstance(old, str)}

@@ -41,6 +41,7 @@ from holdfast.verbs.targets import (
     is_target,
     shape_and_dtype,
     stored_dtype_name,
+    takes_numbers,
     why_inert,
     why_not_fillable,
 )
@@ -156,7 +157,7 @@ class Matcher:
             return
         stored_dtype = stored_dtype_name(ref)
         if dtype != stored_dtype:
-            if not self.rules.may_cast(key, dtype) or not can_be_converted(ref):
+            if not (self.rules.may_cast(key, dtype) and can_be_converted(ref) and takes_numbers(target)):
                 self.found.dtypes[key] = (stored_dtype, dtype)
                 return
             self.found.cast[key] = (stored_dtype, dtype)
@@ -236,8 +237,8 @@ class Matcher:
             if stored is not None:
                 stored.take()
             return Kept(target)
-        if stored is None and children_of(template) == []:
-            return Kept(target)  # it has no state to load
+        if children_of(template) == [] and not _is_empty(stored):
+            return Kept(target)  # it has no state to load, so what is stored here has no place
         self.found.adapters.append(adapter)
         before = len(self.found.read) + len(self.found.transforms)
         self._live += 1
@@ -387,6 +388,10 @@ class Matcher:
 def _takes_anything(target: Any) -> bool:
     """Whether a place of a state says nothing about what belongs there."""
     return target is None or target is ANYTHING or (isinstance(target, (dict, list)) and not target)
+
+
+def _is_empty(stored: StoredNode | None) -> bool:
+    return stored is not None and stored.is_leaf and children_of(stored.value) == []
 
 
 def _leaf_keys(value: Any, path: Path) -> list[str]:

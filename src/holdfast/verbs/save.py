@@ -111,10 +111,12 @@ def save(
     with meeting(call, process_group) as ranks:
 
         def prepare() -> tuple[_Save, Captured]:
+            selection = Selection(include, exclude)
             run = _Save(
                 store_at(path),
                 ranks,
                 _checked_metadata(metadata),
+                is_selected=not selection.is_everything,
                 overwrite=overwrite,
                 check_replicas=_checked_replicas(check_replicas),
                 max_file_size=_checked_bytes("max_file_size", max_file_size),
@@ -123,7 +125,7 @@ def save(
             capture = Capture(
                 rank=ranks.rank,
                 several_ranks=ranks.world_size > 1,
-                selection=Selection(include, exclude),
+                selection=selection,
                 cast=_checked_cast(cast),
                 allow_pickle=allow_pickle,
                 compare_copies=bool(check_replicas),
@@ -149,6 +151,7 @@ class _Save:
         ranks: Collectives,
         metadata: Any,
         *,
+        is_selected: bool,
         overwrite: bool,
         check_replicas: bool | Literal["warn"],
         max_file_size: int | None,
@@ -157,6 +160,7 @@ class _Save:
         self.store = store
         self.ranks = ranks
         self.metadata = metadata
+        self.is_selected = is_selected
         self.overwrite = overwrite
         self.check_replicas = check_replicas
         self.max_file_size = max_file_size
@@ -176,6 +180,11 @@ class _Save:
             self.before = look_before(self.store, overwrite=self.overwrite)
             tree, differing = merge_trees([proposals[proposal.same_tree_as].tree for proposal in proposals])
             tree = _with_own(tree, [proposal.own for proposal in proposals])
+            if self.is_selected and tree == {}:
+                raise ValueError(
+                    "include and exclude leave nothing of the state, so nothing was saved. Texts take wildcards "
+                    '("model", "*.bias"); regular expressions have to match whole keys.'
+                )
             holdings = [proposal.holdings for proposal in proposals]
             if differing:
                 # Where not even the structure is the same, some rank's tensors have no place in the checkpoint.
@@ -284,13 +293,30 @@ def _told(path: Any) -> str:
 
 
 def _checked_metadata(metadata: Mapping[str, Any] | None) -> Any:
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata must be a dict, not {metadata!r}")
     try:
+        _refuse_keys_that_change(metadata)
         return json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"metadata must be what JSON can hold: {error}. Put other values into the state.") from error
 
 
+def _refuse_keys_that_change(metadata: Any) -> None:
+    """JSON would make texts of other keys, and two of them could become the same."""
+    if isinstance(metadata, dict):
+        for key, value in metadata.items():
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is not a text")
+            _refuse_keys_that_change(value)
+    elif isinstance(metadata, (list, tuple)):
+        for value in metadata:
+            _refuse_keys_that_change(value)
+
+
 def _checked_cast(cast: Mapping[Pattern, Any] | None) -> Choice:
+    if cast is not None and not isinstance(cast, Mapping):
+        raise TypeError(f"cast takes patterns with the dtype for each, such as {{'model.*': 'bfloat16'}}, not {cast!r}")
     return Choice({pattern: floating_dtype(wish) for pattern, wish in (cast or {}).items()})
 
 

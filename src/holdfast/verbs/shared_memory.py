@@ -103,14 +103,14 @@ def _agree_when_written(one: Write, other: Write, source: Source) -> bool:
     assert spans[1] is not None
     start = min(span[1] for span in spans if span is not None)
     end = max(span[2] for span in spans if span is not None)
-    scratch = torch.empty(end - start + 16, dtype=torch.uint8)
+    scratch = torch.empty(end - start + 16, dtype=torch.uint8, device="cpu")
     views = []
     for write, span in zip((one, other), spans, strict=True):
         memory = write.region.memory
         assert span is not None
         if isinstance(memory, np.ndarray) or (span[1] - start) % memory.element_size():
             return False
-        empty = torch.empty(0, dtype=memory.dtype)
+        empty = torch.empty(0, dtype=memory.dtype, device="cpu")
         place = (span[1] - start) // memory.element_size()
         views.append(empty.set_(scratch.untyped_storage(), place, memory.shape, memory.stride()))
     put(views[0], one.elements(source))

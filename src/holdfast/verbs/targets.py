@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -46,7 +48,25 @@ def can_be_converted(ref: TensorRef) -> bool:
     """Whether stored elements are numbers, which can become numbers of another type."""
     if ref.numpy is not None:
         return numpy_dtype_from(ref.numpy).kind in "biufc"
-    return torch_dtype(ref.dtype) is not None
+    dtype = torch_dtype(ref.dtype)
+    return dtype is not None and _are_numbers(dtype)
+
+
+def takes_numbers(target: Any) -> bool:
+    """Whether numbers of another type can become elements of a target."""
+    if isinstance(target, np.ndarray):
+        return target.dtype.kind in "biufc"
+    return _are_numbers(size_and_dtype(target)[1])
+
+
+@cache
+def _are_numbers(dtype: torch.dtype) -> bool:
+    """Whether torch converts such elements. Of those that are smaller than a byte, it only keeps the bits."""
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").copy_(torch.zeros(1, device="cpu"))
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def held_elements(target: Any) -> int | None:
@@ -66,26 +86,33 @@ def held_elements(target: Any) -> int | None:
 def why_not_fillable(key: str, target: Any) -> str | None:
     """Why nothing can be read into a target, in words; None if it can."""
     if isinstance(target, np.ndarray):
-        return None if target.flags.writeable else "is a numpy array that is read-only"
+        if not target.flags.writeable:
+            return "is a numpy array that is read-only"
+        strides = [abs(stride) for stride in target.strides]
+        overlaps = _overlaps_itself(strides, target.shape, target.itemsize)
+        return "is an array whose elements share memory; copy it first" if overlaps else None
     if isinstance(target, (DTensor, ShardedTensor)) or hasattr(type(target), CHUNKS_HOOK):
         return None
     try:
         refuse_if_it_has_no_bytes(key, target)
     except UnsupportedTensorError as error:
         return f"is {error.kind} in the state, which cannot be read into"
-    return "is a tensor whose elements share memory; clone it first" if _overlaps_itself(target) else None
+    overlaps = _overlaps_itself(target.stride(), target.shape, 1)
+    return "is a tensor whose elements share memory; clone it first" if overlaps else None
 
 
 def fresh_memory(ref: TensorRef, dtype: torch.dtype | None) -> Any:
     """Memory for a stored tensor, of another dtype if that is given and the stored one is of the floating kind.
 
+    Complex numbers only become other complex ones, since a pattern such as ``*`` must not take away a half of them.
     None if torch does not have such elements.
     """
     if ref.numpy is not None:
         return np.empty(ref.shape, numpy_dtype_from(ref.numpy))
-    floating = "float" in ref.dtype.name or "complex" in ref.dtype.name
-    found = dtype if dtype is not None and floating else torch_dtype(ref.dtype)
-    return None if found is None else torch.empty(ref.shape, dtype=found)
+    found = torch_dtype(ref.dtype)
+    if found is not None and dtype is not None and can_be_converted(ref):
+        found = dtype if found.is_floating_point or (found.is_complex and dtype.is_complex) else found
+    return None if found is None else torch.empty(ref.shape, dtype=found, device="cpu")
 
 
 def in_words(stored: Any) -> str:
@@ -119,11 +146,12 @@ def _numpy_name(dtype: np.dtype[Any]) -> str:
     return known.name if known.numpy == dtype and dtype == dtype.newbyteorder("<") else str(dtype)
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements lie at the same place, as in expanded tensors."""
-    extent = 1
-    dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-    for stride, size in sorted(dims) if tensor.numel() else []:
+def _overlaps_itself(strides: Sequence[int], shape: Sequence[int], element: int) -> bool:
+    """Whether two elements lie at the same place, as in expanded tensors. Strides are in units of which one element
+    takes ``element``."""
+    extent = element
+    dims = [(stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1]
+    for stride, size in sorted(dims) if element and 0 not in shape else []:
         if stride < extent:
             return True
         extent += stride * (size - 1)

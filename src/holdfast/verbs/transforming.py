@@ -15,7 +15,7 @@ from holdfast.tensor_handles import TensorHandle
 from holdfast.verbs.filling import regions_of
 from holdfast.verbs.findings import Fill, Findings, Rules, Transform
 from holdfast.verbs.shared_memory import Write
-from holdfast.verbs.targets import shape_and_dtype, why_not_fillable
+from holdfast.verbs.targets import shape_and_dtype, takes_numbers, why_not_fillable
 
 
 def make(transform: Transform, checkpoint: Checkpoint, found: Findings, rules: Rules) -> list[Write]:
@@ -50,7 +50,7 @@ def _parts(transform: Transform, made: Any, found: Findings, rules: Rules) -> li
         found.shapes[key] = (made_shape, shape)
         return []
     if made_dtype != dtype:
-        if not rules.may_cast(key, dtype):
+        if not (rules.may_cast(key, dtype) and takes_numbers(target)):
             found.dtypes[key] = (made_dtype, dtype)
             return []
         found.cast[key] = (made_dtype, dtype)

@@ -1,0 +1,206 @@
+"""What people do that is unusual: odd keys with patterns, odd places to load into, odd arguments."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import holdfast as hf
+import holdfast.dcp
+from holdfast.errors import StateMismatchError
+
+ODD = {"data": {(1, 2): torch.ones(1), "x": 5, None: 7, 2.5: 8}, "w": {"a.b": 1, "a": {"b": 2}}, "m": torch.ones(2)}
+
+
+def saved(state: Any, path: Path, **options: Any) -> Path:
+    hf.save(state, path / "saved", **options)
+    return path / "saved"
+
+
+def test_a_pattern_means_what_lies_below_also_if_its_keys_need_brackets(tmp_path):
+    assert hf.open(saved(ODD, tmp_path / "1", include="data")).load() == {"data": ODD["data"]}
+    assert hf.open(saved(ODD, tmp_path / "2", exclude=["data", "m"])).load() == {"w": ODD["w"]}
+    everything = hf.open(saved(ODD, tmp_path / "3"))
+    assert everything.load("data") == {"data": ODD["data"]}
+    assert everything.load("w") == {"w": ODD["w"]}
+
+
+def test_keys_in_brackets_are_excluded_allowed_and_unexpected_like_others(tmp_path):
+    path = saved(ODD, tmp_path)
+    blank = {(1, 2): torch.zeros(1), "x": 0, None: 0, 2.5: 0}
+    state = {"data": dict(blank), "m": torch.zeros(2)}
+    hf.load(state, path, exclude="data")
+    assert state["data"] == blank
+    hf.load(state, path, exclude='["data"][null]')
+    assert state["data"] == {**ODD["data"], None: 0}
+    with pytest.raises(StateMismatchError) as raised:
+        hf.load({"data": {"x": 0}}, path)
+    assert set(raised.value.unexpected) == {key for key in hf.open(path) if key.startswith('["data"]')}
+    state = {"data": {**blank, (9, 9): 4}}
+    assert hf.load(state, path, allow_missing="data").missing == ['["data"][{"$":"tuple","items":[9,9]}]']
+
+
+@pytest.mark.parametrize(
+    "choice", [{"include": []}, {"include": "modle.*"}, {"exclude": "*"}, {"include": re.compile("m.")}]
+)
+def test_a_save_of_nothing_is_refused(tmp_path, choice):
+    with pytest.raises(ValueError, match="leave nothing of the state"):
+        hf.save({"model": torch.ones(2), "step": 1}, tmp_path / "x", **choice)
+    assert not (tmp_path / "x").exists()
+    hf.save({}, tmp_path / "empty")
+    assert hf.open(tmp_path / "empty").load() == {}
+
+
+@pytest.mark.parametrize("kind", ["native", "dcp", "torch"])
+def test_loaded_tensors_have_memory_whatever_the_default_device_is(tmp_path, kind):
+    state = {"w": torch.arange(4.0), "n": {"c": torch.arange(3)}}
+    path = tmp_path / "x"
+    if kind == "native":
+        hf.save(state, path)
+    elif kind == "dcp":
+        holdfast.dcp.save(state, checkpoint_id=path)
+    else:
+        torch.save(state, path)
+    target: dict[str, Any] = {"w": None, "n": {}}
+    with torch.device("meta"):
+        hf.load(target, path)
+        opened = hf.open(path).load()
+    for found in (target, opened):
+        assert found["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert found["n"]["c"].tolist() == [0, 1, 2]
+
+
+def test_an_optimizer_is_filled_with_memory_whatever_the_default_device_is(tmp_path):
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        return model, torch.optim.Adam(model.parameters())
+
+    model, optimizer = made()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    path = saved({"m": model, "o": optimizer}, tmp_path)
+    model, optimizer = made()
+    with torch.device("meta"):
+        hf.load({"m": model, "o": optimizer}, path)
+    assert optimizer.state_dict()["state"][0]["step"].item() == 1
+
+
+def test_names_that_share_memory_are_compared_whatever_the_default_device_is(tmp_path):
+    path = saved({"a": torch.arange(6.0), "b": torch.arange(4.0, 10.0)}, tmp_path)
+    memory = torch.zeros(10)
+    with torch.device("meta"):
+        hf.load({"a": memory[:6], "b": memory[4:]}, path)
+    assert memory.tolist() == list(range(10))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compile_", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 2))])
+def test_scripted_modules_are_modules(tmp_path, compile_):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
+    path = saved({"model": compile_(model)}, tmp_path)
+    assert "model.0.weight" in hf.open(path)
+    other = compile_(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval())
+    hf.load({"model": other}, path)
+    assert all(torch.equal(one, two) for one, two in zip(other.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("stored", [nn.Linear(2, 2), 3, [1, 2]])
+def test_a_module_without_state_has_no_place_for_any(tmp_path, stored):
+    path = saved({"m": stored, "n": torch.ones(1)}, tmp_path)
+    other = torch.zeros(1)
+    with pytest.raises(StateMismatchError) as raised:
+        hf.load({"m": nn.ReLU(), "n": other}, path)
+    assert raised.value.unexpected
+    assert set(raised.value.unexpected) == {key for key in hf.open(path) if key.startswith("m")}
+    assert other.item() == 0
+    hf.load({"m": nn.ReLU(), "n": other}, path, allow_unexpected="m")
+    assert other.item() == 1
+
+
+def test_a_module_without_state_is_saved_and_loaded(tmp_path):
+    path = saved({"m": nn.ReLU(), "n": 1}, tmp_path)
+    assert hf.load({"m": nn.ReLU(), "n": 0}, path).unexpected == []
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3,)])
+def test_arrays_whose_elements_share_memory_are_not_filled(tmp_path, shape):
+    path = saved({"a": np.arange(np.prod(shape), dtype="f4").reshape(shape)}, tmp_path)
+    strides = {(2, 3): (0, 4), (3,): (2,)}[shape]
+    shared = np.lib.stride_tricks.as_strided(np.zeros(8, "f4"), shape, strides)
+    with pytest.raises(StateMismatchError, match="share memory"):
+        hf.load({"a": shared}, path)
+    assert not shared.any()
+
+
+@pytest.mark.parametrize("steps", [(slice(None, None, -1), slice(None)), (slice(None, None, 2), slice(None, None, -2))])
+def test_arrays_with_any_strides_are_filled(tmp_path, steps):
+    base = np.zeros((4, 6), "f4")
+    target = base[steps]
+    wanted = np.arange(target.size, dtype="f4").reshape(target.shape)
+    hf.load({"a": target}, saved({"a": wanted}, tmp_path))
+    assert np.array_equal(target, wanted)
+
+
+def test_arrays_of_elements_without_bytes_are_filled(tmp_path):
+    hf.load({"a": np.zeros(3, "S0")}, saved({"a": np.zeros(3, "S0")}, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        np.zeros(3, "U3"),
+        np.zeros(3, object),
+        torch.zeros(3, dtype=torch.uint8).view(torch.uint4),
+        torch.zeros(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    ],
+    ids=lambda target: str(target.dtype),
+)
+@pytest.mark.parametrize("transform", [False, True])
+def test_a_cast_to_what_is_no_number_is_told_before_anything_changes(tmp_path, target, transform):
+    path = saved({"a": torch.tensor([1.0, 2.0, 1e10]), "b": torch.ones(1)}, tmp_path)
+    other = torch.zeros(1)
+    options = {"transform": {"a": lambda checkpoint, key: checkpoint[key][:]}} if transform else {}
+    with pytest.raises(StateMismatchError) as raised:
+        hf.load({"b": other, "a": target}, path, cast=True, **options)
+    assert list(raised.value.dtypes) == ["a"]
+    assert other.item() == 0
+
+
+def test_a_cast_of_everything_leaves_complex_numbers_complex(tmp_path):
+    stored = {"c": torch.tensor([1 + 2j]), "f": torch.ones(1), "i": torch.ones(1, dtype=torch.int64)}
+    path = saved(stored, tmp_path)
+    state: dict[str, Any] = {"c": None, "f": None, "i": None}
+    report = hf.load(state, path, cast={"*": "float16"})
+    assert [state[key].dtype for key in "cfi"] == [torch.complex64, torch.float16, torch.int64]
+    assert state["c"].item() == 1 + 2j
+    assert list(report.cast) == ["f"]
+    hf.load(state := {"c": None}, path, cast={"c": "complex128"})
+    assert state["c"].dtype == torch.complex128
+
+
+@pytest.mark.parametrize("metadata", [{1: 2, "1": 3}, {"a": {None: 1}}, {"a": [{2.5: 1}]}])
+def test_metadata_whose_keys_json_would_change_is_refused(tmp_path, metadata):
+    with pytest.raises(ValueError, match="is not a text"):
+        hf.save({"a": 1}, tmp_path / "x", metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "message"),
+    [
+        (hf.save, {"metadata": [1]}, "metadata must be a dict"),
+        (hf.save, {"cast": "bfloat16"}, "cast takes patterns with the dtype for each"),
+        (hf.load, {"rename": "x"}, "rename takes a mapping"),
+        (hf.load, {"rename": {"a": 3}}, "which is not a text"),
+        (hf.load, {"transform": "x"}, "transform takes keys of the state"),
+    ],
+)
+def test_arguments_of_other_types_are_told(tmp_path, verb, options, message):
+    path = saved({"a": 1}, tmp_path)
+    with pytest.raises(TypeError, match=message):
+        verb({"a": 2}, path, **options)
