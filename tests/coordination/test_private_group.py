@@ -6,6 +6,8 @@ import gc
 import signal
 import threading
 import weakref
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -295,3 +297,23 @@ def test_interrupts_that_waited_are_not_lost_if_something_else_fails() -> None:
         fail_interrupted()
     assert isinstance(caught.value.__context__, ValueError)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_connecting_has_a_fifth_of_the_time_because_gloo_takes_it_five_times(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[timedelta] = []
+    make = dist.ProcessGroupGloo
+
+    def connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        given.append(timeout)
+        return make(store, rank, size, timeout)
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", connect)
+    for name, seconds in enumerate([100, 12, 3]):
+        whole = timedelta(seconds=seconds)
+        group = PrivateGroup(0, (0,), dist.FileStore(str(tmp_path / "store"), 1), str(name), whole)
+        with group.round() as link:
+            assert link.all_gather(b"x") == [b"x"]
+        assert group._backend.options._timeout == whole
+    assert given == [timedelta(seconds=seconds) for seconds in (20, 5, 3)]

@@ -32,6 +32,9 @@ from holdfast.coordination.interrupts import interrupts_wait
 from holdfast.coordination.roll_call import RollCall
 from holdfast.errors import CheckpointException, ConnectionLostError, MissingRanksError, RankLeftError
 
+_SHORTEST_PATIENCE = timedelta(seconds=5)
+"""Connecting is not instant on a busy machine."""
+
 
 class Link(Protocol):
     """How one rank reaches the others of its group. Ranks here are positions in the group."""
@@ -231,13 +234,26 @@ class PrivateGroup:
             ) from self._broken
         try:
             if self._backend is None and self._store is not None:
-                self._backend = dist.ProcessGroupGloo(self._store, self.rank, len(self.members), self._timeout)
+                self._backend = self._connected(self._store)
                 self._store = None  # it has served its purpose
             operation(self._backend).wait()
         except Exception as error:
             self._broken = error
             self._name_the_missing(error)
             raise
+
+    def _connected(self, store: Store) -> Any:
+        """Wait for all ranks, then connect to them.
+
+        Gloo waits five times its timeout for a rank that dies in the midst of connecting, so it gets a shorter one,
+        which begins when all are there.
+        """
+        store.set(_here(self.rank), "")
+        store.wait([_here(rank) for rank in range(len(self.members))], self._timeout)
+        patience = max(self._timeout / 5, min(self._timeout, _SHORTEST_PATIENCE))
+        backend: Any = dist.ProcessGroupGloo(store, self.rank, len(self.members), patience)
+        backend._set_default_timeout(self._timeout)
+        return backend
 
     def _name_the_missing(self, error: Exception) -> None:
         """Raise an error that says who was waited for, if that is known."""
@@ -322,6 +338,10 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     except (RuntimeError, AttributeError):  # not every backend tells
         timeout = c10d.default_pg_timeout
     return timeout
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
 
 
 def _padded(payload: bytes, width: int) -> torch.Tensor:
