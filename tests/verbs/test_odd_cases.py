@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import nn
 
 import holdfast as hf
 import holdfast.dcp
-from holdfast.errors import StateMismatchError
+from holdfast.errors import StateMismatchError, UnsupportedValueError
 
 ODD = {"data": {(1, 2): torch.ones(1), "x": 5, None: 7, 2.5: 8}, "w": {"a.b": 1, "a": {"b": 2}}, "m": torch.ones(2)}
 
@@ -204,3 +206,46 @@ def test_arguments_of_other_types_are_told(tmp_path, verb, options, message):
     path = saved({"a": 1}, tmp_path)
     with pytest.raises(TypeError, match=message):
         verb({"a": 2}, path, **options)
+
+
+def test_what_lies_far_too_deep_is_refused_like_what_lies_too_deep(tmp_path):
+    state: Any = torch.ones(1)
+    for _ in range(5000):
+        state = [state]
+    with pytest.raises(UnsupportedValueError, match="128 containers"):
+        hf.save({"deep": state}, tmp_path / "x")
+
+
+def test_counts_stay_what_they_are_beside_live_objects(tmp_path):
+    path = saved({"c": Counter({"n": 2, "model": nn.Linear(1, 1)})}, tmp_path)
+    assert hf.open(path)["c.n"] == 2
+
+
+def test_an_empty_dict_that_is_stored_has_a_place_in_any_dict(tmp_path):
+    path = saved({"d": {}, "n": 1}, tmp_path)
+    with pytest.raises(StateMismatchError) as raised:
+        hf.load({"d": {"a": 1}, "n": 0}, path)
+    assert raised.value.missing == ["d.a"]
+    assert raised.value.unexpected == []
+
+
+def test_a_key_that_was_renamed_away_is_not_what_may_be_meant(tmp_path):
+    path = saved({"model": {"weight": torch.ones(1)}}, tmp_path)
+    with pytest.raises(StateMismatchError) as raised:
+        hf.load({"model": {"weight": torch.ones(1)}, "other": {}}, path, rename={"model": "other"})
+    assert "did you mean" not in str(raised.value)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors of this Python take no notes")
+def test_an_error_of_a_live_object_tells_which_one_it_is(tmp_path):
+    class Fragile:
+        def state_dict(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise RuntimeError("no")
+
+    path = saved({"part": {"fragile": Fragile()}}, tmp_path)
+    with pytest.raises(RuntimeError, match="no") as raised:
+        hf.load({"part": {"fragile": Fragile()}}, path)
+    assert "Fragile at 'part.fragile'" in raised.value.__notes__[0]

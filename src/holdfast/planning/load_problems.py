@@ -90,7 +90,7 @@ def near_misses(missing: list[str], stored: list[str]) -> dict[str, str]:
         near = by_tail.get(_tail(key)) or next(
             iter(difflib.get_close_matches(key, stored[:5000], n=1, cutoff=0.7)), None
         )
-        if near is not None:
+        if near not in (None, key):  # a key that is there and was renamed is no help
             found[key] = f" (did you mean '{near}'?)"
     return found
 

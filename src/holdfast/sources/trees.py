@@ -10,6 +10,9 @@ from typing import Any
 from holdfast.formats.native.refs import PerRankValues, TensorRef, UndeclaredValue
 from holdfast.formats.native.values import Path
 
+_NO_CONTAINERS = frozenset({int, float, bool, str, bytes, type(None), TensorRef})
+"""Most values are of these types, and need no closer look."""
+
 
 def children_of(value: Any) -> list[tuple[Any, Any]] | None:
     """What is in a container, with the names that lead there; None if it is none.
@@ -17,6 +20,8 @@ def children_of(value: Any) -> list[tuple[Any, Any]] | None:
     >>> children_of((1, {}))
     [(0, 1), (1, {})]
     """
+    if type(value) in _NO_CONTAINERS:
+        return None
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, PerRankValues):

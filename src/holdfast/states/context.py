@@ -66,6 +66,10 @@ class Context:
         return self._names[number]
 
 
+DEEPEST = 200
+"""How far a state is looked through. Nothing that is deeper can be stored."""
+
+
 def _find_modules(value: Any, path: Path, found: list[tuple[Path, torch.nn.Module]], open_: set[int]) -> None:
     if isinstance(value, torch.nn.Module):
         found.append((path, value))
@@ -80,7 +84,7 @@ def _find_modules(value: Any, path: Path, found: list[tuple[Path, torch.nn.Modul
         items = enumerate(value)
     else:
         return
-    if id(value) in open_:  # it contains itself; whoever stores it will say so
+    if id(value) in open_ or len(path) > DEEPEST:  # it contains itself, or lies too deep: whoever stores it will say so
         return
     open_.add(id(value))
     for key, element in items:

@@ -14,10 +14,8 @@ import torch
 from holdfast.formats.native.refs import PerRankValues
 from holdfast.formats.native.values import key_of
 from holdfast.states.adapters import Context, adapter_for, per_rank_of
+from holdfast.states.context import DEEPEST
 from holdfast.states.contract import Path
-
-_DEEPEST = 200
-"""Nothing that is deeper can be stored."""
 
 _NEVER_LIVE = frozenset({torch.Tensor, torch.nn.Parameter, np.ndarray, bool, int, float, str, bytes, type(None)})
 """Most values are of these types, and need no closer look."""
@@ -59,7 +57,7 @@ class _Expander:
         kind = type(value)
         if kind in _NEVER_LIVE:
             return value
-        if id(value) in self._around or len(path) > _DEEPEST:
+        if id(value) in self._around or len(path) > DEEPEST:
             return value  # it contains itself, or lies too deep: whoever stores it will say so
         self._around.add(id(value))
         expanded = self._visited(value, kind, path)
@@ -92,7 +90,8 @@ class _Expander:
         if all(children[key] is child for key, child in mapping.items()):
             return mapping
         rebuilt = copy.copy(mapping)
-        rebuilt.update(children)
+        for key, child in children.items():  # not `update`: a Counter would add up
+            rebuilt[key] = child
         return rebuilt
 
     def _slot(self, value: Any, path: Path) -> PerRankValues:

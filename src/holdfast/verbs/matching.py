@@ -101,6 +101,8 @@ class Matcher:
                 kind = f"is {in_words(stored.value)} in the checkpoint and a {type(target).__name__} in the state"
                 return self._refuse(key, stored, reason or kind, target)
             return self._leave(key, stored, target)
+        if stored is not None and _is_empty(stored):
+            stored.take()  # all that it lacks is told
         children = {}
         for name, child in parts:
             below = None if stored is None else stored.child(name)
@@ -248,7 +250,7 @@ class Matcher:
             self._live -= 1
         if len(self.found.read) + len(self.found.transforms) == before:
             return Kept(target)  # nothing of it is loaded; what is missing has been noted
-        return Live(target, adapter, content)
+        return Live(target, adapter, content, key)
 
     def _touches_anything(self, adapter: Adapter, stored: StoredNode | None, path: Path) -> bool:
         """Whether any key of a live object is to be loaded."""

@@ -133,16 +133,27 @@ class Live(Outcome):
     target: Any
     adapter: Adapter
     content: Outcome
+    key: str
 
     def finish(self) -> Any:
         loaded = self.content.finish()
+        try:
+            self._take_over(loaded)
+        except Exception as error:
+            if hasattr(error, "add_note"):
+                error.add_note(
+                    f"This is from the {type(self.target).__name__} at '{self.key}', which was to be loaded."
+                )
+            raise
+        return self.target
+
+    def _take_over(self, loaded: Any) -> None:
         if isinstance(self.adapter, StatefulAdapter):
             loaded = _with_present(loaded, self.adapter.saved)
         elif isinstance(self.adapter, OptimizerAdapter) and isinstance(loaded, Mapping) and "state" in loaded:
             # Settings that are not loaded are for the optimizer to keep: its groups may be in another order.
             loaded = {**loaded, "state": _with_present(loaded["state"], lambda: self.adapter.saved().get("state"))}
         self.adapter.apply(loaded)
-        return self.target
 
 
 @dataclass
