@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast as hf
 import holdfast.dcp
+from holdfast.errors import RankDisagreementError
 from tests.exact import assert_same
 from tests.ranks import RankPool
 
@@ -609,3 +610,18 @@ def test_models_and_optimizers_of_fsdp1_go_to_other_numbers_of_ranks(ranks: Rank
     saved, loaded = hf.open(place).load(), hf.open(copy).load()
     assert_same(loaded, saved)
     assert saved["optim"]["state"]["up.weight"]["exp_avg"].count_nonzero() > 0
+
+
+def verify_on_one_rank(place: str) -> Any:
+    with pytest.raises(RankDisagreementError) as caught:
+        hf.load({"a": torch.zeros(1)}, place, verify="first" if dist.get_rank() == 1 else True)
+    hf.load({"a": torch.zeros(1)}, place, verify="first")
+    return str(caught.value)
+
+
+def test_ranks_that_verify_differently_are_told(ranks: RankPool, tmp_path):
+    """They would exchange other messages: who verifies first meets the others once more."""
+    hf.save({"a": torch.ones(1)}, tmp_path / "saved")
+    for message in ranks(3).run(verify_on_one_rank, str(tmp_path / "saved")):
+        assert "verify=True" in message
+        assert "verify='first'" in message

@@ -240,7 +240,10 @@ class PrivateGroup:
         except Exception as error:
             self._broken = error
             self._name_the_missing(error)
-            raise
+            raise ConnectionLostError(
+                f"the connection to the other ranks is lost, as it happens when one of them dies: {error}. Look into "
+                "their logs, and start the job again; the checkpoints that were committed are not affected."
+            ) from error
 
     def _connected(self, store: Store) -> Any:
         """Wait for all ranks, then connect to them.

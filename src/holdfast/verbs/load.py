@@ -102,7 +102,7 @@ def load(
         (100, ['model.weight', 'model.bias', 'step'])
     """
     started = time.perf_counter()
-    with meeting(f"holdfast.load from {_told(path)}", process_group) as ranks:
+    with meeting(f"holdfast.load from {_told(path)}, verify={verify!r}", process_group) as ranks:
         options = ranks.all_gather_status(
             "options",
             lambda: Options.of(
