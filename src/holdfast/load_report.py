@@ -60,7 +60,7 @@ class LoadReport:
         return replace(reports[0], **changes, bytes_read=bytes_read, elements=elements, seconds=seconds)
 
     def __str__(self) -> str:
-        rate = f", {self.bytes_read / self.seconds / 1e6:,.0f} MB/s" if self.seconds > 0 else ""
+        rate = f", {self.bytes_read / self.seconds / 1e6:,.0f} MB/s" if self.bytes_read and self.seconds else ""
         ranks = f" on {self.world_size} ranks" if self.world_size > 1 else ""
         lines = [
             f"loaded {len(self.read)} key{_s(self.read)} from {self.path} ({self.format}){ranks}",

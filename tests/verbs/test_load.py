@@ -421,10 +421,12 @@ def test_a_stateful_object_gets_what_is_stored_and_keeps_what_is_excluded(tmp_pa
 
 
 def test_live_objects_without_state_are_no_problem(tmp_path):
-    path = saved({"model": nn.Linear(1, 1)}, tmp_path)
-    hf.load({"model": nn.Sequential(nn.Linear(1, 1))[0], "loss": nn.MSELoss()}, path)
-    again = saved({"model": nn.Linear(1, 1), "loss": nn.MSELoss()}, tmp_path / "again")
-    hf.load({"model": nn.Linear(1, 1), "loss": nn.MSELoss()}, again)
+    source = nn.Linear(1, 1)
+    for name, state in {"without": {"model": source}, "with": {"model": source, "loss": nn.MSELoss()}}.items():
+        target = nn.Linear(1, 1)
+        report = hf.load({"model": target, "loss": nn.MSELoss()}, saved(state, tmp_path / name))
+        assert (report.missing, report.unexpected) == ([], [])
+        assert torch.equal(target.weight, source.weight)
 
 
 def test_extra_state_of_modules_and_lazy_parameters_come_back(tmp_path):

@@ -612,6 +612,28 @@ def test_models_and_optimizers_of_fsdp1_go_to_other_numbers_of_ranks(ranks: Rank
     assert saved["optim"]["state"]["up.weight"]["exp_avg"].count_nonzero() > 0
 
 
+def fsdp1_with_optimizers_in_a_list(place: str) -> Any:
+    """With flat parameters, which mean nothing to an optimizer without its model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        states = []
+        for _ in range(2):
+            model = FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"))
+            states.append({"model": model, "optims": [torch.optim.Adam(model.parameters())]})
+        saved, loaded = states
+        saved["model"](torch.rand(5, 4)).sum().backward()
+        saved["optims"][0].step()
+        hf.save(saved, place)
+        report = hf.load(loaded, place)
+    (moments,) = loaded["optims"][0].state.values()
+    (expected,) = saved["optims"][0].state.values()
+    return report.missing, torch.equal(moments["exp_avg"], expected["exp_avg"])
+
+
+def test_optimizers_of_fsdp1_may_lie_in_a_list_beside_their_model(ranks: RankPool, tmp_path):
+    assert ranks(2).run(fsdp1_with_optimizers_in_a_list, str(tmp_path / "saved")) == [([], True)] * 2
+
+
 def verify_on_one_rank(place: str) -> Any:
     with pytest.raises(RankDisagreementError) as caught:
         hf.load({"a": torch.zeros(1)}, place, verify="first" if dist.get_rank() == 1 else True)

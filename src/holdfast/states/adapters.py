@@ -16,7 +16,16 @@ from holdfast.states.per_rank import PerRank
 from holdfast.states.rng import RngAdapter, RngState
 from holdfast.states.stateful import StatefulAdapter, is_stateful
 
-__all__ = ["Adapter", "Context", "Path", "adapter_for", "per_rank_of"]
+__all__ = ["Adapter", "Context", "Path", "adapter_for", "is_live", "per_rank_of"]
+
+
+def is_live(value: Any) -> bool:
+    """Whether a value speaks for itself, so that there is an adapter for it, or a reason why it cannot be stored.
+
+    >>> is_live(torch.nn.Linear(1, 2)), is_live(3)
+    (True, False)
+    """
+    return isinstance(value, (torch.nn.Module, torch.optim.Optimizer, RngState)) or is_stateful(value)
 
 
 def adapter_for(value: Any, path: Path = (), context: Context | None = None) -> Adapter | None:

@@ -35,6 +35,14 @@ class Adapter(ABC):
     def apply(self, loaded: Any) -> None:
         """Take over what was read: the template, filled. A leaf that is still ``ANYTHING`` was not stored."""
 
+    def completed(self, loaded: Any) -> Any:
+        """What ``apply`` is to get: the filled template, with what the object has at present where it needs that.
+
+        Leaves are still ``ANYTHING`` if they were not stored, or not to be loaded. Most objects can tell by that what
+        to keep.
+        """
+        return loaded
+
     def notes(self) -> list[str]:
         """Remarks for the report of the load, once the template was made or applied."""
         return []

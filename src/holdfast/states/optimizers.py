@@ -17,6 +17,7 @@ from holdfast.states.context import Context
 from holdfast.states.contract import Adapter
 from holdfast.states.destinations import fits, like, shape_of, torch_dtype
 from holdfast.states.flat_optimizer_states import FlatKeys, is_flat
+from holdfast.states.gaps import with_present
 from holdfast.states.module_names import strip_wrapper_names
 from holdfast.states.optimizer_casts import put_back, quick_groups, stand_ins
 from holdfast.states.optimizer_names import Match, Name, is_optimizer_state, match, take_settings, without_anything
@@ -87,6 +88,12 @@ class OptimizerAdapter(Adapter):
         found = set(self._match.parameters.values())
         template.update({name: ANYTHING for number, name in enumerate(names) if number not in found})
         return template
+
+    def completed(self, loaded: Any) -> Any:
+        if not isinstance(loaded, Mapping) or "state" not in loaded:
+            return loaded
+        # Settings that were not loaded stay open until `apply`: the groups may be in another order there.
+        return {**loaded, "state": with_present(loaded["state"], lambda: self.saved().get("state"))}
 
     def apply(self, loaded: Any) -> None:
         if self._match is None:

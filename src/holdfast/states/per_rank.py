@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from holdfast.errors import WorldSizeError
 
-Chooser = Callable[[Sequence[Any], int, int], Any]
-"""Makes one rank's value from all that were stored: ``chooser(values, rank, world_size)``."""
+ResizeRule = Callable[[Sequence[Any], int, int], Any]
+"""Makes one rank's value from all that were stored: ``rule(values, rank, world_size)``."""
 
 
 class PerRank:
@@ -23,7 +23,7 @@ class PerRank:
     {'samples': 1200}
     """
 
-    def __init__(self, value: Any, on_resize: Literal["error", "first"] | Chooser = "error") -> None:
+    def __init__(self, value: Any, on_resize: Literal["error", "first"] | ResizeRule = "error") -> None:
         if not callable(on_resize) and on_resize not in ("error", "first"):
             raise ValueError(f"on_resize must be 'error', 'first' or a function, not {on_resize!r}")
         self.value = value
@@ -63,9 +63,9 @@ class PerRank:
 
 
 class FromFirst:
-    """A chooser that only looks at the value of rank 0, which spares reading all others."""
+    """A rule that only looks at the value of rank 0, which spares reading all others."""
 
-    def __init__(self, choose: Chooser) -> None:
+    def __init__(self, choose: ResizeRule) -> None:
         self._choose = choose
 
     def __call__(self, values: Sequence[Any], rank: int, world_size: int) -> Any:

@@ -14,7 +14,7 @@ from holdfast.formats.native.refs import ANYTHING
 from holdfast.notices import warn_caller
 from holdfast.states import device_streams
 from holdfast.states.contract import Adapter
-from holdfast.states.per_rank import Chooser, FromFirst, PerRank
+from holdfast.states.per_rank import FromFirst, PerRank, ResizeRule
 
 _FORMS = ("python", "numpy", "torch")
 
@@ -38,7 +38,7 @@ class RngState:
     True
     """
 
-    def __init__(self, on_resize: Literal["derive", "error", "first"] | Chooser = "derive") -> None:
+    def __init__(self, on_resize: Literal["derive", "error", "first"] | ResizeRule = "derive") -> None:
         if not callable(on_resize) and on_resize not in ("derive", "error", "first"):
             raise ValueError(f"on_resize must be 'derive', 'error', 'first' or a function, not {on_resize!r}")
         self.on_resize = on_resize

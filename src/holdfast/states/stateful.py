@@ -11,6 +11,7 @@ import torch
 from holdfast.formats.native.refs import ANYTHING, TensorRef
 from holdfast.states.contract import Adapter
 from holdfast.states.destinations import fits, is_distributed, like
+from holdfast.states.gaps import with_present
 
 
 def is_stateful(value: Any) -> bool:
@@ -34,6 +35,9 @@ class StatefulAdapter(Adapter):
     def template(self, stored: Any) -> Any:
         live = self._target.state_dict()
         return live if stored is None else merged(live, stored)
+
+    def completed(self, loaded: Any) -> Any:
+        return with_present(loaded, self.saved)
 
     def apply(self, loaded: Any) -> None:
         self._target.load_state_dict(loaded)

@@ -54,7 +54,8 @@ class Findings:
     """In what this rank has stored of its own."""
     shapes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     dtypes: dict[str, tuple[str, str]] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)
+    misfits: dict[str, str] = field(default_factory=dict)
+    """What is wrong with a key, in words that go on after its name."""
     errors: dict[str, HoldfastError] = field(default_factory=dict)
     """Of live objects that cannot take what is stored."""
 

@@ -262,7 +262,7 @@ class _Load:
         """List what is to be written. Memory that has several names is written once."""
         writes = [Write(region) for fill in self.found.fills for region in self._regions(fill, source)]
         if not self.uncovered:
-            self.found.kinds.update(conflicts([*writes, *made], source))
+            self.found.misfits.update(conflicts([*writes, *made], source))
         self.writes = once_each([*writes, *made])
         self.expected = sum(volume(write.region.box.sizes) for write in self.writes)
 
@@ -299,7 +299,7 @@ class _Load:
             missing=missing,
             shapes=found.shapes,
             dtypes=found.dtypes,
-            kinds=found.kinds,
+            kinds=found.misfits,
             uncovered=self.uncovered,
             errors=found.errors,
             stored_keys=stored_keys if missing else [],

@@ -16,7 +16,7 @@ from holdfast.formats.native.values import Path, key_of
 from holdfast.planning.materialize import is_meta, with_memory
 from holdfast.sources.stored_nodes import StoredNode
 from holdfast.sources.trees import children_of, hides_tensor, mapped, pruned, refs_in
-from holdfast.states.adapters import Context, adapter_for, per_rank_of
+from holdfast.states.adapters import Context, adapter_for, is_live, per_rank_of
 from holdfast.states.contract import Adapter
 from holdfast.states.per_rank import PerRank
 from holdfast.verbs.findings import Fill, Findings, Rules, Transform
@@ -67,7 +67,7 @@ class Matcher:
         """Match the whole state, which has to stay the same object."""
         outcome = self.match(state, stored, ())
         if outcome.replaces:
-            self.found.kinds.setdefault(
+            self.found.misfits.setdefault(
                 "",
                 f"is a {type(state).__name__}, which cannot be changed in place; put it into a dict or a list and load "
                 "that",
@@ -110,7 +110,7 @@ class Matcher:
         if self._live:
             return Template(target, children)
         if not is_changeable(target) and not can_be_made_anew(target) and any(o.replaces for o in children.values()):
-            self.found.kinds[key_of(path)] = (
+            self.found.misfits[key_of(path)] = (
                 f"is a {type(target).__name__}, whose elements cannot be replaced; use a dict"
             )
         return Container(target, children)
@@ -155,7 +155,7 @@ class Matcher:
             return
         reason = why_not_fillable(key, target)
         if reason is not None:
-            self.found.kinds[key] = reason
+            self.found.misfits[key] = reason
             return
         stored_dtype = stored_dtype_name(ref)
         if dtype != stored_dtype:
@@ -220,7 +220,7 @@ class Matcher:
             return
         fresh = self._fresh[ref.key] = fresh_memory(ref, self.rules.fresh_dtype(key))
         if fresh is None:
-            self.found.kinds[key] = f"has elements of {ref.dtype}, which torch does not have"
+            self.found.misfits[key] = f"has elements of {ref.dtype}, which torch does not have"
             return
         dtype = shape_and_dtype(fresh)[1]
         if dtype != stored_dtype_name(ref):
@@ -360,7 +360,7 @@ class Matcher:
 
     def _refuse(self, key: str, stored: StoredNode, reason: str, target: Any) -> Outcome:
         stored.take()
-        self.found.kinds[key] = reason
+        self.found.misfits[key] = reason
         return self._unloaded(target)
 
     def _unloaded(self, target: Any) -> Outcome:
@@ -371,7 +371,7 @@ class Matcher:
         self.found.read[key] = None
         other = self._claims.setdefault(id(leaf), key)
         if other != key:
-            self.found.kinds[key] = (
+            self.found.misfits[key] = (
                 f"is not in the checkpoint; '{leaf.key}' has a similar name, but is loaded into '{other}'"
             )
         if leaf.key not in ("", key) and not leaf.key.startswith("[") and not self._own:
@@ -381,7 +381,7 @@ class Matcher:
         """Note values that cannot be given back as what they were."""
         reason = why_inert(value)
         if reason is not None:
-            self.found.kinds[key] = reason
+            self.found.misfits[key] = reason
             return
         for name, child in children_of(value) or []:
             self._refuse_inert(f"{key}.{name}" if key else str(name), child)
@@ -405,9 +405,7 @@ def _leaf_keys(value: Any, path: Path) -> list[str]:
 
 def _hides_target(value: Any) -> bool:
     """Whether something in a list or tuple is filled in place or speaks for itself."""
-    if value is ANYTHING or is_target(value):
-        return True
-    if per_rank_of(value) is not None or adapter_for(value) is not None:
+    if value is ANYTHING or is_target(value) or is_live(value) or per_rank_of(value) is not None:
         return True
     return any(_hides_target(child) for _, child in children_of(value) or [])
 

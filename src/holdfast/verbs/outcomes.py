@@ -12,11 +12,7 @@ from typing import Any
 from holdfast.formats.native.refs import ANYTHING
 from holdfast.sources.trees import children_of, is_named, substituted
 from holdfast.states.contract import Adapter
-from holdfast.states.optimizers import OptimizerAdapter
 from holdfast.states.per_rank import PerRank
-from holdfast.states.stateful import StatefulAdapter
-
-_ABSENT = object()
 
 
 class Outcome(ABC):
@@ -138,7 +134,7 @@ class Live(Outcome):
     def finish(self) -> Any:
         loaded = self.content.finish()
         try:
-            self._take_over(loaded)
+            self.adapter.apply(self.adapter.completed(loaded))
         except Exception as error:
             if hasattr(error, "add_note"):
                 error.add_note(
@@ -146,14 +142,6 @@ class Live(Outcome):
                 )
             raise
         return self.target
-
-    def _take_over(self, loaded: Any) -> None:
-        if isinstance(self.adapter, StatefulAdapter):
-            loaded = _with_present(loaded, self.adapter.saved)
-        elif isinstance(self.adapter, OptimizerAdapter) and isinstance(loaded, Mapping) and "state" in loaded:
-            # Settings that are not loaded are for the optimizer to keep: its groups may be in another order.
-            loaded = {**loaded, "state": _with_present(loaded["state"], lambda: self.adapter.saved().get("state"))}
-        self.adapter.apply(loaded)
 
 
 @dataclass
@@ -220,33 +208,3 @@ def _set_children(container: Any, elements: Mapping[Any, Any]) -> None:
             container[name] = value
         else:
             object.__setattr__(container, name, value)
-
-
-def _with_present(loaded: Any, present: Any) -> Any:
-    """What was loaded, with what a live object has at present where nothing was loaded."""
-    return _filled_up(loaded, present()) if _has_gaps(loaded) else loaded
-
-
-def _has_gaps(loaded: Any) -> bool:
-    return loaded is ANYTHING or any(_has_gaps(child) for _, child in children_of(loaded) or [])
-
-
-def _filled_up(loaded: Any, current: Any) -> Any:
-    if loaded is ANYTHING:
-        return current
-    parts = children_of(loaded)
-    if not parts or not isinstance(loaded, (dict, list, tuple)):
-        return loaded
-    known = dict(children_of(current) or [])
-    filled = {name: _filled_up(child, known.get(name, _ABSENT)) for name, child in parts}
-    if isinstance(loaded, dict):
-        made = copy.copy(loaded)
-        for name, child in filled.items():
-            if child is _ABSENT:
-                del made[name]
-            else:
-                made[name] = child
-        return made
-    kept: list[Any] = [None if child is _ABSENT else child for child in filled.values()]
-    kind: Any = type(loaded)
-    return kind(*kept) if is_named(loaded) else kind(kept)

@@ -32,18 +32,18 @@ def make(transform: Transform, checkpoint: Checkpoint, found: Findings, rules: R
     except HoldfastError as error:
         found.errors[key] = error
     except Exception as error:
-        found.kinds[key] = f"has a transform that failed with {type(error).__name__}: {error}"
+        found.misfits[key] = f"has a transform that failed with {type(error).__name__}: {error}"
     return []
 
 
 def _parts(transform: Transform, made: Any, found: Findings, rules: Rules) -> list[Write]:
     key, target = transform.key, transform.target
     if not isinstance(made, (np.ndarray, torch.Tensor)):
-        found.kinds[key] = f"is a tensor, and its transform made a {type(made).__name__}"
+        found.misfits[key] = f"is a tensor, and its transform made a {type(made).__name__}"
         return []
     reason = why_not_fillable(key, target)
     if reason is not None:
-        found.kinds[key] = reason
+        found.misfits[key] = reason
         return []
     (made_shape, made_dtype), (shape, dtype) = shape_and_dtype(made), shape_and_dtype(target)
     if made_shape != shape:
