@@ -265,3 +265,11 @@ class UnknownKeyError(HoldfastError, KeyError):
     key: str
     path: str
     near: Sequence[str]
+
+
+class ReplacedCheckpointError(HoldfastError, RuntimeError):
+    """Another save has replaced a checkpoint while it was read. Fields: ``path``; ``opened``, ``found`` (their ids)."""
+
+    path: str
+    opened: str
+    found: str

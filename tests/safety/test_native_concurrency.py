@@ -11,9 +11,9 @@ import holdfast as hf
 from holdfast.errors import (
     CheckpointExistsError,
     CommitConflictError,
-    DamagedCheckpointError,
     HoldfastError,
     IncompleteSaveError,
+    ReplacedCheckpointError,
 )
 from holdfast.storage import native_files
 from holdfast.storage.native_files import look_before
@@ -223,6 +223,6 @@ def test_readers_of_a_replaced_checkpoint_get_what_they_opened_or_an_error(tmp_p
     opened = hf.open(tmp_path)
     save(2, tmp_path)
     assert opened["step"] == 1
-    with pytest.raises(DamagedCheckpointError, match="open it again") as caught:
+    with pytest.raises(ReplacedCheckpointError, match="open it again") as caught:
         opened["model.weight"][0]
     assert isinstance(caught.value, HoldfastError)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast as hf
-from holdfast.errors import DamagedCheckpointError, HoldfastError, UnsupportedVersionError
+from holdfast.errors import DamagedCheckpointError, HoldfastError, ReplacedCheckpointError, UnsupportedVersionError
 from holdfast.sources.detect import open_source
 from tests.exact import assert_same
 from tests.formats.native.specified_reader import SpecifiedReader
@@ -308,7 +308,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_says_so(tmp_path):
     hf.save(small_state(), tmp_path)
     opened = hf.open(tmp_path)
     hf.save(small_state(), tmp_path, overwrite=True)
-    with pytest.raises(DamagedCheckpointError, match="another save has replaced the checkpoint"):
+    with pytest.raises(ReplacedCheckpointError, match="another save has replaced the checkpoint"):
         opened["weight"][0]
 
 

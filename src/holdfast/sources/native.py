@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from holdfast.boxes import Box, overlap, volume
-from holdfast.errors import CheckpointNotFoundError
+from holdfast.errors import CheckpointNotFoundError, ReplacedCheckpointError
 from holdfast.formats.native.columns import (
     ChunkTable,
     Columns,
@@ -201,11 +201,25 @@ class NativeSource(Source):
                         refuse(path, "does not have the size that was recorded", file.nbytes, found, ref.key)
 
     def _refuse_missing(self, file: StoredFile, key: str | None) -> NoReturn:
-        what = "is missing, though the record of the checkpoint lists it"
+        path = self.store.path_of(file.name)
+        found = self.record.generation
         with suppress(Exception):
-            if read_record(self.store).generation != self.record.generation:
-                what = "is gone: another save has replaced the checkpoint since it was opened, so open it again"
-        refuse(self.store.path_of(file.name), what, f"{file.nbytes} bytes", "no such file", key)
+            found = read_record(self.store).generation
+        if found != self.record.generation:
+            raise ReplacedCheckpointError(
+                f"{path} is gone: another save has replaced the checkpoint at {self.location} since it was opened. "
+                "Load or open it again.",
+                path=self.location,
+                opened=self.record.generation,
+                found=found,
+            )
+        refuse(
+            path,
+            "is missing, though the record of the checkpoint lists it",
+            f"{file.nbytes} bytes",
+            "no such file",
+            key,
+        )
 
 
 def read_record(store: Store) -> Record:
