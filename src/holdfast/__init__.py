@@ -22,6 +22,7 @@ from holdfast.checkpoint import open_checkpoint as open
 from holdfast.errors import CheckpointException, HoldfastError, MissingPackageError
 from holdfast.formats.native.declared import declare
 from holdfast.load_report import LoadReport
+from holdfast.save_report import SaveReport
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from holdfast.states.rng import RngState
     from holdfast.stock import HoldfastReader, HoldfastWriter
     from holdfast.verbs.load import load
-    from holdfast.verbs.save import SavedCheckpoint, save
+    from holdfast.verbs.save import save
 
 __all__ = [
     "Checkpoint",
@@ -40,7 +41,7 @@ __all__ = [
     "LoadReport",
     "PerRank",
     "RngState",
-    "SavedCheckpoint",
+    "SaveReport",
     "__version__",
     "declare",
     "errors",
@@ -54,7 +55,6 @@ _NEED_TORCH = {
     "HoldfastWriter": "holdfast.stock",
     "PerRank": "holdfast.states.per_rank",
     "RngState": "holdfast.states.rng",
-    "SavedCheckpoint": "holdfast.verbs.save",
     "load": "holdfast.verbs.load",
     "save": "holdfast.verbs.save",
 }

@@ -116,7 +116,7 @@ def state_on_ranks(seed: int, layout_seed: int, *, empty: bool = False) -> dict[
 
 def save_layouts(path: str, seed: int, layout_seed: int) -> tuple[int, int]:
     saved = hf.save({"tensors": state_on_ranks(seed, layout_seed)}, path)
-    return saved.tensors, saved.nbytes
+    return saved.tensor_count, saved.bytes_written
 
 
 def load_layouts(path: str, seed: int, layout_seed: int) -> list[str]:

@@ -184,6 +184,13 @@ def test_sizes_must_be_numbers_of_bytes(tmp_path, name, number):
         hf.save({"w": torch.ones(2)}, tmp_path / "x", **{name: number})
 
 
+def test_a_budget_too_small_for_any_buffer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="memory_budget must be 262144 bytes at least, not 262143"):
+        hf.save({"w": torch.ones(2)}, tmp_path / "x", memory_budget=(256 << 10) - 1)
+    hf.save({"w": torch.arange(600_000).reshape(600, 1000).T}, tmp_path / "x", memory_budget=256 << 10)
+    assert torch.equal(hf.open(tmp_path / "x")["w"][:], torch.arange(600_000).reshape(600, 1000).T)
+
+
 def test_many_tensors_are_few_files(tmp_path):
     hf.save({f"w{n}": torch.ones(2) for n in range(300)}, tmp_path / "x")
     assert len(os.listdir(tmp_path / "x")) == 3
@@ -239,10 +246,13 @@ def test_metadata_that_json_cannot_hold_is_refused(tmp_path, metadata):
 def test_a_result_tells_what_was_done(tmp_path):
     saved = hf.save({"a": torch.ones(10), "b": 1}, tmp_path / "x")
     files = list((tmp_path / "x").glob("data-*"))
-    assert (saved.path, saved.tensors) == (str(tmp_path / "x"), 1)
-    assert saved.nbytes == sum(file.stat().st_size for file in files)
-    assert saved.generation in files[0].name
-    assert str(tmp_path / "x") in str(saved)
+    assert (saved.path, saved.tensor_count) == (str(tmp_path / "x"), 1)
+    assert saved.bytes_written == sum(file.stat().st_size for file in files)
+    assert saved.identity in files[0].name
+    assert saved.world_size == 1
+    assert str(saved).startswith(f"saved 1 tensor to {tmp_path / 'x'}\n  {saved.bytes_written:,} bytes written in ")
+    target = {"a": torch.zeros(10), "b": 0}
+    assert hf.load(target, tmp_path / "x").identity == saved.identity
 
 
 @pytest.mark.parametrize("check", ["error", None, 1, "off"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
+import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -320,9 +323,25 @@ def test_groups_of_ranks_save_for_themselves(ranks: RankPool, tmp_path):
     assert hf.open(tmp_path / "0").written["world_size"] == 2
 
 
+def save_slowly_on_one_rank(path: str) -> Any:
+    """One rank's clock jumps after the save has begun, so that nobody has to wait for it."""
+    real = time.perf_counter
+    jumps = itertools.chain([0], itertools.repeat(1000 if dist.get_rank() == 1 else 0))
+    with mock.patch.object(time, "perf_counter", lambda: real() + next(jumps)):
+        return hf.save({"own": hf.PerRank(torch.ones(dist.get_rank()))}, path)
+
+
+def test_all_ranks_report_the_same_with_the_seconds_of_the_slowest(ranks: RankPool, tmp_path):
+    reports = ranks(2).run(save_slowly_on_one_rank, str(tmp_path / "x"))
+    assert reports[0] == reports[1]
+    assert reports[0].seconds >= 1000
+    assert (reports[0].world_size, reports[0].tensor_count) == (2, 2)
+    assert reports[0].bytes_written == sum(file.stat().st_size for file in (tmp_path / "x").glob("data-*"))
+
+
 def save_alone(path: str) -> int:
     saved = hf.save({"model": torch.nn.Linear(2, 2), "own": hf.PerRank(5)}, path)
-    return saved.tensors
+    return saved.tensor_count
 
 
 @pytest.mark.parametrize("process_group", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -32,6 +31,7 @@ from holdfast.storage.native_files import (
 )
 from holdfast.stores.places import store_at
 from holdfast.stores.store import Store
+from holdfast.verbs.save_options import checked_bytes, checked_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +77,9 @@ class HoldfastWriter(StorageWriter):
         max_file_size: int | None = None,
     ) -> None:
         self.overwrite = overwrite
-        self.metadata = _checked(metadata)
+        self.metadata = checked_metadata(metadata)
         self.allow_pickle = allow_pickle
-        self.max_file_size = max_file_size
+        self.max_file_size = checked_bytes("max_file_size", max_file_size)
         self._store = None if path is None else store_at(path)
         self._rank = 0
         self._before: Before | None = None
@@ -201,10 +201,3 @@ def _complete(metadata: Metadata, assembled: Assembled, meta: StorageMeta) -> No
         if isinstance(entry, TensorStorageMetadata)
         for chunk in entry.chunks
     }
-
-
-def _checked(metadata: Mapping[str, Any] | None) -> Any:
-    try:
-        return json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"metadata must be what JSON can hold: {error}. Put other values into the state.") from error

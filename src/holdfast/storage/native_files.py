@@ -29,6 +29,9 @@ from holdfast.stores.store import Store
 
 logger = logging.getLogger(__name__)
 
+SMALLEST_BUDGET = 4 * BLOCK_BYTES
+"""The least memory to write through: a buffer of one block, and what a part of a tensor is converted in."""
+
 
 @dataclass(frozen=True)
 class Before:
@@ -91,7 +94,7 @@ def write_chunks(
     memory_budget: int | None = None,
 ) -> list[WrittenFile]:
     """Write this rank's chunks. Everything is durable when it returns; if it raises, nothing is left."""
-    write_bytes = WRITE_BYTES if memory_budget is None else max(BLOCK_BYTES, min(WRITE_BYTES, memory_budget // 4))
+    write_bytes = WRITE_BYTES if memory_budget is None else min(WRITE_BYTES, memory_budget // 4)
 
     def pieces(chunk: ChunkToWrite) -> Any:
         return local[chunk.key].pieces(Box(chunk.offsets, chunk.sizes), write_bytes)

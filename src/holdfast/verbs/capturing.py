@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from holdfast.errors import UnsupportedTensorError
-from holdfast.formats.native.dtypes import name_of
 from holdfast.formats.native.values import Encoder, Path
 from holdfast.patterns import Choice, Selection
 from holdfast.planning.holdings import Holding, LocalTensor, address_of, hold, memory_of
 from holdfast.planning.tensors import size_and_dtype
 from holdfast.states.expanding import expand
 from holdfast.states.selecting import select
+from holdfast.verbs.save_options import SaveOptions
+from holdfast.verbs.user_dtypes import PACKED
 
 _MOST_REPORTED = 20
 
@@ -39,11 +40,21 @@ class Capture:
     """How a state is captured."""
 
     rank: int
-    several_ranks: bool
     selection: Selection
     cast: Choice
     allow_pickle: bool
     compare_copies: bool
+
+    @classmethod
+    def of(cls, options: SaveOptions, rank: int, world_size: int) -> Capture:
+        """As a save wants it."""
+        return cls(
+            rank=rank,
+            selection=options.selection,
+            cast=options.cast,
+            allow_pickle=options.allow_pickle,
+            compare_copies=world_size > 1 and options.check_replicas is not False,
+        )
 
     def take(self, state: Any) -> Captured:
         """Look at a state, without copying or changing anything."""
@@ -80,7 +91,7 @@ class Capture:
         return Captured(tree, own, _with_ties(holdings, local), local)
 
     def _hold(self, key: str, tensor: Any, local: dict[str, LocalTensor], *, from_first_rank: bool) -> Holding:
-        compare = self.several_ranks and self.compare_copies and not from_first_rank
+        compare = self.compare_copies and not from_first_rank
         holding, local[key] = hold(key, tensor, stored_dtype=self._stored_dtype(key, tensor), compare=compare)
         return holding._replace(from_first_rank=True) if from_first_rank else holding
 
@@ -101,28 +112,7 @@ class Capture:
             return None
         _, dtype = size_and_dtype(tensor)
         # A pattern such as "model.*" is about weights, and must not take away a counter's or a mask's meaning.
-        return wish if dtype.is_floating_point and dtype not in _PACKED and dtype != wish else None
-
-
-_PACKED = frozenset({getattr(torch, "float4_e2m1fn_x2", None)})
-"""Two numbers are one element there, which torch does not convert."""
-
-
-def floating_dtype(wish: Any) -> torch.dtype:
-    """The dtype to store floating point tensors as that a user names."""
-    dtype = torch_dtype(wish)
-    if not dtype.is_floating_point or dtype in _PACKED:
-        raise ValueError(f"tensors are cast from one floating point type to another, and {dtype} is none")
-    return dtype
-
-
-def torch_dtype(wish: Any) -> torch.dtype:
-    """The dtype that a user names, as an object of torch or numpy or as a text."""
-    name = name_of(wish)
-    dtype = getattr(torch, name or "", None)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{wish!r} is not a dtype to cast to; give one such as torch.bfloat16 or 'bfloat16'")
-    return dtype
+        return wish if dtype.is_floating_point and dtype not in PACKED and dtype != wish else None
 
 
 def _with_ties(holdings: list[Holding], local: Mapping[str, LocalTensor]) -> list[Holding]:

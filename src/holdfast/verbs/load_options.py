@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from holdfast.patterns import Choice, Chooser, Pattern, Patterns, Selection, chooser
-from holdfast.verbs.capturing import torch_dtype
+from holdfast.verbs.user_dtypes import dtype_from_user
 
 if TYPE_CHECKING:
     from holdfast.checkpoint import Checkpoint
@@ -76,7 +76,7 @@ class Casts:
         self._dtypes = Choice(None)
         self._allowed: Callable[[str], bool] = _always if cast is True else _never
         if isinstance(cast, Mapping):
-            self._dtypes = Choice({pattern: torch_dtype(wish) for pattern, wish in cast.items()})
+            self._dtypes = Choice({pattern: dtype_from_user(wish) for pattern, wish in cast.items()})
         elif not isinstance(cast, bool):
             self._allowed = Chooser(cast)
 

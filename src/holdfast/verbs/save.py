@@ -19,10 +19,11 @@ from holdfast.formats.native.layout import ChunkToWrite
 from holdfast.formats.native.names import new_generation
 from holdfast.garbage import no_garbage_collection
 from holdfast.notices import warn_caller
-from holdfast.patterns import Choice, Pattern, Patterns, Selection
+from holdfast.patterns import Pattern, Patterns
 from holdfast.planning.agreement import Differing, agree, describe_differing, refuse_differing
 from holdfast.planning.holdings import Holding
 from holdfast.planning.merged_trees import fill_slots, merge_trees, refuse_shared_keys, renamed_tensors, tensor_keys
+from holdfast.save_report import SaveReport
 from holdfast.storage.native_files import (
     Before,
     Contents,
@@ -33,9 +34,10 @@ from holdfast.storage.native_files import (
     remove_unfinished,
     write_chunks,
 )
-from holdfast.stores.places import store_at
+from holdfast.stores.places import in_messages, store_at
 from holdfast.stores.store import Store
-from holdfast.verbs.capturing import Capture, Captured, floating_dtype
+from holdfast.verbs.capturing import Capture, Captured
+from holdfast.verbs.save_options import SaveOptions
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -43,21 +45,6 @@ if TYPE_CHECKING:
     from holdfast.coordination.collectives import Collectives
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """What a save did."""
-
-    path: str
-    generation: str
-    tensors: int
-    nbytes: int
-    """Of all data files."""
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"saved {self.tensors} tensors, {self.nbytes:,} bytes, to {self.path} in {self.seconds:.2f} s"
 
 
 def save(
@@ -74,7 +61,7 @@ def save(
     max_file_size: int | None = None,
     memory_budget: int | None = None,
     process_group: dist.ProcessGroup | None = None,
-) -> SavedCheckpoint:
+) -> SaveReport:
     """Save a state to a folder. With a process group all its ranks call this together, each with its own part.
 
     The checkpoint appears at once and whole when everything is durable, or not at all.
@@ -93,7 +80,7 @@ def save(
             lowest rank where they differ, False takes all copies to be equal.
         allow_pickle: store values that the format has no place for as pickles. Loading them needs the same.
         max_file_size: bytes of data in one file at most. Larger tensors are cut.
-        memory_budget: bytes that the save may take beyond the state.
+        memory_budget: bytes for the buffers that tensors are written through, 256 KiB at least.
         process_group: the ranks that save. All by default; this process alone if there is no process group.
 
     Example:
@@ -101,107 +88,84 @@ def save(
         >>> import holdfast as hf
         >>> path = tempfile.mkdtemp() + "/step-100"
         >>> saved = hf.save({"model": torch.nn.Linear(4, 2), "step": 100}, path)
-        >>> saved.tensors
+        >>> saved.tensor_count
         2
         >>> hf.open(path)["step"]
         100
     """
     started = time.perf_counter()
-    call = f"holdfast.save to {_told(path)}, overwrite={overwrite!r}, check_replicas={check_replicas!r}"
+    call = f"holdfast.save to {in_messages(path)}, overwrite={overwrite!r}, check_replicas={check_replicas!r}"
     with meeting(call, process_group) as ranks:
 
-        def prepare() -> tuple[_Save, Captured]:
-            selection = Selection(include, exclude)
-            run = _Save(
-                store_at(path),
-                ranks,
-                _checked_metadata(metadata),
-                is_selected=not selection.is_everything,
+        def capture() -> tuple[_Save, Captured]:
+            options = SaveOptions.of(
+                include=include,
+                exclude=exclude,
+                cast=cast,
+                metadata=metadata,
                 overwrite=overwrite,
-                check_replicas=_checked_replicas(check_replicas),
-                max_file_size=_checked_bytes("max_file_size", max_file_size),
-                memory_budget=_checked_bytes("memory_budget", memory_budget),
-            )
-            capture = Capture(
-                rank=ranks.rank,
-                several_ranks=ranks.world_size > 1,
-                selection=selection,
-                cast=_checked_cast(cast),
+                check_replicas=check_replicas,
                 allow_pickle=allow_pickle,
-                compare_copies=bool(check_replicas),
+                max_file_size=max_file_size,
+                memory_budget=memory_budget,
             )
-            return run, capture.take(state)
+            run = _Save(store_at(path), ranks, options, started)
+            return run, Capture.of(options, ranks.rank, ranks.world_size).take(state)
 
         with no_garbage_collection():
-            run, captured = ranks.all_gather_status("capture", prepare)
-            chunks = run.plan(captured)
-        files = run.write(chunks, captured)
-        run.commit(files)
-        saved = run.result(time.perf_counter() - started)
-    logger.info("%s", saved)
-    return saved
+            run, captured = ranks.all_gather_status("capture", capture)
+            plan = run.plan(captured)
+        files = run.write(plan, captured)
+        report = run.commit(plan, files)
+    logger.info("%s", report)
+    return report
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be done."""
+
+    generation: str
+    chunks: Sequence[ChunkToWrite]
+    """That this rank writes."""
+    decision: _Decision | None
+    """Only the coordinator has it."""
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What the checkpoint will contain, and what was there before."""
+
+    before: Before
+    contents: Contents
+
+
+@dataclass(frozen=True)
 class _Save:
     """One save. Its methods are the steps, in the order in which they happen."""
 
-    def __init__(
-        self,
-        store: Store,
-        ranks: Collectives,
-        metadata: Any,
-        *,
-        is_selected: bool,
-        overwrite: bool,
-        check_replicas: bool | Literal["warn"],
-        max_file_size: int | None,
-        memory_budget: int | None,
-    ) -> None:
-        self.store = store
-        self.ranks = ranks
-        self.metadata = metadata
-        self.is_selected = is_selected
-        self.overwrite = overwrite
-        self.check_replicas = check_replicas
-        self.max_file_size = max_file_size
-        self.memory_budget = memory_budget
-        self.generation = ""
-        self.before: Before | None = None
-        self.contents: Contents | None = None
-        self.summary: tuple[int, int] = (0, 0)
+    store: Store
+    ranks: Collectives
+    options: SaveOptions
+    started: float
 
-    def plan(self, captured: Captured) -> list[ChunkToWrite]:
-        """Find out together what the checkpoint contains; returns what this rank writes of it."""
+    def plan(self, captured: Captured) -> _Plan:
+        """Find out together what the checkpoint contains, and who writes what of it."""
         proposal = _Proposal(self._first_with_the_same_tree(captured), captured.tree, captured.own, captured.holdings)
         if proposal.same_tree_as != self.ranks.rank:
             proposal = proposal._replace(tree=None)  # it need not be sent twice
+        decision: _Decision | None = None
 
         def decide(proposals: list[_Proposal]) -> list[tuple[str, Sequence[ChunkToWrite]]]:
-            self.before = look_before(self.store, overwrite=self.overwrite)
-            tree, differing = merge_trees([proposals[proposal.same_tree_as].tree for proposal in proposals])
-            tree = _with_own(tree, [proposal.own for proposal in proposals])
-            if self.is_selected and tree == {}:
-                raise ValueError(
-                    "include and exclude leave nothing of the state, so nothing was saved. Texts take wildcards "
-                    '("model", "*.bias"); regular expressions have to match whole keys.'
-                )
-            holdings = [proposal.holdings for proposal in proposals]
-            if differing:
-                # Where not even the structure is the same, some rank's tensors have no place in the checkpoint.
-                referred = set(tensor_keys(tree))
-                holdings = [[holding for holding in part if holding.key in referred] for part in holdings]
-            agreed = agree(holdings)
-            self._treat_differences([*differing, *agreed.differing])
-            if agreed.ties:
-                tree = renamed_tensors(tree, agreed.ties)
-            self.contents = Contents(agreed.tensors, tree, self.metadata, stamp(self.ranks.world_size))
+            nonlocal decision
+            decision, chunks = self._decide(proposals)
             generation = new_generation()
-            return [(generation, part) for part in agreed.chunks]
+            return [(generation, part) for part in chunks]
 
-        self.generation, chunks = self.ranks.reduce_scatter("plan", lambda: proposal, decide)
-        return list(chunks)
+        generation, chunks = self.ranks.reduce_scatter("plan", lambda: proposal, decide)
+        return _Plan(generation, chunks, decision)
 
-    def write(self, chunks: list[ChunkToWrite], captured: Captured) -> list[WrittenFile]:
+    def write(self, plan: _Plan, captured: Captured) -> list[WrittenFile]:
         """Write this rank's part. If another rank fails, it is removed again."""
         written: list[WrittenFile] = []
 
@@ -209,12 +173,12 @@ class _Save:
             written.extend(
                 write_chunks(
                     self.store,
-                    chunks,
+                    plan.chunks,
                     captured.local,
-                    generation=self.generation,
+                    generation=plan.generation,
                     rank=self.ranks.rank,
-                    max_file_size=self.max_file_size,
-                    memory_budget=self.memory_budget,
+                    max_file_size=self.options.max_file_size,
+                    memory_budget=self.options.memory_budget,
                 )
             )
 
@@ -225,30 +189,34 @@ class _Save:
             raise
         return written
 
-    def commit(self, files: list[WrittenFile]) -> None:
+    def commit(self, plan: _Plan, files: list[WrittenFile]) -> SaveReport:
         """The coordinator puts the record in place, which makes all files of all ranks a checkpoint."""
 
-        def put_in_place(parts: list[list[WrittenFile]]) -> tuple[int, int]:
-            assert self.before is not None
-            assert self.contents is not None
-            every = [file for part in parts for file in part]
+        def put_in_place(parts: list[tuple[list[WrittenFile], float]]) -> SaveReport:
+            assert plan.decision is not None
+            began = time.perf_counter()
+            every = [file for part, _ in parts for file in part]
             with no_garbage_collection():
-                record = commit_checkpoint(self.store, self.before, every, self.contents, self.generation)
-            return len(record.tensors), sum(file.nbytes for file in record.files)
+                record = commit_checkpoint(
+                    self.store, plan.decision.before, every, plan.decision.contents, plan.generation
+                )
+            return SaveReport(
+                path=self.store.location,
+                identity=plan.generation,
+                tensor_count=len(record.tensors),
+                bytes_written=sum(file.nbytes for file in record.files),
+                seconds=max(seconds for _, seconds in parts) + time.perf_counter() - began,
+                world_size=self.ranks.world_size,
+            )
 
         try:
-            self.summary = self.ranks.all_reduce("commit", lambda: files, put_in_place)
+            return self.ranks.all_reduce("commit", lambda: (files, time.perf_counter() - self.started), put_in_place)
         except BaseException as error:
             # Without the coordinator's word it may be about to commit, and then it needs our files.
             coordinator_is_done = self.ranks.is_coordinator or isinstance(error, CheckpointException)
-            if coordinator_is_done and not is_committed(self.store, self.generation):
+            if coordinator_is_done and not is_committed(self.store, plan.generation):
                 remove_unfinished(self.store, [file.name for file in files])
             raise
-
-    def result(self, seconds: float) -> SavedCheckpoint:
-        """What was done."""
-        tensors, nbytes = self.summary
-        return SavedCheckpoint(self.store.location, self.generation, tensors, nbytes, seconds)
 
     def _first_with_the_same_tree(self, captured: Captured) -> int:
         """The lowest rank whose tree is the same as this rank's."""
@@ -257,10 +225,35 @@ class _Save:
         digest = xxhash.xxh3_128_digest(json.dumps(captured.tree).encode())
         return self.ranks.all_gather_object(digest).index(digest)
 
+    def _decide(self, proposals: list[_Proposal]) -> tuple[_Decision, Sequence[Sequence[ChunkToWrite]]]:
+        """One checkpoint out of what all ranks propose, and the chunks that each of them writes."""
+        before = look_before(self.store, overwrite=self.options.overwrite)
+        tree, differing = merge_trees([proposals[proposal.same_tree_as].tree for proposal in proposals])
+        tree = _with_own(tree, [proposal.own for proposal in proposals])
+        self._refuse_empty_selection(tree)
+        holdings = [proposal.holdings for proposal in proposals]
+        if differing:
+            # Where not even the structure is the same, some rank's tensors have no place in the checkpoint.
+            referred = set(tensor_keys(tree))
+            holdings = [[holding for holding in part if holding.key in referred] for part in holdings]
+        agreed = agree(holdings)
+        self._treat_differences([*differing, *agreed.differing])
+        if agreed.ties:
+            tree = renamed_tensors(tree, agreed.ties)
+        contents = Contents(agreed.tensors, tree, self.options.metadata, stamp(self.ranks.world_size))
+        return _Decision(before, contents), agreed.chunks
+
+    def _refuse_empty_selection(self, tree: Any) -> None:
+        if tree == {} and not self.options.selection.is_everything:
+            raise ValueError(
+                "include and exclude leave nothing of the state, so nothing was saved. Texts take wildcards "
+                '("model", "*.bias"); regular expressions have to match whole keys.'
+            )
+
     def _treat_differences(self, differing: list[Differing]) -> None:
-        if self.check_replicas is True:
+        if self.options.check_replicas is True:
             refuse_differing(differing)
-        elif self.check_replicas == "warn" and differing:
+        elif self.options.check_replicas == "warn" and differing:
             warn_caller(describe_differing(differing, "The copies of the lowest ranks are saved, the others are lost."))
 
 
@@ -282,51 +275,3 @@ def _with_own(tree: Any, own: Sequence[Mapping[str, Any]]) -> Any:
     if names or len(own) > 1:
         refuse_shared_keys(tree)
     return tree
-
-
-def _told(path: Any) -> str:
-    """The path for messages and for comparing ranks. What is wrong with it is told later, on all ranks."""
-    try:
-        return store_at(path).location
-    except Exception:
-        return repr(path)
-
-
-def _checked_metadata(metadata: Mapping[str, Any] | None) -> Any:
-    if metadata is not None and not isinstance(metadata, Mapping):
-        raise TypeError(f"metadata must be a dict, not {metadata!r}")
-    try:
-        _refuse_keys_that_change(metadata)
-        return json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"metadata must be what JSON can hold: {error}. Put other values into the state.") from error
-
-
-def _refuse_keys_that_change(metadata: Any) -> None:
-    """JSON would make texts of other keys, and two of them could become the same."""
-    if isinstance(metadata, dict):
-        for key, value in metadata.items():
-            if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} is not a text")
-            _refuse_keys_that_change(value)
-    elif isinstance(metadata, (list, tuple)):
-        for value in metadata:
-            _refuse_keys_that_change(value)
-
-
-def _checked_cast(cast: Mapping[Pattern, Any] | None) -> Choice:
-    if cast is not None and not isinstance(cast, Mapping):
-        raise TypeError(f"cast takes patterns with the dtype for each, such as {{'model.*': 'bfloat16'}}, not {cast!r}")
-    return Choice({pattern: floating_dtype(wish) for pattern, wish in (cast or {}).items()})
-
-
-def _checked_replicas(check: Any) -> bool | Literal["warn"]:
-    if check is True or check is False or check == "warn":
-        return check  # type: ignore[no-any-return]
-    raise ValueError(f"check_replicas must be True, False or 'warn', not {check!r}")
-
-
-def _checked_bytes(name: str, number: Any) -> int | None:
-    if number is not None and (type(number) is not int or number < 1):
-        raise ValueError(f"{name} must be a number of bytes, such as 2 << 30, not {number!r}")
-    return number
