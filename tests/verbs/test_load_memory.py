@@ -185,7 +185,9 @@ def test_a_checkpoint_that_does_not_cover_a_target_is_refused_before_anything_ch
 
 def test_a_target_of_which_a_part_would_not_be_filled_is_refused(tmp_path, monkeypatch):
     path = saved({"a": torch.ones(8)}, tmp_path)
-    monkeypatch.setattr("holdfast.verbs.load.regions_of", lambda fill: [Region(fill, Box((0,), (3,)), fill.target[:3])])
+    monkeypatch.setattr(
+        "holdfast.verbs.load_planning.regions_of", lambda fill: [Region(fill, Box((0,), (3,)), fill.target[:3])]
+    )
     with pytest.raises(StateMismatchError, match="of the 8 elements on rank 0, 3 would be filled"):
         hf.load({"a": torch.zeros(8)}, path)
 

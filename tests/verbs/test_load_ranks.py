@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -475,28 +475,70 @@ def test_damage_that_one_rank_meets_is_the_same_error_on_all_ranks(ranks: RankPo
     ] * 2
 
 
-def load_divided(base: str) -> Any:
-    """Every rank looks at a folder of its own, which has the same name for all."""
-    import os
-
-    os.chdir(f"{base}/{dist.get_rank()}")
+def load_divided(savers: list[int]) -> Any:
+    """Every rank looks into a store of its own, which has the same name for all."""
+    rank, place = dist.get_rank(), f"memory://divided-{savers}"
+    alone = [dist.new_group([member]) for member in range(dist.get_world_size())]
+    if rank in savers:
+        hf.save({"a": torch.ones(1)}, place, process_group=alone[rank])
     try:
-        hf.load({"a": torch.zeros(1)}, "saved")
+        hf.load({"a": torch.zeros(1)}, place)
     except hf.HoldfastError as error:
         return error
     return None
 
 
-def test_ranks_that_see_different_checkpoints_or_none_all_raise(ranks: RankPool, tmp_path):
-    for rank in range(2):
-        hf.save({"a": torch.ones(1)}, tmp_path / str(rank) / "saved")
-    for error in ranks(2).run(load_divided, str(tmp_path)):
+def test_ranks_that_see_different_checkpoints_or_none_all_raise(ranks: RankPool):
+    for error in ranks(2).run(load_divided, [0, 1]):
         assert type(error).__name__ == "RankDisagreementError"
         assert set(error.views) == {0, 1}
-    shutil.rmtree(tmp_path / "1" / "saved")
-    for error in ranks(2).run(load_divided, str(tmp_path)):
+        assert "look at different checkpoints" in str(error)
+    for error in ranks(2).run(load_divided, [0]):
         assert type(error).__name__ == "CheckpointNotFoundError"
         assert "on rank 1" in str(error)
+
+
+def load_from_folders(base: str, folders: list[str], paths: list[Any], options: list[dict[str, Any]]) -> Any:
+    """Every rank is in a folder, and gives a path and options, of its own."""
+    rank, before = dist.get_rank(), Path.cwd()
+    os.chdir(Path(base) / folders[rank])
+    try:
+        hf.load({"a": torch.zeros(1)}, paths[rank], **options[rank])
+    except Exception as error:
+        return error
+    finally:
+        os.chdir(before)
+    return None
+
+
+def test_paths_are_compared_by_the_places_that_they_mean(ranks: RankPool, tmp_path):
+    for folder in ("one", "two"):
+        hf.save({"a": torch.ones(1)}, tmp_path / folder / "saved")
+    same = ["saved", str(tmp_path / "one" / "saved")]
+    assert ranks(2).run(load_from_folders, str(tmp_path), ["one", "two"], same, [{}, {}]) == [None, None]
+    for error in ranks(2).run(load_from_folders, str(tmp_path), ["one", "two"], ["saved", "saved"], [{}, {}]):
+        assert type(error) is RankDisagreementError
+        assert str(tmp_path / "one" / "saved") in str(error)
+
+
+@pytest.mark.parametrize("wrong", [7, "", "carrier-pigeon://loft"])
+def test_a_path_that_is_none_on_one_rank_ends_the_call_on_all(ranks: RankPool, tmp_path, wrong):
+    hf.save({"a": torch.ones(1)}, tmp_path / "saved")
+    for error in ranks(2).run(load_from_folders, str(tmp_path), [".", "."], ["saved", wrong], [{}, {}]):
+        assert type(error) is RankDisagreementError
+        assert repr(wrong) in str(error)
+    for error in ranks(2).run(load_from_folders, str(tmp_path), [".", "."], [wrong, wrong], [{}, {}]):
+        assert isinstance(error, (TypeError, ValueError))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"), [({"rename": 3}, TypeError), ({"include": [3]}, TypeError), ({"cast": {"a": "no"}}, TypeError)]
+)
+def test_a_wrong_option_on_one_rank_is_the_same_error_on_all(ranks: RankPool, tmp_path, wrong, kind):
+    hf.save({"a": torch.ones(1)}, tmp_path / "saved")
+    first, second = ranks(2).run(load_from_folders, str(tmp_path), [".", "."], ["saved"] * 2, [{}, wrong])
+    assert type(first) is type(second) is kind
+    assert str(first) == str(second)
 
 
 def fails_on_one_rank(place: str, where: str) -> Any:

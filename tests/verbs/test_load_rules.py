@@ -343,6 +343,14 @@ def test_what_is_no_number_cannot_be_cast(tmp_path):
     assert list(raised.value.dtypes) == ["t"]
 
 
+def test_a_load_is_one_line_in_the_log(path, caplog):
+    with caplog.at_level("INFO", "holdfast"):
+        report = hf.load(blank(), path)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "holdfast.verbs.load"]
+    assert line.startswith(f"loaded {len(report.read)} keys, {report.bytes_read} bytes from {path} in ")
+    assert "\n" not in line
+
+
 def test_wrong_options_are_refused(path):
     with pytest.raises(ValueError, match="verify"):
         hf.load(blank(), path, verify="last")

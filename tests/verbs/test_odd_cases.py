@@ -186,6 +186,26 @@ def test_a_cast_of_everything_leaves_complex_numbers_complex(tmp_path):
     assert state["c"].dtype == torch.complex128
 
 
+@pytest.mark.parametrize("stored", [torch.tensor([1 + 2j]), np.array([1 + 2j], ">c8")], ids=["torch", "numpy"])
+@pytest.mark.parametrize("target", [torch.zeros(1), torch.zeros(1, dtype=torch.bool), np.zeros(1)], ids=str)
+@pytest.mark.parametrize("cast", [True, False])
+def test_no_cast_takes_the_imaginary_parts_away(tmp_path, stored, target, cast):
+    path = saved({"c": stored}, tmp_path)
+    for options in ({}, {"transform": {"c": lambda checkpoint, key: torch.tensor([1 + 2j])}}):
+        with pytest.raises(StateMismatchError, match="imaginary parts would be lost") as raised:
+            hf.load({"c": target}, path, cast=cast, **options)
+        assert list(raised.value.kinds) == ["c"]
+        assert not target.any()
+
+
+def test_the_real_parts_can_be_asked_for(tmp_path):
+    path = saved({"c": torch.tensor([1 + 2j])}, tmp_path)
+    hf.load(state := {"c": torch.zeros(1)}, path, transform={"c": lambda checkpoint, key: checkpoint[key][:].real})
+    assert state["c"].tolist() == [1]
+    hf.load(state := {"c": torch.zeros(1, dtype=torch.complex128)}, path, cast=True)
+    assert state["c"].tolist() == [1 + 2j]
+
+
 @pytest.mark.parametrize("metadata", [{1: 2, "1": 3}, {"a": {None: 1}}, {"a": [{2.5: 1}]}])
 def test_metadata_whose_keys_json_would_change_is_refused(tmp_path, metadata):
     with pytest.raises(ValueError, match="is not a text"):

@@ -1,4 +1,4 @@
-"""What matching a state with a checkpoint finds out on one rank, and the rules that it goes by."""
+"""What matching a state with a checkpoint finds out on one rank."""
 
 from __future__ import annotations
 
@@ -58,17 +58,3 @@ class Findings:
     """What is wrong with a key, in words that go on after its name."""
     errors: dict[str, HoldfastError] = field(default_factory=dict)
     """Of live objects that cannot take what is stored."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What the caller of a load wants and allows."""
-
-    wanted: Callable[[str], bool]
-    may_cast: Callable[[str, str], bool]
-    """Given a key and the dtype of the tensor in the state."""
-    fresh_dtype: Callable[[str], Any]
-    """The dtype for a tensor that the state has no memory for; None for the stored one."""
-    transform: Callable[[str], Callable[..., Any] | None]
-    rank: int
-    world_size: int

@@ -1,4 +1,4 @@
-"""What the caller of a load wants, in the form that the flow asks for."""
+"""What the caller of a load wants and allows."""
 
 from __future__ import annotations
 
@@ -18,19 +18,27 @@ Transforms: TypeAlias = "Mapping[Pattern, Callable[[Checkpoint, str], Any]]"
 
 
 @dataclass(frozen=True)
-class Options:
-    """All of it."""
+class LoadOptions:
+    """The arguments of ``load``, as answers to the questions that come up on the way."""
 
-    selection: Selection
+    wanted: Selection
+    """Which keys of the state are to be loaded."""
     strict: bool
+    """Whether missing and unexpected keys are errors, unless they are allowed."""
     may_be_missing: Callable[[str], bool]
+    """Which keys of the state the checkpoint need not have."""
     may_be_unexpected: Callable[[str], bool]
+    """Which stored keys the state need not have a place for."""
     casts: Casts
+    """Which tensors may change their dtype."""
     renaming: Renaming
+    """From stored keys to keys of the state."""
     transform: Choice
-    transformed: Sequence[tuple[str, Chooser]]
-    """The patterns of ``transform``, as text and as what they mean."""
+    """The function that makes what belongs to a key of the state; None for what is simply read."""
+    transform_patterns: Sequence[tuple[str, Chooser]]
+    """For which keys there are functions: the patterns as text, and what they mean."""
     verify: bool | Literal["first"]
+    """Whether digests are compared: while reading, or also before."""
 
     @classmethod
     def of(
@@ -45,21 +53,21 @@ class Options:
         cast: bool | Patterns | Mapping[Pattern, Any],
         transform: Transforms | None,
         verify: bool | Literal["first"],
-    ) -> Options:
+    ) -> LoadOptions:
         """The arguments of ``load``, checked."""
         if verify not in (True, False, "first"):
             raise ValueError(f"verify must be True, False or 'first', not {verify!r}")
         if transform is not None and not isinstance(transform, Mapping):
             raise TypeError(f"transform takes keys of the state with a function for each, not {transform!r}")
         return cls(
-            selection=Selection(include, exclude),
+            wanted=Selection(include, exclude),
             strict=strict,
             may_be_missing=chooser(allow_missing, otherwise=False) if strict else _always,
             may_be_unexpected=chooser(allow_unexpected, otherwise=False) if strict else _always,
             casts=Casts(cast),
             renaming=Renaming(rename),
             transform=Choice(transform),
-            transformed=[(str(pattern), Chooser(pattern)) for pattern in transform or ()],
+            transform_patterns=[(str(pattern), Chooser(pattern)) for pattern in transform or ()],
             verify=verify,
         )
 

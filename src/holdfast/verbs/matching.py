@@ -6,28 +6,28 @@ Nothing is changed here. The result is a tree of outcomes, each of which knows h
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from holdfast.errors import HoldfastError, WorldSizeError
-from holdfast.formats.native.refs import ANYTHING, PerRankValues, TensorRef
+from holdfast.errors import HoldfastError
+from holdfast.formats.native.refs import ANYTHING, TensorRef
 from holdfast.formats.native.values import Path, key_of
 from holdfast.planning.materialize import is_meta, with_memory
 from holdfast.sources.stored_nodes import StoredNode
-from holdfast.sources.trees import children_of, hides_tensor, mapped, pruned, refs_in
+from holdfast.sources.trees import children_of, hides_tensor, pruned, refs_in
 from holdfast.states.adapters import Context, adapter_for, is_live, per_rank_of
 from holdfast.states.contract import Adapter
-from holdfast.states.per_rank import PerRank
-from holdfast.verbs.findings import Fill, Findings, Rules, Transform
+from holdfast.verbs.findings import Fill, Findings, Transform
+from holdfast.verbs.load_options import LoadOptions
+from holdfast.verbs.matching_per_rank import match_per_rank, match_unmarked, of_this_rank
 from holdfast.verbs.outcomes import (
-    Chosen,
     Container,
     FilledUp,
     Kept,
     Live,
     Outcome,
-    Own,
     Put,
     Taken,
     Template,
@@ -41,27 +41,29 @@ from holdfast.verbs.targets import (
     is_target,
     shape_and_dtype,
     stored_dtype_name,
+    takes_anything,
     takes_numbers,
     why_inert,
     why_not_fillable,
+    why_not_real,
 )
-
-__all__ = ["Fill", "Matcher"]
 
 
 class Matcher:
     """Matches the places of one state."""
 
-    def __init__(self, state: Any, rules: Rules) -> None:
-        self.rules = rules
+    def __init__(self, state: Any, options: LoadOptions, *, rank: int, world_size: int) -> None:
+        self.options = options
+        self.rank = rank
+        self.world_size = world_size
         self.found = Findings()
-        self._context = Context.of(state)
+        self.context = Context.of(state)
         self._fresh: dict[str, Any] = {}
         self._claims: dict[int, str] = {}
         self._live = 0
         """In how many live objects, one in the other, the walk is."""
-        self._own = False
-        """Whether the walk is in what this rank has its own of."""
+        self._own = 0
+        """In how many values that this rank has its own of."""
 
     def match_state(self, state: Any, stored: StoredNode) -> Outcome:
         """Match the whole state, which has to stay the same object."""
@@ -78,12 +80,12 @@ class Matcher:
         """Match one place."""
         per_rank = per_rank_of(target)
         if per_rank is not None:
-            return self._match_per_rank(target, per_rank, stored, path)
+            return match_per_rank(self, target, per_rank, stored, path)
         if stored is not None and stored.is_per_rank:
-            return self._match_unmarked(target, stored, path)
-        adapter = adapter_for(target, path, self._context)
+            return match_unmarked(self, target, stored, path)
+        adapter = adapter_for(target, path, self.context)
         if adapter is not None:
-            return self._match_live(target, adapter, stored, path)
+            return self.match_live(target, adapter, stored, path)
         if is_target(target):
             return self._match_tensor(target, stored, path)
         parts = children_of(target)
@@ -96,11 +98,11 @@ class Matcher:
     ) -> Outcome:
         if stored is not None and stored.is_leaf and children_of(stored.value) is None and stored.value is not None:
             key = key_of(path)
-            if self.rules.wanted(key):
+            if self.options.wanted(key):
                 reason = why_inert(stored.value)
                 kind = f"is {in_words(stored.value)} in the checkpoint and a {type(target).__name__} in the state"
-                return self._refuse(key, stored, reason or kind, target)
-            return self._leave(key, stored, target)
+                return self.refuse(key, stored, reason or kind, target)
+            return self.leave(key, stored, target)
         if stored is not None and _is_empty(stored):
             stored.take()  # all that it lacks is told
         children = {}
@@ -117,9 +119,9 @@ class Matcher:
 
     def _match_tensor(self, target: Any, stored: StoredNode | None, path: Path) -> Outcome:
         key = key_of(path)
-        function = self.rules.transform(key)
-        if not self.rules.wanted(key):
-            return self._leave(key, stored, target)
+        function = self.options.transform(key)
+        if not self.options.wanted(key):
+            return self.leave(key, stored, target)
         if function is not None:
             outcome, memory = self._with_memory(key, target)
             self._plan_transform(Transform(key, memory, function, _ignore), stored)
@@ -129,7 +131,7 @@ class Matcher:
             return self._unloaded(target)
         if not isinstance(stored.value, TensorRef):
             kind = f"is {in_words(stored.value)} in the checkpoint and a tensor in the state"
-            return self._refuse(key, stored, why_inert(stored.value) or kind, target)
+            return self.refuse(key, stored, why_inert(stored.value) or kind, target)
         stored.take()
         self._note_read(key, stored)
         outcome, memory = self._with_memory(key, target)
@@ -153,13 +155,13 @@ class Matcher:
         if shape != ref.shape:
             self.found.shapes[key] = (ref.shape, shape)
             return
-        reason = why_not_fillable(key, target)
+        stored_dtype = stored_dtype_name(ref)
+        reason = why_not_fillable(key, target) or why_not_real(key, stored_dtype, dtype)
         if reason is not None:
             self.found.misfits[key] = reason
             return
-        stored_dtype = stored_dtype_name(ref)
         if dtype != stored_dtype:
-            if not (self.rules.may_cast(key, dtype) and can_be_converted(ref) and takes_numbers(target)):
+            if not (self.options.casts.allow(key, dtype) and can_be_converted(ref) and takes_numbers(target)):
                 self.found.dtypes[key] = (stored_dtype, dtype)
                 return
             self.found.cast[key] = (stored_dtype, dtype)
@@ -167,10 +169,10 @@ class Matcher:
 
     def _match_value(self, target: Any, stored: StoredNode | None, path: Path) -> Outcome:
         key = key_of(path)
-        function = self.rules.transform(key)
-        is_open = _takes_anything(target)
-        if not self.rules.wanted(key) and not (is_open and stored is not None and not stored.is_leaf):
-            return self._leave(key, stored, target)
+        function = self.options.transform(key)
+        is_open = takes_anything(target)
+        if not self.options.wanted(key) and not (is_open and stored is not None and not stored.is_leaf):
+            return self.leave(key, stored, target)
         if function is not None:
             outcome = Put()
             self._plan_transform(Transform(key, None, function, outcome.put), stored)
@@ -185,40 +187,40 @@ class Matcher:
         if not isinstance(target, (list, tuple)) and hides_tensor(stored.value):
             what = "a tensor" if isinstance(stored.value, TensorRef) else "tensors"
             reason = f"is {what} in the checkpoint and a {type(target).__name__} in the state"
-            return self._refuse(key, stored, reason, target)
-        return self._take(stored, path)
+            return self.refuse(key, stored, reason, target)
+        return self.take(stored, path)
 
     def _match_anything(self, target: Any, stored: StoredNode, path: Path) -> Outcome:
         """Match a place that takes whatever is stored, as far as it is wanted."""
-        if not any(self.rules.wanted(key) for key, _ in self._keys_below(stored, path)):
-            return self._leave(key_of(path), stored, target)
-        taken = self._take(stored, path)
+        if not any(self.options.wanted(key) for key, _ in self.keys_below(stored, path)):
+            return self.leave(key_of(path), stored, target)
+        taken = self.take(stored, path)
         kind = type(target)
         if self._live or kind not in (dict, list) or not (type(taken.value) is kind or not path):
             return taken
         return FilledUp(target, taken) if isinstance(taken.value, kind) else taken
 
-    def _take(self, stored: StoredNode, path: Path) -> Taken:
+    def take(self, stored: StoredNode, path: Path) -> Taken:
         """Take what is stored, with fresh memory for its tensors."""
         stored.take()
         value = stored.value
-        unwanted = [key for key, _ in self._keys_below(stored, path) if not self.rules.wanted(key)]
+        unwanted = [key for key, _ in self.keys_below(stored, path) if not self.options.wanted(key)]
         if unwanted:
             self.found.untouched.extend(unwanted)
-            value = pruned(value, path, lambda below: self.rules.wanted(key_of(below)))
-        for key, leaf in self._keys_below(stored, path):
-            if self.rules.wanted(key):
+            value = pruned(value, path, lambda below: self.options.wanted(key_of(below)))
+        for key, leaf in self.keys_below(stored, path):
+            if self.options.wanted(key):
                 self._note_read(key, leaf)
                 for ref in refs_in(leaf.value):
                     self._give_memory(key, ref)
-        own = self._of_this_rank(value, path)
+        own = of_this_rank(self, value, path)
         self._refuse_inert(key_of(path), own)
         return Taken(own, self._fresh)
 
     def _give_memory(self, key: str, ref: TensorRef) -> None:
         if ref.key in self._fresh:  # tied: one tensor with several names
             return
-        fresh = self._fresh[ref.key] = fresh_memory(ref, self.rules.fresh_dtype(key))
+        fresh = self._fresh[ref.key] = fresh_memory(ref, self.options.casts.dtype_for(key))
         if fresh is None:
             self.found.misfits[key] = f"has elements of {ref.dtype}, which torch does not have"
             return
@@ -227,10 +229,11 @@ class Matcher:
             self.found.cast[key] = (ref.dtype.name, dtype)
         self.found.fills.append(Fill(key, ref, fresh))
 
-    def _match_live(self, target: Any, adapter: Adapter, stored: StoredNode | None, path: Path) -> Outcome:
+    def match_live(self, target: Any, adapter: Adapter, stored: StoredNode | None, path: Path) -> Outcome:
+        """Match the template of a live object."""
         key = key_of(path)
         if not self._touches_anything(adapter, stored, path):
-            self._leave(key, stored, target)
+            self.leave(key, stored, target)
             return Kept(target)
         try:
             template = adapter.template(None if stored is None else stored.value)
@@ -243,103 +246,38 @@ class Matcher:
             return Kept(target)  # it has no state to load, so what is stored here has no place
         self.found.adapters.append(adapter)
         before = len(self.found.read) + len(self.found.transforms)
-        self._live += 1
-        try:
+        with self._in_live_object():
             content = self.match(template, stored, path)
-        finally:
-            self._live -= 1
         if len(self.found.read) + len(self.found.transforms) == before:
             return Kept(target)  # nothing of it is loaded; what is missing has been noted
         return Live(target, adapter, content, key)
 
+    @contextmanager
+    def _in_live_object(self) -> Iterator[None]:
+        self._live += 1
+        try:
+            yield
+        finally:
+            self._live -= 1
+
+    @contextmanager
+    def in_own_value(self) -> Iterator[None]:
+        """Within this, keys are those of what this rank has its own of."""
+        self._own += 1
+        try:
+            yield
+        finally:
+            self._own -= 1
+
     def _touches_anything(self, adapter: Adapter, stored: StoredNode | None, path: Path) -> bool:
         """Whether any key of a live object is to be loaded."""
         if stored is not None:
-            keys = [key for key, _ in self._keys_below(stored, path)]
+            keys = [key for key, _ in self.keys_below(stored, path)]
         else:
             keys = _leaf_keys(adapter.saved(), path)
-        return any(map(self.rules.wanted, keys)) or not keys
+        return any(map(self.options.wanted, keys)) or not keys
 
-    def _match_per_rank(self, target: Any, rule: PerRank, stored: StoredNode | None, path: Path) -> Outcome:
-        key = key_of(path)
-        if not self.rules.wanted(key):
-            self._leave(key, stored, target)
-            return Kept(target)
-        if stored is None:
-            self.found.missing[key] = None
-            return Kept(target)
-        if not stored.is_per_rank:
-            if rule.on_resize != "first":
-                reason = (
-                    "is one value for all ranks in the checkpoint and per rank in the state; "
-                    "holdfast.PerRank(value, on_resize='first') takes it for every rank"
-                )
-                self._refuse(key, stored, reason, target)
-                return Kept(target)
-            return Own(target, rule, self._match_own(rule.value, stored, path))
-        children = list(stored.children.values())
-        try:
-            sources = rule.sources(key, len(children), self.rules.rank, self.rules.world_size)
-        except WorldSizeError as error:
-            stored.take()
-            self.found.errors[key] = error
-            return Kept(target)
-        if not rule.needs_values(len(children), self.rules.world_size):
-            own = children[sources[0]]
-            outcome = Own(target, rule, self._match_own(rule.value, own, path))
-            self.found.unexpected.extend(below for below, leaf in self._keys_below(own, path) if not leaf.taken)
-            stored.take()
-            return outcome
-        stored.take()
-        self._own = True
-        outcomes = [self._take(children[source], (*path, source)) for source in sources]
-        self._own = False
-        adapter = adapter_for(rule.value, path, self._context)
-        if adapter is not None:
-            self.found.adapters.append(adapter)
-        return Chosen(target, rule, outcomes, len(children), self.rules.rank, self.rules.world_size, adapter)
-
-    def _match_own(self, value: Any, stored: StoredNode, path: Path) -> Outcome:
-        """Match this rank's own value with that of one rank."""
-        adapter = adapter_for(value, path, self._context)
-        self._own = True
-        try:
-            if adapter is not None:
-                return self._match_live(value, adapter, stored, path)
-            return self.match(value, stored, path)
-        finally:
-            self._own = False
-
-    def _match_unmarked(self, target: Any, stored: StoredNode, path: Path) -> Outcome:
-        """Every rank stored a value of its own at a place that the state does not mark so."""
-        key = key_of(path)
-        if not self.rules.wanted(key):
-            return self._leave(key, stored, target)
-        if not _takes_anything(target):
-            reason = "is stored per rank; mark it in the state as well: holdfast.PerRank(value)"
-            return self._refuse(key, stored, reason, target)
-        return self._take(stored, path)
-
-    def _of_this_rank(self, value: Any, path: Path) -> Any:
-        """A stored value with this rank's own where every rank has one."""
-        if not isinstance(value, PerRankValues):
-            if not hides_tensor(value) or isinstance(value, TensorRef):
-                return value
-            return mapped(value, lambda child: self._of_this_rank(child, path))
-        saved, current = len(value.ranks), self.rules.world_size
-        if saved == current:
-            return value.ranks[self.rules.rank]
-        key = key_of(path)
-        self.found.errors[key] = WorldSizeError(
-            f"'{key}' is, or contains, what was stored per rank by {saved} ranks, and is loaded by {current}. Mark it "
-            "in the state and say what the ranks shall get: holdfast.PerRank(value, on_resize='first'), or a function",
-            key=key,
-            saved=saved,
-            current=current,
-        )
-        return None
-
-    def _keys_below(self, stored: StoredNode, path: Path) -> Iterator[tuple[str, StoredNode]]:
+    def keys_below(self, stored: StoredNode, path: Path) -> Iterator[tuple[str, StoredNode]]:
         """The leaves at a stored node that concern this rank, with the keys that the state has for them.
 
         If the node is a part of a leaf, it is taken for one itself.
@@ -348,17 +286,19 @@ class Matcher:
             yield key_of(path), stored
         elif not stored.is_per_rank:
             for name, child in stored.children.items():
-                yield from self._keys_below(child, (*path, name))
-        elif len(stored.children) == self.rules.world_size:
-            yield from self._keys_below(stored.children[self.rules.rank], path)
+                yield from self.keys_below(child, (*path, name))
+        elif len(stored.children) == self.world_size:
+            yield from self.keys_below(stored.children[self.rank], path)
 
-    def _leave(self, key: str, stored: StoredNode | None, target: Any) -> Outcome:
+    def leave(self, key: str, stored: StoredNode | None, target: Any) -> Outcome:
+        """Note that a place is not to be loaded."""
         if stored is not None:
             stored.take()
         self.found.untouched.append(key)
         return self._unloaded(target)
 
-    def _refuse(self, key: str, stored: StoredNode, reason: str, target: Any) -> Outcome:
+    def refuse(self, key: str, stored: StoredNode, reason: str, target: Any) -> Outcome:
+        """Note why what is stored does not fit. The reason goes on after the key."""
         stored.take()
         self.found.misfits[key] = reason
         return self._unloaded(target)
@@ -385,11 +325,6 @@ class Matcher:
             return
         for name, child in children_of(value) or []:
             self._refuse_inert(f"{key}.{name}" if key else str(name), child)
-
-
-def _takes_anything(target: Any) -> bool:
-    """Whether a place of a state says nothing about what belongs there."""
-    return target is None or target is ANYTHING or (isinstance(target, (dict, list)) and not target)
 
 
 def _is_empty(stored: StoredNode | None) -> bool:

@@ -13,7 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import UnsupportedTensorError
 from holdfast.formats.native.dtypes import dtype_named
-from holdfast.formats.native.refs import PerRankValues, PickledValue, TensorRef, UndeclaredValue, UnknownValue
+from holdfast.formats.native.refs import (
+    ANYTHING,
+    PerRankValues,
+    PickledValue,
+    TensorRef,
+    UndeclaredValue,
+    UnknownValue,
+)
 from holdfast.formats.native.values import numpy_dtype_from
 from holdfast.planning.sharded_tensors import local_shards
 from holdfast.planning.tensors import (
@@ -29,6 +36,11 @@ from holdfast.states.destinations import torch_dtype
 def is_target(value: Any) -> bool:
     """Whether it is a tensor or an array, which is filled."""
     return isinstance(value, (torch.Tensor, np.ndarray))
+
+
+def takes_anything(target: Any) -> bool:
+    """Whether a place of a state says nothing about what belongs there."""
+    return target is None or target is ANYTHING or (isinstance(target, (dict, list)) and not target)
 
 
 def shape_and_dtype(target: Any) -> tuple[tuple[int, ...], str]:
@@ -50,6 +62,21 @@ def can_be_converted(ref: TensorRef) -> bool:
         return numpy_dtype_from(ref.numpy).kind in "biufc"
     dtype = torch_dtype(ref.dtype)
     return dtype is not None and _are_numbers(dtype)
+
+
+def why_not_real(key: str, saved: str, current: str) -> str | None:
+    """Why no cast makes elements of one type into those of another, in words: halves of complex numbers get lost."""
+    if not _is_complex(saved) or _is_complex(current):
+        return None
+    return (
+        f"is {saved} in the checkpoint and {current} in the state, so that imaginary parts would be lost; load it as "
+        f"complex numbers, or say what to make of them: transform={{{key!r}: lambda checkpoint, key: ...}}"
+    )
+
+
+def _is_complex(dtype: str) -> bool:
+    """By the names that torch and numpy have for such types: complex64, >c8."""
+    return dtype.lstrip("<>").startswith("c")
 
 
 def takes_numbers(target: Any) -> bool:

@@ -13,12 +13,13 @@ from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.refs import TensorRef
 from holdfast.tensor_handles import TensorHandle
 from holdfast.verbs.filling import regions_of
-from holdfast.verbs.findings import Fill, Findings, Rules, Transform
+from holdfast.verbs.findings import Fill, Findings, Transform
+from holdfast.verbs.load_options import Casts
 from holdfast.verbs.shared_memory import Write
-from holdfast.verbs.targets import shape_and_dtype, takes_numbers, why_not_fillable
+from holdfast.verbs.targets import shape_and_dtype, takes_numbers, why_not_fillable, why_not_real
 
 
-def make(transform: Transform, checkpoint: Checkpoint, found: Findings, rules: Rules) -> list[Write]:
+def make(transform: Transform, checkpoint: Checkpoint, found: Findings, casts: Casts) -> list[Write]:
     """Call the function; returns the parts of what it made that this rank holds. What is wrong goes to ``found``."""
     key = transform.key
     try:
@@ -28,7 +29,7 @@ def make(transform: Transform, checkpoint: Checkpoint, found: Findings, rules: R
         if transform.target is None:
             transform.take(made)
             return []
-        return _parts(transform, made, found, rules)
+        return _parts(transform, made, found, casts)
     except HoldfastError as error:
         found.errors[key] = error
     except Exception as error:
@@ -36,21 +37,21 @@ def make(transform: Transform, checkpoint: Checkpoint, found: Findings, rules: R
     return []
 
 
-def _parts(transform: Transform, made: Any, found: Findings, rules: Rules) -> list[Write]:
+def _parts(transform: Transform, made: Any, found: Findings, casts: Casts) -> list[Write]:
     key, target = transform.key, transform.target
     if not isinstance(made, (np.ndarray, torch.Tensor)):
         found.misfits[key] = f"is a tensor, and its transform made a {type(made).__name__}"
         return []
-    reason = why_not_fillable(key, target)
+    (made_shape, made_dtype), (shape, dtype) = shape_and_dtype(made), shape_and_dtype(target)
+    reason = why_not_fillable(key, target) or why_not_real(key, made_dtype, dtype)
     if reason is not None:
         found.misfits[key] = reason
         return []
-    (made_shape, made_dtype), (shape, dtype) = shape_and_dtype(made), shape_and_dtype(target)
     if made_shape != shape:
         found.shapes[key] = (made_shape, shape)
         return []
     if made_dtype != dtype:
-        if not (rules.may_cast(key, dtype) and takes_numbers(target)):
+        if not (casts.allow(key, dtype) and takes_numbers(target)):
             found.dtypes[key] = (made_dtype, dtype)
             return []
         found.cast[key] = (made_dtype, dtype)

@@ -1,0 +1,125 @@
+"""What one rank has to do to load a checkpoint, found out before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.boxes import volume
+from holdfast.checkpoint import Checkpoint
+from holdfast.formats.native.keys import readable
+from holdfast.patterns import dotted
+from holdfast.sources.renaming import rename
+from holdfast.sources.source import Source
+from holdfast.sources.stored_nodes import StoredNode
+from holdfast.verbs.filling import Region, hole_in, regions_of
+from holdfast.verbs.findings import Fill, Findings
+from holdfast.verbs.load_options import LoadOptions
+from holdfast.verbs.matching import Matcher
+from holdfast.verbs.outcomes import Outcome
+from holdfast.verbs.shared_memory import Write, conflicts, once_each, settle_missing_names
+from holdfast.verbs.targets import held_elements
+from holdfast.verbs.transforming import make
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What one rank will do if everything fits on all ranks."""
+
+    outcome: Outcome
+    """What becomes of the state once all is read."""
+    writes: Sequence[Write]
+    """What goes into memory that there is. Memory that has several names is written once."""
+    found: Findings
+    uncovered: Mapping[str, str]
+    """Keys of tensors that would not be filled to the last element, with the reason."""
+    unexpected: Sequence[str]
+    """Stored keys that have no place in the parts of the state that they belong to."""
+    not_requested: Sequence[str]
+    """Stored keys of parts that the state does not have."""
+    stored_keys: Sequence[str]
+
+    @property
+    def regions(self) -> list[Region]:
+        """What is to be read."""
+        return [write.region for write in self.writes if write.made is None]
+
+    @property
+    def elements(self) -> int:
+        """How many elements are to be written."""
+        return sum(volume(write.region.box.sizes) for write in self.writes)
+
+
+def plan_load(state: Any, source: Source, options: LoadOptions, *, rank: int, world_size: int) -> LoadPlan:
+    """Match a checkpoint with a state. What does not fit is noted in the plan."""
+    root = StoredNode.of(source.tree)
+    new_keys: Mapping[str, str] = {}
+    if options.renaming:
+        root, new_keys = rename(root, options.renaming)
+    matcher = Matcher(state, options, rank=rank, world_size=world_size)
+    outcome = matcher.match_state(state, root)
+    found = matcher.found
+    found.notes += _unused(options, found)
+    settle_missing_names(found)
+    checkpoint = Checkpoint(source)
+    made = [write for transform in found.transforms for write in make(transform, checkpoint, found, options.casts)]
+    reads, uncovered = _reads(found.fills, source, rank)
+    if not uncovered:
+        found.misfits.update(conflicts([*reads, *made], source))
+    unexpected, not_requested = _left_over(state, root, new_keys, checkpoint, options)
+    return LoadPlan(
+        outcome=outcome,
+        writes=once_each([*reads, *made]),
+        found=found,
+        uncovered=uncovered,
+        unexpected=[*found.unexpected, *unexpected],
+        not_requested=not_requested,
+        stored_keys=[leaf.key for leaf in root.leaves()],
+    )
+
+
+def _unused(options: LoadOptions, found: Findings) -> list[str]:
+    """Remarks on what the caller asked for and nothing was like."""
+    names = [f"rename: no stored key is, or begins with, '{name}'" for name in options.renaming.unused]
+    patterns = [
+        f"transform: no key of the state is meant by '{pattern}'"
+        for pattern, is_meant in options.transform_patterns
+        if not any(is_meant(transform.key) for transform in found.transforms)
+    ]
+    return names + patterns
+
+
+def _reads(fills: Sequence[Fill], source: Source, rank: int) -> tuple[list[Write], dict[str, str]]:
+    """The regions of all tensors that are to be filled, and which tensors these do not fill."""
+    reads: list[Write] = []
+    uncovered: dict[str, str] = {}
+    for fill in fills:
+        regions = regions_of(fill)
+        held = held_elements(fill.target)
+        planned = sum(volume(region.box.sizes) for region in regions)
+        if held is not None and held != planned:
+            uncovered[fill.key] = f"of the {held} elements on rank {rank}, {planned} would be filled"
+        holes = [hole for region in regions if (hole := hole_in(region, source)) is not None]
+        if holes:
+            uncovered[fill.key] = holes[-1]
+        reads += map(Write, regions)
+    return reads, uncovered
+
+
+def _left_over(
+    state: Any, root: StoredNode, new_keys: Mapping[str, str], checkpoint: Checkpoint, options: LoadOptions
+) -> tuple[list[str], list[str]]:
+    """Stored keys that nothing took: of parts of the checkpoint that the state has too, and of others."""
+    parts = {_first_part(readable((name,))) for name in state} if isinstance(state, Mapping) else None
+    of_state, of_others = list[str](), list[str]()
+    for leaf in root.leaves():
+        key = new_keys.get(leaf.key, leaf.key)
+        if leaf.taken or leaf.key in checkpoint.looked_at or not options.wanted(key):
+            continue
+        (of_state if parts is None or _first_part(key) in parts else of_others).append(leaf.key)
+    return of_state, of_others
+
+
+def _first_part(key: str) -> str:
+    return dotted(key).split(".", 1)[0]
