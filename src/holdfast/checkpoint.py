@@ -13,11 +13,11 @@ import numpy as np
 
 from holdfast.errors import UnknownKeyError
 from holdfast.formats.native.refs import PerRankValues, TensorRef
+from holdfast.formats.native.trees import NOTHING, mapped, pruned, refs_in, substituted
 from holdfast.patterns import Chooser, Patterns
 from holdfast.sources.detect import open_source
 from holdfast.sources.source import Request, Source
 from holdfast.sources.stored_nodes import StoredNode
-from holdfast.sources.trees import NOTHING, mapped, pruned, refs_in, substituted
 from holdfast.stores.store import Store
 from holdfast.tensor_handles import TensorHandle, as_elements, torch_is_here
 

@@ -23,7 +23,7 @@ import holdfast as hf
 from holdfast.errors import DamagedCheckpointError, RankDisagreementError
 from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.refs import PerRankValues, TensorRef
-from holdfast.sources.trees import mapped
+from holdfast.formats.native.trees import mapped
 from holdfast.stock import HoldfastReader
 from holdfast.stock.flat_states import flat_state
 from tests.ranks import RankPool

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.formats.native.refs import PerRankValues
+from holdfast.formats.native.trees import children_of, hides_tensor, is_named
 from holdfast.formats.native.values import Path, keys_of
-from holdfast.sources.trees import children_of, hides_tensor, is_named
 
 _MADE_UP = object()
 """In place of the value of a node that is made of others."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from holdfast.formats.native.decoding import PLAIN
 from holdfast.formats.native.refs import PerRankValues, TensorRef
+from holdfast.formats.native.trees import children_of, mapped
 from holdfast.formats.native.values import Path
-from holdfast.sources.trees import children_of, mapped
 from holdfast.states.destinations import torch_dtype
 
 

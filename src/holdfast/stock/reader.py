@@ -28,10 +28,10 @@ from holdfast.boxes import Box, volume
 from holdfast.errors import RankDisagreementError, RefusedPickleError, StateMismatchError, UnsupportedStateError
 from holdfast.formats.dcp.values import encode_value
 from holdfast.formats.native.refs import PickledValue, TensorRef, UnknownValue
+from holdfast.formats.native.trees import children_of, collect_refs, substituted
 from holdfast.notices import warn_caller
 from holdfast.sources.detect import open_source
 from holdfast.sources.source import Request, Source
-from holdfast.sources.trees import children_of, collect_refs, substituted
 from holdfast.states.destinations import torch_dtype
 from holdfast.stock.flat_states import FlatState, flat_state, is_plain, is_tensor
 from holdfast.stock.writer import NOT_FLATTENED

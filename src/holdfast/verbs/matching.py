@@ -13,10 +13,10 @@ import torch
 
 from holdfast.errors import HoldfastError
 from holdfast.formats.native.refs import ANYTHING, TensorRef
+from holdfast.formats.native.trees import children_of, hides_tensor, pruned, refs_in
 from holdfast.formats.native.values import Path, key_of
 from holdfast.planning.materialize import is_meta, with_memory
 from holdfast.sources.stored_nodes import StoredNode
-from holdfast.sources.trees import children_of, hides_tensor, pruned, refs_in
 from holdfast.states.adapters import Context, adapter_for, is_live, per_rank_of
 from holdfast.states.contract import Adapter
 from holdfast.verbs.findings import Fill, Findings, Transform

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import WorldSizeError
 from holdfast.formats.native.refs import PerRankValues, TensorRef
+from holdfast.formats.native.trees import hides_tensor, mapped
 from holdfast.formats.native.values import Path, key_of
 from holdfast.sources.stored_nodes import StoredNode
-from holdfast.sources.trees import hides_tensor, mapped
 from holdfast.states.adapters import adapter_for
 from holdfast.states.per_rank import PerRank
 from holdfast.verbs.outcomes import Chosen, Kept, Outcome, Own

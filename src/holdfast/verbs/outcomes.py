@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.formats.native.refs import ANYTHING
-from holdfast.sources.trees import children_of, is_named, substituted
+from holdfast.formats.native.trees import children_of, is_named, substituted
 from holdfast.states.contract import Adapter
 from holdfast.states.per_rank import PerRank
 

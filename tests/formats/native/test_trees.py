@@ -10,7 +10,7 @@ import torch
 
 from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.refs import PerRankValues, TensorRef, UndeclaredValue
-from holdfast.sources.trees import (
+from holdfast.formats.native.trees import (
     NOTHING,
     children_of,
     collect_refs,
