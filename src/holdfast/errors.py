@@ -48,6 +48,12 @@ class CheckpointExistsError(HoldfastError, RuntimeError):
     path: str
 
 
+class NotAFolderError(HoldfastError, NotADirectoryError):
+    """A file is where the folder of a checkpoint should be. Fields: ``path`` (of the file)."""
+
+    path: str
+
+
 class DamagedCheckpointError(HoldfastError):
     """Stored bytes are not the bytes that were saved. Fields: ``file``, ``key``, ``expected``, ``found``."""
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import holdfast as hf
 from holdfast.errors import UnsupportedValueError
+from holdfast.formats.native.refs import PerRankValues, Slot
 from holdfast.formats.native.values import Encoder
 from holdfast.planning.agreement import Differing
 from holdfast.planning.merged_trees import (
@@ -142,8 +145,18 @@ def test_references_to_tensors_are_found_and_renamed():
 
 
 def test_values_of_all_ranks_take_their_places():
-    tree = {"own": {"$": "per_rank", "ranks": ["own"]}, "list": [{"$": "per_rank", "ranks": ["list.0"]}, 1]}
+    tree = encoded({"own": Slot("own"), "list": [Slot("list.0"), 1], "of another save": PerRankValues(("own", 7))})
     assert fill_slots(tree, {"own": [1, 2], "list.0": [None, [3]]}) == {
         "own": {"$": "per_rank", "ranks": [1, 2]},
         "list": [{"$": "per_rank", "ranks": [None, [3]]}, 1],
+        "of another save": {"$": "per_rank", "ranks": ["own", 7]},
     }
+
+
+def test_places_that_differ_are_told_by_the_keys_of_the_checkpoint(tmp_path):
+    def state(value: int) -> dict[Any, Any]:
+        return {"a": {5: {"b": value}, ("x", 1): value}, "deeper": {True: {None: value}}, "[": value}
+
+    _, differing = merge_trees([encoded(state(1)), encoded(state(2))])
+    hf.save(state(1), tmp_path / "x")
+    assert [one.key for one in differing] == list(hf.open(tmp_path / "x"))

@@ -35,6 +35,25 @@ def test_pieces_of_any_array_are_its_bytes(array, largest):
         assert all(piece.nbytes <= max(largest, array.itemsize) for piece in pieces)
 
 
+INNER = np.dtype([("flag", "u1"), ("number", "<i4")], align=True)
+GAPS = np.dtype([("a", "u1"), ("b", "<f8"), ("inner", INNER), ("pair", INNER, (2,)), ("c", "S3")], align=True)
+
+
+@given(st.integers(0, 255), st.integers(0, 255), st.integers(1, 400), st.booleans())
+def test_bytes_between_the_fields_of_a_structure_do_not_count(one, other, largest, transposed):
+    def filled(byte: int) -> np.ndarray:
+        array = np.full(6 * GAPS.itemsize, byte, np.uint8).view(GAPS).reshape(2, 3)
+        array["a"], array["b"], array["c"] = 7, np.arange(6).reshape(2, 3), b"xyz"
+        for part in (array["inner"], array["pair"]):
+            part["flag"], part["number"] = 1, -1
+        return array.T if transposed else array
+
+    found = joined(array_pieces(filled(one), largest))
+    assert found == joined(array_pieces(filled(other), largest))
+    shape = (3, 2) if transposed else (2, 3)
+    assert np.array_equal(np.frombuffer(found, GAPS).reshape(shape), filled(0))
+
+
 @given(st.lists(st.integers(0, 6), max_size=3), st.integers(1, 100), st.booleans())
 def test_pieces_are_cast(shape, largest, transposed):
     tensor = torch.randn(shape, dtype=torch.float64)

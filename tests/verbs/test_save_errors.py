@@ -18,6 +18,7 @@ from holdfast.errors import (
     CheckpointExistsError,
     IncompleteSaveError,
     MissingRanksError,
+    NotAFolderError,
     RankDisagreementError,
     RankLeftError,
     UnsupportedTensorError,
@@ -274,8 +275,10 @@ def test_a_full_disk_ends_the_save_on_all_ranks_and_leaves_what_was_there(ranks:
 def test_a_file_in_the_way_is_an_error(tmp_path):
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(OSError, match="file"):
+        with pytest.raises(NotAFolderError, match=f"a checkpoint is a folder, and {tmp_path}/file is a file") as caught:
             hf.save({"w": torch.ones(2)}, path)
+        assert caught.value.path == str(tmp_path / "file")
+        assert isinstance(caught.value, NotADirectoryError)
     assert (tmp_path / "file").read_text() == "mine"
 
 

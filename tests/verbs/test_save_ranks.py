@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import os
@@ -327,7 +328,11 @@ def save_slowly_on_one_rank(path: str) -> Any:
     """One rank's clock jumps after the save has begun, so that nobody has to wait for it."""
     real = time.perf_counter
     jumps = itertools.chain([0], itertools.repeat(1000 if dist.get_rank() == 1 else 0))
-    with mock.patch.object(time, "perf_counter", lambda: real() + next(jumps)):
+
+    def clock() -> float:
+        return real() + next(jumps)
+
+    with mock.patch.object(time, "perf_counter", clock):
         return hf.save({"own": hf.PerRank(torch.ones(dist.get_rank()))}, path)
 
 
@@ -337,6 +342,21 @@ def test_all_ranks_report_the_same_with_the_seconds_of_the_slowest(ranks: RankPo
     assert reports[0].seconds >= 1000
     assert (reports[0].world_size, reports[0].tensor_count) == (2, 2)
     assert reports[0].bytes_written == sum(file.stat().st_size for file in (tmp_path / "x").glob("data-*"))
+
+
+def save_with_gaps(path: str) -> None:
+    dtype = np.dtype([("flag", "u1"), ("number", "<i8")], align=True)
+    array = np.full(3 * dtype.itemsize, dist.get_rank(), np.uint8).view(dtype)
+    array["flag"], array["number"] = 1, [1, 2, 3]
+    hf.save({"array": array, "element": array[0], "closed": collections.deque([array])}, path)
+
+
+def test_bytes_that_belong_to_no_field_do_not_make_copies_differ(ranks: RankPool, tmp_path):
+    ranks(2).run(save_with_gaps, str(tmp_path / "x"))
+    found = hf.open(tmp_path / "x").load()
+    assert found["array"]["number"].tolist() == [1, 2, 3]
+    assert (found["element"]["flag"], found["element"]["number"]) == (1, 1)
+    assert found["closed"][0]["number"].tolist() == [1, 2, 3]
 
 
 def save_alone(path: str) -> int:

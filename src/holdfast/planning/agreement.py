@@ -20,6 +20,9 @@ from holdfast.planning.holdings import Holding
 
 _MOST_SHOWN = 20
 
+Held = list[tuple[int, Holding]]
+"""What ranks hold under one key, lowest rank first."""
+
 
 class Differing(NamedTuple):
     """A key under which ranks hold different things, with the ranks grouped by what they hold."""
@@ -45,55 +48,62 @@ class Agreement:
 
 def agree(all_holdings: Sequence[Sequence[Holding]]) -> Agreement:
     """Decide what is stored and who writes it, given what each rank holds."""
-    by_key: dict[str, list[tuple[int, Holding]]] = {}
-    for rank, holdings in enumerate(all_holdings):
-        for holding in holdings:
-            by_key.setdefault(holding.key, []).append((rank, holding))
+    by_key = _by_key(all_holdings)
     _refuse_different_kinds(by_key)
     ties = _agreed_ties(by_key)
     tensors: list[TensorRef] = []
-    shared: list[tuple[int, int, Box, list[int]]] = []
-    load = [0] * len(all_holdings)
-    chunks: list[list[ChunkToWrite]] = [[] for _ in all_holdings]
     differing: list[Differing] = []
+    shares = _Shares(len(all_holdings))
     for key, held in by_key.items():
         if key in ties:
             continue
-        number = len(tensors)
         ref = _ref(held)
-        tensors.append(ref)
-        if len(held) == 1 and (box := _whole_box(held[0][1])) is not None:
-            rank = held[0][0]
-            load[rank] += volume(box.sizes) * ref.dtype.itemsize
-            chunks[rank].append(_chunk(number, ref, box))
-            continue
-        holders = _holders(held)
-        refuse_bad_tiling(ref, list(holders))
         groups = _differing_copies(held)
         if groups is not None:
             differing.append(Differing(key, groups))
-        one_rank_counts = groups is not None or held[0][1].from_first_rank
-        for box, ranks in holders.items():
-            size = volume(box.sizes) * ref.dtype.itemsize
-            if len(ranks) == 1 or one_rank_counts:
-                load[ranks[0]] += size
-                chunks[ranks[0]].append(_chunk(number, ref, box))
-            else:
-                shared.append((size, number, box, ranks))
-    # What several could write goes, largest first, to the one that has least to write so far.
-    for size, number, box, ranks in sorted(shared, key=lambda item: -item[0]):
-        writer = min(ranks, key=lambda rank: (load[rank], rank))
-        load[writer] += max(1, size)
-        chunks[writer].append(_chunk(number, tensors[number], box))
-    for part in chunks:
-        part.sort(key=lambda chunk: (chunk.tensor, chunk.offsets))
-    return Agreement(tensors, chunks, ties, differing)
+        first_counts = groups is not None or held[0][1].from_first_rank
+        for box, ranks in _holders(ref, held).items():
+            chunk = ChunkToWrite(len(tensors), key, ref.dtype, ref.shape, box.offsets, box.sizes)
+            shares.offer(chunk, ranks[:1] if first_counts else ranks)
+        tensors.append(ref)
+    return Agreement(tensors, shares.settled(), ties, differing)
 
 
-def refuse_differing(differing: Sequence[Differing], *, outcome: str = "Nothing was saved.") -> None:
+class _Shares:
+    """What each rank writes."""
+
+    def __init__(self, world_size: int) -> None:
+        self._chunks: list[list[ChunkToWrite]] = [[] for _ in range(world_size)]
+        self._nbytes = [0] * world_size
+        self._undecided: list[tuple[ChunkToWrite, Sequence[int]]] = []
+
+    def offer(self, chunk: ChunkToWrite, ranks: Sequence[int]) -> None:
+        """One of these ranks is to write a chunk."""
+        if len(ranks) == 1:
+            self._give(chunk, ranks[0])
+        else:
+            self._undecided.append((chunk, ranks))
+
+    def settled(self) -> list[list[ChunkToWrite]]:
+        """The chunks of each rank. What several could write goes, largest first, to the one with least to write."""
+        for chunk, ranks in sorted(self._undecided, key=lambda offer: -offer[0].nbytes):
+            self._give(chunk, min(ranks, key=lambda rank: (self._nbytes[rank], rank)))
+        self._undecided.clear()
+        for part in self._chunks:
+            part.sort(key=lambda chunk: (chunk.tensor, chunk.offsets))
+        return self._chunks
+
+    def _give(self, chunk: ChunkToWrite, rank: int) -> None:
+        self._chunks[rank].append(chunk)
+        self._nbytes[rank] += chunk.nbytes
+
+
+def refuse_differing(differing: Sequence[Differing]) -> None:
     """Raise if ranks hold different things under one key, of which only one could be stored."""
     if differing:
-        raise ReplicaMismatchError(describe_differing(differing, outcome), keys={d.key: str(d) for d in differing})
+        raise ReplicaMismatchError(
+            describe_differing(differing, "Nothing was saved."), keys={one.key: str(one) for one in differing}
+        )
 
 
 def describe_differing(differing: Sequence[Differing], outcome: str) -> str:
@@ -112,33 +122,30 @@ def describe_differing(differing: Sequence[Differing], outcome: str) -> str:
     )
 
 
-def _chunk(number: int, ref: TensorRef, box: Box) -> ChunkToWrite:
-    return ChunkToWrite(number, ref.key, ref.dtype, ref.shape, box.offsets, box.sizes)
+def _by_key(all_holdings: Sequence[Sequence[Holding]]) -> dict[str, Held]:
+    by_key: dict[str, Held] = {}
+    for rank, holdings in enumerate(all_holdings):
+        for holding in holdings:
+            by_key.setdefault(holding.key, []).append((rank, holding))
+    return by_key
 
 
-def _ref(held: Sequence[tuple[int, Holding]]) -> TensorRef:
+def _ref(held: Held) -> TensorRef:
     first = held[0][1]
     return TensorRef(first.key, dtype_named(first.dtype), first.shape, first.kind, first.numpy, first.rank)
 
 
-def _whole_box(holding: Holding) -> Box | None:
-    """The only box of a tensor, if there is just one: most tensors of one process are so."""
-    boxes = holding.boxes
-    return boxes[0] if len(boxes) == 1 and boxes[0].sizes == holding.shape else None
-
-
-def _holders(held: Sequence[tuple[int, Holding]]) -> dict[Box, list[int]]:
-    if len(held) == 1:
-        rank, holding = held[0]
-        return {box: [rank] for box in holding.boxes}
-    holders: dict[Box, list[int]] = defaultdict(list)
+def _holders(ref: TensorRef, held: Held) -> dict[Box, list[int]]:
+    """Which ranks hold each box of a tensor. Raises if the boxes are not the whole of it."""
+    holders: dict[Box, list[int]] = {}
     for rank, holding in held:
         for box in holding.boxes:
-            holders[box].append(rank)
+            holders.setdefault(box, []).append(rank)
+    refuse_bad_tiling(ref, list(holders))
     return holders
 
 
-def _agreed_ties(by_key: dict[str, list[tuple[int, Holding]]]) -> dict[str, str]:
+def _agreed_ties(by_key: dict[str, Held]) -> dict[str, str]:
     """Keys that are another name of an earlier one on every rank that has them."""
     ties: dict[str, str] = {}
     for key, held in by_key.items():
@@ -150,21 +157,23 @@ def _agreed_ties(by_key: dict[str, list[tuple[int, Holding]]]) -> dict[str, str]
     return ties
 
 
-def _same(one: Sequence[tuple[int, Holding]], other: Sequence[tuple[int, Holding]]) -> bool:
+def _same(one: Held, other: Held) -> bool:
     """Whether two keys are stored alike; a cast of one of them alone makes them different things."""
     return one[0][1]._replace(key="", tied_to=None, digests=()) == other[0][1]._replace(
         key="", tied_to=None, digests=()
     )
 
 
-def _differing_copies(held: Sequence[tuple[int, Holding]]) -> tuple[tuple[int, ...], ...] | None:
+def _differing_copies(held: Held) -> tuple[tuple[int, ...], ...] | None:
     """The ranks grouped by equal copies, if there are several groups."""
     if len(held) == 1 or held[0][1].from_first_rank:
         return None
     copies: dict[tuple[Box, bytes], list[int]] = defaultdict(list)
     boxes: dict[Box, int] = defaultdict(int)
     for rank, holding in held:
-        for box, digest in zip(holding.boxes, holding.digests, strict=False):
+        if not holding.digests:
+            continue  # nobody wants to know, or no other rank can have the same
+        for box, digest in zip(holding.boxes, holding.digests, strict=True):
             if (box, digest) not in copies:
                 boxes[box] += 1
             copies[box, digest].append(rank)
@@ -174,7 +183,7 @@ def _differing_copies(held: Sequence[tuple[int, Holding]]) -> tuple[tuple[int, .
     return None
 
 
-def _refuse_different_kinds(by_key: dict[str, list[tuple[int, Holding]]]) -> None:
+def _refuse_different_kinds(by_key: dict[str, Held]) -> None:
     """A key must be the same kind of tensor everywhere."""
     problems: dict[str, str] = {}
     for key, held in by_key.items():

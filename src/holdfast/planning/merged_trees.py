@@ -12,16 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import UnsupportedValueError
+from holdfast.formats.native.encoding import SLOT, Path
+from holdfast.formats.native.keys import readable
+from holdfast.formats.native.leaves import OF_FIELDS, OF_PAIRS, key_from
 from holdfast.planning.agreement import Differing
 
 TYPE = "$"
 Tree = Any
-Path = tuple[str, ...]
 Held = list[tuple[tuple[int, ...], Tree]]
 """The different things that are at one place, each with the ranks that have it, lowest rank first."""
-
-_OF_PAIRS = {"dict", "OrderedDict", "defaultdict", "Counter"}
-_OF_FIELDS = {"dataclass", "namedtuple"}
 
 
 def merge_trees(trees: Sequence[Tree]) -> tuple[Tree, list[Differing]]:
@@ -48,12 +47,12 @@ def renamed_tensors(tree: Tree, names: Mapping[str, str]) -> Tree:
 
 
 def fill_slots(tree: Tree, values: Mapping[str, list[Tree]]) -> Tree:
-    """The tree with the values of all ranks where it has only the name of the place so far."""
+    """The tree with the values of all ranks in its slots."""
     if isinstance(tree, list):
         return [fill_slots(child, values) for child in tree]
     if isinstance(tree, dict):
-        if tree.get(TYPE) == "per_rank":
-            return {TYPE: "per_rank", "ranks": values[tree["ranks"][0]]}
+        if tree.get(TYPE) == SLOT:
+            return {TYPE: "per_rank", "ranks": values[tree["name"]]}
         return {name: fill_slots(child, values) for name, child in tree.items()}
     return tree
 
@@ -105,11 +104,11 @@ class _Merger:
                 return self._elementwise(held, path)
             if kind == "tuple":
                 return {**first, "items": self._elementwise([(ranks, tree["items"]) for ranks, tree in held], path)}
-            if kind in _OF_PAIRS:
+            if kind in OF_PAIRS:
                 return {**first, "items": self._merged_pairs(held, path)}
-            if kind in _OF_FIELDS:
+            if kind in OF_FIELDS:
                 return {**first, "fields": self._union([(ranks, tree["fields"].items()) for ranks, tree in held], path)}
-        self.differing.append(Differing(".".join(path), tuple(ranks for ranks, _ in held)))
+        self.differing.append(Differing(readable(path), tuple(ranks for ranks, _ in held)))
         return first
 
     def _union(self, held: Iterable[tuple[tuple[int, ...], Iterable[tuple[str, Tree]]]], path: Path) -> dict[str, Tree]:
@@ -127,11 +126,13 @@ class _Merger:
                 name = json.dumps(key)
                 keys.setdefault(name, key)
                 by_key.setdefault(name, []).append((ranks, child))
-        return [[keys[name], self.merge(children, (*path, _label(keys[name])))] for name, children in by_key.items()]
+        return [
+            [keys[name], self.merge(children, (*path, key_from(keys[name], path)))] for name, children in by_key.items()
+        ]
 
     def _elementwise(self, held: Held, path: Path) -> list[Tree]:
         return [
-            self.merge([(ranks, tree[position]) for ranks, tree in held], (*path, str(position)))
+            self.merge([(ranks, tree[position]) for ranks, tree in held], (*path, position))
             for position in range(len(held[0][1]))
         ]
 
@@ -171,14 +172,10 @@ def _shape(tree: Tree) -> tuple[Any, ...]:
     kind = tree.get(TYPE)
     if kind is None:
         return ("object",)
-    if kind in _OF_PAIRS:
+    if kind in OF_PAIRS:
         return kind, tree.get("factory")
     if kind == "tuple":
         return kind, len(tree["items"])
-    if kind in _OF_FIELDS:
+    if kind in OF_FIELDS:
         return kind, tree["type"], tuple(tree["fields"])
     return "value", json.dumps(tree)
-
-
-def _label(key: Tree) -> str:
-    return key if isinstance(key, str) else json.dumps(key)

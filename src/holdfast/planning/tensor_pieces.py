@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from holdfast.formats.native.numpy_padding import has_gaps, without_gaps
 from holdfast.planning.local_bytes import as_bytes, bytes_in_place
 
 Bytes = npt.NDArray[np.uint8]
@@ -33,13 +34,13 @@ def tensor_pieces(tensor: torch.Tensor, largest: int = PIECE_BYTES, cast: torch.
 
 
 def array_pieces(array: npt.NDArray[Any], largest: int = PIECE_BYTES) -> Iterator[Bytes]:
-    """The same for a numpy array."""
-    if array.flags.c_contiguous:
+    """The same for a numpy array. Gaps between the fields of a structure are zeros."""
+    if array.flags.c_contiguous and not has_gaps(array.dtype):
         if array.size:
             yield array.reshape(-1).view(np.uint8)
         return
     for part in _parts(array, max(1, largest // array.itemsize)):
-        yield np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        yield np.ascontiguousarray(without_gaps(part)).reshape(-1).view(np.uint8)
 
 
 def _lies_ready(tensor: torch.Tensor) -> bool:

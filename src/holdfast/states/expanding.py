@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.formats.native.refs import PerRankValues
+from holdfast.formats.native.refs import Slot
 from holdfast.formats.native.values import key_of
 from holdfast.states.adapters import Context, adapter_for, per_rank_of
 from holdfast.states.context import DEEPEST
@@ -94,7 +94,7 @@ class _Expander:
             rebuilt[key] = child
         return rebuilt
 
-    def _slot(self, value: Any, path: Path) -> PerRankValues:
+    def _slot(self, value: Any, path: Path) -> Slot:
         inner = _Expander(self.context)
         adapter = adapter_for(value, path, self.context)
         tree = inner.visit(value if adapter is None else adapter.saved(), path)
@@ -104,4 +104,4 @@ class _Expander:
         while name in self.result.slots:  # two places can have one key, as ["a.b"] and ["a"]["b"]
             name += "#"
         self.result.slots[name] = (path, tree)
-        return PerRankValues((name,))
+        return Slot(name)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.formats.native.refs import PerRankValues
+from holdfast.formats.native.refs import PerRankValues, Slot
 from holdfast.formats.native.values import key_of
 from holdfast.states.contract import Path
 from holdfast.states.expanding import Expanded
@@ -38,7 +38,7 @@ class _Selector:
         self.slots: dict[str, tuple[Path, Any]] = {}
 
     def select(self, value: Any, path: Path) -> Any:
-        if isinstance(value, PerRankValues):
+        if isinstance(value, Slot):
             return self._slot(value, path)
         if isinstance(value, Mapping) and value:
             return self._mapping(value, path)
@@ -67,14 +67,13 @@ class _Selector:
         rebuilt.update(kept)
         return rebuilt
 
-    def _slot(self, marker: PerRankValues, path: Path) -> Any:
-        name = marker.ranks[0]
-        _, value = self._all_slots[name]
+    def _slot(self, slot: Slot, path: Path) -> Any:
+        _, value = self._all_slots[slot.name]
         kept = self.select(value, (*path, self._rank))
         if kept is LEFT_OUT:
             return LEFT_OUT
-        self.slots[name] = (path, kept)
-        return marker
+        self.slots[slot.name] = (path, kept)
+        return slot
 
 
 def _nothing_in(kept: list[Any]) -> bool:
@@ -87,7 +86,7 @@ def _with_holes(kept: list[Any]) -> list[Any]:
 
 
 def _hides_tensor(value: Any) -> bool:
-    if isinstance(value, (torch.Tensor, np.ndarray, PerRankValues)):
+    if isinstance(value, (torch.Tensor, np.ndarray, PerRankValues, Slot)):
         return True
     if isinstance(value, Mapping):
         return any(map(_hides_tensor, value.values()))

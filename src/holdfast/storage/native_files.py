@@ -10,12 +10,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from holdfast.boxes import Box
-from holdfast.errors import CheckpointExistsError, IncompleteSaveError
+from holdfast.errors import CheckpointExistsError, IncompleteSaveError, NotAFolderError
 from holdfast.formats.native.blocks import Digests
 from holdfast.formats.native.columns import Columns, digest_of, encode_columns
 from holdfast.formats.native.layout import ChunkToWrite, lay_out
@@ -65,7 +66,10 @@ class Contents:
 def look_before(store: Store, *, overwrite: bool) -> Before:
     """Look at what is in the store. Raises if a checkpoint is in the way, of ours or of another kind."""
     # In this order: if another save commits in between, ours will notice that the record is not the one it saw.
-    record = _content(store, RECORD)
+    try:
+        record = _content(store, RECORD)
+    except NotADirectoryError as error:
+        raise _not_a_folder(store) from error
     names = {listed.name for listed in store.list()}
     if record is not None and not overwrite:
         raise CheckpointExistsError(
@@ -213,6 +217,14 @@ def _refuse_missing_files(store: Store, files: Sequence[WrittenFile]) -> None:
             "committed.",
             missing=missing,
         )
+
+
+def _not_a_folder(store: Store) -> NotAFolderError:
+    place = Path(store.location)
+    file = next((str(path) for path in (place, *place.parents) if path.is_file()), store.location)
+    return NotAFolderError(
+        f"a checkpoint is a folder, and {file} is a file. Save to another place, or move the file away.", path=file
+    )
 
 
 def _foreign_checkpoint(names: set[str]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from holdfast.formats.native.values import Encoder, Path
 from holdfast.patterns import Choice, Selection
 from holdfast.planning.holdings import Holding, LocalTensor, address_of, hold, memory_of
 from holdfast.planning.tensors import size_and_dtype
-from holdfast.states.expanding import expand
+from holdfast.states.expanding import Expanded, expand
 from holdfast.states.selecting import select
 from holdfast.verbs.save_options import SaveOptions
 from holdfast.verbs.user_dtypes import PACKED
@@ -28,11 +28,28 @@ class Captured:
     """One rank's state, ready to be saved."""
 
     tree: Any
-    """Its typed value, with names of places where every rank has a value of its own."""
+    """Its typed value, with slots where every rank has a value of its own."""
     own: Mapping[str, Any]
-    """The typed values at these places, by name."""
+    """The typed values for the slots, by name."""
     holdings: list[Holding]
     local: Mapping[str, LocalTensor]
+
+
+class _Tensor(NamedTuple):
+    """A tensor or numpy array of the state."""
+
+    key: str
+    value: Any
+    whose: Literal["shared", "first rank's", "own"]
+    """Shared: all ranks that have one should have the same."""
+
+
+class _Encoded(NamedTuple):
+    """A state as typed values, and its tensors."""
+
+    tree: Any
+    own: Mapping[str, Any]
+    tensors: list[_Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,50 +78,54 @@ class Capture:
         expanded = expand(state)
         if not self.selection.is_everything:
             expanded = select(expanded, self.selection, self.rank)
-        found: list[tuple[Path, Any]] = []
+        encoded = self._encoded(expanded)
+        held = self._held(encoded.tensors)
+        local = {tensor.key: tensor for _, tensor in held}
+        return Captured(encoded.tree, encoded.own, _with_ties([holding for holding, _ in held], local), local)
 
-        def take(path: Path, tensor: Any) -> None:
-            found.append((path, tensor))
+    def _encoded(self, expanded: Expanded) -> _Encoded:
+        """The state as typed values, and the tensors that were met on the way."""
+        met: list[tuple[Path, Any]] = []
 
-        encoder: Any = Encoder(take, allow_pickle=self.allow_pickle)
+        def meet(path: Path, tensor: Any) -> None:
+            met.append((path, tensor))
+
+        encoder = Encoder(meet, allow_pickle=self.allow_pickle)
         tree = encoder.encode(expanded.tree)
-        keys = encoder.keys()
-        shared = len(keys)
+        tensors = [
+            _Tensor(key, tensor, "first rank's" if path in expanded.from_first_rank else "shared")
+            for key, (path, tensor) in zip(encoder.keys(), met, strict=True)
+        ]
         own = {}
         for name, (path, value) in expanded.slots.items():
+            met.clear()
             own[name] = encoder.encode(value, (*path, self.rank))
-            keys.extend(encoder.keys())
-        local: dict[str, LocalTensor] = {}
-        holdings: list[Holding] = []
+            tensors += [_Tensor(key, tensor, "own") for key, (_, tensor) in zip(encoder.keys(), met, strict=True)]
+        return _Encoded(tree, own, tensors)
+
+    def _held(self, tensors: list[_Tensor]) -> list[tuple[Holding, LocalTensor]]:
+        """Describe all tensors, or raise one error for all that cannot be stored."""
+        held: list[tuple[Holding, LocalTensor]] = []
         refused: list[UnsupportedTensorError] = []
-        of_first = expanded.from_first_rank
-        for number, (key, (path, tensor)) in enumerate(zip(keys, found, strict=True)):
+        for tensor in tensors:
             try:
-                if number < shared:
-                    holdings.append(self._hold(key, tensor, local, from_first_rank=path in of_first))
-                else:
-                    holdings.append(self._hold_own(key, tensor, local))
+                held.append(self._hold(tensor))
             except UnsupportedTensorError as error:
                 refused.append(error)
         if refused:
             raise _all_refused(refused)
-        return Captured(tree, own, _with_ties(holdings, local), local)
+        return held
 
-    def _hold(self, key: str, tensor: Any, local: dict[str, LocalTensor], *, from_first_rank: bool) -> Holding:
-        compare = self.compare_copies and not from_first_rank
-        holding, local[key] = hold(key, tensor, stored_dtype=self._stored_dtype(key, tensor), compare=compare)
-        return holding._replace(from_first_rank=True) if from_first_rank else holding
-
-    def _hold_own(self, key: str, tensor: Any, local: dict[str, LocalTensor]) -> Holding:
-        holding, local[key] = hold(key, tensor, stored_dtype=self._stored_dtype(key, tensor), compare=False)
-        if holding.kind == "sharded":
-            raise UnsupportedTensorError(
-                f"'{key}' is spread over ranks and is marked as per rank. Take it out of holdfast.PerRank: a sharded "
-                "tensor is stored once for all ranks.",
-                key=key,
-                kind=type(tensor).__name__,
-            )
-        return holding._replace(kind="per_rank", rank=self.rank)
+    def _hold(self, tensor: _Tensor) -> tuple[Holding, LocalTensor]:
+        key, value, whose = tensor
+        compare = self.compare_copies and whose == "shared"
+        holding, local = hold(key, value, stored_dtype=self._stored_dtype(key, value), compare=compare)
+        if whose == "own":
+            _refuse_sharded(holding, value)
+            holding = holding._replace(kind="per_rank", rank=self.rank)
+        elif whose == "first rank's":
+            holding = holding._replace(from_first_rank=True)
+        return holding, local
 
     def _stored_dtype(self, key: str, tensor: Any) -> torch.dtype | None:
         wish: torch.dtype | None = self.cast(key) if self.cast else None
@@ -113,6 +134,16 @@ class Capture:
         _, dtype = size_and_dtype(tensor)
         # A pattern such as "model.*" is about weights, and must not take away a counter's or a mask's meaning.
         return wish if dtype.is_floating_point and dtype not in PACKED and dtype != wish else None
+
+
+def _refuse_sharded(holding: Holding, tensor: Any) -> None:
+    if holding.kind == "sharded":
+        raise UnsupportedTensorError(
+            f"'{holding.key}' is spread over ranks and is marked as per rank. Take it out of holdfast.PerRank: a "
+            "sharded tensor is stored once for all ranks.",
+            key=holding.key,
+            kind=type(tensor).__name__,
+        )
 
 
 def _with_ties(holdings: list[Holding], local: Mapping[str, LocalTensor]) -> list[Holding]:

@@ -20,7 +20,7 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.formats.native.declared import declared_class, fields_of, kind_to_declare, member_name
 from holdfast.formats.native.leaf_types import STANDARD_TYPES, LeafType
 from holdfast.formats.native.numpy_types import NUMPY_ARRAY, NUMPY_DTYPE, NUMPY_SCALAR, stored_numpy_dtype
-from holdfast.formats.native.refs import PerRankValues, PickledValue, UndeclaredValue, UnknownValue
+from holdfast.formats.native.refs import PerRankValues, PickledValue, Slot, UndeclaredValue, UnknownValue
 from holdfast.formats.native.stored_members import (
     DEEPEST,
     JSON,
@@ -40,6 +40,9 @@ Take = Callable[[Path, Any], "str | None"]
 
 FACTORIES = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 """What a ``defaultdict`` may make its values with."""
+
+SLOT = "unfilled slot"
+"""The type of what stands for values per rank until those of all ranks are put there. No checkpoint contains it."""
 
 _MOST_REPORTED = 20
 
@@ -234,6 +237,12 @@ def _write_per_rank(encoder: Encoder, value: PerRankValues) -> JSON:
     return {"$": "per_rank", "ranks": encoder.items(value.ranks)}
 
 
+def _write_slot(encoder: Encoder, value: Slot) -> JSON:
+    if encoder.is_closed():
+        return encoder.refuse("values per rank cannot lie in sets, deques or keys of dicts")
+    return {"$": SLOT, "name": value.name}
+
+
 def _write_declared(encoder: Encoder, value: Any) -> JSON:
     declared = declared_class(type(value))
     assert declared is not None
@@ -253,7 +262,7 @@ def _write_undeclared(encoder: Encoder, value: UndeclaredValue) -> JSON:
 def _write_unknown(encoder: Encoder, value: UnknownValue) -> JSON:
     """A value of a later version goes back as it came, unless it needs tensors that we know nothing of."""
     text = json.dumps(value.stored)
-    if '"$": "tensor"' in text or '"$": "per_rank"' in text:
+    if any(f'"$": "{kind}"' in text for kind in ("tensor", "per_rank", SLOT)):
         return encoder.refuse(f"it was saved by a later version of Holdfast, as a {value.type!r}; use that version")
     return dict(value.stored)
 
@@ -310,6 +319,7 @@ _writers: dict[type, Writer] = {
     collections.deque: _write_deque,
     slice: _write_slice,
     PerRankValues: _write_per_rank,
+    Slot: _write_slot,
     UndeclaredValue: _write_undeclared,
     UnknownValue: _write_unknown,
     PickledValue: _write_pickled,

@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import DamagedCheckpointError, UnsupportedValueError
 from holdfast.formats.native.decoding import PLAIN, decode, malformed
-from holdfast.formats.native.encoding import Path
+from holdfast.formats.native.encoding import SLOT, Path
 from holdfast.formats.native.keys import keys_of
 from holdfast.formats.native.stored_members import DEEPEST, JSON
 
-_OF_PAIRS = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
-_OF_FIELDS = frozenset({"dataclass", "namedtuple"})
+OF_PAIRS = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
+"""Types whose ``items`` are pairs of a key and a value."""
+OF_FIELDS = frozenset({"dataclass", "namedtuple"})
+"""Types whose ``fields`` are an object."""
+_OF_RANKS = frozenset({"per_rank", SLOT})
 
 
 class Leaf(NamedTuple):
@@ -52,10 +55,10 @@ def _visit(node: JSON, path: Path, found: list[tuple[Path, JSON]]) -> bool:
     parts = _parts(node, path)
     if not parts:
         found.append((path, node))
-        return kind == "per_rank"
+        return kind in _OF_RANKS
     if len(path) >= DEEPEST:
         raise malformed(path, f"it lies in more than {DEEPEST} containers")
-    before, has_tensor = len(found), kind == "per_rank"
+    before, has_tensor = len(found), kind in _OF_RANKS
     for part, child in parts:
         if type(child) in PLAIN:
             found.append(((*path, part), child))
@@ -88,9 +91,11 @@ def _parts(node: JSON, path: Path) -> Iterable[tuple[Any, JSON]] | None:
         return _positions(_list_in(node, "items", path))
     if kind == "per_rank":
         return list(enumerate(_list_in(node, "ranks", path)))
-    if kind in _OF_PAIRS:
-        return [(_key_from(key, path), item) for key, item in _pairs_in(node, path)]
-    if kind in _OF_FIELDS:
+    if kind == SLOT:
+        return [(0, None)]  # whatever will be there, there is a first rank
+    if kind in OF_PAIRS:
+        return [(key_from(key, path), item) for key, item in _pairs_in(node, path)]
+    if kind in OF_FIELDS:
         fields = node.get("fields")
         if type(fields) is not dict:
             raise malformed(path, "its fields are not an object")
@@ -103,7 +108,8 @@ def _positions(items: list[JSON]) -> Iterable[tuple[int, JSON]] | None:
     return None if PLAIN.issuperset(map(type, items)) else list(enumerate(items))
 
 
-def _key_from(stored: JSON, path: Path) -> Any:
+def key_from(stored: JSON, path: Path) -> Any:
+    """The key of a dict at ``path``, which is stored as a typed value."""
     if type(stored) in PLAIN:
         return stored
     try:

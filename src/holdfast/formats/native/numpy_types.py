@@ -12,6 +12,7 @@ import numpy as np
 from holdfast.errors import DamagedCheckpointError, UnsupportedValueError
 from holdfast.formats.native.leaf_types import LeafType
 from holdfast.formats.native.names import RECORD
+from holdfast.formats.native.numpy_padding import without_gaps
 from holdfast.formats.native.stored_members import (
     JSON,
     CannotStore,
@@ -155,7 +156,7 @@ def _write_scalar(value: np.generic) -> dict[str, Any]:
     described = stored_numpy_dtype(value.dtype)
     if type(value) is not value.dtype.type or type(value) is np.record:
         raise CannotStore("it is of a class of its own; convert it to a numpy scalar")
-    return {"numpy": described, "base64": stored_bytes(value.tobytes())}
+    return {"numpy": described, "base64": stored_bytes(without_gaps(np.asarray(value)).tobytes())}
 
 
 def _read_scalar(members: Members) -> Any:
@@ -173,7 +174,7 @@ def _read_scalar(members: Members) -> Any:
 
 def _write_array(value: np.ndarray) -> dict[str, Any]:
     described = stored_numpy_dtype(value.dtype)
-    return {"numpy": described, "shape": list(value.shape), "base64": stored_bytes(value.tobytes())}
+    return {"numpy": described, "shape": list(value.shape), "base64": stored_bytes(without_gaps(value).tobytes())}
 
 
 def _read_array(members: Members) -> Any:

@@ -37,6 +37,13 @@ class PerRankValues:
 
 
 @dataclass(frozen=True)
+class Slot:
+    """The place of a value that every rank has its own of, while the ranks have not met yet. It is never stored."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class UndeclaredValue:
     """A value of a class that this program did not declare (see ``holdfast.declare``): its fields, as plain data.
 
