@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import UnknownKeyError
+from holdfast.formats.native.pruning import NOTHING, pruned
 from holdfast.formats.native.refs import PerRankValues, TensorRef
-from holdfast.formats.native.trees import NOTHING, mapped, pruned, refs_in, substituted
+from holdfast.formats.native.trees import mapped, refs_in, substituted
 from holdfast.patterns import Chooser, Patterns
 from holdfast.sources.detect import open_source
 from holdfast.sources.source import Request, Source

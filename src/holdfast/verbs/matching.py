@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from holdfast.errors import HoldfastError
+from holdfast.formats.native.pruning import NOTHING, pruned
 from holdfast.formats.native.refs import ANYTHING, TensorRef
-from holdfast.formats.native.trees import children_of, hides_tensor, pruned, refs_in
+from holdfast.formats.native.trees import children_of, hides_tensor, is_named, refs_in
 from holdfast.formats.native.values import Path, key_of
 from holdfast.planning.materialize import is_meta, with_memory
 from holdfast.sources.stored_nodes import StoredNode
@@ -89,7 +90,9 @@ class Matcher:
         if is_target(target):
             return self._match_tensor(target, stored, path)
         parts = children_of(target)
-        if parts and (not isinstance(target, (list, tuple)) or _hides_target(target)):
+        has_keys = not isinstance(target, (list, tuple)) or _hides_target(target)
+        has_names = is_named(target) and stored is not None and not stored.is_leaf
+        if parts and (has_keys or has_names):
             return self._match_container(target, parts, stored, path)
         return self._match_value(target, stored, path)
 
@@ -188,17 +191,23 @@ class Matcher:
             what = "a tensor" if isinstance(stored.value, TensorRef) else "tensors"
             reason = f"is {what} in the checkpoint and a {type(target).__name__} in the state"
             return self.refuse(key, stored, reason, target)
-        return self.take(stored, path)
+        return self._take_if_wanted(target, stored, path)
 
     def _match_anything(self, target: Any, stored: StoredNode, path: Path) -> Outcome:
         """Match a place that takes whatever is stored, as far as it is wanted."""
+        taken = self._take_if_wanted(target, stored, path)
+        kind = type(target)
+        if not isinstance(taken, Taken) or self._live or kind not in (dict, list):
+            return taken
+        # The whole state stays what it is; a place in it becomes what is stored.
+        is_alike = type(taken.value) is kind if path else isinstance(taken.value, kind)
+        return FilledUp(target, taken) if is_alike else taken
+
+    def _take_if_wanted(self, target: Any, stored: StoredNode, path: Path) -> Outcome:
+        """Take what is stored. The place may be wanted, and yet nothing of what it would get."""
         if not any(self.options.wanted(key) for key, _ in self.keys_below(stored, path)):
             return self.leave(key_of(path), stored, target)
-        taken = self.take(stored, path)
-        kind = type(target)
-        if self._live or kind not in (dict, list) or not (type(taken.value) is kind or not path):
-            return taken
-        return FilledUp(target, taken) if isinstance(taken.value, kind) else taken
+        return self.take(stored, path)
 
     def take(self, stored: StoredNode, path: Path) -> Taken:
         """Take what is stored, with fresh memory for its tensors."""
@@ -208,6 +217,7 @@ class Matcher:
         if unwanted:
             self.found.untouched.extend(unwanted)
             value = pruned(value, path, lambda below: self.options.wanted(key_of(below)))
+            value = None if value is NOTHING else value
         for key, leaf in self.keys_below(stored, path):
             if self.options.wanted(key):
                 self._note_read(key, leaf)

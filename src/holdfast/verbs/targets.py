@@ -12,6 +12,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import UnsupportedTensorError
+from holdfast.formats.native.declared import declared_as
 from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.refs import (
     ANYTHING,
@@ -155,6 +156,11 @@ def why_inert(value: Any) -> str | None:
     """Why a stored value cannot be given back as what it was; None if it can."""
     if isinstance(value, PickledValue):
         return "is stored as a pickle, which can run any code; allow_pickle=True loads it"
+    if isinstance(value, UndeclaredValue) and declared_as(value.kind, value.type) is not None:
+        return (
+            f"is a {value.kind} of {value.type} of which only some fields are stored or to be loaded, or others than "
+            "the class has; put one into the state to load the fields into"
+        )
     if isinstance(value, UndeclaredValue):
         return (
             f"is a {value.kind} of {value.type}, which this program has not declared; call holdfast.declare with that "

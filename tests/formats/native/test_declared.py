@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
 import json
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -89,6 +90,30 @@ def test_a_field_that_was_never_set_is_refused_by_name():
 
     with pytest.raises(UnsupportedValueError, match="late"):
         encode({"a": Config()})
+
+
+def test_attributes_that_are_no_fields_are_refused_but_for_cached_ones():
+    @declare
+    @dataclasses.dataclass
+    class Config:
+        a: int
+
+        @functools.cached_property
+        def double(self) -> int:
+            return 2 * self.a
+
+    class Derived(Config):
+        pass
+
+    declare(dataclasses.dataclass(Derived))
+    for config in (Config(1), Derived(1)):
+        assert config.double == 2
+        assert vars(config) == {"a": 1, "double": 2}
+        assert vars(round_trip(config)) == {"a": 1}
+        config.tag = "x"
+        with pytest.raises(UnsupportedValueError, match=r"no fields of its class, \['tag'\]") as raised:
+            encode({"configs": [config]})
+        assert raised.value.keys == ["configs.0"]
 
 
 def test_declared_generic_and_inherited_dataclasses_come_back():

@@ -11,12 +11,10 @@ import torch
 from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.refs import PerRankValues, TensorRef, UndeclaredValue
 from holdfast.formats.native.trees import (
-    NOTHING,
     children_of,
     collect_refs,
     hides_tensor,
     mapped,
-    pruned,
     refs_in,
     substituted,
 )
@@ -91,19 +89,3 @@ def test_what_does_not_change_stays_the_same_object():
     ordered = OrderedDict(a=1)
     assert mapped(ordered, lambda child: child) is ordered
     assert mapped(5, str) == 5
-
-
-def test_pruning_keeps_positions_and_drops_what_is_empty():
-    tree = {"a": {"x": 1, "y": 2}, "b": [ref("t"), ref("u")], "c": {"z": 3}, "d": [1, 2], "e": Pair(ref("p"), 5)}
-    wanted = {("a", "y"), ("b", 1), ("d",), ("e", "b")}
-    assert pruned(tree, (), lambda path: path in wanted) == {
-        "a": {"y": 2},
-        "b": [None, ref("u")],
-        "d": [1, 2],
-        "e": Pair(None, 5),
-    }
-    assert pruned(tree, (), lambda path: False) is NOTHING
-    assert pruned(tree, (), lambda path: True) is tree
-    ranks = PerRankValues(({"a": 1, "b": 2}, {"a": 3}))
-    assert pruned(ranks, (), lambda path: path[-1] == "b") == PerRankValues(({"b": 2}, None))
-    assert pruned(defaultdict(list, a=1, b=2), (), lambda path: path == ("a",)) == defaultdict(list, a=1)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
@@ -42,8 +44,9 @@ def declare(cls: T | None = None, *, name: str | None = None) -> T | Callable[[T
 
     Values are stored by their fields, or by the name of the enum member, under ``module:qualified name`` of the class.
     Give ``name`` to a class that was moved or renamed: the name under which it was stored. Loading sets the
-    fields and calls neither ``__init__`` nor ``__post_init__``; what is no field of a dataclass is not stored.
-    Fields that were added since get their defaults.
+    fields and calls neither ``__init__`` nor ``__post_init__``. Fields that were added since get their defaults. A
+    dataclass with attributes that are no fields is refused, since they would be lost; what a ``cached_property`` keeps
+    is made again.
 
     >>> from holdfast.formats.native.values import Encoder, decode
     >>> @declare
@@ -120,9 +123,19 @@ def fields_of(declared: DeclaredClass, value: Any) -> dict[str, Any]:
         names = declared.cls._fields  # type: ignore[attr-defined]
         return dict(zip(names, tuple(value), strict=True))
     try:
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(declared.cls)}
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(declared.cls)}
     except AttributeError as error:
         raise CannotStore(f"one of its fields was never set ({error}); set it before the save") from error
+    others = [name for name in getattr(value, "__dict__", ()) if name not in fields and not _is_cached(value, name)]
+    if others:
+        raise CannotStore(
+            f"it has attributes that are no fields of its class, {others!r}; make them fields, or keep them elsewhere"
+        )
+    return fields
+
+
+def _is_cached(value: Any, name: str) -> bool:
+    return isinstance(inspect.getattr_static(type(value), name, None), functools.cached_property)
 
 
 def instance_of(declared: DeclaredClass, fields: Mapping[str, Any]) -> Any:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holdfast.formats.native.refs import PerRankValues, TensorRef, UndeclaredValue
-from holdfast.formats.native.values import Path
 
 _NO_CONTAINERS = frozenset({int, float, bool, str, bytes, type(None), TensorRef})
 """Most values are of these types, and need no closer look."""
@@ -33,19 +32,21 @@ def children_of(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, UndeclaredValue) and value.kind != "enum":
         return list(value.fields.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, TensorRef)) and _is_of_user(value):
-        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        names = [field.name for field in dataclasses.fields(value)]
+        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
     return None
 
 
-def hides_tensor(value: Any) -> bool:
-    """Whether a stored tensor, or a value per rank, is somewhere in a value."""
-    if isinstance(value, (TensorRef, PerRankValues)):
+def hides_tensor(value: Any, tensors: tuple[type, ...] = (TensorRef,)) -> bool:
+    """Whether a tensor, which is of one of these types, or a value per rank is somewhere in a value."""
+    if isinstance(value, (*tensors, PerRankValues)):
         return True
     parts = children_of(value)
-    return parts is not None and any(hides_tensor(child) for _, child in parts)
+    return parts is not None and any(hides_tensor(child, tensors) for _, child in parts)
 
 
 def is_named(value: Any) -> bool:
+    """Whether it is a tuple whose elements have names."""
     return hasattr(type(value), "_fields")
 
 
@@ -103,31 +104,3 @@ def refs_in(value: Any) -> Iterator[TensorRef]:
 def collect_refs(value: Any, refs: dict[str, TensorRef]) -> None:
     """Note all references to tensors in a value, by key."""
     refs.update({ref.key: ref for ref in refs_in(value)})
-
-
-def pruned(value: Any, path: Path, wanted: Callable[[Path], bool]) -> Any:
-    """A value with only the leaves that are wanted, or ``NOTHING``. Positions in lists stay: None takes the place."""
-    parts = children_of(value)
-    if not parts or (isinstance(value, (list, tuple)) and not is_named(value) and not hides_tensor(value)):
-        return value if wanted(path) else NOTHING
-    kept = {name: pruned(child, (*path, name), wanted) for name, child in parts}
-    if all(child is NOTHING for child in kept.values()):
-        return NOTHING
-    if all(kept[name] is child for name, child in parts):
-        return value
-    if isinstance(value, PerRankValues):
-        return PerRankValues(tuple(None if child is NOTHING else child for child in kept.values()))
-    if isinstance(value, Mapping):
-        rebuilt: Any = copy.copy(value)
-        rebuilt.clear()
-        rebuilt.update({name: child for name, child in kept.items() if child is not NOTHING})
-        return rebuilt
-    held: list[Any] = [None if child is NOTHING else child for child in kept.values()]
-    if isinstance(value, tuple):
-        kind: Any = type(value)
-        return kind(*held) if is_named(value) else tuple(held)
-    return held if isinstance(value, list) else dict(zip(kept, held, strict=True))
-
-
-NOTHING = object()
-"""Stands for a part of a state that is not wanted."""
