@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import boxes as module
-from holdfast.boxes import Box, first_overlap, out_of_bounds, overlap, overlaps, uncovered, volume
+from holdfast.boxes import Box, cut, first_overlap, out_of_bounds, overlap, overlaps, place_of, uncovered, volume
 
 SIDE = 7
 
@@ -304,3 +304,22 @@ def test_boxes_that_form_no_grid_are_not_compared_each_with_each():
     assert first_overlap(brickwork(32)) is None
     effort = {n: pairs_looked_at(first_overlap, brickwork(n)) / n**2 for n in (16, 64)}
     assert 0 < effort[64] < 2 * effort[16] < 500
+
+
+# --- cutting and indexing ----------------------------------------------------------------------------------------
+
+
+@for_all(st.lists(st.integers(1, 5), max_size=4), st.integers(0, 40), st.integers(0, 9))
+def test_parts_of_a_box_are_all_its_cells_in_row_major_order(sizes, most, origin):
+    cells = np.arange(int(np.prod(sizes))).reshape(sizes)
+    box = Box((origin,) * len(sizes), tuple(sizes))
+    parts = list(cut(box, most))
+    assert all(volume(part.sizes) <= max(1, most) for part in parts)
+    found = [cells[place_of(*part, origin=box.offsets)].reshape(-1) for part in parts]
+    assert np.concatenate(found).tolist() == list(range(cells.size))
+
+
+def test_a_box_of_an_array_without_dimensions_is_the_array_itself():
+    array = np.zeros(())
+    array[place_of((), ())][...] = 5
+    assert array == 5

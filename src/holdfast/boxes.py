@@ -56,6 +56,40 @@ def volume(sizes: Sequence[int]) -> int:
     return math.prod(sizes)
 
 
+def place_of(offsets: Sequence[int], sizes: Sequence[int], origin: Sequence[int] | None = None) -> tuple[Any, ...]:
+    """The index of a box in an array or tensor whose first cell is at ``origin``.
+
+    >>> np.arange(12).reshape(3, 4)[place_of((1, 2), (2, 1))].tolist()
+    [[6], [10]]
+    >>> place_of((11,), (2,), origin=(10,))
+    (slice(1, 3, None), Ellipsis)
+    """
+    starts = offsets if origin is None else [at - first for at, first in zip(offsets, origin, strict=True)]
+    # Without the ellipsis an array without dimensions would become a number.
+    return *(slice(at, at + size) for at, size in zip(starts, sizes, strict=True)), ...
+
+
+def cut(box: BoxLike, most: int) -> Iterator[Box]:
+    """Parts of up to ``most`` cells (but at least one), in row-major order, cut along the first dimensions.
+
+    >>> list(cut(Box((4, 0), (3, 2)), 4))
+    [Box(offsets=(4, 0), sizes=(2, 2)), Box(offsets=(6, 0), sizes=(1, 2))]
+    """
+    offsets, sizes = tuple(box.offsets), tuple(box.sizes)
+    count = volume(sizes)
+    if count <= max(1, most):
+        yield Box(offsets, sizes)
+        return
+    dim = next(dim for dim, size in enumerate(sizes) if size > 1)
+    step = max(1, most // (count // sizes[dim]))
+    for start in range(0, sizes[dim], step):
+        length = min(step, sizes[dim] - start)
+        part = Box(
+            (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]), (*sizes[:dim], length, *sizes[dim + 1 :])
+        )
+        yield from cut(part, most)
+
+
 def overlap(
     a_offsets: Sequence[int], a_sizes: Sequence[int], b_offsets: Sequence[int], b_sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

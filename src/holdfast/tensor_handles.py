@@ -120,21 +120,18 @@ def as_elements(raw: Array, ref: TensorRef, *, as_torch: bool) -> Any:
 
 def _as_torch(raw: Array, ref: TensorRef) -> Any:
     try:
-        import torch
+        from holdfast.formats.native.torch_elements import as_tensor, torch_dtype
     except ImportError as error:
         raise MissingPackageError(
             "a torch tensor was asked for and torch is not installed. Use .numpy(), or install torch", install="torch"
         ) from error
-    dtype = getattr(torch, ref.dtype.name, None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = torch_dtype(ref.dtype)
+    if dtype is None:
         raise TypeError(f"{ref.key!r} has elements of {ref.dtype}, which torch does not have; use .numpy() or .raw()")
     raw = np.asarray(raw, order="C")  # not ascontiguousarray, which gives a single element a dimension
-    if any(stride < 0 for stride in raw.strides):  # of a dimension of one element, where numpy does not mind
-        raw = raw.copy()
-    if raw.itemsize == 16:
-        return torch.from_numpy(raw.view(np.complex128))
-    signed = raw if raw.itemsize == 1 else raw.view(f"i{raw.itemsize}")
-    return torch.from_numpy(signed).view(dtype)
+    tensor = as_tensor(raw, dtype)
+    # A dimension of one element may have any stride in numpy, also one that a tensor cannot have.
+    return as_tensor(raw.copy(), dtype) if tensor is None else tensor
 
 
 class _Cut:

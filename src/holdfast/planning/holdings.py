@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -13,11 +12,12 @@ import xxhash
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from holdfast.boxes import Box
+from holdfast.boxes import Box, place_of
 from holdfast.errors import UnsupportedTensorError
 from holdfast.formats.native.dtypes import dtype_named, name_of
 from holdfast.formats.native.record import MOST_DIMENSIONS
 from holdfast.formats.native.stored_members import CannotStore
+from holdfast.formats.native.torch_elements import dtype_of
 from holdfast.formats.native.values import stored_numpy_dtype
 from holdfast.metadata import MetadataIndex
 from holdfast.planning.tensor_pieces import array_pieces, tensor_pieces
@@ -91,9 +91,8 @@ class LocalTensor:
                 for first, size, start, length in zip(chunk.offsets, chunk.sizes, box.offsets, box.sizes, strict=True)
             )
             if inside:
-                origin = [start - first for start, first in zip(box.offsets, chunk.offsets, strict=True)]
                 held = find_tensor_shard(self.value, MetadataIndex(self.key, chunk.offsets))
-                return cast("torch.Tensor", _part(held.detach(), Box(tuple(origin), box.sizes)))
+                return cast("torch.Tensor", _part(held.detach(), box, origin=chunk.offsets))
         raise AssertionError(f"this rank was asked for a part of {self.key!r} that it does not hold: {box}")
 
 
@@ -209,27 +208,19 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-@cache
-def _dtype_name(dtype: torch.dtype) -> str | None:
-    try:
-        return dtype_named(str(dtype).removeprefix("torch.")).name
-    except ValueError:
-        return None
-
-
 def _dtype(key: str, dtype: torch.dtype) -> str:
-    name = _dtype_name(dtype)
-    if name is None:
+    known = dtype_of(dtype)
+    if known is None:
         raise UnsupportedTensorError(
             f"'{key}' is a tensor of {dtype}, which the format has no place for. Convert it before saving (a quantized "
             "tensor with int_repr(), and its scale beside it).",
             key=key,
             kind=str(dtype),
         )
-    return name
+    return known.name
 
 
-def _part(array: Any, box: Box) -> Any:
+def _part(array: Any, box: Box, origin: Sequence[int] | None = None) -> Any:
     if box.sizes == tuple(array.shape):
         return array
-    return array[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
+    return array[place_of(box.offsets, box.sizes, origin)]

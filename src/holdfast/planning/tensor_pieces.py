@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from holdfast.boxes import Box, cut, place_of
 from holdfast.formats.native.numpy_padding import has_gaps, without_gaps
 from holdfast.planning.local_bytes import as_bytes, bytes_in_place
 
@@ -28,7 +29,7 @@ def tensor_pieces(tensor: torch.Tensor, largest: int = PIECE_BYTES, cast: torch.
             yield bytes_in_place(tensor)
         return
     itemsize = tensor.element_size() if cast is None else max(cast.itemsize, tensor.element_size())
-    for part in _parts(tensor, max(1, largest // itemsize)):
+    for part in _parts(tensor, largest // itemsize):
         converted = part if cast is None else part.to(cast)
         yield np.frombuffer(as_bytes(converted), np.uint8)
 
@@ -39,7 +40,7 @@ def array_pieces(array: npt.NDArray[Any], largest: int = PIECE_BYTES) -> Iterato
         if array.size:
             yield array.reshape(-1).view(np.uint8)
         return
-    for part in _parts(array, max(1, largest // array.itemsize)):
+    for part in _parts(array, largest // array.itemsize):
         yield np.ascontiguousarray(without_gaps(part)).reshape(-1).view(np.uint8)
 
 
@@ -55,16 +56,8 @@ def _lies_ready(tensor: torch.Tensor) -> bool:
 def _parts(array: Any, most: int) -> Iterator[Any]:
     """Parts of up to ``most`` elements, in row-major order, cut along the first dimensions."""
     shape = tuple(array.shape)
-    count = int(np.prod(shape, dtype=np.int64))
-    if count <= most or max(shape, default=1) == 1:
-        if count:
-            yield array
+    if 0 in shape:
         return
-    dim = next(dim for dim, size in enumerate(shape) if size > 1)
-    step = max(1, most // (count // shape[dim]))
-    for start in range(0, shape[dim], step):
-        part = array[(slice(None),) * dim + (slice(start, start + step),)]
-        if step == 1:
-            yield from _parts(part, most)
-        else:
-            yield part
+    for offsets, sizes in cut(Box((0,) * len(shape), shape), most):
+        # Not all kinds of tensors can be indexed.
+        yield array if sizes == shape else array[place_of(offsets, sizes)]

@@ -16,11 +16,11 @@ from holdfast.boxes import Box
 from holdfast.errors import CheckpointNotFoundError, RefusedPickleError
 from holdfast.formats.dcp.values import decode_value
 from holdfast.formats.native.refs import PickledValue, TensorRef, UnknownValue
+from holdfast.formats.native.torch_elements import as_array, as_tensor, dtype_of
 from holdfast.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from holdfast.planning.plan import LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner
 from holdfast.planning.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
-from holdfast.sources.carriers import as_array, as_tensor, dtype_of
 from holdfast.sources.nesting import nested
 from holdfast.sources.source import Request, Source, check_requests, part_of
 from holdfast.storage.reader import FileSystemReader

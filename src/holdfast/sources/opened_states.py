@@ -11,8 +11,8 @@ import torch
 
 from holdfast.errors import UnsupportedValueError
 from holdfast.formats.native.refs import TensorRef
+from holdfast.formats.native.torch_elements import dtype_of
 from holdfast.formats.native.values import keys_of
-from holdfast.sources.carriers import dtype_of
 
 Path: TypeAlias = tuple[Any, ...]
 

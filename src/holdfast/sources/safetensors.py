@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from holdfast.boxes import Box, overlaps
-from holdfast.formats.native.dtypes import dtype_named
+from holdfast.formats.native.dtypes import dtype_named, name_of
 from holdfast.formats.native.names import generation_of
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.safetensors.header import read_header
@@ -59,7 +59,7 @@ class SafetensorsSource(Source):
         """Every stored tensor, by its key."""
         found = {}
         for key, stored in self._contents.keys.items():
-            dtype = dtype_named(str(stored.dtype).removeprefix("torch."))
+            dtype = dtype_named(name_of(stored.dtype) or "")
             found[key] = TensorRef(key, dtype, stored.size, "sharded" if len(stored.chunks) > 1 else "replicated")
         return found
 

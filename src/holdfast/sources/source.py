@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.boxes import Box, out_of_bounds
+from holdfast.boxes import Box, out_of_bounds, place_of
 from holdfast.formats.native.refs import TensorRef
 
 S = TypeVar("S", bound="Source")
@@ -130,6 +130,5 @@ def part_of(array: npt.NDArray[Any], offsets: Sequence[int], sizes: Sequence[int
     >>> part_of(np.arange(6).reshape(2, 3), (0, 1), (2, 1)).tolist()
     [[1], [4]]
     """
-    place: Any = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-    part: npt.NDArray[Any] = array[place] if place else array
+    part: npt.NDArray[Any] = array[place_of(offsets, sizes)]
     return part

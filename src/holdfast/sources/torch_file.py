@@ -21,8 +21,8 @@ from holdfast.formats.dcp.stored_tensors import StoredArchive, StoredTensors, ch
 from holdfast.formats.dcp.value_names import find_plain
 from holdfast.formats.dcp.zip_layout import LOCAL_MAGIC, Entry, damaged, read_directory
 from holdfast.formats.native.refs import TensorRef
+from holdfast.formats.native.torch_elements import as_array
 from holdfast.formats.torch_file.reading import DESCRIPTION, read_torch_file
-from holdfast.sources.carriers import as_array
 from holdfast.sources.file_regions import read_into_array
 from holdfast.sources.opened_states import open_state
 from holdfast.sources.source import Request, Source, check_requests

@@ -8,15 +8,9 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from holdfast.formats.native.dtypes import DType
 from holdfast.formats.native.refs import TensorRef
+from holdfast.formats.native.torch_elements import torch_dtype
 from holdfast.planning.materialize import is_meta, with_memory
-
-
-def torch_dtype(dtype: DType) -> torch.dtype | None:
-    """The element type in torch, if torch has it."""
-    found = getattr(torch, dtype.name, None)
-    return found if isinstance(found, torch.dtype) else None
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:

@@ -17,10 +17,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from holdfast.formats.native.refs import ANYTHING, TensorRef
+from holdfast.formats.native.torch_elements import torch_dtype
 from holdfast.metadata import TensorProperties
 from holdfast.planning.row_shards import empty_row_shards
 from holdfast.states.contract import Adapter
-from holdfast.states.destinations import like, shape_of, torch_dtype
+from holdfast.states.destinations import like, shape_of
 from holdfast.states.fsdp1_modules import sharded_states
 from holdfast.states.module_names import canonical_name
 from holdfast.states.optimizer_names import Match, is_optimizer_state, match, take_settings, without_anything

@@ -13,9 +13,10 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.formats.native.refs import ANYTHING, TensorRef
+from holdfast.formats.native.torch_elements import torch_dtype
 from holdfast.states.context import Context
 from holdfast.states.contract import Adapter
-from holdfast.states.destinations import fits, like, shape_of, torch_dtype
+from holdfast.states.destinations import fits, like, shape_of
 from holdfast.states.flat_optimizer_states import FlatKeys, is_flat
 from holdfast.states.gaps import with_present
 from holdfast.states.module_names import strip_wrapper_names

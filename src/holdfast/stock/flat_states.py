@@ -8,9 +8,9 @@ from typing import Any
 
 from holdfast.formats.native.decoding import PLAIN
 from holdfast.formats.native.refs import PerRankValues, TensorRef
+from holdfast.formats.native.torch_elements import torch_dtype
 from holdfast.formats.native.trees import children_of, mapped
 from holdfast.formats.native.values import Path
-from holdfast.states.destinations import torch_dtype
 
 
 @dataclass(frozen=True)

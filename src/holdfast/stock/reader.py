@@ -27,19 +27,20 @@ from torch.futures import Future
 from holdfast.boxes import Box, volume
 from holdfast.errors import RankDisagreementError, RefusedPickleError, StateMismatchError, UnsupportedStateError
 from holdfast.formats.dcp.values import encode_value
-from holdfast.formats.native.refs import PickledValue, TensorRef, UnknownValue
-from holdfast.formats.native.trees import children_of, collect_refs, substituted
+from holdfast.formats.native.refs import PickledValue, UnknownValue
+from holdfast.formats.native.torch_elements import torch_dtype
+from holdfast.formats.native.trees import children_of, refs_in, substituted
 from holdfast.notices import warn_caller
 from holdfast.sources.detect import open_source
 from holdfast.sources.source import Request, Source
-from holdfast.states.destinations import torch_dtype
 from holdfast.stock.flat_states import FlatState, flat_state, is_plain, is_tensor
 from holdfast.stock.writer import NOT_FLATTENED
 from holdfast.stores.places import local_path
 from holdfast.stores.store import Store
 from holdfast.tensor_handles import as_elements
-from holdfast.verbs.filling import Region, memory_problem, read_regions
+from holdfast.verbs.filling import Region, read_regions
 from holdfast.verbs.findings import Fill
+from holdfast.verbs.targets import why_not_fillable
 
 BATCH_BYTES = 1 << 30
 """Of tensors that a planner has to hold at once, if it reads into memory of its own."""
@@ -163,10 +164,9 @@ class HoldfastReader(StorageReader):
     def _values(self, items: list[ReadItem], checkpoint: _Opened) -> list[io.BytesIO]:
         """Values in the form in which torch's planners take them."""
         leaves = [(item.storage_index.fqn, checkpoint.state.leaves[item.storage_index.fqn]) for item in items]
-        refs: dict[str, TensorRef] = {}
         for name, value in leaves:
             _refuse_unreadable(name, value)
-            collect_refs(value, refs)
+        refs = {ref.key: ref for _, value in leaves for ref in refs_in(value)}
         buffers = {key: np.empty(ref.shape, ref.dtype.carrier) for key, ref in refs.items()}
         requests = [Request(key, (0,) * len(ref.shape), ref.shape, buffers[key]) for key, ref in refs.items()]
         checkpoint.source.read(requests, verify=self.verify)
@@ -223,7 +223,7 @@ def _region(item: ReadItem, target: torch.Tensor, checkpoint: _Opened) -> Region
     chunk = item.storage_index.offset or (0,) * len(lengths)
     offsets = tuple(first + at for first, at in zip(chunk, item.storage_offsets, strict=True))
     region = Region(Fill(name, checkpoint.state.leaves[name], target), Box(offsets, lengths), target)
-    problem = memory_problem(region)
+    problem = why_not_fillable(name, target)
     if tuple(target.shape) != lengths:
         problem = f"has the shape {list(target.shape)} where {list(lengths)} was planned"
     if problem is not None:

@@ -14,18 +14,16 @@ import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from holdfast.boxes import Box, overlaps, uncovered, volume
+from holdfast.boxes import Box, cut, overlaps, place_of, uncovered, volume
 from holdfast.formats.native.refs import TensorRef
+from holdfast.formats.native.torch_elements import as_array, as_tensor, torch_dtype
 from holdfast.formats.native.values import numpy_dtype_from
 from holdfast.metadata import MetadataIndex
 from holdfast.planning.tensors import create_chunk_list, find_tensor_shard, on_this_rank
 from holdfast.sources.source import Request, Source
-from holdfast.states.destinations import torch_dtype
 from holdfast.verbs.findings import Fill
-from holdfast.verbs.targets import why_not_fillable
 
 STAGING_BYTES = 32 << 20
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,6 @@ def hole_in(region: Region, source: Source) -> str | None:
     touching = [chunks[shared.source] for shared in overlaps([region.box], chunks)]
     hole = uncovered(region.box, touching)
     return None if hole is None else f"no stored chunk covers offsets {list(hole.offsets)}, sizes {list(hole.sizes)}"
-
-
-def memory_problem(region: Region) -> str | None:
-    """Why the memory of a region cannot be filled, if it cannot."""
-    return why_not_fillable(region.fill.key, region.memory)
 
 
 def read_regions(regions: Sequence[Region], source: Source, *, verify: bool) -> tuple[int, int]:
@@ -123,12 +116,7 @@ def elements_of(buffer: np.ndarray[Any, Any], ref: TensorRef) -> Any:
     if ref.numpy is not None:
         return buffer.view(numpy_dtype_from(ref.numpy))
     dtype = torch_dtype(ref.dtype)
-    if dtype is None:
-        return buffer
-    if buffer.dtype.kind == "V":
-        return torch.from_numpy(buffer.view(np.complex128)).view(dtype)
-    signed = buffer.view(f"i{buffer.itemsize}") if buffer.itemsize > 1 else buffer
-    return torch.from_numpy(signed).view(dtype)
+    return buffer if dtype is None else as_tensor(buffer, dtype)
 
 
 def put(memory: Any, elements: Any) -> None:
@@ -167,10 +155,7 @@ def _carrier_view(region: Region) -> Any:
         return None
     if memory.dtype != torch_dtype(ref.dtype) or memory.is_conj() or memory.is_neg():
         return None
-    if memory.dtype is torch.complex128:
-        return memory.numpy().view(ref.dtype.carrier)
-    integers = memory.view(_INTEGERS[memory.element_size()])
-    return integers.numpy().view(ref.dtype.carrier)
+    return as_array(memory)
 
 
 def _is_of_type(memory: np.ndarray[Any, Any], ref: TensorRef) -> bool:
@@ -188,26 +173,15 @@ def parts_of(region: Region, source: Source) -> Iterator[Region]:
 
 def small_parts(region: Region) -> Iterator[Region]:
     """A region, cut along its first dimensions."""
-    sizes = region.box.sizes
-    count = volume(sizes)
-    most = max(1, STAGING_BYTES // region.fill.ref.dtype.itemsize)
-    if count <= most or max(sizes, default=1) == 1:
-        yield region
-        return
-    dim = next(dim for dim, size in enumerate(sizes) if size > 1)
-    step = max(1, most // (count // sizes[dim]))
-    for start in range(0, sizes[dim], step):
-        first, lengths = list(region.box.offsets), list(sizes)
-        first[dim] += start
-        lengths[dim] = min(step, sizes[dim] - start)
-        yield from small_parts(_part(region, first, lengths))
+    for offsets, sizes in cut(region.box, STAGING_BYTES // region.fill.ref.dtype.itemsize):
+        yield _part(region, offsets, sizes)
 
 
 def _part(region: Region, start: Sequence[int], lengths: Sequence[int]) -> Region:
-    begins = [at - base for at, base in zip(start, region.box.offsets, strict=True)]
-    place: list[Any] = [slice(at, at + length) for at, length in zip(begins, lengths, strict=True)]
-    place.append(Ellipsis)  # without it an array without dimensions would become an element
-    return Region(region.fill, Box(tuple(start), tuple(lengths)), region.memory[tuple(place)])
+    if tuple(lengths) == region.box.sizes:
+        return region
+    memory = region.memory[place_of(start, lengths, origin=region.box.offsets)]
+    return Region(region.fill, Box(tuple(start), tuple(lengths)), memory)
 
 
 def _batches(parts: Iterable[Region]) -> Iterator[list[Region]]:

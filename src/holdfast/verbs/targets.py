@@ -22,6 +22,7 @@ from holdfast.formats.native.refs import (
     UndeclaredValue,
     UnknownValue,
 )
+from holdfast.formats.native.torch_elements import torch_dtype
 from holdfast.formats.native.values import numpy_dtype_from
 from holdfast.planning.sharded_tensors import local_shards
 from holdfast.planning.tensors import (
@@ -31,7 +32,6 @@ from holdfast.planning.tensors import (
     refuse_if_it_has_no_bytes,
     size_and_dtype,
 )
-from holdfast.states.destinations import torch_dtype
 
 
 def is_target(value: Any) -> bool:

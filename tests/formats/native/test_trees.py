@@ -12,7 +12,6 @@ from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.refs import PerRankValues, TensorRef, UndeclaredValue
 from holdfast.formats.native.trees import (
     children_of,
-    collect_refs,
     hides_tensor,
     mapped,
     refs_in,
@@ -55,9 +54,6 @@ def test_references_are_found_in_order_and_as_often_as_they_are_there():
     x, y = ref("x"), ref("y")
     tree = {"a": [y, {"b": x}], "c": Record(x), "d": 1}
     assert [found.key for found in refs_in(tree)] == ["y", "x", "x"]
-    found: dict[str, TensorRef] = {}
-    collect_refs(tree, found)
-    assert found == {"y": y, "x": x}
 
 
 def test_tensors_are_put_in_and_all_containers_keep_their_types():

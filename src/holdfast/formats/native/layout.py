@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from holdfast.boxes import cut
 from holdfast.formats.native.dtypes import DType
 from holdfast.formats.safetensors.header import LENGTH_BYTES, METADATA_KEY
 
@@ -72,18 +73,8 @@ def _most_bytes_in_header(chunk: ChunkToWrite) -> int:
 
 def _cut(chunk: ChunkToWrite, largest: int) -> Iterator[ChunkToWrite]:
     """Parts of a chunk that take ``largest`` bytes at most, cut along the first dimensions."""
-    if chunk.nbytes <= largest or prod(chunk.sizes) == 1:
-        yield chunk
-        return
-    dim = next(dim for dim, size in enumerate(chunk.sizes) if size > 1)
-    slice_bytes = chunk.nbytes // chunk.sizes[dim]
-    step = max(1, largest // slice_bytes)
-    for start in range(0, chunk.sizes[dim], step):
-        length = min(step, chunk.sizes[dim] - start)
-        offsets = (*chunk.offsets[:dim], chunk.offsets[dim] + start, *chunk.offsets[dim + 1 :])
-        yield from _cut(
-            chunk._replace(offsets=offsets, sizes=(*chunk.sizes[:dim], length, *chunk.sizes[dim + 1 :])), largest
-        )
+    for offsets, sizes in cut(chunk, largest // chunk.dtype.itemsize):
+        yield chunk._replace(offsets=offsets, sizes=sizes)
 
 
 def _lay_out_file(chunks: Sequence[ChunkToWrite], generation: str) -> FileLayout:

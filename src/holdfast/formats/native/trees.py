@@ -99,8 +99,3 @@ def refs_in(value: Any) -> Iterator[TensorRef]:
         return
     for _, child in children_of(value) or []:
         yield from refs_in(child)
-
-
-def collect_refs(value: Any, refs: dict[str, TensorRef]) -> None:
-    """Note all references to tensors in a value, by key."""
-    refs.update({ref.key: ref for ref in refs_in(value)})

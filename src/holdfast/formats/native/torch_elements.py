@@ -1,13 +1,17 @@
-"""The same memory as an array of carriers, which is how sources give out elements, and as a tensor of torch."""
+"""The same memory as an array of carriers, which is how elements travel, and as a tensor of torch.
+
+Only this module of the format needs torch, so whoever does without imports it where a tensor is asked for.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy.typing as npt
 import torch
 
-from holdfast.formats.native.dtypes import DType, dtype_named
+from holdfast.formats.native.dtypes import DType, dtype_named, name_of
 
 _IN_BOTH: dict[int, tuple[str, torch.dtype]] = {
     1: ("u1", torch.uint8),
@@ -19,6 +23,7 @@ _IN_BOTH: dict[int, tuple[str, torch.dtype]] = {
 """For each size of elements a type that both libraries have, so that neither looks at what the bytes mean."""
 
 
+@cache
 def dtype_of(dtype: torch.dtype) -> DType | None:
     """The element type that is called like torch's; None for those that are more than bytes, such as quantized ones.
 
@@ -26,9 +31,19 @@ def dtype_of(dtype: torch.dtype) -> DType | None:
     (True, None)
     """
     try:
-        return dtype_named(str(dtype).removeprefix("torch."))
+        return dtype_named(name_of(dtype) or "")
     except ValueError:
         return None
+
+
+def torch_dtype(dtype: DType) -> torch.dtype | None:
+    """The element type in torch, if torch has it.
+
+    >>> torch_dtype(DType("bfloat16")), torch_dtype(DType("raw12"))
+    (torch.bfloat16, None)
+    """
+    found = getattr(torch, dtype.name, None)
+    return found if isinstance(found, torch.dtype) else None
 
 
 def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -37,7 +52,7 @@ def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     >>> as_array(torch.tensor([1.0, -2.0], dtype=torch.bfloat16))
     array([16256, 49152], dtype=uint16)
     """
-    dtype = dtype_named(str(tensor.dtype).removeprefix("torch."))
+    dtype = dtype_named(name_of(tensor.dtype) or "")
     plain = tensor.detach().resolve_conj().resolve_neg().view(_IN_BOTH[dtype.itemsize][1])
     return plain.numpy().view(dtype.carrier)
 
