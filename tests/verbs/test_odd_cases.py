@@ -269,3 +269,10 @@ def test_an_error_of_a_live_object_tells_which_one_it_is(tmp_path):
     with pytest.raises(RuntimeError, match="no") as raised:
         hf.load({"part": {"fragile": Fragile()}}, path)
     assert "Fragile at 'part.fragile'" in raised.value.__notes__[0]
+
+
+def test_a_transform_may_make_an_array_without_dimensions(tmp_path):
+    hf.save({"scale": np.array(3.0)}, tmp_path / "x")
+    state = {"scale": np.array(0.0)}
+    hf.load(state, tmp_path / "x", transform={"scale": lambda checkpoint, key: np.array(5.0)})
+    assert state["scale"] == 5.0

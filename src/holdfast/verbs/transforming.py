@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.boxes import place_of
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import HoldfastError
 from holdfast.formats.native.dtypes import dtype_named
@@ -57,6 +58,6 @@ def _parts(transform: Transform, made: Any, found: Findings, casts: Casts) -> li
         found.cast[key] = (made_dtype, dtype)
     writes = []
     for region in regions_of(Fill(key, TensorRef(key, dtype_named("uint8"), shape), target)):
-        part = made[tuple(slice(at, at + size) for at, size in zip(region.box.offsets, region.box.sizes, strict=True))]
+        part = made[place_of(region.box.offsets, region.box.sizes)]
         writes.append(Write(region, part.copy() if isinstance(part, np.ndarray) else part.detach().clone()))
     return writes

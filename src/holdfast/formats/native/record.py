@@ -18,7 +18,7 @@ from holdfast.errors import DamagedCheckpointError, UnsupportedValueError, Unsup
 from holdfast.formats.json_objects import are_sizes, parse_json_object
 from holdfast.formats.native.damage import refuse
 from holdfast.formats.native.dtypes import DType, dtype_named
-from holdfast.formats.native.names import RECORD, generation_of, index_file, is_generation
+from holdfast.formats.native.names import generation_of, index_file, is_generation
 from holdfast.formats.native.numpy_types import numpy_dtype_from
 from holdfast.formats.native.refs import TensorRef
 
