@@ -281,6 +281,12 @@ def tied_places(state: Any) -> set[frozenset[str]]:
     return {frozenset(group) for group in places.values() if len(group) > 1}
 
 
+def ties_are_kept(found: Any, state: Any) -> bool:
+    """Whether places that have one object in ``state`` do so in ``found``. Others that share its memory may join."""
+    groups = tied_places(found)
+    return all(any(group <= other for other in groups) for group in tied_places(state))
+
+
 def _note_places(value: Any, at: str, places: dict[int, set[str]]) -> None:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         if (value.numel() if isinstance(value, torch.Tensor) else value.size) > 0:
