@@ -72,7 +72,8 @@ def save(
             every rank has its own of.
         path: a folder, ``memory://name``, or a store. All ranks give the same.
         overwrite: replace a checkpoint that is there, in one step. Without it that is an error.
-        metadata: anything that JSON can hold, to be found in the checkpoint by people and programs.
+        metadata: anything that JSON can hold, to be found in the checkpoint by people and programs. That of the first
+            rank counts.
         include: which keys to save; all by default. Patterns such as ``"model.*"``, regular expressions, functions.
         exclude: which of these not to save.
         cast: patterns and the dtype to store their floating point tensors as: ``{"model.*": torch.bfloat16}``.
