@@ -49,7 +49,11 @@ def main():
         }
         hf.load(state, path, process_group=remaining)
         assert torch.equal(state["weights"].full_tensor().cpu(), weights)
-        print(f"rank {rank} of {len(half)} goes on with {state['data'].value}")
+        positions = [None] * len(half)
+        dist.all_gather_object(positions, state["data"].value, group=remaining)
+        if rank == 0:
+            for number, position in enumerate(positions):
+                print(f"rank {number} of {len(half)} goes on with {position}")
     dist.barrier()
     dist.destroy_process_group()
 
