@@ -128,3 +128,9 @@ except MissingPackageError as error:
 def test_the_test_suite_says_that_it_needs_pytest():
     done = subprocess.run([sys.executable, "-c", WITHOUT_PYTEST], capture_output=True, text=True, check=False)
     assert done.stdout == "holdfast.testing needs pytest: pip install pytest pytest\n", done.stderr
+
+
+@pytest.mark.parametrize("place", [None, 7, ["folder"]])
+def test_what_is_no_place_is_named(place):
+    with pytest.raises(TypeError, match="a path, a URL or a store, not"):
+        store_at(place)

@@ -14,7 +14,7 @@ from holdfast.stores.store import Store
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+://")
 _URL_IN_A_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+:/[^/]")
-_SUPPORTED = "paths, file:///folder, memory://name, and objects of classes that extend holdfast.stores.store.Store"
+_SUPPORTED = "paths, file:///folder, memory://name, and objects of classes that extend holdfast.stores.Store"
 
 
 def store_at(place: str | os.PathLike[str] | Store) -> Store:
@@ -36,7 +36,9 @@ def store_at(place: str | os.PathLike[str] | Store) -> Store:
     url = os.fsdecode(place)
     if url.lower().startswith("memory://"):
         return MemoryStore(url[len("memory://") :])
-    raise ValueError(f"there is no store for {url}. Supported are {_SUPPORTED}")
+    raise ValueError(
+        f"there is no store for {url}. Supported are {_SUPPORTED}; holdfast.dcp saves to other URLs, through fsspec"
+    )
 
 
 def local_path(place: str | os.PathLike[str] | Store) -> Path | None:
@@ -49,6 +51,8 @@ def local_path(place: str | os.PathLike[str] | Store) -> Path | None:
     """
     if isinstance(place, Store):
         return None
+    if not isinstance(place, (str, bytes, os.PathLike)):
+        raise TypeError(f"the place of a checkpoint is a path, a URL or a store, not {place!r}")
     path = os.fsdecode(place)
     if not path:
         raise ValueError("the path of a checkpoint is empty; give the path of a folder")

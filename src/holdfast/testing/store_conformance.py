@@ -1,4 +1,4 @@
-"""The contract of ``holdfast.stores.store.Store`` as tests, for authors of stores."""
+"""The contract of ``holdfast.stores.Store`` as tests, for authors of stores."""
 
 from __future__ import annotations
 

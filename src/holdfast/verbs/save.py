@@ -118,7 +118,13 @@ def save(
             plan = run.plan(captured)
         files = run.write(plan, captured)
         report = run.commit(plan, files)
-    logger.info("%s", report)
+    logger.info(
+        "saved %d tensors, %d bytes to %s in %.2f s",
+        report.tensor_count,
+        report.bytes_written,
+        report.path,
+        report.seconds,
+    )
     return report
 
 
