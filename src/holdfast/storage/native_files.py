@@ -110,7 +110,7 @@ def write_chunks(
         for number, layout in enumerate(layouts):
             name = data_file(generation, rank, number)
             with store.create(name, layout.nbytes) as sink:
-                digests = write_data_file(sink, layout, pieces, BLOCK_BYTES, write_bytes)
+                digests = write_data_file(sink, layout, pieces, BLOCK_BYTES, memory_budget)
             rows = [(chunk.tensor, position, chunk.offsets, chunk.sizes) for chunk, position in layout.chunks]
             written.append(WrittenFile(name, layout.nbytes, rows, digests))
         store.sync()

@@ -19,49 +19,81 @@ WRITE_BYTES = 8 << 20
 
 
 class Stream(Protocol):
-    """What a file is written to."""
+    """What a file is written to. It may have ``room`` and ``advance``, to be filled without another copy."""
 
     def write(self, buffer: Any, /) -> Any:
         """Take the next bytes, all of them."""
 
 
 def write_data_file(
-    stream: Stream, layout: FileLayout, pieces: Pieces, block_bytes: int, write_bytes: int = WRITE_BYTES
+    stream: Stream, layout: FileLayout, pieces: Pieces, block_bytes: int, memory: int | None = None
 ) -> Digests:
     """Write a file as it was laid out. Returns the digests of its blocks.
 
-    Bytes are collected in one buffer of ``write_bytes``, so that thousands of small chunks cost few writes, and what is
+    Bytes are collected in rooms of a few megabytes, so that thousands of small chunks cost few writes, and what is
     digested cannot change before it is written.
     """
-    buffer = np.empty(max(block_bytes, write_bytes // block_bytes * block_bytes), np.uint8)
-    digests: list[Digests] = []
-    filled = 0
-
-    def flush() -> None:
-        nonlocal filled
-        digests.append(digest_blocks(buffer[:filled], block_bytes))
-        stream.write(buffer[:filled].data)
-        filled = 0
-
-    def take(data: Bytes) -> None:
-        nonlocal filled
-        taken = 0
-        while taken < data.nbytes:
-            count = min(data.nbytes - taken, buffer.nbytes - filled)
-            buffer[filled : filled + count] = data[taken : taken + count]
-            filled += count
-            taken += count
-            if filled == buffer.nbytes:
-                flush()
-
-    take(np.frombuffer(layout.header, np.uint8))
+    rooms = _Rooms(stream, block_bytes, memory)
+    rooms.take(np.frombuffer(layout.header, np.uint8))
     for chunk, _ in layout.chunks:
         given = 0
         for piece in pieces(chunk):
-            take(piece)
+            rooms.take(piece)
             given += piece.nbytes
         if given != chunk.nbytes:
             raise AssertionError(f"{chunk.key!r} was planned with {chunk.nbytes} bytes and came with {given}")
-    if filled:
-        flush()
-    return np.concatenate(digests)
+    return rooms.finish()
+
+
+class _Rooms:
+    """Memory that is filled, digested block by block, and handed on."""
+
+    def __init__(self, stream: Stream, block_bytes: int, memory: int | None) -> None:
+        self._stream: Any = stream
+        self._block_bytes = block_bytes
+        self._memory = memory
+        self._own: Bytes | None = None
+        self._digests: list[Digests] = []
+        self._begin()
+
+    def take(self, data: Bytes) -> None:
+        """The next bytes of the file."""
+        filled, count = self._filled, data.nbytes
+        if filled + count < self._room.nbytes:
+            self._room[filled : filled + count] = data
+            self._filled += count
+            return
+        taken = 0
+        while taken < count:
+            part = min(count - taken, self._room.nbytes - self._filled)
+            self._room[self._filled : self._filled + part] = data[taken : taken + part]
+            self._filled += part
+            taken += part
+            if self._filled == self._room.nbytes:
+                self._hand_on()
+                self._begin()
+
+    def finish(self) -> Digests:
+        """Hand on the rest. Returns all digests."""
+        if self._filled:
+            self._hand_on()
+        return np.concatenate([np.empty(0, np.uint32), *self._digests])
+
+    def _begin(self) -> None:
+        lent = self._stream.room(self._memory) if hasattr(self._stream, "room") else None
+        if lent is None:
+            if self._own is None:
+                size = WRITE_BYTES if self._memory is None else min(WRITE_BYTES, self._memory)
+                self._own = np.empty(max(1, size // self._block_bytes) * self._block_bytes, np.uint8)
+            self._room = self._own
+        else:
+            self._room = np.frombuffer(lent, np.uint8)
+        self._filled = 0
+
+    def _hand_on(self) -> None:
+        part = self._room[: self._filled]
+        self._digests.append(digest_blocks(part, self._block_bytes))
+        if self._room is self._own:
+            self._stream.write(part.data)
+        else:
+            self._stream.advance(self._filled)
