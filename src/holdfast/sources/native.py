@@ -22,7 +22,7 @@ from holdfast.formats.native.names import RECORD
 from holdfast.formats.native.reading import WINDOW_BYTES, ReadableFile, read_slabs
 from holdfast.formats.native.record import LARGEST_RECORD, Record, StoredFile, decode_record
 from holdfast.formats.native.refs import TensorRef
-from holdfast.formats.native.slabs import Slab, cut_into_slabs, row_major_strides
+from holdfast.formats.native.slabs import Slab, Stretch, cut_into_slabs, cut_straight, row_major_strides
 from holdfast.formats.native.values import decode
 from holdfast.sources.source import Request, Source, check_requests
 from holdfast.stores.store import Reader, Store
@@ -90,7 +90,7 @@ class NativeSource(Source):
                 chunks[chunk.file].append(
                     (chunk.begin, chunk.begin + volume(chunk.sizes) * ref.dtype.itemsize, ref.key)
                 )
-        slabs: list[Slab] = []
+        slabs: list[Slab | Stretch] = []
         for number, file in enumerate(self.record.files):
             checked = 0
             for begin, end, key in sorted(chunks[number]):
@@ -123,7 +123,7 @@ class NativeSource(Source):
     def _chunks(self, key: str) -> list[StoredChunk]:
         return self._table.of(self._numbers[key])
 
-    def _slabs(self, request: Request) -> Iterator[Slab]:
+    def _slabs(self, request: Request) -> Iterator[Slab | Stretch]:
         itemsize = request.into.itemsize
         if request.into.size == 0:
             return
@@ -142,9 +142,20 @@ class NativeSource(Source):
             ]
             part.append(Ellipsis)  # without it an array without dimensions would become an element
             into = request.into[tuple(part)]
-            yield from cut_into_slabs(chunk.file, begin, strides, into, request.key, WINDOW_BYTES)
+            if into.flags.c_contiguous and strides[1:] == row_major_strides(into.shape, itemsize)[1:]:
+                yield from cut_straight(
+                    chunk.file,
+                    begin,
+                    into,
+                    request.key,
+                    block_bytes=self.record.block_bytes,
+                    largest=WINDOW_BYTES,
+                    file_bytes=self.record.files[chunk.file].nbytes,
+                )
+            else:
+                yield from cut_into_slabs(chunk.file, begin, strides, into, request.key, WINDOW_BYTES)
 
-    def _headers(self, slabs: Sequence[Slab]) -> list[Slab]:
+    def _headers(self, slabs: Sequence[Slab | Stretch]) -> list[Slab]:
         """The headers of the files that are read, unless they were checked before."""
         needed_for = {slab.file: slab.key for slab in reversed(slabs) if slab.file not in self._checked_headers}
         return [
@@ -157,7 +168,7 @@ class NativeSource(Source):
     def _header_ends(self) -> list[int]:
         return header_ends(self.columns, self.record.files)
 
-    def _files(self, verify: bool, slabs: Sequence[Slab] = ()) -> list[ReadableFile]:
+    def _files(self, verify: bool, slabs: Sequence[Slab | Stretch] = ()) -> list[ReadableFile]:
         keys = {slab.file: slab.key for slab in reversed(slabs) if slab.key}
         starts = first_blocks(self.record.files, self.record.block_bytes)
         return [

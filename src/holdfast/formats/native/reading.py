@@ -7,6 +7,7 @@ from there its slabs are copied out.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from holdfast.errors import DamagedCheckpointError
 from holdfast.formats.native.blocks import Digests, digest_blocks
-from holdfast.formats.native.slabs import Slab, mark_blocks
+from holdfast.formats.native.slabs import Slab, Stretch, mark_blocks
 
 WINDOW_BYTES = 4 << 20
 _MANY_BYTES = 32 << 20
@@ -55,22 +56,41 @@ class _Window:
     slabs: Sequence[Slab]
 
 
-def read_slabs(slabs: Sequence[Slab], files: Sequence[ReadableFile], block_bytes: int) -> int:
-    """Read all slabs, copy them to where they go, and return how many bytes were read."""
-    windows = list(_windows(slabs, files, block_bytes))
-    total = sum(slab.span for slab in slabs)
-    threads = 1 if total < _MANY_BYTES else min(_MOST_THREADS, os.cpu_count() or 1, len(windows))
+def read_slabs(slabs: Sequence[Slab | Stretch], files: Sequence[ReadableFile], block_bytes: int) -> int:
+    """Read everything to where it goes, and return how many bytes were read."""
+    windows = list(_windows([slab for slab in slabs if isinstance(slab, Slab)], files, block_bytes))
+    stretches = sorted((slab for slab in slabs if isinstance(slab, Stretch)), key=lambda found: found[:2])
+    total = sum(window.end - window.first_block * block_bytes for window in windows)
+    total += sum(stretch.into.nbytes for stretch in stretches)
+    threads = 1 if total < _MANY_BYTES else min(_MOST_THREADS, os.cpu_count() or 1)
     with ExitStack() as stack:
-        opened = {
-            number: stack.enter_context(files[number].open()) for number in sorted({window.file for window in windows})
-        }
+        numbers = {window.file for window in windows} | {stretch.file for stretch in stretches}
+        opened = {number: stack.enter_context(files[number].open()) for number in sorted(numbers)}
+        job = _Job(opened, files, block_bytes)
         if threads == 1:
-            return _read_windows(windows, opened, files, block_bytes)
-        share = -(-len(windows) // threads)
-        parts = [windows[at : at + share] for at in range(0, len(windows), share)]
+            return job.read_stretches(iter(stretches)) + job.read_windows(windows)
+        # Each takes the next stretch when it has done one, so that all are busy to the end.
+        shared = _Shared(stretches)
+        share = -(-len(windows) // threads) or 1
         with ThreadPoolExecutor(threads, "holdfast-read") as pool:
-            jobs = [pool.submit(_read_windows, part, opened, files, block_bytes) for part in parts]
+            jobs = [pool.submit(job.read_stretches, shared) for _ in range(threads)]
+            jobs += [pool.submit(job.read_windows, windows[at : at + share]) for at in range(0, len(windows), share)]
             return sum(job.result() for job in jobs)
+
+
+class _Shared:
+    """An iterator for several threads."""
+
+    def __init__(self, items: Sequence[Stretch]) -> None:
+        self._items = iter(items)
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Stretch]:
+        return self
+
+    def __next__(self) -> Stretch:
+        with self._lock:
+            return next(self._items)
 
 
 def _windows(slabs: Sequence[Slab], files: Sequence[ReadableFile], block_bytes: int) -> Iterator[_Window]:
@@ -90,36 +110,57 @@ def _windows(slabs: Sequence[Slab], files: Sequence[ReadableFile], block_bytes: 
         yield _Window(file, first_block, end, gathered)
 
 
-def _read_windows(
-    windows: Sequence[_Window], opened: dict[int, FileReader], files: Sequence[ReadableFile], block_bytes: int
-) -> int:
-    buffer = np.empty(0, np.uint8)
-    last: tuple[int, int, npt.NDArray[np.uint8]] | None = None  # file, number and bytes of the last block that was read
-    total = 0
-    for window in windows:
-        begin = window.first_block * block_bytes
-        if buffer.nbytes < window.end - begin:
-            buffer = np.empty(window.end - begin, np.uint8)
-        view = buffer[: window.end - begin]
-        known = last[2] if last is not None and last[:2] == (window.file, window.first_block) else None
-        if known is not None:
-            view[: known.nbytes] = known
-        read_to = 0
-        for first, end in _block_runs(window, block_bytes, skip_first=known is not None):
-            read_from, read_to = (first * block_bytes, min(end * block_bytes, view.nbytes))
-            part = view[read_from:read_to]
-            opened[window.file].read_into(begin + read_from, part.data)
-            total += part.nbytes
-            _check(files[window.file], window, first, part, block_bytes)
-        for slab in window.slabs:
-            if slab.into is not None:
-                slab.into[...] = np.ndarray(
-                    slab.into.shape, slab.into.dtype, view.data, slab.begin - begin, slab.strides
-                )
-        if read_to == view.nbytes:
-            final = (view.nbytes - 1) // block_bytes
-            last = (window.file, window.first_block + final, view[final * block_bytes :].copy())
-    return total
+@dataclass(frozen=True)
+class _Job:
+    """Reads parts of opened files."""
+
+    opened: dict[int, FileReader]
+    files: Sequence[ReadableFile]
+    block_bytes: int
+
+    def read_stretches(self, stretches: Iterator[Stretch]) -> int:
+        """Read whole blocks to where they go, and check them there."""
+        total = 0
+        for stretch in stretches:
+            self.opened[stretch.file].read_into(stretch.begin, stretch.into.data)
+            total += stretch.into.nbytes
+            block = stretch.begin // self.block_bytes
+            wrong = _first_wrong(self.files[stretch.file], block, stretch.into, self.block_bytes)
+            if wrong is not None:
+                _refuse(self.files[stretch.file], *wrong, self.block_bytes, [stretch.key])
+        return total
+
+    def read_windows(self, windows: Sequence[_Window]) -> int:
+        opened, files, block_bytes = self.opened, self.files, self.block_bytes
+        buffer = np.empty(0, np.uint8)
+        last: tuple[int, int, npt.NDArray[np.uint8]] | None = (
+            None  # file, number and bytes of the last block that was read
+        )
+        total = 0
+        for window in windows:
+            begin = window.first_block * block_bytes
+            if buffer.nbytes < window.end - begin:
+                buffer = np.empty(window.end - begin, np.uint8)
+            view = buffer[: window.end - begin]
+            known = last[2] if last is not None and last[:2] == (window.file, window.first_block) else None
+            if known is not None:
+                view[: known.nbytes] = known
+            read_to = 0
+            for first, end in _block_runs(window, block_bytes, skip_first=known is not None):
+                read_from, read_to = (first * block_bytes, min(end * block_bytes, view.nbytes))
+                part = view[read_from:read_to]
+                opened[window.file].read_into(begin + read_from, part.data)
+                total += part.nbytes
+                _check(files[window.file], window, first, part, block_bytes)
+            for slab in window.slabs:
+                if slab.into is not None:
+                    slab.into[...] = np.ndarray(
+                        slab.into.shape, slab.into.dtype, view.data, slab.begin - begin, slab.strides
+                    )
+            if read_to == view.nbytes:
+                final = (view.nbytes - 1) // block_bytes
+                last = (window.file, window.first_block + final, view[final * block_bytes :].copy())
+        return total
 
 
 def _block_runs(window: _Window, block_bytes: int, *, skip_first: bool) -> list[tuple[int, int]]:
@@ -137,19 +178,32 @@ def _block_runs(window: _Window, block_bytes: int, *, skip_first: bool) -> list[
 
 
 def _check(file: ReadableFile, window: _Window, first: int, part: npt.NDArray[np.uint8], block_bytes: int) -> None:
+    wrong = _first_wrong(file, window.first_block + first, part, block_bytes)
+    if wrong is not None:
+        begin = wrong[0] * block_bytes
+        end = begin + block_bytes
+        touched = [slab.key for slab in window.slabs if slab.begin < end and slab.begin + slab.span > begin]
+        _refuse(file, *wrong, block_bytes, touched)
+
+
+def _first_wrong(
+    file: ReadableFile, block: int, part: npt.NDArray[np.uint8], block_bytes: int
+) -> tuple[int, int, int] | None:
+    """Of some blocks, the number of the first damaged one, with the digest it should have and the one it has."""
     if file.digests is None:
-        return
+        return None
     found = digest_blocks(part, block_bytes)
-    block = window.first_block + first
     expected = file.digests[block : block + len(found)]
-    wrong = np.flatnonzero(found != expected)
-    if wrong.size:
-        _refuse(file, window, block + int(wrong[0]), int(expected[wrong[0]]), int(found[wrong[0]]), block_bytes)
+    if np.array_equal(found, expected):
+        return None
+    at = int(np.flatnonzero(found != expected)[0])
+    return block + at, int(expected[at]), int(found[at])
 
 
-def _refuse(file: ReadableFile, window: _Window, block: int, expected: int, found: int, block_bytes: int) -> NoReturn:
+def _refuse(
+    file: ReadableFile, block: int, expected: int, found: int, block_bytes: int, touched: Sequence[str]
+) -> NoReturn:
     begin, end = block * block_bytes, min((block + 1) * block_bytes, file.nbytes)
-    touched = [slab.key for slab in window.slabs if slab.begin < end and slab.begin + slab.span > begin]
     keys = sorted({key for key in touched if key})
     affected = f"needed for {', '.join(map(repr, keys[:5]))}" if keys else "the header, or bytes of no tensor"
     raise DamagedCheckpointError(

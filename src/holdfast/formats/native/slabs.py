@@ -26,6 +26,15 @@ class Slab(NamedTuple):
     key: str
 
 
+class Stretch(NamedTuple):
+    """Whole blocks of a file that can be read straight into the memory they go to."""
+
+    file: int
+    begin: int
+    into: npt.NDArray[np.uint8]
+    key: str
+
+
 def row_major_strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Bytes between neighbours of a dense array.
 
@@ -66,6 +75,25 @@ def cut_into_slabs(
             yield from cut_into_slabs(file, at, strides, part, key, largest)
         else:
             yield Slab(file, at, span_of(part.shape, strides, into.itemsize), strides, part, key)
+
+
+def cut_straight(
+    file: int, begin: int, into: Array, key: str, *, block_bytes: int, largest: int, file_bytes: int
+) -> Iterator[Slab | Stretch]:
+    """Bytes that lie side by side in the file and in memory: whole blocks as stretches, what is left over as slabs."""
+    flat = into.reshape(-1).view(np.uint8)
+    end = begin + flat.nbytes
+    first = -(-begin // block_bytes) * block_bytes
+    last = end if end == file_bytes else end // block_bytes * block_bytes
+    if last <= first:
+        yield Slab(file, begin, flat.nbytes, (1,), flat, key)
+        return
+    if begin < first:
+        yield Slab(file, begin, first - begin, (1,), flat[: first - begin], key)
+    for at in range(first, last, largest):
+        yield Stretch(file, at, flat[at - begin : min(at + largest, last) - begin], key)
+    if last < end:
+        yield Slab(file, last, end - last, (1,), flat[last - begin :], key)
 
 
 def mark_blocks(needed: npt.NDArray[np.int32], slab: Slab, first_block: int, block_bytes: int) -> None:
