@@ -22,7 +22,7 @@ from holdfast.formats.native.names import RECORD
 from holdfast.formats.native.reading import WINDOW_BYTES, ReadableFile, read_slabs
 from holdfast.formats.native.record import LARGEST_RECORD, Record, StoredFile, decode_record
 from holdfast.formats.native.refs import TensorRef
-from holdfast.formats.native.slabs import Slab, Stretch, cut_into_slabs, cut_straight, row_major_strides
+from holdfast.formats.native.slabs import Slab, Stretch, cut_into_slabs, cut_straight, lies_dense, row_major_strides
 from holdfast.formats.native.values import decode
 from holdfast.sources.source import Request, Source, check_requests
 from holdfast.stores.store import Reader, Store
@@ -142,7 +142,7 @@ class NativeSource(Source):
             ]
             part.append(Ellipsis)  # without it an array without dimensions would become an element
             into = request.into[tuple(part)]
-            if into.flags.c_contiguous and strides[1:] == row_major_strides(into.shape, itemsize)[1:]:
+            if into.flags.c_contiguous and lies_dense(into.shape, strides, itemsize):
                 yield from cut_straight(
                     chunk.file,
                     begin,

@@ -49,6 +49,16 @@ def row_major_strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def lies_dense(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether the elements of a box lie side by side in the file.
+
+    >>> lies_dense((1, 3), (40, 4), 4), lies_dense((2, 3), (40, 4), 4)
+    (True, False)
+    """
+    dense = row_major_strides(sizes, itemsize)
+    return all(size == 1 or found == step for size, found, step in zip(sizes, strides, dense, strict=True))
+
+
 def span_of(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
     """Bytes from the first to the end of the last element of a box that is not empty."""
     return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + itemsize
