@@ -127,6 +127,7 @@ class _Job:
             block = stretch.begin // self.block_bytes
             wrong = _first_wrong(self.files[stretch.file], block, stretch.into, self.block_bytes)
             if wrong is not None:
+                stretch.into[:] = 0  # so that nothing of what is damaged can be taken for what was saved
                 _refuse(self.files[stretch.file], *wrong, self.block_bytes, [stretch.key])
         return total
 
