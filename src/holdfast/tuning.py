@@ -1,0 +1,49 @@
+"""The numbers that speed depends on, each with its reason. ``docs/performance.md`` tells what they were measured with.
+
+They are not for users to turn: those find their knobs in ``holdfast.settings`` and in the arguments of the calls.
+"""
+
+from __future__ import annotations
+
+KIB, MIB = 1 << 10, 1 << 20
+
+MEMORY_BUDGET = 64 * MIB
+"""What a save, a load or a conversion may allocate beyond the state, unless the caller says otherwise. More does not
+make them faster."""
+
+# --- writing ---
+
+ROOM_BYTES = 8 * MIB
+"""A write. Disks reach their full speed from some 4 MiB on; a larger one would only delay the first."""
+
+WRITERS = 2
+"""Writes under way at once. One leaves the disk idle between two writes; more than two gain nothing."""
+
+SMALLEST_ROOM = 64 * KIB
+"""However small the memory budget is: below that, calls cost more than the bytes."""
+
+DIRECT_FROM = MIB
+"""Smaller files are written and read faster through the page cache."""
+
+DIRECT_ALIGNMENT = 4 * KIB
+"""Of memory, positions and lengths of direct reads and writes. Disks with larger sectors refuse, and are served through
+the page cache."""
+
+# --- reading ---
+
+READERS = 4
+"""Threads that read, at most. Processors limit what comes from the page cache, and the number of requests that are
+under way what comes from a disk, so some more than there are processors help."""
+
+SEVERAL_READERS_FROM = 32 * MIB
+"""Less is not worth starting threads for."""
+
+READ_BYTES = 4 * MIB
+"""What one reader asks a disk for at once."""
+
+CACHED_READ_BYTES = MIB
+"""What is taken from the page cache at once: it is still in the processor's own cache when its digest is taken, which
+is a quarter faster than with 4 MiB."""
+
+MERGE_GAP = 64 * KIB
+"""Two ranges that are closer than that are read as one: a request costs more than so many bytes."""
