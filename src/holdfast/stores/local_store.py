@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import re
 import stat
@@ -12,12 +11,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from holdfast.stores.direct_file import DirectFile
+from holdfast.stores.file_reader import FileReader, open_file
+from holdfast.stores.file_sink import FileSink
 from holdfast.stores.local import FileSystem
-from holdfast.stores.store import Buffer, Listed, Listing, Store, checked_name, conflict, too_short, wrong_size
-
-DIRECT_FROM = 1 << 20
-"""Smaller files are written faster through the page cache."""
+from holdfast.stores.os_errors import naming
+from holdfast.stores.store import Listed, Listing, Store, checked_name, conflict, wrong_size
 
 _CANNOT_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
@@ -44,19 +42,19 @@ class LocalStore(Store):
         self._parent_is_durable = False
 
     @contextmanager
-    def create(self, name: str, size: int | None = None) -> Iterator[_FileSink]:
+    def create(self, name: str, size: int | None = None) -> Iterator[FileSink]:
         """Write a new file. It has its name from the beginning, so a kill leaves a part of it."""
         path = self._path(name)
-        sink = _FileSink(self._open_new(path), path, size)
+        sink = FileSink(self._open_new(path), path, size)
         try:
             try:
                 yield sink
                 if size is not None and sink.size != size:
                     raise wrong_size(path, size, sink.size)
-                with _naming(path):
+                with naming(path):
                     sink.finish()
             finally:
-                with _naming(path):
+                with naming(path):
                     sink.close()  # some network disks tell only now that they are full
         except BaseException:
             with suppress(OSError):
@@ -64,9 +62,9 @@ class LocalStore(Store):
             raise
 
     @contextmanager
-    def reader(self, name: str) -> Iterator[_FileReader]:
+    def reader(self, name: str) -> Iterator[FileReader]:
         """Open a file."""
-        reader = _opened(self._path(name))
+        reader = open_file(self._path(name))
         try:
             yield reader
         finally:
@@ -114,7 +112,7 @@ class LocalStore(Store):
         if not self.folder.is_dir():
             return
         disk = FileSystem()
-        with _naming(self.location):
+        with naming(self.location):
             disk.sync_folder(self.folder)
         if not self._parent_is_durable:
             # Whoever made the folder may have been killed before it was durable.
@@ -173,128 +171,6 @@ class LocalStore(Store):
         return [other for other in os.listdir(self.folder) if pattern.fullmatch(other)]
 
 
-class _FileSink:
-    """A small file is written as it comes. A large one is collected in rooms and written past the page cache."""
-
-    def __init__(self, descriptor: int, path: str, size: int | None) -> None:
-        self.descriptor = descriptor
-        self.path = path
-        self.size = 0
-        self._expected = size or 0
-        self._direct: DirectFile | None = None
-        self._room: mmap.mmap | None = None
-        self._filled = 0
-
-    def write(self, buffer: Buffer) -> None:
-        """Write all of it, in as many calls as the system wants."""
-        view = memoryview(buffer)
-        if view.nbytes == 0:  # a shape with a zero in it cannot be cast
-            return
-        view = view.cast("B")
-        if self._expected >= DIRECT_FROM:
-            self._collect(view)
-            return
-        self.size += view.nbytes
-        with _naming(self.path):
-            written = os.write(self.descriptor, view)
-            while written < view.nbytes:
-                written += os.write(self.descriptor, view[written:])
-
-    def room(self, memory: int | None = None) -> memoryview | None:
-        """Memory to be filled with the next bytes; None if ``write`` serves as well."""
-        if self._expected < DIRECT_FROM:
-            return None
-        with _naming(self.path):
-            if self._direct is None:
-                self._direct = DirectFile(self.descriptor, self.path, self._expected, memory)
-            if self._room is None:
-                self._room = self._direct.room()
-        return memoryview(self._room)[self._filled :]
-
-    def advance(self, count: int) -> None:
-        """So many bytes of the room are filled."""
-        assert self._direct is not None
-        assert self._room is not None
-        self._filled += count
-        self.size += count
-        if self._filled == len(self._room):
-            self._send()
-
-    def finish(self) -> None:
-        """Make everything durable."""
-        if self._direct is not None:
-            if self._filled:
-                self._send()
-            self._direct.finish()
-        os.fsync(self.descriptor)
-
-    def close(self) -> None:
-        if self._direct is not None:
-            self._direct.close()
-        descriptor, self.descriptor = self.descriptor, -1  # the number will soon mean another file
-        os.close(descriptor)
-
-    def _collect(self, view: memoryview) -> None:
-        taken = 0
-        while taken < view.nbytes:
-            room = self.room()
-            assert room is not None
-            count = min(room.nbytes, view.nbytes - taken)
-            room[:count] = view[taken : taken + count]
-            self.advance(count)
-            taken += count
-
-    def _send(self) -> None:
-        assert self._direct is not None
-        assert self._room is not None
-        self._direct.send(self._room, self._filled)
-        self._room, self._filled = None, 0
-
-
-class _FileReader:
-    def __init__(self, descriptor: int, path: str, size: int) -> None:
-        self.size = size
-        self.descriptor = descriptor
-        self._path = path
-
-    def read_into(self, begin: int, buffer: Buffer) -> None:
-        """Read at a place, without a position that threads would share."""
-        wanted = memoryview(buffer).nbytes
-        if begin < 0:
-            raise ValueError(f"{self._path} has no byte {begin}")
-        if begin + wanted > self.size:
-            raise too_short(self._path, begin + wanted, self.size)
-        try:
-            done = os.preadv(self.descriptor, [buffer], begin) if wanted else 0
-            if done < wanted:
-                self._read_rest(begin, memoryview(buffer).cast("B"), done)
-        except OSError as error:
-            raise _named(error, self._path) from error
-
-    def _read_rest(self, begin: int, view: memoryview, done: int) -> None:
-        while done < view.nbytes:
-            count = os.preadv(self.descriptor, [view[done:]], begin + done)
-            if count == 0:
-                raise too_short(self._path, begin + view.nbytes, begin + done)
-            done += count
-
-    def close(self) -> None:
-        descriptor, self.descriptor = self.descriptor, -1
-        os.close(descriptor)
-
-
-def _opened(path: str) -> _FileReader:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in the folder shall not keep us waiting
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "is not a plain file", path)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return _FileReader(descriptor, path, found.st_size)
-
-
 def _give_name(temporary: str, path: str, *, replace: bool) -> None:
     """Put a complete file in place. Even without a lock, only one of several can link it to a name that is free."""
     try:
@@ -317,16 +193,3 @@ def _link(temporary: str, path: str) -> None:
         if error.errno not in _CANNOT_LINK:
             raise
         os.replace(temporary, path)
-
-
-@contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Calls on descriptors do not say which file it was that failed."""
-    try:
-        yield
-    except OSError as error:
-        raise _named(error, path) from error
-
-
-def _named(error: OSError, path: str) -> OSError:
-    return error if error.filename is not None else OSError(error.errno, error.strerror, path)
