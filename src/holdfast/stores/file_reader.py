@@ -16,12 +16,10 @@ import threading
 import numpy as np
 
 from holdfast.stores.direct_access import CANNOT_BE_DIRECT, aligned_memory, open_directly, rounded_up
-from holdfast.stores.os_errors import named
+from holdfast.stores.libc import count_cached_pages
+from holdfast.stores.os_errors import naming
 from holdfast.stores.store import Buffer, too_short
 from holdfast.tuning import DIRECT_ALIGNMENT, DIRECT_FROM, READ_BYTES
-
-_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
-_CANNOT_TELL = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 
 class FileReader:
@@ -31,39 +29,33 @@ class FileReader:
         self.size = size
         self.descriptor = descriptor
         self._path = path
-        self._tells_what_is_cached = bool(_NOWAIT)
         self._direct: int | None = None
         self._may_be_direct = True
         self._opening = threading.Lock()
 
     def read_into(self, begin: int, buffer: Buffer) -> None:
-        """Fill the buffer, with as little work as possible."""
+        """Fill the buffer, from the page cache or past it."""
         view = self._checked(begin, buffer)
-        try:
-            done = 0
-            if view.nbytes >= DIRECT_FROM:
-                done = self._read_cached(begin, view)
-                if self._tells_what_is_cached:
-                    done = self._read_directly(begin, view, done)
-            self._read_rest(begin, view, done)
-        except OSError as error:
-            raise named(error, self._path) from error
+        with naming(self._path):
+            for at in range(0, view.nbytes, READ_BYTES):
+                part = view[at : at + READ_BYTES]
+                done = self._read_directly(begin + at, part) if part.nbytes >= DIRECT_FROM else 0
+                self._read_through_cache(begin + at, part, done)
 
     def read_cached(self, begin: int, buffer: Buffer) -> bool:
-        """Fill the buffer from the page cache. False if not all of it is there; then part of it may be filled."""
+        """Fill the buffer from the page cache. False if not all of it is there, or nobody knows."""
         view = self._checked(begin, buffer)
-        try:
-            return self._read_cached(begin, view) == view.nbytes
-        except OSError as error:
-            raise named(error, self._path) from error
+        with naming(self._path):
+            if not self._is_cached(begin, view.nbytes):
+                return False
+            self._read_through_cache(begin, view)
+        return True
 
     def read_shared(self, begin: int, buffer: Buffer) -> None:
         """Fill the buffer and the page cache: for what other processes of this machine want as well."""
         view = self._checked(begin, buffer)
-        try:
-            self._read_rest(begin, view, 0)
-        except OSError as error:
-            raise named(error, self._path) from error
+        with naming(self._path):
+            self._read_through_cache(begin, view)
 
     def close(self) -> None:
         """Nothing can be read any more."""
@@ -81,55 +73,42 @@ class FileReader:
             raise too_short(self._path, begin + view.nbytes, self.size)
         return view.cast("B") if view.nbytes else memoryview(b"")
 
-    def _read_rest(self, begin: int, view: memoryview, done: int) -> None:
+    def _read_through_cache(self, begin: int, view: memoryview, done: int = 0) -> None:
         while done < view.nbytes:
             count = os.preadv(self.descriptor, [view[done:]], begin + done)
             if count == 0:
-                raise too_short(self._path, begin + view.nbytes, begin + done)
+                raise too_short(self._path, self.size, begin + done)  # it was longer when it was opened
             done += count
 
-    def _read_cached(self, begin: int, view: memoryview) -> int:
-        """Read what the page cache has, up to the first byte that it has not."""
-        done = 0
-        while self._tells_what_is_cached and done < view.nbytes:
-            try:
-                count = os.preadv(self.descriptor, [view[done:]], begin + done, _NOWAIT)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                if error.errno not in _CANNOT_TELL:
-                    raise
-                self._tells_what_is_cached = False
-                break
-            if count == 0:  # the file has become shorter, which the caller will find out
-                break
-            done += count
-        return done
+    def _is_cached(self, begin: int, size: int) -> bool | None:
+        """None if nobody knows."""
+        found = count_cached_pages(self.descriptor, begin, size)
+        return None if found is None else found >= (begin + size - 1) // mmap.PAGESIZE - begin // mmap.PAGESIZE + 1
 
-    def _read_directly(self, begin: int, view: memoryview, done: int) -> int:
-        """Read past the page cache, through aligned memory. Returns how far it came before something did not suit."""
-        while done < view.nbytes:
-            direct = self._direct_descriptor()
-            if direct is None:
-                break
-            start = (begin + done) // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-            ahead = begin + done - start
-            wanted = min(READ_BYTES, ahead + view.nbytes - done)
-            room = _aligned_room(rounded_up(wanted))
-            try:
-                count = os.preadv(direct, [memoryview(room)[: rounded_up(wanted)]], start)
-            except OSError as error:
-                if error.errno not in CANNOT_BE_DIRECT:
-                    raise
-                self._may_be_direct = False
-                break
-            count = min(count, wanted) - ahead
-            if count <= 0:
-                break
-            # numpy lets other threads run while it copies.
-            np.frombuffer(view, np.uint8)[done : done + count] = np.frombuffer(room, np.uint8)[ahead : ahead + count]
-            done += count
-        return done
+    def _read_directly(self, begin: int, view: memoryview) -> int:
+        """Read past the page cache, through aligned memory. Returns how many bytes came before something did not suit.
+
+        Only if some of it is not in the page cache, and the system tells.
+        """
+        if self._is_cached(begin, view.nbytes) is not False:
+            return 0
+        direct = self._direct_descriptor()
+        if direct is None:
+            return 0
+        start = begin // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+        ahead = begin - start
+        room = _aligned_room(rounded_up(ahead + view.nbytes))
+        try:
+            count = os.preadv(direct, [memoryview(room)[: rounded_up(ahead + view.nbytes)]], start)
+        except OSError as error:
+            if error.errno not in CANNOT_BE_DIRECT:
+                raise
+            self._may_be_direct = False
+            return 0
+        count = max(0, min(count - ahead, view.nbytes))
+        # numpy lets other threads run while it copies.
+        np.frombuffer(view, np.uint8)[:count] = np.frombuffer(room, np.uint8)[ahead : ahead + count]
+        return count
 
     def _direct_descriptor(self) -> int | None:
         with self._opening:
