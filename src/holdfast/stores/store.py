@@ -29,14 +29,17 @@ Listing: TypeAlias = list[Listed]
 
 
 class Sink(Protocol):
-    """An object that is being written."""
+    """An object that is being written. It may have ``room`` and ``advance`` too, as ``FileSink`` has, to save a copy."""
 
     def write(self, buffer: Buffer) -> None:
         """Append all bytes of ``buffer``. The caller may change its memory afterwards."""
 
 
 class Reader(Protocol):
-    """An object that is open for reading. Any number of threads may read from it at once."""
+    """An object that is open for reading. Any number of threads may read from it at once.
+
+    It may have ``read_cached`` and ``read_shared`` too, as ``FileReader`` has.
+    """
 
     @property
     def size(self) -> int:
