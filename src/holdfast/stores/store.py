@@ -29,7 +29,7 @@ Listing: TypeAlias = list[Listed]
 
 
 class Sink(Protocol):
-    """An object that is being written. It may have ``room`` and ``advance`` too, as ``FileSink`` has, to save a copy."""
+    """An object that is being written. It may have ``room`` and ``advance`` too, as ``FileSink`` has."""
 
     def write(self, buffer: Buffer) -> None:
         """Append all bytes of ``buffer``. The caller may change its memory afterwards."""
