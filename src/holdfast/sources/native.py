@@ -7,27 +7,32 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from functools import cached_property
 from typing import Any, NoReturn
 
-from holdfast.boxes import Box, overlap, volume
+import numpy as np
+
+from holdfast.boxes import Box, overlap
 from holdfast.errors import CheckpointNotFoundError, ReplacedCheckpointError
 from holdfast.formats.native.columns import (
     ChunkTable,
     Columns,
     StoredChunk,
+    chunk_volumes,
     decode_columns,
     first_blocks,
     header_ends,
 )
 from holdfast.formats.native.damage import refuse
 from holdfast.formats.native.names import RECORD
-from holdfast.formats.native.reading import WINDOW_BYTES, ReadableFile, read_slabs
+from holdfast.formats.native.pieces import Numbers, Pieces
+from holdfast.formats.native.reading import ReadableFile, read_all, read_size
 from holdfast.formats.native.record import LARGEST_RECORD, Record, StoredFile, decode_record
 from holdfast.formats.native.refs import TensorRef
-from holdfast.formats.native.slabs import Slab, Stretch, cut_into_slabs, cut_straight, lies_dense, row_major_strides
+from holdfast.formats.native.slabs import Slab, cut_into_slabs, dense_runs, row_major_strides
 from holdfast.formats.native.values import decode
-from holdfast.sources.source import Request, Source, check_requests
+from holdfast.sources.source import Request, Source, WholeReads, check_requests, part_of
 from holdfast.stores.store import Reader, Store
 
 _LARGE = 1 << 36
+_NO_WHOLES = WholeReads([], np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class NativeSource(Source):
@@ -70,35 +75,65 @@ class NativeSource(Source):
         """The boxes in which a tensor is stored."""
         return [Box(chunk.offsets, chunk.sizes) for chunk in self._chunks(key)]
 
-    def read(self, requests: Sequence[Request], *, verify: bool = True) -> int:
+    def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:
         """Fill the memory of all requests."""
+        return self.read_many(requests, _NO_WHOLES, verify=verify, memory=memory)
+
+    def read_many(
+        self, requests: Sequence[Request], wholes: WholeReads, *, verify: bool = True, memory: int | None = None
+    ) -> int:
+        """Fill the memory of all requests and of whole tensors."""
+        alone, others = self._only_chunks(wholes)
+        requests = [*requests, *others.requests(self.tensors)]
         check_requests(requests, self.tensors)
-        slabs = [slab for request in requests for slab in self._slabs(request)]
-        touched = {slab.file for slab in slabs}
+        cutter = _Cutter(self.record.block_bytes, memory)
+        for request in requests:
+            if request.into.size:
+                number = self._numbers[request.key]
+                cutter.cut(request, number, self._table.of(number))
+        pieces = Pieces.joined([alone, Pieces.joined([Pieces.of(cutter.rows), *cutter.pieces])])
+        needed_for = _first_keys(pieces, cutter.slabs)
         if verify:
-            slabs.extend(self._headers(slabs))
-        read = read_slabs(slabs, self._files(verify, slabs), self.record.block_bytes)
+            pieces = Pieces.joined([pieces, self._headers(needed_for)])
+        files = self._files(needed_for, verify=verify)
+        read = read_all(pieces, cutter.slabs, self._names, files, self.record.block_bytes, memory)
         if verify:
-            self._checked_headers |= touched
+            self._checked_headers |= set(needed_for)
         return read
+
+    def lack_parts(self, keys: Sequence[str]) -> list[int]:
+        """None: the columns were checked to have all elements of every tensor, and chunks must not overlap."""
+        numbers = self._numbered(keys)
+        alone, _, _ = self._table.only_chunks(numbers)
+        for number in numbers[~alone].tolist():
+            self._table.of(number)
+        return []
 
     def verify(self) -> int:
         """Read every file and compare all digests. Returns how many bytes that were."""
-        chunks: list[list[tuple[int, int, str]]] = [[] for _ in self.record.files]
-        for ref in self.record.tensors:
-            for chunk in self._chunks(ref.key):
-                chunks[chunk.file].append(
-                    (chunk.begin, chunk.begin + volume(chunk.sizes) * ref.dtype.itemsize, ref.key)
-                )
-        slabs: list[Slab | Stretch] = []
+        columns, tensors = self.columns, self.record.tensors
+        itemsizes = np.array([ref.dtype.itemsize for ref in tensors], np.int64)
+        nbytes = chunk_volumes(columns, self.record) * itemsizes[columns.chunk_tensor]
+        file, begin = columns.chunk_file, columns.chunk_begin
+        chunks = Pieces(file, begin, nbytes, np.zeros_like(begin), columns.chunk_tensor)
+        between = self._gaps(chunks)
+        files = self._files(_first_keys(chunks, []), verify=True)
+        return read_all(Pieces.joined([chunks, between]), [], self._names, files, self.record.block_bytes)
+
+    def _gaps(self, chunks: Pieces) -> Pieces:
+        """The bytes of all files that belong to no chunk."""
+        rows = []
         for number, file in enumerate(self.record.files):
-            checked = 0
-            for begin, end, key in sorted(chunks[number]):
-                slabs.extend(_to_be_checked(number, checked, begin, ""))
-                slabs.extend(_to_be_checked(number, max(checked, begin), end, key))
-                checked = max(checked, end)
-            slabs.extend(_to_be_checked(number, checked, file.nbytes, ""))
-        return read_slabs(slabs, self._files(verify=True, slabs=slabs), self.record.block_bytes)
+            own = np.flatnonzero(chunks.file == number)
+            own = own[np.argsort(chunks.begin[own], kind="stable")]
+            begins = np.append(chunks.begin[own], file.nbytes)
+            ends = np.append(0, np.maximum.accumulate((chunks.begin + chunks.nbytes)[own]))
+            gaps = np.flatnonzero(begins > ends)
+            rows += [
+                (number, end, begin - end, 0, len(self._names) - 1)
+                for begin, end in zip(begins[gaps].tolist(), ends[gaps].tolist(), strict=True)
+            ]
+        return Pieces.of(rows)
 
     def _ref(self, key: str) -> TensorRef:
         ref = self.tensors.get(key)
@@ -123,59 +158,49 @@ class NativeSource(Source):
     def _chunks(self, key: str) -> list[StoredChunk]:
         return self._table.of(self._numbers[key])
 
-    def _slabs(self, request: Request) -> Iterator[Slab | Stretch]:
-        itemsize = request.into.itemsize
-        if request.into.size == 0:
-            return
-        for chunk in self._chunks(request.key):
-            shared = overlap(chunk.offsets, chunk.sizes, request.offsets, request.sizes)
-            if shared is None:
-                continue
-            start, lengths = shared
-            strides = row_major_strides(chunk.sizes, itemsize)
-            begin = chunk.begin + sum(
-                (at - origin) * stride for at, origin, stride in zip(start, chunk.offsets, strides, strict=True)
-            )
-            part: list[Any] = [
-                slice(at - origin, at - origin + length)
-                for at, origin, length in zip(start, request.offsets, lengths, strict=True)
-            ]
-            part.append(Ellipsis)  # without it an array without dimensions would become an element
-            into = request.into[tuple(part)]
-            if into.flags.c_contiguous and lies_dense(into.shape, strides, itemsize):
-                yield from cut_straight(
-                    chunk.file,
-                    begin,
-                    into,
-                    request.key,
-                    block_bytes=self.record.block_bytes,
-                    largest=WINDOW_BYTES,
-                    file_bytes=self.record.files[chunk.file].nbytes,
-                )
-            else:
-                yield from cut_into_slabs(chunk.file, begin, strides, into, request.key, WINDOW_BYTES)
+    @cached_property
+    def _names(self) -> list[str]:
+        """The keys of all tensors, and then that of what belongs to none."""
+        return [*(ref.key for ref in self.record.tensors), ""]
 
-    def _headers(self, slabs: Sequence[Slab | Stretch]) -> list[Slab]:
+    def _numbered(self, keys: Sequence[str]) -> Numbers:
+        try:
+            return np.fromiter(map(self._numbers.__getitem__, keys), np.int64, len(keys))
+        except KeyError as error:
+            raise KeyError(f"there is no tensor {error} in the checkpoint") from None
+
+    def _only_chunks(self, wholes: WholeReads) -> tuple[Pieces, WholeReads]:
+        """Whole tensors that are stored as one chunk as pieces of files, and the others."""
+        if not len(wholes.keys):
+            return Pieces.of([]), wholes
+        numbers = self._numbered(wholes.keys)
+        alone, file, begin = self._table.only_chunks(numbers)
+        pieces = Pieces(file, begin, wholes.nbytes[alone], wholes.addresses[alone], numbers[alone])
+        others = np.flatnonzero(~alone)
+        keys = [wholes.keys[position] for position in others.tolist()]
+        return pieces, WholeReads(keys, wholes.addresses[others], wholes.nbytes[others])
+
+    def _headers(self, needed_for: Mapping[int, int]) -> Pieces:
         """The headers of the files that are read, unless they were checked before."""
-        needed_for = {slab.file: slab.key for slab in reversed(slabs) if slab.file not in self._checked_headers}
-        return [
-            part
-            for number, key in needed_for.items()
-            for part in _to_be_checked(number, 0, self._header_ends[number], key)
-        ]
+        return Pieces.of(
+            [
+                (file, 0, self._header_ends[file], 0, key)
+                for file, key in needed_for.items()
+                if file not in self._checked_headers and self._header_ends[file]
+            ]
+        )
 
     @cached_property
     def _header_ends(self) -> list[int]:
         return header_ends(self.columns, self.record.files)
 
-    def _files(self, verify: bool, slabs: Sequence[Slab | Stretch] = ()) -> list[ReadableFile]:
-        keys = {slab.file: slab.key for slab in reversed(slabs) if slab.key}
+    def _files(self, needed_for: Mapping[int, int], *, verify: bool) -> list[ReadableFile]:
         starts = first_blocks(self.record.files, self.record.block_bytes)
         return [
             ReadableFile(
                 self.store.path_of(file.name),
                 file.nbytes,
-                self._opener(file, keys.get(number)),
+                self._opener(file, self._names[needed_for[number]] if number in needed_for else None),
                 self.columns.digests[starts[number] : starts[number + 1]] if verify else None,
             )
             for number, file in enumerate(self.record.files)
@@ -249,7 +274,52 @@ def read_record(store: Store) -> Record:
     return decode_record(bytes(data), path)
 
 
-def _to_be_checked(file: int, begin: int, end: int, key: str) -> Iterator[Slab]:
-    """A part of a file, for its digests alone."""
-    for at in range(begin, end, WINDOW_BYTES):
-        yield Slab(file, at, min(WINDOW_BYTES, end - at), (), None, key)
+class _Cutter:
+    """Cuts requests into what can be read: runs of bytes, and slabs of what does not lie side by side."""
+
+    def __init__(self, block_bytes: int, memory: int | None) -> None:
+        self._largest = read_size(memory, block_bytes)
+        self.rows: list[tuple[int, int, int, int, int]] = []
+        self.pieces: list[Pieces] = []
+        self.slabs: list[Slab] = []
+
+    def cut(self, request: Request, number: int, chunks: Sequence[StoredChunk]) -> None:
+        """Add what is stored of a request in these chunks."""
+        itemsize = request.into.itemsize
+        for chunk in chunks:
+            shared = overlap(chunk.offsets, chunk.sizes, request.offsets, request.sizes)
+            if shared is None:
+                continue
+            start, lengths = shared
+            into = part_of(
+                request.into, [at - origin for at, origin in zip(start, request.offsets, strict=True)], lengths
+            )
+            inside = [at - origin for at, origin in zip(start, chunk.offsets, strict=True)]
+            self._cut_box(chunk, inside, row_major_strides(chunk.sizes, itemsize), into, number)
+
+    def _cut_box(
+        self, chunk: StoredChunk, start: Sequence[int], strides: tuple[int, ...], into: Any, number: int
+    ) -> None:
+        runs = dense_runs(strides, into)
+        if runs is None:
+            self.slabs += cut_into_slabs(chunk.file, chunk.begin, strides, start, into, number, self._largest)
+            return
+        in_file, in_memory, nbytes = runs
+        begin = chunk.begin + sum(at * stride for at, stride in zip(start, strides, strict=True))
+        address = int(into.__array_interface__["data"][0])
+        if len(in_file) == 1:
+            self.rows.append((chunk.file, begin, nbytes, address, number))
+            return
+        same = np.ones_like(in_file)
+        self.pieces.append(
+            Pieces(chunk.file * same, begin + in_file, nbytes * same, address + in_memory, number * same)
+        )
+
+
+def _first_keys(pieces: Pieces, slabs: Sequence[Slab]) -> dict[int, int]:
+    """The files that are read, and what each of them is needed for first."""
+    numbers, rows = np.unique(pieces.file, return_index=True)
+    keys = dict(zip(numbers.tolist(), pieces.key[rows].tolist(), strict=True))
+    for slab in slabs:
+        keys.setdefault(slab.file, slab.key)
+    return keys

@@ -9,12 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.boxes import Box, out_of_bounds, place_of
+from holdfast.boxes import Box, place_of
+from holdfast.formats.native.pieces import bytes_at
 from holdfast.formats.native.refs import TensorRef
 
 S = TypeVar("S", bound="Source")
@@ -35,6 +36,27 @@ class Request:
     sizes: tuple[int, ...]
     into: npt.NDArray[Any]
     """Of shape ``sizes`` and with elements of the stored dtype's ``carrier``; strides may be any."""
+
+
+class WholeReads(NamedTuple):
+    """Whole tensors that are put, byte by byte, to where memory begins: columns, since there may be very many."""
+
+    keys: Sequence[str]
+    addresses: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+    """Of the tensor, and so of the memory. None has zero."""
+
+    def requests(self, tensors: Mapping[str, TensorRef]) -> list[Request]:
+        """The same as requests."""
+        return [
+            _whole_request(tensors[key], address, nbytes)
+            for key, address, nbytes in zip(self.keys, self.addresses.tolist(), self.nbytes.tolist(), strict=True)
+        ]
+
+
+def _whole_request(ref: TensorRef, address: int, nbytes: int) -> Request:
+    memory = bytes_at(address, nbytes).view(ref.dtype.carrier).reshape(ref.shape)
+    return Request(ref.key, (0,) * len(ref.shape), ref.shape, memory)
 
 
 class Source(ABC):
@@ -83,6 +105,23 @@ class Source(ABC):
         Besides that memory no more is needed than for one chunk. If it raises, some requests may have been filled.
         """
 
+    def read_many(
+        self, requests: Sequence[Request], wholes: WholeReads, *, verify: bool = True, memory: int | None = None
+    ) -> int:
+        """Fill the memory of all requests and of whole tensors, which must stay alive meanwhile.
+
+        ``memory`` is what may be allocated for that, where the format can do with less than it would like.
+        """
+        return self.read([*requests, *wholes.requests(self.tensors)], verify=verify)
+
+    def lack_parts(self, keys: Sequence[str]) -> list[int]:
+        """Which of these tensors may be stored in part only, by position. Those that are one chunk are whole."""
+        return [
+            position
+            for position, key in enumerate(keys)
+            if [tuple(chunk.sizes) for chunk in self.chunks(key)] != [self.tensors[key].shape]
+        ]
+
     def verify(self) -> int:
         """Read everything, to see whether it is undamaged. Returns how many bytes that were."""
         return sum(self._verify_chunk(ref, chunk) for ref in self.tensors.values() for chunk in self.chunks(ref.key))
@@ -110,7 +149,7 @@ def check_requests(requests: Sequence[Request], tensors: Mapping[str, TensorRef]
         ref = tensors.get(request.key)
         if ref is None:
             raise KeyError(f"there is no tensor '{request.key}' in the checkpoint")
-        if out_of_bounds([Box(request.offsets, request.sizes)], ref.shape):
+        if not _lies_inside(request.offsets, request.sizes, ref.shape):
             raise ValueError(
                 f"'{request.key}' is of shape {list(ref.shape)} and has no region of sizes {list(request.sizes)} at "
                 f"{list(request.offsets)}"
@@ -121,6 +160,14 @@ def check_requests(requests: Sequence[Request], tensors: Mapping[str, TensorRef]
                 f"'{request.key}' cannot be read into an array of {into.dtype} and shape {into.shape}: it takes a "
                 f"writable one of {ref.dtype.carrier} and shape {tuple(request.sizes)}"
             )
+
+
+def _lies_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    if not len(offsets) == len(sizes) == len(shape):
+        return False
+    return all(
+        at >= 0 and size >= 0 and at + size <= whole for at, size, whole in zip(offsets, sizes, shape, strict=True)
+    )
 
 
 def part_of(array: npt.NDArray[Any], offsets: Sequence[int], sizes: Sequence[int]) -> npt.NDArray[Any]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from holdfast.boxes import Box
 from holdfast.errors import DamagedCheckpointError
-from holdfast.formats.native import reading
+from holdfast.formats.native import pieces, reading, slabs, windows
 from holdfast.formats.native.columns import digest_of, encode_columns
 from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.layout import ChunkToWrite, lay_out
@@ -25,13 +25,27 @@ from holdfast.formats.native.names import RECORD, data_file, index_file, new_gen
 from holdfast.formats.native.record import Record, StoredFile, encode_record
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.writing import write_data_file
-from holdfast.sources import native
 from holdfast.sources.native import NativeSource
 from holdfast.sources.source import Request
 from holdfast.storage.native_files import WrittenFile, _columns
 from holdfast.stores.memory_store import MemoryStore
 
 BLOCK = 4096
+
+
+@contextmanager
+def sizes(*, window: int = BLOCK, straight_from: int = BLOCK, threaded: bool = False, gap: int = 0) -> Iterator[None]:
+    """Read in small parts, by several threads, or straight into memory, also where there is little to read."""
+    with (
+        mock.patch.object(reading, "READ_BYTES", window),
+        mock.patch.object(reading, "SMALLEST_ROOM", BLOCK),
+        mock.patch.object(reading, "CACHED_READ_BYTES", 2 * BLOCK),
+        mock.patch.object(reading, "SEVERAL_READERS_FROM", 0 if threaded else 1 << 40),
+        mock.patch.object(pieces, "STRAIGHT_FROM", straight_from),
+        mock.patch.object(slabs, "STRAIGHT_FROM", straight_from),
+        mock.patch.object(windows, "MERGE_GAP", gap),
+    ):
+        yield
 
 
 class CountingStore(MemoryStore):
@@ -175,19 +189,17 @@ def memory_for(array: np.ndarray, sizes: Sequence[int], kind: str) -> np.ndarray
 @given(st.data())
 def test_any_region_is_what_slicing_gives_and_takes_the_blocks_that_hold_it_once(data):
     stored = data.draw(checkpoints())
-    window = data.draw(st.sampled_from([BLOCK, 3 * BLOCK, 100_000]))
-    threaded = data.draw(st.booleans())
-    keys = data.draw(st.lists(st.sampled_from(sorted(stored.arrays)), min_size=1, unique=True))
+    keys = data.draw(st.lists(st.sampled_from(sorted(stored.arrays)), min_size=1, max_size=4))
     requests = []
     for key in keys:
-        offsets, sizes = data.draw(regions(stored.arrays[key].shape))
+        offsets, lengths = data.draw(regions(stored.arrays[key].shape))
         kind = data.draw(st.sampled_from(["dense", "columns first", "with gaps", "backwards"]))
-        requests.append(Request(key, offsets, sizes, memory_for(stored.arrays[key], sizes, kind)))
+        requests.append(Request(key, offsets, lengths, memory_for(stored.arrays[key], lengths, kind)))
 
-    with (
-        mock.patch.object(reading, "WINDOW_BYTES", window),
-        mock.patch.object(native, "WINDOW_BYTES", window),
-        mock.patch.object(reading, "_MANY_BYTES", 0 if threaded else 1 << 40),
+    with sizes(
+        window=data.draw(st.sampled_from([BLOCK, 3 * BLOCK, 100_000])),
+        straight_from=data.draw(st.sampled_from([1, 3 * BLOCK, 1 << 20])),
+        threaded=data.draw(st.booleans()),
     ):
         source = NativeSource(stored.store)
         assert source.columns is not None
@@ -199,18 +211,18 @@ def test_any_region_is_what_slicing_gives_and_takes_the_blocks_that_hold_it_once
         assert np.array(request.into).tobytes() == expected.tobytes()
     needed = set().union(*(stored.blocks_of(request.key, request.offsets, request.sizes) for request in requests))
     needed |= stored.blocks_of_headers({file for file, _ in needed})
-    check_reads(stored, needed, total, parts=reading._MOST_THREADS if threaded else 1)
+    check_reads(stored, needed, total)
 
 
-def check_reads(stored: Stored, needed: set[tuple[str, int]], total: int, parts: int) -> None:
-    """Each block once; but where the work of one part ends and that of the next begins, both may need it."""
+def check_reads(stored: Stored, needed: set[tuple[str, int]], total: int) -> None:
+    """Each block that is needed, once, and no others."""
     blocks: list[tuple[str, int]] = []
     for name, begin, nbytes in stored.store.reads:
         assert begin % BLOCK == 0
         assert (begin + nbytes) % BLOCK == 0 or begin + nbytes == stored.store.size(name)
         blocks.extend((name, begin // BLOCK + i) for i in range(-(-nbytes // BLOCK)))
     assert set(blocks) == needed
-    assert len(blocks) - len(needed) <= parts - 1, "a block was read twice"
+    assert len(blocks) == len(needed), "a block was read twice"
     assert total == sum(nbytes for _, _, nbytes in stored.store.reads)
 
 
@@ -221,7 +233,7 @@ def test_regions_that_overlap_are_all_filled(data):
     key = sorted(stored.arrays)[0]
     asked = data.draw(st.lists(regions(stored.arrays[key].shape), min_size=2, max_size=4))
     requests = [Request(key, *one, memory_for(stored.arrays[key], one[1], "dense")) for one in asked]
-    with mock.patch.object(reading, "WINDOW_BYTES", BLOCK), mock.patch.object(native, "WINDOW_BYTES", BLOCK):
+    with sizes():
         NativeSource(stored.store).read(requests)
     for request in requests:
         expected = stored.arrays[key][region(request.offsets, request.sizes)]
@@ -241,16 +253,16 @@ def test_everything_is_verified_block_by_block(data):
 
 
 def large() -> Stored:
-    """Rows of several blocks: 20 rows of 40 elements of 1024 bytes."""
-    content = np.random.default_rng(0).integers(0, 256, 20 * 40 * 1024, dtype=np.uint8).view("V1024").reshape(20, 40)
-    return store({"a": content}, {"a": [Box((0, 0), (20, 40))]}, None)
+    """Rows of several blocks: 20 rows of 100 elements of 1024 bytes."""
+    content = np.random.default_rng(0).integers(0, 256, 20 * 100 * 1024, dtype=np.uint8).view("V1024").reshape(20, 100)
+    return store({"a": content}, {"a": [Box((0, 0), (20, 100))]}, None)
 
 
 def test_a_column_takes_a_block_of_each_row_and_not_what_lies_between():
     stored = large()
     source = NativeSource(stored.store)
     into = np.zeros((20, 1), "V1024")
-    assert source.read([Request("a", (0, 7), (20, 1), into)]) <= (20 + 1) * BLOCK
+    assert source.read([Request("a", (0, 7), (20, 1), into)]) <= (20 + 2) * BLOCK
     assert into.tobytes() == stored.arrays["a"][:, 7:8].tobytes()
 
 
@@ -267,8 +279,8 @@ def test_without_verification_no_header_is_read_and_damage_goes_unnoticed():
     name = stored.places["a"][0][0]
     damage(stored.store, name, 0)
     damage(stored.store, name, stored.store.size(name) - 1)
-    into = np.zeros((20, 40), "V1024")
-    NativeSource(stored.store).read([Request("a", (0, 0), (20, 40), into)], verify=False)
+    into = np.zeros((20, 100), "V1024")
+    NativeSource(stored.store).read([Request("a", (0, 0), (20, 100), into)], verify=False)
     assert into[:19].tobytes() == stored.arrays["a"][:19].tobytes()
     assert into[19].tobytes() != stored.arrays["a"][19].tobytes()
 
@@ -284,15 +296,13 @@ def damage(place: MemoryStore, name: str, position: int) -> None:
 def test_an_error_of_any_thread_is_raised(threaded):
     stored = large()
     name, begin, _ = stored.places["a"][0]
-    damage(stored.store, name, begin + 15 * 40 * 1024)
-    into = np.zeros((20, 40), "V1024")
+    damage(stored.store, name, begin + 15 * 100 * 1024)
+    into = np.zeros((20, 100), "V1024")
     with (
-        mock.patch.object(reading, "WINDOW_BYTES", 8 * BLOCK),
-        mock.patch.object(native, "WINDOW_BYTES", 8 * BLOCK),
-        mock.patch.object(reading, "_MANY_BYTES", 0 if threaded else 1 << 40),
+        sizes(window=8 * BLOCK, threaded=threaded),
         pytest.raises(DamagedCheckpointError, match="'a'") as caught,
     ):
-        NativeSource(stored.store).read([Request("a", (0, 0), (20, 40), into)])
+        NativeSource(stored.store).read([Request("a", (0, 0), (20, 100), into)])
     assert caught.value.file.endswith(name)
 
 
@@ -300,7 +310,7 @@ def test_nothing_of_a_damaged_block_is_used():
     stored = large()
     name, begin, _ = stored.places["a"][0]
     damage(stored.store, name, begin)
-    into = np.zeros((20, 40), "V1024")
+    into = np.zeros((20, 100), "V1024")
     with pytest.raises(DamagedCheckpointError):
-        NativeSource(stored.store).read([Request("a", (0, 0), (20, 40), into)])
+        NativeSource(stored.store).read([Request("a", (0, 0), (20, 100), into)])
     assert not np.frombuffer(into.tobytes(), np.uint8)[:BLOCK].any()

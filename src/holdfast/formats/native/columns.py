@@ -98,6 +98,13 @@ class ChunkTable:
         self._first = np.searchsorted(columns.chunk_tensor, np.arange(len(record.tensors) + 1))
         self._first_number = _starts(dimensions[columns.chunk_tensor])
 
+    def only_chunks(self, tensors: Numbers) -> tuple[npt.NDArray[np.bool_], Numbers, Numbers]:
+        """Which of these tensors are stored as one chunk, and for those the file and where in it they begin."""
+        first = self._first[tensors]
+        alone = self._first[tensors + 1] - first == 1
+        rows = first[alone]
+        return alone, self._columns.chunk_file[rows], self._columns.chunk_begin[rows]
+
     def of(self, tensor: int) -> list[StoredChunk]:
         """The chunks of a tensor, of which none overlap."""
         first, last = int(self._first[tensor]), int(self._first[tensor + 1])
@@ -133,6 +140,11 @@ def header_ends(columns: Columns, files: Sequence[StoredFile]) -> list[int]:
 def first_blocks(files: Sequence[StoredFile], block_bytes: int) -> list[int]:
     """The position of each file's first digest, and the number of all digests."""
     return [0, *np.cumsum([count_blocks(file.nbytes, block_bytes) for file in files], dtype=np.int64).tolist()]
+
+
+def chunk_volumes(columns: Columns, record: Record) -> Numbers:
+    """The number of elements of each chunk."""
+    return _volumes(columns, record, record.index.name)
 
 
 def _starts(counts: Numbers) -> Numbers:

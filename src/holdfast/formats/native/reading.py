@@ -1,14 +1,15 @@
-"""Reads regions of stored tensors: whole blocks, each once, checked against its digest before anything of it is used.
+"""Reads parts of files: whole blocks, each once, checked against its digest before anything of it is kept.
 
-What is wanted is cut into slabs. Slabs that lie near each other make a window, which is read at once into a buffer, and
-from there its slabs are copied out.
+Long runs of bytes are read straight to where they go and checked there: what turns out to be damaged is overwritten
+with zeros. Small things that lie near each other make a window, which is read into a buffer, checked, and copied from
+there.
 """
 
 from __future__ import annotations
 
-import os
+import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,16 +20,20 @@ import numpy.typing as npt
 
 from holdfast.errors import DamagedCheckpointError
 from holdfast.formats.native.blocks import Digests, digest_blocks
-from holdfast.formats.native.slabs import Slab, Stretch, mark_blocks
+from holdfast.formats.native.pieces import Pieces, bytes_at
+from holdfast.formats.native.slabs import Slab
+from holdfast.formats.native.windows import Stretch, Window, plan_reads, runs_of
+from holdfast.tuning import CACHED_READ_BYTES, MEMORY_BUDGET, READ_BYTES, READERS, SEVERAL_READERS_FROM, SMALLEST_ROOM
 
-WINDOW_BYTES = 4 << 20
-_MANY_BYTES = 32 << 20
-"""From here on several threads read; less is not worth starting them."""
-_MOST_THREADS = 4
+_MEMORY_OF_A_READER = 2
+"""So many times what it reads at once: a window can be larger than that, and files may need aligned memory."""
 
 
 class FileReader(Protocol):
-    """A file that is open for reading at any place, by several threads at once."""
+    """A file that is open for reading at any place, by several threads at once.
+
+    It may also have ``read_cached(begin, buffer) -> bool``, which reads only if that takes no waiting for a disk.
+    """
 
     def read_into(self, begin: int, buffer: Any, /) -> None:
         """Fill the buffer with the bytes from ``begin`` on."""
@@ -46,68 +51,82 @@ class ReadableFile:
     """None if nobody knows them, or nobody asks for them."""
 
 
-@dataclass(frozen=True)
-class _Window:
-    """Neighbouring slabs of one file."""
-
-    file: int
-    first_block: int
-    end: int
-    slabs: Sequence[Slab]
+def read_size(memory: int | None, block_bytes: int) -> int:
+    """How many bytes are read at once, if no more memory than that may be taken."""
+    most = (MEMORY_BUDGET if memory is None else memory) // _MEMORY_OF_A_READER
+    return max(min(READ_BYTES, most) // block_bytes * block_bytes, block_bytes, SMALLEST_ROOM)
 
 
-def read_slabs(slabs: Sequence[Slab | Stretch], files: Sequence[ReadableFile], block_bytes: int) -> int:
-    """Read everything to where it goes, and return how many bytes were read."""
-    windows = list(_windows([slab for slab in slabs if isinstance(slab, Slab)], files, block_bytes))
-    stretches = sorted((slab for slab in slabs if isinstance(slab, Stretch)), key=lambda found: found[:2])
-    total = sum(window.end - window.first_block * block_bytes for window in windows)
-    total += sum(stretch.into.nbytes for stretch in stretches)
-    threads = 1 if total < _MANY_BYTES else min(_MOST_THREADS, os.cpu_count() or 1)
+def read_all(
+    pieces: Pieces,
+    slabs: Sequence[Slab],
+    names: Sequence[str],
+    files: Sequence[ReadableFile],
+    block_bytes: int,
+    memory: int | None = None,
+) -> int:
+    """Read everything to where it goes, and return how many bytes were read. ``names`` are those of the keys."""
+    size = read_size(memory, block_bytes)
+    reads = plan_reads(pieces, slabs, [file.nbytes for file in files], block_bytes, size)
+    total = sum(read.nbytes if isinstance(read, Stretch) else read.end - read.begin(block_bytes) for read in reads)
+    threads = 1
+    if total >= SEVERAL_READERS_FROM:
+        most = (MEMORY_BUDGET if memory is None else memory) // (_MEMORY_OF_A_READER * size)
+        threads = max(1, min(READERS, most, len(reads)))
     with ExitStack() as stack:
-        numbers = {window.file for window in windows} | {stretch.file for stretch in stretches}
-        opened = {number: stack.enter_context(files[number].open()) for number in sorted(numbers)}
-        job = _Job(opened, files, block_bytes)
+        opened = {number: stack.enter_context(files[number].open()) for number in sorted({read.file for read in reads})}
+        job = _Job(opened, files, names, block_bytes, _shared_blocks(reads, block_bytes))
         if threads == 1:
-            return job.read_stretches(iter(stretches)) + job.read_windows(windows)
-        # Each takes the next stretch when it has done one, so that all are busy to the end.
-        shared = _Shared(stretches)
-        share = -(-len(windows) // threads) or 1
+            return job.read(reads)
+        # Each takes the next read when it has done one, so that all are busy to the end.
+        shared = _Shared(reads)
         with ThreadPoolExecutor(threads, "holdfast-read") as pool:
-            jobs = [pool.submit(job.read_stretches, shared) for _ in range(threads)]
-            jobs += [pool.submit(job.read_windows, windows[at : at + share]) for at in range(0, len(windows), share)]
-            return sum(job.result() for job in jobs)
+            jobs = [pool.submit(shared.until_one_fails, job.read) for _ in range(threads)]
+        return sum(job.result() for job in jobs)
 
 
 class _Shared:
-    """An iterator for several threads."""
+    """What several threads have to do. When one of them fails, the others stop."""
 
-    def __init__(self, items: Sequence[Stretch]) -> None:
-        self._items = iter(items)
+    def __init__(self, reads: Sequence[Stretch | Window]) -> None:
+        self._reads = iter(reads)
         self._lock = threading.Lock()
 
-    def __iter__(self) -> Iterator[Stretch]:
+    def __iter__(self) -> _Shared:
         return self
 
-    def __next__(self) -> Stretch:
+    def __next__(self) -> Stretch | Window:
         with self._lock:
-            return next(self._items)
+            return next(self._reads)
+
+    def until_one_fails(self, read: Callable[[Iterable[Stretch | Window]], int]) -> int:
+        try:
+            return read(self)
+        except BaseException:
+            with self._lock:
+                self._reads = iter(())
+            raise
 
 
-def _windows(slabs: Sequence[Slab], files: Sequence[ReadableFile], block_bytes: int) -> Iterator[_Window]:
-    gathered: list[Slab] = []
-    file, first_block, end = -1, 0, 0
-    for slab in sorted(slabs, key=lambda slab: (slab.file, slab.begin)):
-        slab_end = slab.begin + slab.span
-        if gathered and (slab.file != file or slab_end - first_block * block_bytes > WINDOW_BYTES + block_bytes):
-            yield _Window(file, first_block, end, gathered)
-            gathered = []
-        if not gathered:
-            file, first_block, end = slab.file, slab.begin // block_bytes, 0
-        gathered.append(slab)
-        # Whole blocks are read, so a window ends with a block, or with the file.
-        end = max(end, min(-(-slab_end // block_bytes) * block_bytes, files[file].nbytes))
-    if gathered:
-        yield _Window(file, first_block, end, gathered)
+class _SharedBlock:
+    """A block that is in several windows: whoever comes first reads it for all."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.awaited = 1
+        """How many windows have not had it yet."""
+        self.content: npt.NDArray[np.uint8] | None = None
+
+
+def _shared_blocks(reads: Sequence[Stretch | Window], block_bytes: int) -> dict[tuple[int, int], _SharedBlock]:
+    shared: dict[tuple[int, int], _SharedBlock] = {}
+    before = (-1, -1)
+    for read in reads:
+        if isinstance(read, Window):
+            if before == (read.file, read.first_block):
+                shared.setdefault(before, _SharedBlock()).awaited += 1
+            before = (read.file, (read.end - 1) // block_bytes)
+    return shared
 
 
 @dataclass(frozen=True)
@@ -116,95 +135,126 @@ class _Job:
 
     opened: dict[int, FileReader]
     files: Sequence[ReadableFile]
+    names: Sequence[str]
     block_bytes: int
+    shared: dict[tuple[int, int], _SharedBlock]
 
-    def read_stretches(self, stretches: Iterator[Stretch]) -> int:
-        """Read whole blocks to where they go, and check them there."""
-        total = 0
-        for stretch in stretches:
-            self.opened[stretch.file].read_into(stretch.begin, stretch.into.data)
-            total += stretch.into.nbytes
-            block = stretch.begin // self.block_bytes
-            wrong = _first_wrong(self.files[stretch.file], block, stretch.into, self.block_bytes)
-            if wrong is not None:
-                stretch.into[:] = 0  # so that nothing of what is damaged can be taken for what was saved
-                _refuse(self.files[stretch.file], *wrong, self.block_bytes, [stretch.key])
-        return total
-
-    def read_windows(self, windows: Sequence[_Window]) -> int:
-        opened, files, block_bytes = self.opened, self.files, self.block_bytes
+    def read(self, reads: Iterable[Stretch | Window]) -> int:
+        """Read one after the other, with a buffer for all."""
         buffer = np.empty(0, np.uint8)
-        last: tuple[int, int, npt.NDArray[np.uint8]] | None = (
-            None  # file, number and bytes of the last block that was read
-        )
         total = 0
-        for window in windows:
-            begin = window.first_block * block_bytes
-            if buffer.nbytes < window.end - begin:
-                buffer = np.empty(window.end - begin, np.uint8)
-            view = buffer[: window.end - begin]
-            known = last[2] if last is not None and last[:2] == (window.file, window.first_block) else None
-            if known is not None:
-                view[: known.nbytes] = known
-            read_to = 0
-            for first, end in _block_runs(window, block_bytes, skip_first=known is not None):
-                read_from, read_to = (first * block_bytes, min(end * block_bytes, view.nbytes))
-                part = view[read_from:read_to]
-                opened[window.file].read_into(begin + read_from, part.data)
-                total += part.nbytes
-                _check(files[window.file], window, first, part, block_bytes)
-            for slab in window.slabs:
-                if slab.into is not None:
-                    slab.into[...] = np.ndarray(
-                        slab.into.shape, slab.into.dtype, view.data, slab.begin - begin, slab.strides
-                    )
-            if read_to == view.nbytes:
-                final = (view.nbytes - 1) // block_bytes
-                last = (window.file, window.first_block + final, view[final * block_bytes :].copy())
+        for read in reads:
+            if isinstance(read, Stretch):
+                needed = 0 if read.address else read.nbytes
+            else:
+                needed = read.end - read.begin(self.block_bytes)
+            if buffer.nbytes < needed:
+                buffer = np.empty(needed, np.uint8)
+            if isinstance(read, Stretch):
+                total += self._read_stretch(read, buffer)
+            else:
+                total += self._read_window(read, buffer[:needed])
         return total
 
+    def _read_stretch(self, stretch: Stretch, buffer: npt.NDArray[np.uint8]) -> int:
+        if not stretch.address:
+            self._fill(stretch.file, stretch.begin, buffer[: stretch.nbytes], lambda begin, end: [stretch.key])
+            return stretch.nbytes
+        into = bytes_at(stretch.address, stretch.nbytes)
+        try:
+            self._fill(stretch.file, stretch.begin, into, lambda begin, end: [stretch.key])
+        except BaseException:
+            into[:] = 0  # so that nothing of what is damaged can be taken for what was saved
+            raise
+        return stretch.nbytes
 
-def _block_runs(window: _Window, block_bytes: int, *, skip_first: bool) -> list[tuple[int, int]]:
-    """Stretches of blocks that the slabs need, counted from the window's first block: first, and behind the last."""
-    blocks = -(-(window.end - window.first_block * block_bytes) // block_bytes)
-    counts = np.zeros(blocks + 1, np.int32)
+    def _read_window(self, window: Window, view: npt.NDArray[np.uint8]) -> int:
+        begin = window.begin(self.block_bytes)
+        needed = window.needed_blocks(self.block_bytes)
+        total = 0
+        for block in {0, len(needed) - 1}:
+            shared = self.shared.get((window.file, window.first_block + block))
+            if shared is not None and needed[block]:
+                needed[block] = False
+                total += self._take_shared(window, block, shared, view)
+        for first, end in runs_of(needed):
+            part = view[first * self.block_bytes : end * self.block_bytes]
+            self._fill(
+                window.file, begin + first * self.block_bytes, part, lambda low, high: _touched(window, low, high)
+            )
+            total += part.nbytes
+        _copy_out(window, view, begin)
+        return total
+
+    def _take_shared(self, window: Window, block: int, shared: _SharedBlock, view: npt.NDArray[np.uint8]) -> int:
+        """Get a block that other windows have as well. Returns the bytes that were read for that."""
+        part = view[block * self.block_bytes : (block + 1) * self.block_bytes]
+        with shared.lock:
+            shared.awaited -= 1
+            if shared.content is not None:
+                part[:] = shared.content
+                if not shared.awaited:
+                    shared.content = None
+                return 0
+            begin = (window.first_block + block) * self.block_bytes
+            self._fill(window.file, begin, part, lambda low, high: _touched(window, low, high))
+            shared.content = part.copy()
+            return part.nbytes
+
+    def _fill(self, file: int, begin: int, into: npt.NDArray[np.uint8], keys: Callable[[int, int], list[int]]) -> None:
+        """Read whole blocks and check them, as far as they are cached piece by piece, while the processor has them."""
+        reader = self.opened[file]
+        read_cached = getattr(reader, "read_cached", None)
+        step = max(CACHED_READ_BYTES // self.block_bytes, 1) * self.block_bytes
+        done = 0
+        while read_cached is not None and done < into.nbytes:
+            part = into[done : done + step]
+            if not read_cached(begin + done, part.data):
+                break
+            self._check(file, begin + done, part, keys)
+            done += part.nbytes
+        if done < into.nbytes:
+            reader.read_into(begin + done, into[done:].data)
+            self._check(file, begin + done, into[done:], keys)
+
+    def _check(
+        self, number: int, begin: int, part: npt.NDArray[np.uint8], keys: Callable[[int, int], list[int]]
+    ) -> None:
+        file = self.files[number]
+        if file.digests is None:
+            return
+        block = begin // self.block_bytes
+        found = digest_blocks(part, self.block_bytes)
+        expected = file.digests[block : block + len(found)]
+        if np.array_equal(found, expected):
+            return
+        at = int(np.flatnonzero(found != expected)[0])
+        low, high = (block + at) * self.block_bytes, min((block + at + 1) * self.block_bytes, file.nbytes)
+        touched = [self.names[key] for key in keys(low, high)]
+        _refuse(file, low, high, int(expected[at]), int(found[at]), touched)
+
+
+def _touched(window: Window, begin: int, end: int) -> list[int]:
+    """The keys of what lies between these places."""
+    pieces = window.pieces
+    inside = (pieces.begin < end) & (pieces.begin + pieces.nbytes > begin)
+    found: list[int] = pieces.key[inside].tolist()
+    return found + [slab.key for slab in window.slabs if slab.begin < end and slab.begin + slab.span > begin]
+
+
+def _copy_out(window: Window, view: npt.NDArray[np.uint8], begin: int) -> None:
+    """Put everything where it goes."""
+    wanted = window.pieces.chosen(window.pieces.address != 0)
+    sources = wanted.begin + (view.ctypes.data - begin)
+    # There is no cheaper way from Python: a view of numpy or torch takes longer to make than a small tensor to copy.
+    move = ctypes.memmove
+    for address, source, nbytes in zip(wanted.address.tolist(), sources.tolist(), wanted.nbytes.tolist(), strict=True):
+        move(address, source, nbytes)
     for slab in window.slabs:
-        mark_blocks(counts, slab, window.first_block, block_bytes)
-    needed = np.zeros(blocks + 2, np.int8)
-    needed[1:-1] = np.cumsum(counts[:-1]) > 0
-    if skip_first:
-        needed[1] = 0
-    edges = np.flatnonzero(np.diff(needed))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+        slab.into[...] = np.ndarray(slab.into.shape, slab.into.dtype, view.data, slab.begin - begin, slab.strides)
 
 
-def _check(file: ReadableFile, window: _Window, first: int, part: npt.NDArray[np.uint8], block_bytes: int) -> None:
-    wrong = _first_wrong(file, window.first_block + first, part, block_bytes)
-    if wrong is not None:
-        begin = wrong[0] * block_bytes
-        end = begin + block_bytes
-        touched = [slab.key for slab in window.slabs if slab.begin < end and slab.begin + slab.span > begin]
-        _refuse(file, *wrong, block_bytes, touched)
-
-
-def _first_wrong(
-    file: ReadableFile, block: int, part: npt.NDArray[np.uint8], block_bytes: int
-) -> tuple[int, int, int] | None:
-    """Of some blocks, the number of the first damaged one, with the digest it should have and the one it has."""
-    if file.digests is None:
-        return None
-    found = digest_blocks(part, block_bytes)
-    expected = file.digests[block : block + len(found)]
-    if np.array_equal(found, expected):
-        return None
-    at = int(np.flatnonzero(found != expected)[0])
-    return block + at, int(expected[at]), int(found[at])
-
-
-def _refuse(
-    file: ReadableFile, block: int, expected: int, found: int, block_bytes: int, touched: Sequence[str]
-) -> NoReturn:
-    begin, end = block * block_bytes, min((block + 1) * block_bytes, file.nbytes)
+def _refuse(file: ReadableFile, begin: int, end: int, expected: int, found: int, touched: Sequence[str]) -> NoReturn:
     keys = sorted({key for key in touched if key})
     affected = f"needed for {', '.join(map(repr, keys[:5]))}" if keys else "the header, or bytes of no tensor"
     raise DamagedCheckpointError(

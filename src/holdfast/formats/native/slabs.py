@@ -1,12 +1,15 @@
-"""Cuts what is to be read into slabs: boxes of chunks that are small enough to be held while they are copied out."""
+"""Boxes of chunks whose elements do not lie side by side, cut into slabs that are small enough to be read at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from holdfast.formats.native.pieces import STRAIGHT_FROM, Numbers
 
 Array = npt.NDArray[Any]
 
@@ -21,18 +24,9 @@ class Slab(NamedTuple):
     """Bytes from there to the end of its last element."""
     strides: tuple[int, ...]
     """Bytes between neighbours in the file, per dimension."""
-    into: Array | None
-    """None if nobody wants the bytes, but they are to be checked."""
-    key: str
-
-
-class Stretch(NamedTuple):
-    """Whole blocks of a file that can be read straight into the memory they go to."""
-
-    file: int
-    begin: int
-    into: npt.NDArray[np.uint8]
-    key: str
+    into: Array
+    key: int
+    """Which of the names that whoever made this has a list of."""
 
 
 def row_major_strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -49,14 +43,24 @@ def row_major_strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def lies_dense(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether the elements of a box lie side by side in the file.
+def dense_runs(strides: Sequence[int], into: Array) -> tuple[Numbers, Numbers, int] | None:
+    """The runs of a box that lie side by side in the file and in memory, if they are long or just one.
 
-    >>> lies_dense((1, 3), (40, 4), 4), lies_dense((2, 3), (40, 4), 4)
-    (True, False)
+    Returns where they begin in the file and in memory, counted from where the box does, and the bytes of one.
     """
-    dense = row_major_strides(sizes, itemsize)
-    return all(size == 1 or found == step for size, found, step in zip(sizes, strides, dense, strict=True))
+    dims, length = into.ndim, into.itemsize
+    while dims and (into.shape[dims - 1] == 1 or length == strides[dims - 1] == into.strides[dims - 1]):
+        dims -= 1
+        length *= into.shape[dims]
+    outer = into.shape[:dims]
+    if length < STRAIGHT_FROM and prod(outer) > 1:
+        return None
+    in_file, in_memory = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    for size, stride, step in zip(outer, strides, into.strides, strict=False):
+        numbers = np.arange(size, dtype=np.int64)
+        in_file = (in_file[:, None] + numbers * stride).reshape(-1)
+        in_memory = (in_memory[:, None] + numbers * step).reshape(-1)
+    return in_file, in_memory, length
 
 
 def span_of(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
@@ -65,45 +69,25 @@ def span_of(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
 
 
 def cut_into_slabs(
-    file: int, begin: int, strides: tuple[int, ...], into: Array, key: str, largest: int
+    file: int, chunk_begin: int, strides: tuple[int, ...], start: Sequence[int], into: Array, key: int, largest: int
 ) -> Iterator[Slab]:
-    """A box that begins at ``begin`` and is as large as ``into``, in slabs that span ``largest`` bytes at most."""
-    span = span_of(into.shape, strides, into.itemsize)
-    if span <= largest:
-        yield Slab(file, begin, span, strides, into, key)
-        return
-    dim = next((dim for dim, size in enumerate(into.shape) if size > 1), None)
-    if dim is None:  # one element that is larger than a slab may be
-        yield Slab(file, begin, span, strides, into, key)
-        return
-    rest = span_of(into.shape[dim + 1 :], strides[dim + 1 :], into.itemsize)
-    step = 1 if rest > largest else (largest - rest) // strides[dim] + 1
-    for start in range(0, into.shape[dim], step):
-        part = into[(slice(None),) * dim + (slice(start, start + step),)]
-        at = begin + start * strides[dim]
-        if rest > largest:
-            yield from cut_into_slabs(file, at, strides, part, key, largest)
-        else:
-            yield Slab(file, at, span_of(part.shape, strides, into.itemsize), strides, part, key)
+    """A box that begins at ``start`` in a chunk and is as large as ``into``, in slabs of up to ``largest`` bytes.
 
-
-def cut_straight(
-    file: int, begin: int, into: Array, key: str, *, block_bytes: int, largest: int, file_bytes: int
-) -> Iterator[Slab | Stretch]:
-    """Bytes that lie side by side in the file and in memory: whole blocks as stretches, what is left over as slabs."""
-    flat = into.reshape(-1).view(np.uint8)
-    end = begin + flat.nbytes
-    first = -(-begin // block_bytes) * block_bytes
-    last = end if end == file_bytes else end // block_bytes * block_bytes
-    if last <= first:
-        yield Slab(file, begin, flat.nbytes, (1,), flat, key)
-        return
-    if begin < first:
-        yield Slab(file, begin, first - begin, (1,), flat[: first - begin], key)
-    for at in range(first, last, largest):
-        yield Stretch(file, at, flat[at - begin : min(at + largest, last) - begin], key)
-    if last < end:
-        yield Slab(file, last, end - last, (1,), flat[last - begin :], key)
+    Where the cuts lie depends on the chunk alone, so that slabs of several boxes of one chunk can be read together.
+    """
+    dim = next((dim for dim, stride in enumerate(strides) if stride <= largest), len(strides))
+    begin = chunk_begin + sum(at * stride for at, stride in zip(start, strides, strict=True))
+    if dim == len(strides):  # even a single element is larger
+        dim -= 1
+    step = max(1, largest // strides[dim])
+    for outer in np.ndindex(*into.shape[:dim]):
+        at = begin + sum(number * stride for number, stride in zip(outer, strides, strict=False))
+        first, end = start[dim], start[dim] + into.shape[dim]
+        for low in range(first // step * step, end, step):
+            low, high = max(low, first) - first, min(low + step, end) - first
+            place = (*(slice(number, number + 1) for number in outer), slice(low, high))
+            part = into[place]
+            yield Slab(file, at + low * strides[dim], span_of(part.shape, strides, part.itemsize), strides, part, key)
 
 
 def mark_blocks(needed: npt.NDArray[np.int32], slab: Slab, first_block: int, block_bytes: int) -> None:
@@ -116,10 +100,8 @@ def mark_blocks(needed: npt.NDArray[np.int32], slab: Slab, first_block: int, blo
     np.add.at(needed, (starts + length - 1) // block_bytes + 1 - first_block, -1)
 
 
-def _stretches(slab: Slab, block_bytes: int) -> tuple[npt.NDArray[np.int64], int]:
+def _stretches(slab: Slab, block_bytes: int) -> tuple[Numbers, int]:
     """Where the stretches begin that a slab consists of, all of one length. Gaps of less than a block do not count."""
-    if slab.into is None:
-        return np.array([slab.begin]), slab.span
     dims = len(slab.strides)
     length = slab.into.itemsize
     while dims and slab.strides[dims - 1] - length < block_bytes:

@@ -1,0 +1,80 @@
+"""Runs of bytes that lie side by side in a file as well as in memory.
+
+They are columns and not objects, since a checkpoint may have very many small tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+
+STRAIGHT_FROM = 256 << 10
+"""So many bytes of whole blocks are worth a read of their own, which needs no copy; neighbours of fewer share one."""
+
+
+class Pieces(NamedTuple):
+    """Columns of the same length, with a row for each run of bytes."""
+
+    file: Numbers
+    begin: Numbers
+    nbytes: Numbers
+    address: Numbers
+    """Where in memory the bytes go; 0 if nobody wants them, but they are to be checked."""
+    key: Numbers
+    """Which of the names that whoever made this has a list of."""
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, int, int, int, int]]) -> Pieces:
+        """Columns of these rows: file, begin, nbytes, address, key."""
+        return cls(*np.array(rows, np.int64).reshape(-1, 5).T)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Pieces]) -> Pieces:
+        """All of these."""
+        return parts[0] if len(parts) == 1 else cls(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def chosen(self, rows: npt.NDArray[np.bool_] | Numbers) -> Pieces:
+        """Some of the rows."""
+        return Pieces(*(column[rows] for column in self))
+
+    def part(self, begin: Numbers, end: Numbers) -> Pieces:
+        """What lies from ``begin`` to ``end`` of each."""
+        address = np.where(self.address == 0, 0, self.address + (begin - self.begin))
+        return Pieces(self.file, begin, end - begin, address, self.key)
+
+
+def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that somebody else keeps alive."""
+    return np.frombuffer(memoryview((ctypes.c_ubyte * nbytes).from_address(address)), np.uint8)
+
+
+def straight_and_rest(pieces: Pieces, file_bytes: Numbers, block_bytes: int) -> tuple[Pieces, Pieces]:
+    """Whole blocks that are worth being read straight to where they go, and all that is left."""
+    ends = pieces.begin + pieces.nbytes
+    first = -(-pieces.begin // block_bytes) * block_bytes
+    last = np.where(ends == file_bytes[pieces.file], ends, ends // block_bytes * block_bytes)
+    straight = last - first >= STRAIGHT_FROM
+    if not straight.any():
+        return pieces.chosen(straight), pieces
+    long, begin, end = pieces.chosen(straight), first[straight], last[straight]
+    heads, tails = long.part(long.begin, begin), long.part(end, long.begin + long.nbytes)
+    rest = Pieces.joined([pieces.chosen(~straight), heads.chosen(heads.nbytes > 0), tails.chosen(tails.nbytes > 0)])
+    return long.part(begin, end), rest
+
+
+def cut_at(pieces: Pieces, step: int) -> Pieces:
+    """The same bytes, cut wherever the position in the file is a multiple of ``step``."""
+    first, last = pieces.begin // step, (pieces.begin + pieces.nbytes - 1) // step
+    counts = last - first + 1
+    if len(counts) == int(counts.sum()):
+        return pieces
+    whole = pieces.chosen(np.repeat(np.arange(len(counts)), counts))
+    number = np.arange(len(whole.begin)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
+    begin = np.maximum(whole.begin, number * step)
+    return whole.part(begin, np.minimum(whole.begin + whole.nbytes, (number + 1) * step))

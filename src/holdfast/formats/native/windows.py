@@ -1,0 +1,170 @@
+"""Puts together what is read at once: stretches that go straight to memory, and windows that many small things share.
+
+Every block is read once, however many things need something of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.formats.native.pieces import Numbers, Pieces, cut_at, straight_and_rest
+from holdfast.formats.native.slabs import Slab, mark_blocks
+from holdfast.tuning import MERGE_GAP
+
+_LARGEST_WINDOWS = 4
+"""So many times as large as wished for a window can become, where things that overlap cannot be told apart."""
+
+
+class Stretch(NamedTuple):
+    """Whole blocks of a file that go to one place in memory, and that nothing else needs."""
+
+    file: int
+    begin: int
+    nbytes: int
+    address: int
+    """0 if they are only to be checked."""
+    key: int
+
+
+class Window(NamedTuple):
+    """A part of a file, of which some blocks are read into a buffer, and the things that are copied from there."""
+
+    file: int
+    first_block: int
+    end: int
+    """Where it ends in the file."""
+    pieces: Pieces
+    slabs: Sequence[Slab]
+
+    def begin(self, block_bytes: int) -> int:
+        """Where it begins in the file."""
+        return self.first_block * block_bytes
+
+    def needed_blocks(self, block_bytes: int) -> npt.NDArray[np.bool_]:
+        """Which blocks are to be read, counted from the first. Small gaps are read too, rather than to begin anew."""
+        counts = np.zeros(-(-self.end // block_bytes) - self.first_block + 1, np.int32)
+        begin, end = self.pieces.begin, self.pieces.begin + self.pieces.nbytes
+        np.add.at(counts, begin // block_bytes - self.first_block, 1)
+        np.add.at(counts, (end - 1) // block_bytes + 1 - self.first_block, -1)
+        for slab in self.slabs:
+            mark_blocks(counts, slab, self.first_block, block_bytes)
+        needed = np.cumsum(counts[:-1]) > 0
+        for gap, after in runs_of(~needed):
+            if gap > 0 and after < len(needed) and (after - gap) * block_bytes < MERGE_GAP:
+                needed[gap:after] = True
+        return needed
+
+
+def runs_of(chosen: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Where runs of what is chosen begin, and where they have ended.
+
+    >>> runs_of(np.array([True, False, True, True]))
+    [(0, 1), (2, 4)]
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], chosen, [False]]).view(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def plan_reads(
+    pieces: Pieces, slabs: Sequence[Slab], file_bytes: Sequence[int], block_bytes: int, largest: int
+) -> list[Stretch | Window]:
+    """All that is to be read, in the order of the files. A read is of ``largest`` bytes, or little more."""
+    sizes = np.array(file_bytes, np.int64)
+    straight, rest = straight_and_rest(pieces, sizes, block_bytes)
+    straight = cut_at(straight, largest)
+    shared, too_long = _overlapping(straight, rest, slabs, sizes, block_bytes)
+    if shared.any() or too_long.any():
+        # In single blocks they can be copied from any window.
+        single = cut_at(Pieces.joined([straight.chosen(shared), rest.chosen(too_long)]), block_bytes)
+        straight, rest = straight.chosen(~shared), Pieces.joined([rest.chosen(~too_long), single])
+    reads: list[Stretch | Window] = list(map(Stretch, *(column.tolist() for column in straight)))
+    reads += _windows(rest, slabs, sizes, block_bytes, largest)
+    return sorted(
+        reads, key=lambda read: (read.file, read.begin if isinstance(read, Stretch) else read.begin(block_bytes))
+    )
+
+
+class _Blocks(NamedTuple):
+    """The first and the last block of things, numbered through all files, and the order in which they lie."""
+
+    first: Numbers
+    last: Numbers
+    order: Numbers
+
+    @classmethod
+    def of(cls, file: Numbers, begin: Numbers, end: Numbers, file_bytes: Numbers, block_bytes: int) -> _Blocks:
+        blocks = -(-file_bytes // block_bytes)
+        starts = (np.cumsum(blocks) - blocks)[file]
+        order = np.argsort(starts * block_bytes + begin, kind="stable")
+        return cls(starts + begin // block_bytes, starts + (end - 1) // block_bytes, order)
+
+
+def _columns(pieces: Pieces, slabs: Sequence[Slab]) -> tuple[Numbers, Numbers, Numbers]:
+    """File, begin and end of all."""
+    ends = pieces.begin + pieces.nbytes
+    if not slabs:
+        return pieces.file, pieces.begin, ends
+    others = np.array([(slab.file, slab.begin, slab.begin + slab.span) for slab in slabs], np.int64).T
+    return (
+        np.concatenate([pieces.file, others[0]]),
+        np.concatenate([pieces.begin, others[1]]),
+        np.concatenate([ends, others[2]]),
+    )
+
+
+def _overlapping(
+    straight: Pieces, rest: Pieces, slabs: Sequence[Slab], file_bytes: Numbers, block_bytes: int
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Which straight pieces share a block with anything, and which others share more than their first or last one."""
+    count = len(straight.file)
+    file, begin, end = _columns(Pieces.joined([straight, rest]), slabs)
+    first, last, order = _Blocks.of(file, begin, end, file_bytes, block_bytes)
+    first, last = first[order], last[order]
+    before = np.concatenate([[-1], np.maximum.accumulate(last)[:-1]]) if len(last) else last
+    after = np.concatenate([first[1:], [np.iinfo(np.int64).max]]) if len(first) else first
+    touches, overlaps = np.zeros(len(order), np.bool_), np.zeros(len(order), np.bool_)
+    touches[order] = (first <= before) | (after <= last)
+    overlaps[order] = (last > first) & ((first < before) | (after < last))
+    return touches[:count], overlaps[count : count + len(rest.file)]
+
+
+def _windows(
+    pieces: Pieces, slabs: Sequence[Slab], file_bytes: Numbers, block_bytes: int, largest: int
+) -> Iterator[Window]:
+    file, begin, end = _columns(pieces, slabs)
+    first, last, order = _Blocks.of(file, begin, end, file_bytes, block_bytes)
+    first, reach, file = first[order], np.maximum.accumulate(last[order]), file[order]
+    edges = [0, *(np.flatnonzero(np.diff(file)) + 1).tolist(), len(order)] if len(order) else []
+    for low, high in itertools.pairwise(edges):
+        for start, stop in _cuts(first[low:high], reach[low:high], max(largest // block_bytes, 1)):
+            rows = order[low + start : low + stop]
+            of_pieces = rows[rows < len(pieces.file)]
+            chosen = [slabs[row] for row in (rows[rows >= len(pieces.file)] - len(pieces.file)).tolist()]
+            first_block = int(begin[rows[0]]) // block_bytes
+            # Whole blocks are read, so a window ends with a block, or with the file.
+            blocks = int(reach[low + stop - 1] - first[low + start]) + 1
+            number = int(file[low])
+            window_end = min((first_block + blocks) * block_bytes, int(file_bytes[number]))
+            yield Window(number, first_block, window_end, pieces.chosen(of_pieces), chosen)
+
+
+def _cuts(first: Numbers, reach: Numbers, most_blocks: int) -> Iterator[tuple[int, int]]:
+    """Which rows make a window. Two windows have one block in common at most, the last of one and the first of the
+    other."""
+    can_end = np.concatenate([np.flatnonzero(first[1:] >= reach[:-1]) + 1, [len(first)]])
+    start = 0
+    while start < len(first):
+        limit = int(np.searchsorted(reach, first[start] + most_blocks))
+        at = int(np.searchsorted(can_end, limit, side="right"))
+        stop = int(can_end[at - 1]) if at else 0
+        if stop <= start:
+            stop = int(can_end[at])
+            furthest = int(np.searchsorted(reach, first[start] + _LARGEST_WINDOWS * most_blocks))
+            stop = max(start + 1, min(stop, furthest))
+        yield start, stop
+        start = stop
