@@ -6,9 +6,10 @@ This is pure arithmetic over descriptions; it happens on one rank, for all.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from holdfast.boxes import Box, first_overlap, out_of_bounds, volume
@@ -62,8 +63,8 @@ def agree(all_holdings: Sequence[Sequence[Holding]]) -> Agreement:
         if groups is not None:
             differing.append(Differing(key, groups))
         first_counts = groups is not None or held[0][1].from_first_rank
-        for box, ranks in _holders(ref, held).items():
-            chunk = ChunkToWrite(len(tensors), key, ref.dtype, ref.shape, box.offsets, box.sizes)
+        for (offsets, sizes), ranks in _holders(ref, held):
+            chunk = ChunkToWrite(len(tensors), key, ref.dtype, ref.shape, offsets, sizes)
             shares.offer(chunk, ranks[:1] if first_counts else ranks)
         tensors.append(ref)
     return Agreement(tensors, shares.settled(), ties, differing)
@@ -74,28 +75,34 @@ class _Shares:
 
     def __init__(self, world_size: int) -> None:
         self._chunks: list[list[ChunkToWrite]] = [[] for _ in range(world_size)]
-        self._nbytes = [0] * world_size
         self._undecided: list[tuple[ChunkToWrite, Sequence[int]]] = []
 
     def offer(self, chunk: ChunkToWrite, ranks: Sequence[int]) -> None:
         """One of these ranks is to write a chunk."""
         if len(ranks) == 1:
-            self._give(chunk, ranks[0])
+            self._chunks[ranks[0]].append(chunk)
         else:
             self._undecided.append((chunk, ranks))
 
     def settled(self) -> list[list[ChunkToWrite]]:
         """The chunks of each rank. What several could write goes, largest first, to the one with least to write."""
-        for chunk, ranks in sorted(self._undecided, key=lambda offer: -offer[0].nbytes):
-            self._give(chunk, min(ranks, key=lambda rank: (self._nbytes[rank], rank)))
-        self._undecided.clear()
+        if self._undecided:
+            self._decide()
         for part in self._chunks:
-            part.sort(key=lambda chunk: (chunk.tensor, chunk.offsets))
+            part.sort(key=_tensor_and_offsets)
         return self._chunks
 
-    def _give(self, chunk: ChunkToWrite, rank: int) -> None:
-        self._chunks[rank].append(chunk)
-        self._nbytes[rank] += chunk.nbytes
+    def _decide(self) -> None:
+        loads = [sum(chunk.nbytes for chunk in part) for part in self._chunks]
+        offers = [(chunk.nbytes, chunk, ranks) for chunk, ranks in self._undecided]
+        for nbytes, chunk, ranks in sorted(offers, key=itemgetter(0), reverse=True):
+            rank = min(ranks, key=loads.__getitem__)  # the lowest of those with least
+            self._chunks[rank].append(chunk)
+            loads[rank] += nbytes
+        self._undecided.clear()
+
+
+_tensor_and_offsets = attrgetter("tensor", "offsets")
 
 
 def refuse_differing(differing: Sequence[Differing]) -> None:
@@ -135,20 +142,25 @@ def _ref(held: Held) -> TensorRef:
     return TensorRef(first.key, dtype_named(first.dtype), first.shape, first.kind, first.numpy, first.rank)
 
 
-def _holders(ref: TensorRef, held: Held) -> dict[Box, list[int]]:
-    """Which ranks hold each box of a tensor. Raises if the boxes are not the whole of it."""
+def _holders(ref: TensorRef, held: Held) -> Iterable[tuple[Box, Sequence[int]]]:
+    """The boxes of a tensor with the ranks that hold them. Raises if the boxes are not the whole of it."""
+    first = held[0][1].boxes
+    if len(first) == 1 and first[0].sizes == ref.shape and all(holding.boxes == first for _, holding in held):
+        return ((first[0], [rank for rank, _ in held]),)  # all have all of it, as is most often so
     holders: dict[Box, list[int]] = {}
     for rank, holding in held:
         for box in holding.boxes:
             holders.setdefault(box, []).append(rank)
     refuse_bad_tiling(ref, list(holders))
-    return holders
+    return holders.items()
 
 
 def _agreed_ties(by_key: dict[str, Held]) -> dict[str, str]:
     """Keys that are another name of an earlier one on every rank that has them."""
     ties: dict[str, str] = {}
     for key, held in by_key.items():
+        if held[0][1].tied_to is None:
+            continue
         names = {holding.tied_to for _, holding in held}
         if len(names) == 1 and (name := names.pop()) is not None:
             first = ties.get(name, name)

@@ -1,16 +1,17 @@
-"""What one rank holds of the tensors that are to be saved: descriptions that travel, and the data that stays."""
+"""What one rank holds of the tensors that are to be saved: descriptions that travel, and the data that stays.
+
+What is needed only for tensors that are spread over ranks is imported where one of them is met: it takes a second.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 import xxhash
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 from holdfast.boxes import Box, place_of
 from holdfast.errors import UnsupportedTensorError
@@ -20,17 +21,13 @@ from holdfast.formats.native.stored_members import CannotStore
 from holdfast.formats.native.torch_elements import dtype_of
 from holdfast.formats.native.values import stored_numpy_dtype
 from holdfast.metadata import MetadataIndex
+from holdfast.planning.distributed_types import is_dtensor, is_sharded_tensor
+from holdfast.planning.small_tensors import digest_of_small
 from holdfast.planning.tensor_pieces import array_pieces, tensor_pieces
-from holdfast.planning.tensors import (
-    WRITE_HOOK,
-    create_chunk_list,
-    find_tensor_shard,
-    may_be_replicated,
-    refuse_if_it_has_no_bytes,
-    size_and_dtype,
-)
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Holding(NamedTuple):
@@ -53,8 +50,7 @@ class Holding(NamedTuple):
     """Of the boxes, if other ranks may hold the same ones and are to be compared."""
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
+class LocalTensor(NamedTuple):
     """A tensor or numpy array of the state, and the element type to store it as if that is another one."""
 
     key: str
@@ -71,20 +67,23 @@ class LocalTensor:
 
     def digest(self, box: Box) -> bytes:
         """Of the content of a box as this rank has it."""
-        hasher = xxhash.xxh3_128()
         value = self.value
-        pieces = array_pieces(value) if isinstance(value, np.ndarray) else tensor_pieces(self._held_chunk(box))
-        for piece in pieces:
-            hasher.update(piece.data)
-        return hasher.digest()
+        if isinstance(value, np.ndarray):
+            return _digest(array_pieces(value))
+        chunk = value if type(value) in _PLAIN else self._held_chunk(box)
+        return digest_of_small(chunk) or _digest(tensor_pieces(chunk))
 
     def _held_chunk(self, box: Box) -> torch.Tensor:
+        from holdfast.planning.tensors import find_tensor_shard
+
         return find_tensor_shard(self.value, MetadataIndex(self.key, box.offsets))
 
     def _local(self, box: Box) -> torch.Tensor:
         """A box of the tensor, which lies in one of the chunks that this rank holds."""
         if _is_plain(self.value):
             return cast("torch.Tensor", _part(self.value, box))
+        from holdfast.planning.tensors import create_chunk_list, find_tensor_shard
+
         for chunk in create_chunk_list(self.value, key=self.key):
             inside = all(
                 first <= start and start + length <= first + size
@@ -107,9 +106,33 @@ def hold(key: str, value: Any, *, stored_dtype: torch.dtype | None, compare: boo
         described = _describe_distributed(key, value, stored_dtype)
     if len(described.shape) > MOST_DIMENSIONS:
         raise _too_many_dimensions(described)
-    if compare and described.boxes and (isinstance(value, np.ndarray) or may_be_replicated(value)):
+    if compare and described.boxes and _others_may_have_it(value):
         described = described._replace(digests=tuple(map(local.digest, described.boxes)))
     return described, local
+
+
+def _others_may_have_it(value: Any) -> bool:
+    if type(value) in _PLAIN or isinstance(value, np.ndarray):
+        return True
+    from holdfast.planning.tensors import may_be_replicated
+
+    return may_be_replicated(value)
+
+
+def _digest(pieces: Iterator[Bytes]) -> bytes:
+    hasher = xxhash.xxh3_128()
+    for piece in pieces:
+        hasher.update(piece.data)
+    return hasher.digest()
+
+
+def dtype_of_whole(tensor: torch.Tensor) -> torch.dtype:
+    """The element type of a tensor, of which this rank may hold a part or nothing."""
+    if is_sharded_tensor(tensor):
+        from holdfast.planning.tensors import size_and_dtype
+
+        return size_and_dtype(tensor)[1]
+    return tensor.dtype
 
 
 def memory_of(value: Any) -> tuple[Any, ...] | None:
@@ -119,10 +142,10 @@ def memory_of(value: Any) -> tuple[Any, ...] | None:
         return None
     if isinstance(value, np.ndarray):
         return ("numpy", address, value.dtype.str, value.shape, value.strides) if value.size else None
-    local = value._local_tensor if isinstance(value, DTensor) else value
+    local = value._local_tensor if is_dtensor(value) else value
     if local.numel() == 0 or local.is_meta:
         return None
-    layout = (value.device_mesh, value.placements) if isinstance(value, DTensor) else ()
+    layout = (value.device_mesh, value.placements) if is_dtensor(value) else ()
     # A conjugate has the memory of what it is the conjugate of, and other elements.
     views = local.is_conj(), local.is_neg()
     return str(local.device), address, local.dtype, tuple(value.shape), local.stride(), views, *layout
@@ -130,13 +153,17 @@ def memory_of(value: Any) -> tuple[Any, ...] | None:
 
 def address_of(value: Any) -> int | None:
     """Where the elements begin. A quick first look: only tensors with the same one can have the same ``memory_of``."""
+    if type(value) in _PLAIN:
+        return _address_in_memory(value)
     if isinstance(value, np.ndarray):
         return int(value.__array_interface__["data"][0])
-    local = value._local_tensor if isinstance(value, DTensor) else value
-    if not _is_plain(local):
-        return None
+    local = value._local_tensor if is_dtensor(value) else value
+    return _address_in_memory(local) if _is_plain(local) else None
+
+
+def _address_in_memory(tensor: torch.Tensor) -> int | None:
     try:
-        return int(local.data_ptr())
+        return tensor.data_ptr()
     except RuntimeError:  # a kind of tensor that has no memory of its own
         return None
 
@@ -152,10 +179,26 @@ def _too_many_dimensions(described: Holding) -> UnsupportedTensorError:
 
 
 def _describe_plain(key: str, tensor: torch.Tensor, stored_dtype: torch.dtype | None) -> Holding:
-    refuse_if_it_has_no_bytes(key, tensor)
-    shape = tuple(tensor.shape)
-    boxes = (Box((0,) * len(shape), shape),) if tensor.numel() else ()
-    return Holding(key, _dtype(key, stored_dtype or tensor.dtype), shape, "replicated", boxes)
+    # A quick look that most tensors pass.
+    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.is_nested or tensor.layout is not torch.strided:
+        from holdfast.planning.tensors import refuse_if_it_has_no_bytes
+
+        refuse_if_it_has_no_bytes(key, tensor)
+    said = _said_of_plain(stored_dtype or tensor.dtype, tensor.shape)
+    if said is None:
+        raise _unknown_dtype(key, stored_dtype or tensor.dtype)
+    return tuple.__new__(Holding, (key, *said))
+
+
+@lru_cache(maxsize=4096)
+def _said_of_plain(dtype: torch.dtype, size: torch.Size) -> tuple[Any, ...] | None:
+    """All but the key of the description of a plain tensor, made once for those that are alike."""
+    known = dtype_of(dtype)
+    if known is None:
+        return None
+    shape = tuple(size)
+    boxes = () if 0 in shape else (Box((0,) * len(shape), shape),)
+    return Holding("", known.name, shape, "replicated", boxes)[1:]
 
 
 def _describe_array(key: str, array: Any) -> Holding:
@@ -185,6 +228,13 @@ def _numpy_name(key: str, dtype: Any) -> Any:
 
 
 def _describe_distributed(key: str, tensor: Any, stored_dtype: torch.dtype | None) -> Holding:
+    from holdfast.planning.tensors import (
+        create_chunk_list,
+        find_tensor_shard,
+        refuse_if_it_has_no_bytes,
+        size_and_dtype,
+    )
+
     size, dtype = size_and_dtype(tensor)
     boxes = tuple(
         Box(tuple(chunk.offsets), tuple(chunk.sizes))
@@ -194,30 +244,35 @@ def _describe_distributed(key: str, tensor: Any, stored_dtype: torch.dtype | Non
     for box in boxes[:1]:
         refuse_if_it_has_no_bytes(key, find_tensor_shard(tensor, MetadataIndex(key, box.offsets)))
     shape = tuple(size)
-    whole = isinstance(tensor, DTensor) and all(placement.is_replicate() for placement in tensor.placements)
+    whole = is_dtensor(tensor) and all(placement.is_replicate() for placement in tensor.placements)
     return Holding(key, _dtype(key, stored_dtype or dtype), shape, "replicated" if whole else "sharded", boxes)
 
 
 def _is_plain(value: Any) -> bool:
     """Whether it is a tensor that this rank has the whole of."""
-    kind = type(value)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
+    if type(value) in _PLAIN:
         return True
-    return isinstance(value, torch.Tensor) and not (
-        isinstance(value, (DTensor, ShardedTensor)) or hasattr(kind, WRITE_HOOK)
-    )
+    if not isinstance(value, torch.Tensor) or is_dtensor(value) or is_sharded_tensor(value):
+        return False
+    from holdfast.planning.tensors import WRITE_HOOK
+
+    return not hasattr(type(value), WRITE_HOOK)
 
 
 def _dtype(key: str, dtype: torch.dtype) -> str:
     known = dtype_of(dtype)
     if known is None:
-        raise UnsupportedTensorError(
-            f"'{key}' is a tensor of {dtype}, which the format has no place for. Convert it before saving (a quantized "
-            "tensor with int_repr(), and its scale beside it).",
-            key=key,
-            kind=str(dtype),
-        )
+        raise _unknown_dtype(key, dtype)
     return known.name
+
+
+def _unknown_dtype(key: str, dtype: torch.dtype) -> UnsupportedTensorError:
+    return UnsupportedTensorError(
+        f"'{key}' is a tensor of {dtype}, which the format has no place for. Convert it before saving (a quantized "
+        "tensor with int_repr(), and its scale beside it).",
+        key=key,
+        kind=str(dtype),
+    )
 
 
 def _part(array: Any, box: Box, origin: Sequence[int] | None = None) -> Any:

@@ -12,6 +12,7 @@ import torch
 from holdfast.boxes import Box, cut, place_of
 from holdfast.formats.native.numpy_padding import has_gaps, without_gaps
 from holdfast.planning.local_bytes import as_bytes, bytes_in_place
+from holdfast.planning.small_tensors import lies_ready
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -24,7 +25,7 @@ def tensor_pieces(tensor: torch.Tensor, largest: int = PIECE_BYTES, cast: torch.
     >>> [piece.tolist() for piece in tensor_pieces(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T, largest=2)]
     [[1, 3], [2, 4]]
     """
-    if _lies_ready(tensor) and (cast is None or cast == tensor.dtype):
+    if lies_ready(tensor) and (cast is None or cast == tensor.dtype):
         if tensor.numel():
             yield bytes_in_place(tensor)
         return
@@ -42,15 +43,6 @@ def array_pieces(array: npt.NDArray[Any], largest: int = PIECE_BYTES) -> Iterato
         return
     for part in _parts(array, largest // array.itemsize):
         yield np.ascontiguousarray(without_gaps(part)).reshape(-1).view(np.uint8)
-
-
-def _lies_ready(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-    )
 
 
 def _parts(array: Any, most: int) -> Iterator[Any]:

@@ -141,9 +141,10 @@ class Gathering:
         self.chunks.append(ChunkToWrite(number, name, dtype, shape, box.offsets, box.sizes))
 
 
-@dataclass(frozen=True, slots=True)
 class PlannedTensor(LocalTensor):
     """A tensor whose boxes come from a planner when they are needed: ``value`` is a list of boxes and functions."""
+
+    __slots__ = ()
 
     def pieces(self, box: Box, largest: int) -> Iterator[Bytes]:
         """The stored form of a box that lies in one of the planned ones."""

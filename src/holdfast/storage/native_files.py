@@ -19,14 +19,16 @@ from holdfast.boxes import Box
 from holdfast.errors import CheckpointExistsError, IncompleteSaveError, NotAFolderError
 from holdfast.formats.native.blocks import Digests
 from holdfast.formats.native.columns import Columns, digest_of, encode_columns
-from holdfast.formats.native.layout import ChunkToWrite, lay_out
+from holdfast.formats.native.layout import ChunkToWrite, FileLayout, lay_out
 from holdfast.formats.native.names import RECORD, data_file, generation_of, index_file
 from holdfast.formats.native.record import BLOCK_BYTES, Record, StoredFile, decode_record, encode_record
 from holdfast.formats.native.refs import TensorRef
-from holdfast.formats.native.writing import WRITE_BYTES, write_data_file
+from holdfast.formats.native.writing import Gather, write_data_file
 from holdfast.garbage import no_garbage_collection
 from holdfast.planning.holdings import LocalTensor
+from holdfast.planning.small_tensors import gather
 from holdfast.stores.store import Store
+from holdfast.tuning import MEMORY_BUDGET, ROOM_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +100,12 @@ def write_chunks(
     memory_budget: int | None = None,
 ) -> list[WrittenFile]:
     """Write this rank's chunks. Everything is durable when it returns; if it raises, nothing is left."""
-    write_bytes = WRITE_BYTES if memory_budget is None else min(WRITE_BYTES, memory_budget // 4)
+    budget = MEMORY_BUDGET if memory_budget is None else memory_budget
+    # Half of it is for what is being written. To reorder, convert and fetch from a device takes up to four copies.
+    for_rooms, converted = budget // 2, min(ROOM_BYTES, budget // 8)
 
     def pieces(chunk: ChunkToWrite) -> Any:
-        return local[chunk.key].pieces(Box(chunk.offsets, chunk.sizes), write_bytes)
+        return local[chunk.key].pieces(Box(chunk.offsets, chunk.sizes), converted)
 
     written: list[WrittenFile] = []
     try:
@@ -110,7 +114,7 @@ def write_chunks(
         for number, layout in enumerate(layouts):
             name = data_file(generation, rank, number)
             with store.create(name, layout.nbytes) as sink:
-                digests = write_data_file(sink, layout, pieces, BLOCK_BYTES, memory_budget)
+                digests = write_data_file(sink, layout, pieces, BLOCK_BYTES, for_rooms, _gathering(layout, local))
             rows = [(chunk.tensor, position, chunk.offsets, chunk.sizes) for chunk, position in layout.chunks]
             written.append(WrittenFile(name, layout.nbytes, rows, digests))
         store.sync()
@@ -118,6 +122,20 @@ def write_chunks(
         remove_unfinished(store, [file.name for file in written])
         raise
     return written
+
+
+def _gathering(layout: FileLayout, local: Mapping[str, LocalTensor]) -> Gather:
+    """Collects the small tensors of a file."""
+    ends = [*(position for _, position in layout.chunks), layout.nbytes][1:]
+    tensors = [
+        (_stored_as_it_is(local[chunk.key]), end - position)
+        for (chunk, position), end in zip(layout.chunks, ends, strict=True)
+    ]
+    return lambda number, room: gather(tensors, number, room)
+
+
+def _stored_as_it_is(held: LocalTensor) -> Any:
+    return held.value if held.stored_dtype is None else None
 
 
 def commit_checkpoint(

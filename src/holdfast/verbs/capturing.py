@@ -13,8 +13,7 @@ import torch
 from holdfast.errors import UnsupportedTensorError
 from holdfast.formats.native.values import Encoder, Path
 from holdfast.patterns import Choice, Selection
-from holdfast.planning.holdings import Holding, LocalTensor, address_of, hold, memory_of
-from holdfast.planning.tensors import size_and_dtype
+from holdfast.planning.holdings import Holding, LocalTensor, address_of, dtype_of_whole, hold, memory_of
 from holdfast.states.expanding import Expanded, expand
 from holdfast.states.selecting import select
 from holdfast.verbs.save_options import SaveOptions
@@ -35,13 +34,11 @@ class Captured:
     local: Mapping[str, LocalTensor]
 
 
-class _Tensor(NamedTuple):
-    """A tensor or numpy array of the state."""
+_Whose = Literal["shared", "first rank's", "own"]
+"""Shared: all ranks that have one should have the same."""
 
-    key: str
-    value: Any
-    whose: Literal["shared", "first rank's", "own"]
-    """Shared: all ranks that have one should have the same."""
+_Tensor = tuple[str, Any, _Whose]
+"""The key and the value of a tensor or numpy array of the state."""
 
 
 class _Encoded(NamedTuple):
@@ -79,9 +76,8 @@ class Capture:
         if not self.selection.is_everything:
             expanded = select(expanded, self.selection, self.rank)
         encoded = self._encoded(expanded)
-        held = self._held(encoded.tensors)
-        local = {tensor.key: tensor for _, tensor in held}
-        return Captured(encoded.tree, encoded.own, _with_ties([holding for holding, _ in held], local), local)
+        holdings, local = self._held(encoded.tensors)
+        return Captured(encoded.tree, encoded.own, _with_ties(holdings, local), local)
 
     def _encoded(self, expanded: Expanded) -> _Encoded:
         """The state as typed values, and the tensors that were met on the way."""
@@ -92,46 +88,47 @@ class Capture:
 
         encoder = Encoder(meet, allow_pickle=self.allow_pickle)
         tree = encoder.encode(expanded.tree)
-        tensors = [
-            _Tensor(key, tensor, "first rank's" if path in expanded.from_first_rank else "shared")
+        of_first = expanded.from_first_rank
+        tensors: list[_Tensor] = [
+            (key, tensor, "first rank's" if of_first and path in of_first else "shared")
             for key, (path, tensor) in zip(encoder.keys(), met, strict=True)
         ]
         own = {}
         for name, (path, value) in expanded.slots.items():
             met.clear()
             own[name] = encoder.encode(value, (*path, self.rank))
-            tensors += [_Tensor(key, tensor, "own") for key, (_, tensor) in zip(encoder.keys(), met, strict=True)]
+            tensors += [(key, tensor, "own") for key, (_, tensor) in zip(encoder.keys(), met, strict=True)]
         return _Encoded(tree, own, tensors)
 
-    def _held(self, tensors: list[_Tensor]) -> list[tuple[Holding, LocalTensor]]:
+    def _held(self, tensors: list[_Tensor]) -> tuple[list[Holding], dict[str, LocalTensor]]:
         """Describe all tensors, or raise one error for all that cannot be stored."""
-        held: list[tuple[Holding, LocalTensor]] = []
+        holdings: list[Holding] = []
+        local: dict[str, LocalTensor] = {}
         refused: list[UnsupportedTensorError] = []
-        for tensor in tensors:
+        for key, value, whose in tensors:
+            stored_dtype = self._stored_dtype(key, value) if self.cast else None
+            compare = self.compare_copies and whose == "shared"
             try:
-                held.append(self._hold(tensor))
+                holding, local[key] = hold(key, value, stored_dtype=stored_dtype, compare=compare)
+                holdings.append(holding if whose == "shared" else self._marked(holding, value, whose))
             except UnsupportedTensorError as error:
                 refused.append(error)
         if refused:
             raise _all_refused(refused)
-        return held
+        return holdings, local
 
-    def _hold(self, tensor: _Tensor) -> tuple[Holding, LocalTensor]:
-        key, value, whose = tensor
-        compare = self.compare_copies and whose == "shared"
-        holding, local = hold(key, value, stored_dtype=self._stored_dtype(key, value), compare=compare)
+    def _marked(self, holding: Holding, value: Any, whose: _Whose) -> Holding:
+        """A description that tells whose the tensor is."""
         if whose == "own":
             _refuse_sharded(holding, value)
-            holding = holding._replace(kind="per_rank", rank=self.rank)
-        elif whose == "first rank's":
-            holding = holding._replace(from_first_rank=True)
-        return holding, local
+            return holding._replace(kind="per_rank", rank=self.rank)
+        return holding._replace(from_first_rank=True)
 
     def _stored_dtype(self, key: str, tensor: Any) -> torch.dtype | None:
-        wish: torch.dtype | None = self.cast(key) if self.cast else None
+        wish: torch.dtype | None = self.cast(key)
         if wish is None or isinstance(tensor, np.ndarray):
             return None
-        _, dtype = size_and_dtype(tensor)
+        dtype = dtype_of_whole(tensor)
         # A pattern such as "model.*" is about weights, and must not take away a counter's or a mask's meaning.
         return wish if dtype.is_floating_point and dtype not in PACKED and dtype != wish else None
 
@@ -150,6 +147,8 @@ def _with_ties(holdings: list[Holding], local: Mapping[str, LocalTensor]) -> lis
     """Note which keys are further names of the very same memory, stored in the same way."""
     addresses = [address_of(local[holding.key].value) for holding in holdings]
     how_often = Counter(addresses)
+    if len(how_often) == len(addresses):
+        return holdings
     first: dict[Any, str] = {}
     for number, (holding, address) in enumerate(zip(holdings, addresses, strict=True)):
         memory = memory_of(local[holding.key].value) if how_often[address] > 1 else None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring
 from math import prod
 from typing import NamedTuple
 
@@ -52,6 +52,8 @@ def lay_out(chunks: Sequence[ChunkToWrite], generation: str, max_file_size: int 
     """
     if max_file_size is not None and max_file_size < 1:
         raise ValueError(f"a file cannot have {max_file_size} bytes at most; give a larger max_file_size, or None")
+    if max_file_size is None and sum(map(_most_bytes_in_header, chunks)) <= _LARGEST_HEADER:
+        return [_lay_out_file(chunks, generation)] if chunks else []
     files: list[list[ChunkToWrite]] = []
     room = room_in_header = 0
     for chunk in chunks:
@@ -78,22 +80,46 @@ def _cut(chunk: ChunkToWrite, largest: int) -> Iterator[ChunkToWrite]:
 
 
 def _lay_out_file(chunks: Sequence[ChunkToWrite], generation: str) -> FileLayout:
-    content: dict[str, object] = {METADATA_KEY: {"holdfast": "1", "generation": generation}}
+    entries = [f'"{METADATA_KEY}":{{"holdfast":"1","generation":{encode_basestring(generation)}}}']
+    taken = {METADATA_KEY}
     placed: list[tuple[ChunkToWrite, int]] = []
     position = 0
-    # Those that need most alignment first, so that each has it: readers that map a file need it.
-    for chunk in sorted(chunks, key=lambda chunk: -_alignment(chunk.dtype.itemsize)):
-        end = position + chunk.nbytes
-        name = _free_name(_name(chunk), content)
-        shape = chunk.dtype.shape_in_file(chunk.sizes)
-        content[name] = {"dtype": chunk.dtype.stored_as, "shape": shape, "data_offsets": (position, end)}
+    # The texts are put together by hand, since all is the same for chunks of one dtype and size but name and place.
+    alike: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
+    for chunk in _by_alignment(chunks):
+        _, key, dtype, shape, _, sizes = chunk
+        known = alike.get((dtype.name, sizes))
+        if known is None:
+            known = alike[dtype.name, sizes] = _described(dtype, sizes), chunk.nbytes
+        described, nbytes = known
+        name = key if sizes == shape else _name_of_part(chunk)
+        if name in taken or not name.isascii():
+            name = _free_name(name, taken)
+        taken.add(name)
+        end = position + nbytes
+        entries.append(f"{encode_basestring(name)}:{described}[{position},{end}]}}")
         placed.append((chunk, position))
         position = end
-    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text = f"{{{','.join(entries)}}}".encode()
     text += b" " * (-(len(text) + LENGTH_BYTES) % DATA_ALIGNMENT)
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text
     start = len(header)
     return FileLayout(header, [(chunk, start + at) for chunk, at in placed], start + position)
+
+
+def _described(dtype: DType, sizes: tuple[int, ...]) -> str:
+    """What the header says of such chunks, up to their places."""
+    shape = ",".join(map(str, dtype.shape_in_file(sizes)))
+    return f'{{"dtype":"{dtype.stored_as}","shape":[{shape}],"data_offsets":'
+
+
+def _by_alignment(chunks: Sequence[ChunkToWrite]) -> Sequence[ChunkToWrite]:
+    """Those that need most alignment first, so that each has it: readers that map a file need it."""
+    alignments = [_alignment(chunk.dtype.itemsize) for chunk in chunks]
+    if len(set(alignments)) <= 1:
+        return chunks
+    order = sorted(range(len(chunks)), key=alignments.__getitem__, reverse=True)  # stable also in reverse
+    return [chunks[number] for number in order]
 
 
 def _alignment(itemsize: int) -> int:
@@ -101,14 +127,12 @@ def _alignment(itemsize: int) -> int:
     return itemsize & -itemsize
 
 
-def _name(chunk: ChunkToWrite) -> str:
-    if chunk.sizes == chunk.shape:
-        return chunk.key
+def _name_of_part(chunk: ChunkToWrite) -> str:
     ranges = (f"{start}:{start + size}" for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
     return f"{chunk.key}[{','.join(ranges)}]"
 
 
-def _free_name(name: str, taken: dict[str, object]) -> str:
+def _free_name(name: str, taken: set[str]) -> str:
     if not name.isascii():
         name = name.encode("utf-8", "backslashreplace").decode()  # a text may hold what UTF-8 cannot
     candidate, number = name, 1

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii
 from math import prod
 from typing import Any
 
@@ -70,9 +71,9 @@ def encode_record(record: Record) -> bytes:
         _member("block_bytes", record.block_bytes),
         _member("written", dict(record.written)),
         _member("metadata", record.metadata),
-        _table("files", [{"name": file.name, "bytes": file.nbytes} for file in record.files]),
+        _table("files", [_dumps({"name": file.name, "bytes": file.nbytes}) for file in record.files]),
         _member("index", {"name": record.index.name, "bytes": record.index.nbytes, "xxh3_128": record.index.digest}),
-        _table("tensors", [_tensor_members(tensor) for tensor in record.tensors]),
+        _table("tensors", _tensor_rows(record.tensors)),
         _member("tree", record.tree),
     ]
     # Escapes for all but ASCII: a text may hold what UTF-8 cannot, such as half of a surrogate pair.
@@ -125,26 +126,38 @@ def _refuse_newer(major: int, minor: int, source: str, doubt: str = "") -> None:
 
 
 def _member(name: str, value: Any) -> str:
-    return f'"{name}":{json.dumps(value, separators=(",", ":"), allow_nan=False)}'
+    return f'"{name}":{_dumps(value)}'
 
 
-def _table(name: str, rows: list[dict[str, Any]]) -> str:
-    encode = json.JSONEncoder(separators=(",", ":")).encode
-    return f'"{name}":[\n' + ",\n".join(map(encode, rows)) + "]"
+def _dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def _tensor_members(tensor: TensorRef) -> dict[str, Any]:
-    members: dict[str, Any] = {
-        "key": tensor.key,
-        "dtype": tensor.dtype.name,
-        "shape": list(tensor.shape),
-        "kind": tensor.kind,
-    }
+def _table(name: str, rows: Iterable[str]) -> str:
+    return f'"{name}":[\n' + ",\n".join(rows) + "]"
+
+
+def _tensor_rows(tensors: Iterable[TensorRef]) -> list[str]:
+    """What the record says of each tensor; all but the key is put into words once for those that are alike."""
+    alike: dict[Any, str] = {}
+    rows = []
+    for tensor in tensors:
+        form = (tensor.dtype.name, tensor.shape, tensor.kind, tensor.rank)
+        if tensor.numpy is None:
+            members = alike.get(form) or alike.setdefault(form, _members_but_key(tensor))
+        else:  # a list, perhaps
+            members = _members_but_key(tensor)
+        rows.append(f'{{"key":{encode_basestring_ascii(tensor.key)},{members}')
+    return rows
+
+
+def _members_but_key(tensor: TensorRef) -> str:
+    members: dict[str, Any] = {"dtype": tensor.dtype.name, "shape": list(tensor.shape), "kind": tensor.kind}
     if tensor.rank is not None:
         members["rank"] = tensor.rank
     if tensor.numpy is not None:
         members["numpy"] = tensor.numpy
-    return members
+    return _dumps(members)[1:]
 
 
 def _opened(data: bytes, source: str) -> dict[str, Any]:

@@ -10,12 +10,15 @@ import numpy.typing as npt
 
 from holdfast.formats.native.blocks import Digests, digest_blocks
 from holdfast.formats.native.layout import ChunkToWrite, FileLayout
+from holdfast.tuning import ROOM_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 Pieces = Callable[[ChunkToWrite], Iterable[Bytes]]
 """The bytes of a chunk, in order, in as many pieces as is convenient."""
 
-WRITE_BYTES = 8 << 20
+Gather = Callable[[int, Bytes], tuple[int, int]]
+"""Puts whole chunks, beginning with the one of that number, into a room: as many as can be had without effort and fit,
+perhaps none. Tells how many, and how many bytes they took."""
 
 
 class Stream(Protocol):
@@ -26,7 +29,12 @@ class Stream(Protocol):
 
 
 def write_data_file(
-    stream: Stream, layout: FileLayout, pieces: Pieces, block_bytes: int, memory: int | None = None
+    stream: Stream,
+    layout: FileLayout,
+    pieces: Pieces,
+    block_bytes: int,
+    memory: int | None = None,
+    gather: Gather | None = None,
 ) -> Digests:
     """Write a file as it was laid out. Returns the digests of its blocks.
 
@@ -35,14 +43,25 @@ def write_data_file(
     """
     rooms = _Rooms(stream, block_bytes, memory)
     rooms.take(np.frombuffer(layout.header, np.uint8))
-    for chunk, _ in layout.chunks:
-        given = 0
-        for piece in pieces(chunk):
-            rooms.take(piece)
-            given += piece.nbytes
-        if given != chunk.nbytes:
-            raise AssertionError(f"{chunk.key!r} was planned with {chunk.nbytes} bytes and came with {given}")
+    number, count = 0, len(layout.chunks)
+    while number < count:
+        if gather is not None:
+            gathered, filled = gather(number, rooms.rest())
+            rooms.filled(filled)
+            number += gathered
+        if number < count:  # the next one does not fit whole, or has to be converted
+            _write_chunk(rooms, layout.chunks[number][0], pieces)
+            number += 1
     return rooms.finish()
+
+
+def _write_chunk(rooms: _Rooms, chunk: ChunkToWrite, pieces: Pieces) -> None:
+    given = 0
+    for piece in pieces(chunk):
+        rooms.take(piece)
+        given += piece.nbytes
+    if given != chunk.nbytes:
+        raise AssertionError(f"{chunk.key!r} was planned with {chunk.nbytes} bytes and came with {given}")
 
 
 class _Rooms:
@@ -73,6 +92,17 @@ class _Rooms:
                 self._hand_on()
                 self._begin()
 
+    def rest(self) -> Bytes:
+        """What is free of the room, for bytes to be put there."""
+        return self._room[self._filled :]
+
+    def filled(self, count: int) -> None:
+        """The next bytes of the file have been put into the rest of the room."""
+        self._filled += count
+        if self._filled == self._room.nbytes:
+            self._hand_on()
+            self._begin()
+
     def finish(self) -> Digests:
         """Hand on the rest. Returns all digests."""
         if self._filled:
@@ -83,7 +113,7 @@ class _Rooms:
         lent = self._stream.room(self._memory) if hasattr(self._stream, "room") else None
         if lent is None:
             if self._own is None:
-                size = WRITE_BYTES if self._memory is None else min(WRITE_BYTES, self._memory)
+                size = ROOM_BYTES if self._memory is None else min(ROOM_BYTES, self._memory)
                 self._own = np.empty(max(1, size // self._block_bytes) * self._block_bytes, np.uint8)
             self._room = self._own
         else:
