@@ -96,7 +96,11 @@ class DcpSource(Source):
         return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
 
     def read(self, requests: Sequence[Request], *, verify: bool = True) -> int:
-        """Fill the memory of all requests, chunk by chunk; a chunk that several requests share is read once."""
+        """Fill the memory of all requests, chunk by chunk; what several requests share is read once.
+
+        With ``verify`` a chunk of which all is wanted is compared with its CRC. There is none for parts of chunks: of
+        those only the ranges that are wanted are read, unchecked.
+        """
         check_requests(requests, self.tensors)
         by_key: dict[str, list[Request]] = defaultdict(list)
         for request in requests:
@@ -107,9 +111,7 @@ class DcpSource(Source):
             assert isinstance(entry, TensorStorageMetadata)
             boxes = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in wanted]
             items += create_read_items_for_chunk_list(key, entry, boxes)
-        self._carry_out(items, _Placing(by_key, self._index), verify=verify)
-        places = self._index.storage_data
-        return sum(places[index].length for index in {item.storage_index for item in items})
+        return self._carry_out(items, _Placing(by_key, self._index), verify=verify)
 
     def _read_index(self) -> Metadata:
         reader = self._reader()
@@ -131,10 +133,11 @@ class DcpSource(Source):
         self._carry_out([create_read_item_for_bytes(key) for key in keys], taking, verify=True)
         return taking.values
 
-    def _carry_out(self, items: list[ReadItem], planner: LoadPlanner, *, verify: bool) -> None:
+    def _carry_out(self, items: list[ReadItem], planner: LoadPlanner, *, verify: bool) -> int:
         reader = self._reader(verify=verify)  # one for every call: it is cheap, and calls may come from many threads
         reader.set_up_storage_reader(self._index, is_coordinator=True)
         reader.read_data(LoadPlan(items), planner).wait()
+        return reader.bytes_read
 
     def _reader(self, *, verify: bool | None = None) -> FileSystemReader:
         return FileSystemReader(self.location, allow_pickle=self._allow_pickle, verify=verify)

@@ -28,7 +28,8 @@ from holdfast.storage.hf_commit import Folder
 from holdfast.storage.hf_files import _HFStorageInfo
 from holdfast.storage.hf_folder import StoredKey, read_contents
 from holdfast.storage.hf_opening import opened_as_described
-from holdfast.storage.reader import FileSystemReader, how_far
+from holdfast.storage.load_progress import how_far
+from holdfast.storage.reader import FileSystemReader
 from holdfast.storage.region_reads import read_region
 from holdfast.stores.filesystem import AnyPath
 

@@ -1,7 +1,8 @@
 """Carries out load plans on files in DCP's format, ours or torch's.
 
-Every blob is read once, checked, and then handed to all items that need a part of it. What is checked: the CRCs that
-the index holds if we wrote the checkpoint (they notice a swapped file too), or else those in the archives themselves.
+No byte is read twice. Of a chunk that is needed as a whole the CRC is compared: with what the index holds if we wrote
+the checkpoint (that notices a swapped file too), or else with what the archive itself says. Of other chunks only the
+ranges that are needed are read; there is no CRC for those.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import io
 import os
 import uuid
-import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
@@ -20,10 +21,13 @@ import torch
 from torch.futures import Future
 
 from holdfast import settings
+from holdfast.boxes import Box
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastError
+from holdfast.formats.crc import crc32
 from holdfast.formats.dcp.archive import read_tensor
 from holdfast.formats.dcp.index import decode_index
 from holdfast.formats.dcp.storage_info import _StorageInfo
+from holdfast.formats.dcp.zip_layout import damaged
 from holdfast.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -34,16 +38,26 @@ from holdfast.metadata import (
 from holdfast.planning.plan import LoadItemType, LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner
 from holdfast.storage import layout
+from holdfast.storage.blob_steps import Batch, Chunk, Closing, StoredItems, WholeBlob
+from holdfast.storage.byte_ranges import Ranges, StreamRanges, is_plain, opened_ranges
+from holdfast.storage.chunk_reads import ChunkRead, Wanted
 from holdfast.storage.contract import StorageReader
 from holdfast.storage.filling import fill, narrowed, resolve_target
+from holdfast.storage.load_progress import Progress
 from holdfast.storage.rank_local import merge_rank_metadata, shared_save_id
+from holdfast.storage.read_steps import Step, carry_out
+from holdfast.storage.stored_chunks import archived_elements, check_envelope, sealed_elements
+from holdfast.storage.tensor_places import TensorPlace
 from holdfast.storage.transforms import ReaderTransforms, TransformRegistry
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
 from holdfast.stores.local import FileSystem
 from holdfast.stores.windows import ReaderView
+from holdfast.tuning import MERGE_GAP, READ_BYTES, SEVERAL_READERS_FROM
 
-Blob: TypeAlias = bytes | bytearray
+Blob: TypeAlias = bytes | bytearray | memoryview
 
+_SMALL_BLOB = 256 << 10
+"""Blobs of up to so many bytes are read together with their neighbours, and copied."""
 _TRANSFORM_PIECE = 1 << 20
 _ENVELOPE = 1 << 20
 """More than an archive takes around the bytes of a tensor."""
@@ -75,6 +89,8 @@ class FileSystemReader(StorageReader):
         self.load_id = str(uuid.uuid4())
         self.rank: int | None = None
         self.use_collectives = True
+        self.bytes_read = 0
+        """Of data files, by the last ``read_data``."""
         self._metadata: Metadata | None = None
 
     @property
@@ -164,25 +180,119 @@ class FileSystemReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all items. An error tells whether the state was already changed."""
-        applied = 0
+        progress = Progress(len(plan.items))
         try:
             # Values first: one that is refused must not leave tensors changed.
             for kind in (LoadItemType.BYTE_IO, LoadItemType.TENSOR):
                 wanted = [item for item in plan.items if item.type == kind]
-                for file_name, blobs in self._by_file_and_blob(wanted).items():
-                    with self._opened(file_name, blobs) as stream:
-                        for info, items in blobs:
-                            for _ in self._read_blob(stream, info, items, planner):
-                                applied += 1
+                self._read_items(wanted, planner, progress)
         except HoldfastError as error:
-            error.message = f"{error.message} {how_far(applied, len(plan.items))}"
+            error.message = f"{error.message} {progress.how_far()}"
             raise
         except Exception as error:
-            note = how_far(applied, len(plan.items))
+            note = progress.how_far()
             raise HoldfastError(f"reading {self.path} failed: {type(error).__name__}: {error}. {note}") from error
+        self.bytes_read = progress.bytes_read
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read_items(self, wanted: Sequence[ReadItem], planner: LoadPlanner, progress: Progress) -> None:
+        files = self._by_file_and_blob(wanted)
+        stored = sum(blob.info.length for blobs in files.values() for blob in blobs)
+        in_threads = self._reads_plain_files() and stored >= SEVERAL_READERS_FROM
+        with ExitStack() as open_files:
+            try:
+                carry_out(self._steps(files, planner, progress, open_files), in_threads=in_threads)
+            except BaseException:
+                progress.clear_what_is_half_read()
+                raise
+
+    def _steps(
+        self,
+        files: Mapping[str, Sequence[StoredItems]],
+        planner: LoadPlanner,
+        progress: Progress,
+        open_files: ExitStack,
+    ) -> Iterator[Step]:
+        """What to do for the blobs of each file, in the order in which they lie."""
+        verify = self._verifies()
+
+        def apply(blob: StoredItems, content: Blob) -> None:
+            progress.bytes_read += blob.info.length
+            self._apply_blob(blob, content, planner, progress, verify=verify)
+
+        for file_name, blobs in files.items():
+            until_read = open_files.enter_context(ExitStack())
+            file = until_read.enter_context(self._opened(file_name, blobs))
+            together = Batch(file, apply)
+            for blob in blobs:
+                self._refuse_short_file(file, blob)
+                chunk = self._as_chunk(file, blob, planner, progress, verify=verify)
+                if chunk is not None:
+                    yield from together.steps()
+                    together = Batch(file, apply)
+                    yield from chunk.steps(progress)
+                elif isinstance(file, StreamRanges):
+                    yield WholeBlob(blob, partial(_all_of, self._slice_file(file.stream, blob.info)), apply)
+                else:
+                    if not together.takes(blob.info, most=READ_BYTES, gap=MERGE_GAP):
+                        yield together
+                        together = Batch(file, apply)
+                    together.add(blob)
+            yield from together.steps()
+            yield Closing(until_read.close)
+
+    def _as_chunk(
+        self, file: Ranges, blob: StoredItems, planner: LoadPlanner, progress: Progress, *, verify: bool
+    ) -> Chunk | None:
+        """The blob as a chunk that is read in ranges; None if it is to be read as a whole."""
+        info, items = blob
+        if items[0].type == LoadItemType.BYTE_IO or info.transform_descriptors or info.length <= MERGE_GAP:
+            return None
+        index = items[0].storage_index
+        entry, stored = self._stored_chunk(index)
+        all_of_it = sum(item.lengths.numel() for item in items) >= stored.sizes.numel()
+        if all_of_it and (isinstance(file, StreamRanges) or info.length <= _SMALL_BLOB):
+            return None
+        source = self._source_of(info)
+        if info.seal is not None:
+            elements = sealed_elements(info, entry.properties.dtype, stored)
+        else:
+            elements = archived_elements(file, info, stored, source=source, key=index.fqn, verify=verify)
+        if elements is None:
+            return None
+        targets = [resolve_target(item, planner) for item in items]
+        places = [
+            TensorPlace(target, elements.dtype, item.dest_index.fqn)
+            for item, target in zip(items, targets, strict=True)
+        ]
+        wanted = [
+            Wanted(Box(tuple(item.storage_offsets), tuple(item.lengths)), place)
+            for item, place in zip(items, places, strict=True)
+        ]
+        reading = ChunkRead(file, elements.position, stored.sizes, elements.dtype.itemsize, wanted)
+        # A part of a chunk has no CRC of its own that it could be compared with.
+        checked = verify and reading.is_whole and elements.crc is not None
+        if checked and info.seal is not None:
+            check_envelope(file, info, info.seal, source, index.fqn)
+
+        def finish(crc: int) -> None:
+            if checked and crc != elements.crc:
+                raise _wrong_crc(info, source, index, elements.crc or 0, crc)
+            for item, target in zip(items, targets, strict=True):
+                planner.commit_tensor(item, target)
+            progress.end(chunk, len(items))
+
+        chunk = Chunk(reading, places, finish, summed=checked)
+        return chunk
+
+    def _reads_plain_files(self) -> bool:
+        """Whether files may be read directly. Those who have a file system or slices of their own see every blob."""
+        return is_plain(self.fs) and type(self)._slice_file is FileSystemReader._slice_file
+
+    def _source_of(self, info: _StorageInfo) -> str:
+        return str(self.fs.concat_path(self.path, info.relative_path))
 
     def _get_metadata_path(self, rank: int | None = None) -> AnyPath:
         return self.fs.concat_path(self.path, layout.metadata_name(rank))
@@ -190,12 +300,12 @@ class FileSystemReader(StorageReader):
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> ReaderView:
         return ReaderView(file, sinfo.offset, sinfo.length)
 
-    def _by_file_and_blob(self, wanted: Sequence[ReadItem]) -> dict[str, list[tuple[_StorageInfo, list[ReadItem]]]]:
+    def _by_file_and_blob(self, wanted: Sequence[ReadItem]) -> dict[str, list[StoredItems]]:
         """The items of each blob together, the blobs of each file in the order in which they lie."""
         by_index: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
         for item in wanted:
             by_index[item.storage_index].append(item)
-        files: dict[str, list[tuple[_StorageInfo, list[ReadItem]]]] = defaultdict(list)
+        files: dict[str, list[StoredItems]] = defaultdict(list)
         for index, items in by_index.items():
             info = self.storage_data.get(index)
             if info is None:
@@ -207,15 +317,16 @@ class FileSystemReader(StorageReader):
                     expected="a place in a file",
                     found=None,
                 )
-            files[info.relative_path].append((info, items))
+            files[info.relative_path].append(StoredItems(info, items))
         for blobs in files.values():
-            blobs.sort(key=lambda blob: blob[0].offset)
+            blobs.sort(key=lambda blob: blob.info.offset)
         return files
 
-    def _opened(self, file_name: str, blobs: list[tuple[_StorageInfo, list[ReadItem]]]) -> Any:
+    @contextmanager
+    def _opened(self, file_name: str, blobs: Sequence[StoredItems]) -> Iterator[Ranges]:
         file = self.fs.concat_path(self.path, file_name)
         if not self.fs.exists(file):
-            key = blobs[0][1][0].storage_index.fqn
+            key = blobs[0].items[0].storage_index.fqn
             raise DamagedCheckpointError(
                 f"{file} is missing; '{key}' and {len(blobs) - 1} other stored item(s) are in it. If a save has "
                 "replaced the checkpoint meanwhile, load again; if not, copy the file back or load another checkpoint.",
@@ -224,38 +335,48 @@ class FileSystemReader(StorageReader):
                 expected="a file",
                 found=None,
             )
-        return self.fs.create_stream(file, "rb")
+        if self._reads_plain_files():
+            with opened_ranges(self.fs, file) as ranges:
+                yield ranges
+        else:
+            with self.fs.create_stream(file, "rb") as stream:
+                yield StreamRanges(stream)
 
-    def _read_blob(
-        self, stream: Any, info: _StorageInfo, items: list[ReadItem], planner: LoadPlanner
-    ) -> Iterator[ReadItem]:
-        """Apply items that need a part of one blob. Yields each as soon as it has changed the state."""
-        index = items[0].storage_index
-        source = str(self.fs.concat_path(self.path, info.relative_path))
-        blob: Blob = _all_of(self._slice_file(stream, info))
-        if len(blob) != info.length:
-            raise DamagedCheckpointError(
-                f"{source} ends {info.length - len(blob)} byte(s) too early: {_name(index)} should be the "
-                f"{info.length} bytes at {info.offset}. The file was cut off; copy it again, or load another one.",
-                file=source,
-                key=index.fqn,
-                expected=info.length,
-                found=len(blob),
-            )
-        if self._verifies() and info.seal is not None:
+    def _refuse_short_file(self, file: Ranges, blob: StoredItems) -> None:
+        info, index = blob.info, blob.items[0].storage_index
+        found = max(0, min(info.length, file.size - info.offset))
+        if found == info.length:
+            return
+        source = self._source_of(info)
+        raise DamagedCheckpointError(
+            f"{source} ends {info.length - found} byte(s) too early: {_name(index)} should be the "
+            f"{info.length} bytes at {info.offset}. The file was cut off; copy it again, or load another one.",
+            file=source,
+            key=index.fqn,
+            expected=info.length,
+            found=found,
+        )
+
+    def _apply_blob(
+        self, stored: StoredItems, blob: Blob, planner: LoadPlanner, progress: Progress, *, verify: bool
+    ) -> None:
+        """Apply items that need a part of one blob, which is in memory."""
+        info, items = stored
+        index, source = items[0].storage_index, self._source_of(info)
+        if verify and info.seal is not None:
             _check_seal(blob, info, source, index)
         if info.transform_descriptors:
             blob = self._transformed_back(blob, info.transform_descriptors, source, items[0])
         if items[0].type == LoadItemType.BYTE_IO:
             for item in items:
-                planner.load_bytes(item, _NamedBytes(blob, source, self._verifies() and info.seal is None))
-                yield item
+                planner.load_bytes(item, _NamedBytes(blob, source, verify and info.seal is None))
+                progress.applied += 1
             return
-        tensor = self._tensor_of(blob, info, source, index)
+        tensor = self._tensor_of(blob, info, source, index, verify=verify)
         for item in items:
             target = resolve_target(item, planner)
             fill(target, narrowed(tensor, item.storage_offsets, item.lengths), item.dest_index.fqn)
-            yield item
+            progress.applied += 1
             planner.commit_tensor(item, target)
 
     def _transformed_back(self, blob: Blob, descriptors: Sequence[str], source: str, item: ReadItem) -> Blob:
@@ -297,7 +418,9 @@ class FileSystemReader(StorageReader):
         entry, chunk = self._stored_chunk(item.storage_index)
         return chunk.sizes.numel() * (entry.properties.dtype.itemsize + _WIDEST_ELEMENT) + _ENVELOPE
 
-    def _tensor_of(self, blob: Blob, info: _StorageInfo, source: str, index: MetadataIndex) -> torch.Tensor:
+    def _tensor_of(
+        self, blob: Blob, info: _StorageInfo, source: str, index: MetadataIndex, *, verify: bool
+    ) -> torch.Tensor:
         entry, chunk = self._stored_chunk(index)
         seal = info.seal
         if seal is not None and seal.payload_length < len(blob) and not info.transform_descriptors:
@@ -305,7 +428,7 @@ class FileSystemReader(StorageReader):
             tensor = _from_payload(payload, entry.properties.dtype, chunk)
             if tensor is not None:
                 return tensor
-        tensor = read_tensor(blob, source=source, key=index.fqn, verify=self._verifies() and seal is None)
+        tensor = read_tensor(blob, source=source, key=index.fqn, verify=verify and seal is None)
         if tensor.size() != chunk.sizes:
             raise DamagedCheckpointError(
                 f"{source}: {_name(index)} should be of shape {list(chunk.sizes)}, not {list(tensor.size())}. "
@@ -374,8 +497,8 @@ def _check_seal(blob: Blob, info: _StorageInfo, source: str, index: MetadataInde
     end = seal.payload_offset + seal.payload_length
     view = memoryview(blob)
     found = (
-        zlib.crc32(view[seal.payload_offset : end]),
-        zlib.crc32(view[end:], zlib.crc32(view[: seal.payload_offset])),
+        crc32(view[seal.payload_offset : end]),
+        crc32(view[end:], crc32(view[: seal.payload_offset])),
     )
     expected = (seal.payload_crc, seal.envelope_crc)
     if found != expected:
@@ -388,6 +511,22 @@ def _check_seal(blob: Blob, info: _StorageInfo, source: str, index: MetadataInde
             expected=expected,
             found=found,
         )
+
+
+def _wrong_crc(
+    info: _StorageInfo, source: str, index: MetadataIndex, expected: int, found: int
+) -> DamagedCheckpointError:
+    """The error for elements that are not those that were saved."""
+    if info.seal is None:
+        return damaged(source, index.fqn, "wrong CRC-32 of its elements", f"{expected:08x}", f"{found:08x}")
+    return DamagedCheckpointError(
+        f"{source} is damaged: {_name(index)} (bytes {info.offset} to {info.offset + info.length}) has CRC {found:08x} "
+        f"where the index says {expected:08x}. Copy the file again, or load another checkpoint.",
+        file=source,
+        key=index.fqn,
+        expected=expected,
+        found=found,
+    )
 
 
 def _all_of(window: ReaderView) -> bytearray:
@@ -409,14 +548,9 @@ def _from_payload(payload: memoryview, dtype: torch.dtype, chunk: ChunkStorageMe
     if payload.nbytes == 0:
         return torch.empty(chunk.sizes, dtype=dtype)
     raw = torch.frombuffer(payload if not payload.readonly else bytearray(payload), dtype=torch.uint8)
+    if raw.data_ptr() % dtype.itemsize:
+        raw = raw.clone()
     return raw.view(dtype).view(chunk.sizes)
-
-
-def how_far(applied: int, total: int) -> str:
-    """What had already happened to the state when reading failed."""
-    if applied == 0:
-        return f"None of the {total} item(s) of this rank had been loaded."
-    return f"{applied} of {total} item(s) of this rank had been loaded already: the state is a mix of old and new."
 
 
 def _name(index: MetadataIndex) -> str:

@@ -1,0 +1,84 @@
+"""Files that are read in ranges of bytes: those of the local disk at any place at once, others through their stream."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from holdfast.formats.crc import crc32
+from holdfast.stores.file_reader import open_file
+from holdfast.stores.filesystem import AnyPath, FileSystemBase
+from holdfast.stores.local import FileSystem
+from holdfast.tuning import CACHED_READ_BYTES
+
+_OPENED_BY_THE_SYSTEM = FileSystem.create_stream
+
+
+class Ranges(Protocol):
+    """The bytes of an open file."""
+
+    size: int
+
+    def read_into(self, begin: int, buffer: Any, /) -> None:
+        """Fill the buffer with the bytes from ``begin`` on."""
+
+
+def is_plain(fs: FileSystemBase) -> bool:
+    """Whether a file system opens files as the operating system does, so that one may go to that directly."""
+    return type(fs).create_stream is _OPENED_BY_THE_SYSTEM
+
+
+@contextmanager
+def opened_ranges(fs: FileSystemBase, path: AnyPath) -> Iterator[Ranges]:
+    """Open a file for reading. Only what ``is_plain`` may be read by several threads."""
+    if is_plain(fs):
+        reader = open_file(os.fspath(path))
+        try:
+            yield reader
+        finally:
+            reader.close()
+    else:
+        with fs.create_stream(path, "rb") as stream:
+            yield StreamRanges(stream)
+
+
+class StreamRanges:
+    """A stream that can be moved about.
+
+    >>> import io
+    >>> two = bytearray(2)
+    >>> StreamRanges(io.BytesIO(b"holdfast")).read_into(4, two)
+    >>> two
+    bytearray(b'fa')
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.size: int = stream.seek(0, os.SEEK_END)
+
+    def read_into(self, begin: int, buffer: Any, /) -> None:
+        """Fill the buffer."""
+        view = memoryview(buffer)
+        self.stream.seek(begin)
+        done = 0
+        while done < view.nbytes:
+            count = self.stream.readinto(view[done:])
+            if not count:
+                raise EOFError(f"{view.nbytes} bytes are wanted at {begin}, and there are {done}")
+            done += count
+
+
+def read_with_crc(file: Ranges, begin: int, memory: memoryview) -> int:
+    """Fill memory, and sum up what was read: piece by piece while it is still in the processor's own cache."""
+    read_cached = getattr(file, "read_cached", None)
+    done, crc = 0, 0
+    while done < memory.nbytes:
+        piece = memory[done : done + CACHED_READ_BYTES]
+        if read_cached is None or not read_cached(begin + done, piece):
+            piece = memory[done:]  # a disk works better with one large request
+            file.read_into(begin + done, piece)
+        crc = crc32(piece, crc)
+        done += piece.nbytes
+    return crc
