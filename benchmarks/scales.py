@@ -1,0 +1,90 @@
+"""How much is measured: the full suite, the quick one, and one that only shows that everything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The sizes of all workloads, and how often they are repeated."""
+
+    name: str
+    minutes: float
+    """All of it takes about that long; the number of rounds is chosen accordingly."""
+    fewest_rounds: int
+    most_rounds: int
+    layers: int
+    width: int
+    vocabulary: int
+    small_tensors: int
+    slow_peers: bool
+    """Whether those save and load small tensors too that take very long for it."""
+    huge_bytes: int
+    sliced_shape: tuple[int, int]
+    """Of the tensor that slices are read from."""
+    resharded_bytes: int
+    resharded_tensors: int
+    world_sizes: tuple[int, ...]
+    """All of them save, and all others load that."""
+
+    @property
+    def transformer_bytes(self) -> int:
+        """About: parameters and two moments of 4 bytes each."""
+        return 12 * (self.layers * 12 * self.width**2 + self.vocabulary * self.width)
+
+
+FULL = Scale(
+    name="full",
+    minutes=10,
+    fewest_rounds=3,
+    most_rounds=9,
+    layers=12,
+    width=960,
+    vocabulary=32_000,
+    small_tensors=20_000,
+    slow_peers=True,
+    huge_bytes=1024 * MIB,
+    sliced_shape=(16_384, 8_192),
+    resharded_bytes=512 * MIB,
+    resharded_tensors=32,
+    world_sizes=(1, 2, 4),
+)
+
+QUICK = Scale(
+    name="quick",
+    minutes=1.6,
+    fewest_rounds=2,
+    most_rounds=5,
+    layers=8,
+    width=512,
+    vocabulary=32_000,
+    small_tensors=20_000,
+    slow_peers=False,
+    huge_bytes=256 * MIB,
+    sliced_shape=(8_192, 4_096),
+    resharded_bytes=96 * MIB,
+    resharded_tensors=16,
+    world_sizes=(1, 2, 4),
+)
+
+TINY = Scale(
+    name="tiny",
+    minutes=0.05,
+    fewest_rounds=1,
+    most_rounds=1,
+    layers=2,
+    width=64,
+    vocabulary=1_000,
+    small_tensors=200,
+    slow_peers=True,
+    huge_bytes=2 * MIB,
+    sliced_shape=(512, 1_024),
+    resharded_bytes=2 * MIB,
+    resharded_tensors=4,
+    world_sizes=(1, 2),
+)
+
+SCALES = {scale.name: scale for scale in (FULL, QUICK, TINY)}

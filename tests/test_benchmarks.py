@@ -1,0 +1,225 @@
+"""The benchmark suite runs from end to end and tells the truth about what it measured. Nothing here depends on time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast as hf
+from benchmarks import page_cache, probes
+from benchmarks.contenders import MAKERS, OURS, PEERS, STOCK, why_missing
+from benchmarks.counting import CountingStore, bytes_in, bytes_twice, separate_ranges
+from benchmarks.document import DOCUMENTS, PLOT, ROOT, write_documents
+from benchmarks.report import as_markdown, on_terminal
+from benchmarks.rounds import Allowance, Measure, Turn, measure
+from benchmarks.rows import fill_in, speed
+from benchmarks.states import bytes_of, differing_key, few_bytes, place_for
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    """A run of everything with very little data: its results, what it printed, and where it wrote."""
+    folder = tmp_path_factory.mktemp("bench")
+    (folder / "disk").mkdir()
+    command = [sys.executable, "-m", "benchmarks.run", "--scale", "tiny", "--folder", str(folder / "disk")]
+    done = subprocess.run(
+        [*command, "--json", str(folder / "results.json")], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "results.json").read_text()), done.stdout, folder / "disk"
+
+
+def test_a_run_fills_in_every_row_and_leaves_nothing_behind(tiny_run: tuple[dict[str, Any], str, Path]) -> None:
+    results, printed, folder = tiny_run
+
+    assert results["problems"] == {}
+    assert [row["title"] for row in results["rows"]] == [row["title"] for row in fill_in({}, {})]
+    empty = {row["title"] for row in results["rows"] if row["value"] == "not measured"}
+    assert all("by 4" in title for title in empty)  # this scale has two processes at most
+    assert all(row["title"] in printed and row["value"] in printed for row in results["rows"])
+    assert list(folder.iterdir()) == []
+
+
+def test_everybody_who_is_installed_takes_part(tiny_run: tuple[dict[str, Any], str, Path]) -> None:
+    measures = tiny_run[0]["measures"]
+
+    for key in ("transformer save", "transformer cold", "transformer warm"):
+        for name in (OURS, STOCK, *PEERS):
+            missing = why_missing(name)
+            if missing is None:
+                assert len(measures[key]["samples"][name]) == 1, measures[key]["failed"].get(name)
+            else:
+                assert measures[key]["failed"][name] == missing
+
+
+def test_the_bytes_of_slices_and_of_resharding_are_within_their_limits(
+    tiny_run: tuple[dict[str, Any], str, Path],
+) -> None:
+    rows = [row for row in tiny_run[0]["rows"] if row["section"] in ("bytes read", "memory")]
+
+    assert len(rows) == 6
+    assert [row["title"] for row in rows if not row["reached"]] == []
+
+
+def test_documents_get_the_numbers_and_stay_the_same_when_written_again(
+    tiny_run: tuple[dict[str, Any], str, Path], tmp_path: Path
+) -> None:
+    results = tiny_run[0]
+    copy_documents(tmp_path)
+
+    write_documents(results, tmp_path)
+    once = {name: (tmp_path / name).read_text() for name in (*DOCUMENTS, PLOT)}
+    write_documents(results, tmp_path)
+
+    assert {name: (tmp_path / name).read_text() for name in (*DOCUMENTS, PLOT)} == once
+    assert as_markdown(results["rows"], short=True) in once["README.md"]
+    assert as_markdown(results["rows"]) in once["docs/performance.md"]
+    assert once["README.md"].partition("<!-- bench:")[0] == (ROOT / "README.md").read_text().partition("<!-- bench:")[0]
+
+
+def test_the_numbers_in_the_documents_are_those_that_were_measured(tmp_path: Path) -> None:
+    copy_documents(tmp_path)
+
+    write_documents(json.loads((ROOT / "docs/performance.json").read_text()), tmp_path)
+
+    for name in (*DOCUMENTS, PLOT):
+        assert (tmp_path / name).read_text() == (ROOT / name).read_text(), f"{name}: run python -m benchmarks.document"
+
+
+def copy_documents(folder: Path) -> None:
+    (folder / "docs").mkdir()
+    for name in DOCUMENTS:
+        shutil.copy(ROOT / name, folder / name)
+
+
+def noting(names: list[str], name: str, fails: bool = False) -> Turn:
+    def timed() -> None:
+        names.append(name)
+        if fails:
+            raise OSError("the disk is full")
+
+    return Turn(name, timed)
+
+
+def test_contenders_take_turns_in_an_order_that_moves_on() -> None:
+    names: list[str] = []
+
+    result = measure("m", 1, [noting(names, name) for name in "abc"], Allowance(0, 3, 9))
+
+    assert "".join(names) == "abcbcacab"
+    assert {name: len(samples) for name, samples in result.samples.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_a_contender_that_fails_is_left_out_and_named_and_the_others_go_on() -> None:
+    names: list[str] = []
+    turns = [noting(names, "a"), noting(names, "b", fails=True)]
+
+    result = measure("m", 1, turns, Allowance(0, 2, 2))
+
+    assert names == ["a", "b", "a"]
+    assert result.failed == {"b": "failed: OSError: the disk is full"}
+    assert len(result.samples["a"]) == 2
+
+
+def compared(ours: list[float], others: dict[str, list[float]], failed: dict[str, str]) -> Any:
+    rule = speed("s", "t", "k", ("b", "c"), ours="a", at_least=2)
+    return rule({"k": Measure("m", 1, {"a": ours, **others}, failed)}, {})
+
+
+def test_a_ratio_is_that_of_medians_with_the_best_of_the_others() -> None:
+    row = compared([1.0, 9.0, 1.0], {"b": [8.0, 2.5, 2.0], "c": [3.0, 4.0, 3.0]}, {})
+
+    assert (row.ratio, row.value, row.reached) == (2.5, "2.50x", True)
+    assert row.other.startswith("b: 2.50 s (2.00 s..8.00 s")
+    assert compared([1.0], {"b": [1.999]}, {}).reached is False
+
+
+def test_a_row_stays_when_a_peer_is_missing_or_we_fail() -> None:
+    missing = compared([1.0], {"b": [4.0]}, {"c": "not installed"})
+    alone = compared([1.0], {}, {"b": "not installed", "c": "failed: OSError: x"})
+    failed = compared([], {"b": [4.0]}, {"a": "failed: OSError: x"})
+
+    assert (missing.value, missing.other.endswith("(c not installed)")) == ("4.00x", True)
+    assert (alone.value, alone.reached) == ("not measured", None)
+    assert "b not installed; c failed" in alone.other
+    assert (failed.value, failed.reached, failed.ours) == ("not measured", None, "failed: OSError: x")
+    assert "not measured" in on_terminal(fill_in({}, {}), {"slices": "failed"})
+
+
+def test_what_is_read_twice_is_found() -> None:
+    ranges = [("f", 0, 10), ("f", 8, 12), ("g", 8, 12), ("f", 12, 20), ("f", 30, 40), ("f", 31, 32)]
+
+    assert bytes_in(ranges) == 10 + 4 + 4 + 8 + 10 + 1
+    assert bytes_twice(ranges) == 2 + 1
+    assert separate_ranges(ranges) == 3
+
+
+def test_a_counting_store_notes_what_holdfast_reads(tmp_path: Path) -> None:
+    state = {"w": torch.rand(1024, 1024)}
+    hf.save(state, tmp_path / "a")
+    store = CountingStore(tmp_path / "a")
+
+    with hf.open(store) as checkpoint:
+        assert torch.equal(checkpoint["w"][:], state["w"])
+
+    size = sum(path.stat().st_size for path in (tmp_path / "a").glob("data-*"))
+    assert state["w"].nbytes <= bytes_in(store.data_ranges()) <= size
+    assert bytes_twice(store.data_ranges()) == 0
+
+
+def test_cold_is_cold_and_warm_is_warm(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes(1 << 20))
+
+    page_cache.fill(tmp_path)
+    assert page_cache.cached_part(tmp_path) == 1.0
+    try:
+        page_cache.drop(tmp_path)
+    except page_cache.NotColdError:
+        pytest.skip("this file system keeps its files in memory")
+    assert page_cache.cached_part(tmp_path) <= page_cache.COLD
+
+
+def test_the_probes_read_what_is_there(tmp_path: Path) -> None:
+    state = {"a": torch.rand(3 << 20), "b": torch.rand(5)}
+    (tmp_path / "f").write_bytes(b"".join(tensor.numpy().tobytes() for tensor in state.values()))
+    place = place_for(state)
+
+    probes.read_buffered(tmp_path / "f", place, 3)
+
+    assert differing_key(state, place) is None
+    assert bytes_of(state) == (tmp_path / "f").stat().st_size
+
+
+@pytest.mark.parametrize("writers", [1, 2])
+def test_the_write_probe_writes_all_bytes(tmp_path: Path, writers: int) -> None:
+    try:
+        probes.write_directly(tmp_path / "f", (20 << 20) + 1, writers)
+    except OSError as error:
+        pytest.skip(f"no direct writes here: {error}")
+
+    assert (tmp_path / "f").stat().st_size == (20 << 20) + 4096
+    content = (tmp_path / "f").read_bytes()
+    assert content[: 8 << 20] == content[8 << 20 : 16 << 20]
+    assert content[16 << 20 :] == content[: (4 << 20) + 4096]
+
+
+@pytest.mark.parametrize("name", list(MAKERS))
+def test_every_contender_loads_what_it_saved(name: str, tmp_path: Path) -> None:
+    if (reason := why_missing(name)) is not None:
+        pytest.skip(reason)
+    make: Callable[[], Any] = MAKERS[name]
+    contender, state = make(), few_bytes()
+    place = place_for(state)
+
+    contender.save(state, tmp_path / "checkpoint")
+    contender.load(place, tmp_path / "checkpoint")
+
+    assert differing_key(state, place) is None
