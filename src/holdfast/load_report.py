@@ -54,6 +54,8 @@ class LoadReport:
         def joined(name: str) -> dict[str, Any]:
             return {key: value for report in reversed(reports) for key, value in getattr(report, name).items()}
 
+        if len(reports) == 1:
+            return replace(reports[0], bytes_read=bytes_read, elements=elements, seconds=seconds)
         lists = ("read", "transformed", "missing", "unexpected", "untouched", "not_requested", "notes")
         changes: dict[str, Any] = {name: every(name) for name in lists}
         changes |= {name: joined(name) for name in ("renamed", "cast")}

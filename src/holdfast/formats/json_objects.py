@@ -23,11 +23,11 @@ def parse_json_object(data: bytes | str, source: str, part: str | None = None) -
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in found:
-                _refuse(source, part, f"is not clear: {name!r} is listed twice in it", name, key=name)
-            found[name] = value
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            name = next(name for at, name in enumerate(names) if name in names[:at])
+            _refuse(source, part, f"is not clear: {name!r} is listed twice in it", name, key=name)
         return found
 
     def refuse_constant(name: str) -> NoReturn:

@@ -39,6 +39,7 @@ class NativeSource(Source):
     """A committed checkpoint in a store. Nothing but its record is read before it is asked for."""
 
     format = "native"
+    converts = True
 
     def __init__(self, store: Store, *, allow_pickle: bool = False) -> None:
         self.store = store
@@ -103,15 +104,18 @@ class NativeSource(Source):
 
     def lack_parts(self, keys: Sequence[str]) -> list[int]:
         """None: the columns were checked to have all elements of every tensor, and chunks must not overlap."""
-        numbers = self._numbered(keys)
+        self._refuse_overlaps(self._numbered(keys))
+        return []
+
+    def _refuse_overlaps(self, numbers: Numbers) -> None:
         alone, _, _ = self._table.only_chunks(numbers)
         for number in numbers[~alone].tolist():
             self._table.of(number)
-        return []
 
     def verify(self) -> int:
         """Read every file and compare all digests. Returns how many bytes that were."""
         columns, tensors = self.columns, self.record.tensors
+        self._refuse_overlaps(np.arange(len(tensors)))
         itemsizes = np.array([ref.dtype.itemsize for ref in tensors], np.int64)
         nbytes = chunk_volumes(columns, self.record) * itemsizes[columns.chunk_tensor]
         file, begin = columns.chunk_file, columns.chunk_begin
@@ -225,6 +229,9 @@ class NativeSource(Source):
 
     def _refuse_claims(self) -> None:
         """Raise if large tensors cannot be what the record says, before anyone takes memory for them."""
+        kinds = {(id(ref.dtype), id(ref.shape)): ref for ref in self.record.tensors}  # mostly there are a few of them
+        if all(ref.nbytes < _LARGE for ref in kinds.values()):
+            return
         for ref in self.record.tensors:
             if ref.nbytes >= _LARGE:
                 for number in {chunk.file for chunk in self._chunks(ref.key)}:
@@ -300,7 +307,7 @@ class _Cutter:
     def _cut_box(
         self, chunk: StoredChunk, start: Sequence[int], strides: tuple[int, ...], into: Any, number: int
     ) -> None:
-        runs = dense_runs(strides, into)
+        runs = dense_runs(strides, into) if isinstance(into, np.ndarray) else None
         if runs is None:
             self.slabs += cut_into_slabs(chunk.file, chunk.begin, strides, start, into, number, self._largest)
             return

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
-from holdfast.formats.native.refs import PerRankValues
+from holdfast.formats.native.refs import PerRankValues, TensorRef
 from holdfast.formats.native.trees import children_of, hides_tensor, is_named
 from holdfast.formats.native.values import Path, keys_of
 
@@ -20,35 +21,23 @@ class StoredNode:
     the leaf.
     """
 
-    __slots__ = (
-        "_by_kind",
-        "_by_prefix",
-        "_by_text",
-        "_children",
-        "_like",
-        "_stripped",
-        "_value",
-        "key",
-        "leaf",
-        "path",
-        "taken",
-    )
+    # Most nodes are leaves, so what only some of them need is set where it is needed.
+    key = ""
+    """Of a leaf: what it is called."""
+    taken = False
+    _children: dict[Any, StoredNode] | None = None
+    _by_kind: dict[tuple[type, Any], StoredNode] | None = None
+    _by_prefix: dict[str, dict[str, StoredNode]] | None = None
+    _stripped: dict[str, StoredNode | None] | None = None
 
     def __init__(self, value: Any, path: Path, leaf: StoredNode | None = None) -> None:
         self._value = value
-        self._like: type = type(value)
         self.path = path
-        self.key = ""
-        """Of a leaf: what it is called."""
         self.leaf = leaf
         """The leaf that this lies in, or is."""
-        self.taken = False
-        self._children: dict[Any, StoredNode] | None = None
-        self._by_kind: dict[tuple[type, Any], StoredNode] | None = None
-        self._by_text: dict[str, StoredNode | None] = {}
-        self._by_prefix: dict[str, dict[str, StoredNode]] | None = None
-        self._stripped: dict[str, StoredNode | None] | None = None
-        if leaf is None:
+        if type(value) is TensorRef:
+            self.leaf = self
+        elif leaf is None:
             parts = children_of(value)
             if parts and (not isinstance(value, (list, tuple)) or is_named(value) or hides_tensor(value)):
                 self._children = {name: StoredNode(child, (*path, name)) for name, child in parts}
@@ -60,7 +49,7 @@ class StoredNode:
         """The root of a tree, with keys at all leaves."""
         root = cls(tree, ())
         leaves = list(root.leaves())
-        for leaf, key in zip(leaves, keys_of(leaf.path for leaf in leaves), strict=True):
+        for leaf, key in zip(leaves, keys_of([leaf.path for leaf in leaves]), strict=True):
             leaf.key = key
         return root
 
@@ -69,7 +58,7 @@ class StoredNode:
         """A place that the tree does not have: a container of these nodes, of the kind of another if that can be."""
         node = cls(_MADE_UP, path)
         node.leaf = None
-        node._like = like
+        node.like = like
         node._children = dict(children)
         return node
 
@@ -79,10 +68,10 @@ class StoredNode:
         if self._value is not _MADE_UP:
             return self._value
         values = {name: child.value for name, child in self.children.items()}
-        if self._like is PerRankValues:
+        if self.like is PerRankValues:
             return PerRankValues(tuple(values.values()))
-        if self._like in (list, tuple) and list(values) == list(range(len(values))):
-            return self._like(values.values())
+        if self.like in (list, tuple) and list(values) == list(range(len(values))):
+            return self.like(values.values())
         return values
 
     @property
@@ -93,10 +82,17 @@ class StoredNode:
             self._children = {name: StoredNode(child, (*self.path, name), self.leaf) for name, child in parts}
         return self._children
 
-    @property
+    @cached_property
     def like(self) -> type:
         """The kind of container that this is."""
-        return self._like
+        return type(self._value)
+
+    @cached_property
+    def _by_text(self) -> dict[str, StoredNode | None]:
+        found: dict[str, StoredNode | None] = {}
+        for key, node in self.children.items():
+            found[str(key)] = None if str(key) in found else node
+        return found
 
     @property
     def is_leaf(self) -> bool:
@@ -106,7 +102,7 @@ class StoredNode:
     @property
     def is_per_rank(self) -> bool:
         """Whether every rank stored a value of its own here. Its children are those values."""
-        return self._like is PerRankValues
+        return self.like is PerRankValues
 
     def leaves(self) -> Iterator[StoredNode]:
         """All leaves at or below this place."""
@@ -114,10 +110,16 @@ class StoredNode:
             yield self.leaf
             return
         for child in self.children.values():
-            yield from child.leaves()
+            if child.leaf is not None:
+                yield child.leaf
+            else:
+                yield from child.leaves()
 
     def take(self) -> None:
         """Note that somebody has taken all that is here."""
+        if self.leaf is not None:
+            self.leaf.taken = True
+            return
         for leaf in self.leaves():
             leaf.taken = True
 
@@ -127,10 +129,10 @@ class StoredNode:
         A flat checkpoint has ``a.b`` where a nested state has ``b`` in ``a``, and the other way round. If there is no
         such node, one whose name differs only by what wrappers of models add.
         """
+        if type(name) is str and (found := self.children.get(name)) is not None:
+            return found  # nothing but a text equals a text
         if self._by_kind is None:
             self._by_kind = {(type(key), key): node for key, node in self.children.items()}
-            for key, node in self.children.items():
-                self._by_text[str(key)] = None if str(key) in self._by_text else node
         found = self._by_kind.get((type(name), name)) or self._by_text.get(str(name))
         if found is not None:
             return found

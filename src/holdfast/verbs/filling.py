@@ -7,6 +7,7 @@ dtype) are filled through host memory, some at a time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ from holdfast.formats.native.values import numpy_dtype_from
 from holdfast.metadata import MetadataIndex
 from holdfast.planning.tensors import create_chunk_list, find_tensor_shard, on_this_rank
 from holdfast.sources.source import Request, Source
-from holdfast.verbs.findings import Fill
+from holdfast.tuning import MEMORY_BUDGET
+from holdfast.verbs.fills import DenseFills, Fill
 
 STAGING_BYTES = 32 << 20
 
@@ -61,29 +63,78 @@ def hole_in(region: Region, source: Source) -> str | None:
     return None if hole is None else f"no stored chunk covers offsets {list(hole.offsets)}, sizes {list(hole.sizes)}"
 
 
-def read_regions(regions: Sequence[Region], source: Source, *, verify: bool) -> tuple[int, int]:
-    """Read all regions. Returns the bytes that were read from storage, and the elements that were written."""
+def read_regions(
+    regions: Sequence[Region],
+    source: Source,
+    *,
+    verify: bool,
+    dense: DenseFills | None = None,
+    memory: int | None = None,
+) -> tuple[int, int]:
+    """Read all regions and whole tensors, with no more than ``memory`` bytes besides.
+
+    Returns the bytes that were read from storage, and the elements that were written.
+    """
     direct: list[Request] = []
     staged: list[Region] = []
+    dense = dense or DenseFills()
     for region in regions:
         into = _carrier_view(region)
+        if into is None and source.converts:
+            into = Converted(region.memory, region.fill.ref)
         if into is None:
             staged.append(region)
         else:
             direct.append(_request(region.fill.ref, region.box, into))
-    nbytes = source.read(direct, verify=verify) if direct else 0
-    written = sum(request.into.size for request in direct)
-    for batch in _batches(part for region in staged for part in parts_of(region, source)):
+    nbytes = source.read_many(direct, dense.reads, verify=verify, memory=memory) if direct or dense.keys else 0
+    written = sum(volume(request.sizes) for request in direct) + dense.elements
+    most = min(STAGING_BYTES, MEMORY_BUDGET if memory is None else memory)
+    for batch in _batches((part for region in staged for part in parts_of(region, source, most)), most):
         buffers = [np.empty(part.box.sizes, part.fill.ref.dtype.carrier) for part in batch]
         requests = [_request(part.fill.ref, part.box, buffer) for part, buffer in zip(batch, buffers, strict=True)]
         nbytes += source.read(requests, verify=verify)
         for part, buffer in zip(batch, buffers, strict=True):
             put(part.memory, elements_of(buffer, part.fill.ref))
             written += buffer.size
+    dense.count_change()
     for tensor in {id(tensor): tensor for tensor in map(_counted, regions)}.values():
         if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
     return nbytes, written
+
+
+class Converted:
+    """Memory that cannot take stored bytes as they are, with as much of an array's ways as it takes to be read into.
+
+    What is assigned to it is converted, or copied to where it is.
+
+    >>> from holdfast.formats.native.dtypes import dtype_named
+    >>> memory = torch.zeros(2, dtype=torch.float64)
+    >>> Converted(memory, TensorRef("a", dtype_named("float32"), (2,)))[0:1] = np.array([1.5], "<f4").view("<u4")
+    >>> memory
+    tensor([1.5000, 0.0000], dtype=torch.float64)
+    """
+
+    def __init__(self, memory: Any, ref: TensorRef) -> None:
+        self._memory = memory
+        self._ref = ref
+        self.shape = tuple(memory.shape)
+        self.ndim = len(self.shape)
+        self.size = volume(self.shape)
+        self.dtype = ref.dtype.carrier
+        self.itemsize = ref.dtype.itemsize
+        self.is_writable = True
+
+    def __getitem__(self, place: Any) -> Converted:
+        return Converted(self._memory[place], self._ref)
+
+    def __setitem__(self, place: Any, carriers: np.ndarray[Any, Any]) -> None:
+        if not carriers.flags.aligned:
+            carriers = carriers.copy()
+        # The mode of inference is one of the thread that began the load, and this may be another one.
+        is_inference = isinstance(self._memory, torch.Tensor) and self._memory.is_inference()
+        with torch.inference_mode(True) if is_inference else nullcontext():
+            put(self._memory[place], elements_of(carriers, self._ref))
 
 
 def _counted(region: Region) -> Any:
@@ -92,9 +143,10 @@ def _counted(region: Region) -> Any:
     return region.memory if isinstance(target, ShardedTensor) else target
 
 
-def check_regions(regions: Iterable[Region], source: Source) -> None:
+def check_regions(regions: Iterable[Region], source: Source, memory: int | None = None) -> None:
     """Read all regions into memory that is thrown away, to see whether they are undamaged."""
-    for batch in _batches(part for region in regions for part in parts_of(region, source)):
+    most = min(STAGING_BYTES, MEMORY_BUDGET if memory is None else memory)
+    for batch in _batches((part for region in regions for part in parts_of(region, source, most)), most):
         source.read(
             [
                 _request(part.fill.ref, part.box, np.empty(part.box.sizes, part.fill.ref.dtype.carrier))
@@ -162,18 +214,18 @@ def _is_of_type(memory: np.ndarray[Any, Any], ref: TensorRef) -> bool:
     return ref.numpy is None or memory.dtype == numpy_dtype_from(ref.numpy)
 
 
-def parts_of(region: Region, source: Source) -> Iterator[Region]:
+def parts_of(region: Region, source: Source, most: int = STAGING_BYTES) -> Iterator[Region]:
     """A region in parts that fit into the staging memory; or chunk by chunk if chunks are read as a whole anyway."""
     if not source.reads_whole_chunks:
-        yield from small_parts(region)
+        yield from small_parts(region, most)
         return
     for shared in overlaps([region.box], source.chunks(region.fill.ref.key)):
         yield _part(region, shared.start, shared.lengths)
 
 
-def small_parts(region: Region) -> Iterator[Region]:
+def small_parts(region: Region, most: int = STAGING_BYTES) -> Iterator[Region]:
     """A region, cut along its first dimensions."""
-    for offsets, sizes in cut(region.box, STAGING_BYTES // region.fill.ref.dtype.itemsize):
+    for offsets, sizes in cut(region.box, max(most // region.fill.ref.dtype.itemsize, 1)):
         yield _part(region, offsets, sizes)
 
 
@@ -184,12 +236,12 @@ def _part(region: Region, start: Sequence[int], lengths: Sequence[int]) -> Regio
     return Region(region.fill, Box(tuple(start), tuple(lengths)), memory)
 
 
-def _batches(parts: Iterable[Region]) -> Iterator[list[Region]]:
+def _batches(parts: Iterable[Region], most: int) -> Iterator[list[Region]]:
     batch: list[Region] = []
     nbytes = 0
     for part in parts:
         size = volume(part.box.sizes) * part.fill.ref.dtype.itemsize
-        if batch and nbytes + size > STAGING_BYTES:
+        if batch and nbytes + size > most:
             yield batch
             batch, nbytes = [], 0
         batch.append(part)

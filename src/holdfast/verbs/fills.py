@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -78,8 +79,9 @@ class DenseFills:
         columns = DenseFills([f.key for f in kept], [f.ref for f in kept], [f.target for f in kept], self._types)
         return columns, [fills[position] for position in sorted(out)]
 
+    @cached_property
     def reads(self) -> WholeReads:
-        """Where all of them go. The tensors must stay alive until that is done."""
+        """Where all of them go, when there are no more to come. The tensors must stay alive until that is done."""
         count = len(self.targets)
         return WholeReads(
             [ref.key for ref in self.refs],

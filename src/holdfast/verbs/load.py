@@ -6,13 +6,14 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.boxes import volume
 from holdfast.coordination.meeting import meeting
 from holdfast.errors import CheckpointException, HoldfastError, IncompleteLoadError
+from holdfast.garbage import no_garbage_collection
 from holdfast.load_report import LoadReport
 from holdfast.patterns import Pattern, Patterns
 from holdfast.sources.detect import open_source
@@ -105,9 +106,11 @@ def load(
                 verify=verify,
             ),
         )
-        with open_alike(ranks, lambda: open_source(path, allow_pickle=allow_pickle)) as source:
-            run = _Load(ranks, options, source)
-            plan, agreement = run.plan(state)
+        with ExitStack() as stack:
+            with no_garbage_collection():
+                source = stack.enter_context(open_alike(ranks, lambda: open_source(path, allow_pickle=allow_pickle)))
+                run = _Load(ranks, options, source)
+                plan, agreement = run.plan(state)
             nbytes = run.read(plan)
             run.put_in_place(plan)
             report = run.report(plan, agreement, nbytes, started)
@@ -139,12 +142,12 @@ class _Load:
         """Read what this rank needs, straight into the tensors where that is possible; returns the bytes read."""
         if self.options.verify == "first":
             with _remark("Nothing was changed."):
-                self.ranks.all_gather_status("verify", lambda: check_regions(plan.regions, self.source))
+                self.ranks.all_gather_status("verify", lambda: check_regions(plan.regions_to_check, self.source))
         with _remark(_PARTLY_LOADED):
             return self.ranks.all_gather_status("read", lambda: self._read(plan))
 
     def _read(self, plan: LoadPlan) -> int:
-        nbytes, elements = read_regions(plan.regions, self.source, verify=bool(self.options.verify))
+        nbytes, elements = read_regions(plan.regions, self.source, verify=bool(self.options.verify), dense=plan.dense)
         for write in plan.writes:
             if write.made is not None:
                 put(write.region.memory, write.made)

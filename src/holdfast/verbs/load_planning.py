@@ -14,11 +14,12 @@ from holdfast.sources.renaming import rename
 from holdfast.sources.source import Source
 from holdfast.sources.stored_nodes import StoredNode
 from holdfast.verbs.filling import Region, hole_in, regions_of
-from holdfast.verbs.findings import Fill, Findings
+from holdfast.verbs.fills import DenseFills, Fill, sharing
+from holdfast.verbs.findings import Findings
 from holdfast.verbs.load_options import LoadOptions
 from holdfast.verbs.matching import Matcher
 from holdfast.verbs.outcomes import Outcome
-from holdfast.verbs.shared_memory import Write, conflicts, once_each, settle_missing_names
+from holdfast.verbs.shared_memory import Write, conflicts, host_memory, once_each, settle_missing_names
 from holdfast.verbs.targets import held_elements
 from holdfast.verbs.transforming import make
 
@@ -31,6 +32,8 @@ class LoadPlan:
     """What becomes of the state once all is read."""
     writes: Sequence[Write]
     """What goes into memory that there is. Memory that has several names is written once."""
+    dense: DenseFills
+    """Tensors that take the stored bytes as they are, and share memory with nothing else."""
     found: Findings
     uncovered: Mapping[str, str]
     """Keys of tensors that would not be filled to the last element, with the reason."""
@@ -38,7 +41,8 @@ class LoadPlan:
     """Stored keys that have no place in the parts of the state that they belong to."""
     not_requested: Sequence[str]
     """Stored keys of parts that the state does not have."""
-    stored_keys: Sequence[str]
+    root: StoredNode
+    """Of the stored tree."""
 
     @property
     def regions(self) -> list[Region]:
@@ -48,7 +52,17 @@ class LoadPlan:
     @property
     def elements(self) -> int:
         """How many elements are to be written."""
-        return sum(volume(write.region.box.sizes) for write in self.writes)
+        return sum(volume(write.region.box.sizes) for write in self.writes) + self.dense.elements
+
+    @property
+    def regions_to_check(self) -> list[Region]:
+        """All that is stored and will be read."""
+        return [*self.regions, *(region for fill in self.dense.fills() for region in regions_of(fill))]
+
+    @property
+    def stored_keys(self) -> list[str]:
+        """All keys of the checkpoint."""
+        return [leaf.key for leaf in self.root.leaves()]
 
 
 def plan_load(state: Any, source: Source, options: LoadOptions, *, rank: int, world_size: int) -> LoadPlan:
@@ -64,19 +78,29 @@ def plan_load(state: Any, source: Source, options: LoadOptions, *, rank: int, wo
     settle_missing_names(found)
     checkpoint = Checkpoint(source)
     made = [write for transform in found.transforms for write in make(transform, checkpoint, found, options.casts)]
-    reads, uncovered = _reads(found.fills, source, rank)
+    dense, special = found.dense.without(source.lack_parts([ref.key for ref in found.dense.refs]))
+    reads, uncovered = _reads([*found.fills, *special], source, rank)
+    dense, tied = dense.without(_sharing(dense, [*reads, *made]))
+    reads += _reads(tied, source, rank)[0]
     if not uncovered:
         found.misfits.update(conflicts([*reads, *made], source))
     unexpected, not_requested = _left_over(state, root, new_keys, checkpoint, options)
     return LoadPlan(
         outcome=outcome,
         writes=once_each([*reads, *made]),
+        dense=dense,
         found=found,
         uncovered=uncovered,
         unexpected=[*found.unexpected, *unexpected],
         not_requested=not_requested,
-        stored_keys=[leaf.key for leaf in root.leaves()],
+        root=root,
     )
+
+
+def _sharing(dense: DenseFills, writes: Sequence[Write]) -> list[int]:
+    """Which tensors share memory with others, or with something else that is written, by position."""
+    places = dense.reads
+    return sharing(places.addresses, places.addresses + places.nbytes, [*filter(None, map(host_memory, writes))])
 
 
 def _unused(options: LoadOptions, found: Findings) -> list[str]:
@@ -111,11 +135,14 @@ def _left_over(
     state: Any, root: StoredNode, new_keys: Mapping[str, str], checkpoint: Checkpoint, options: LoadOptions
 ) -> tuple[list[str], list[str]]:
     """Stored keys that nothing took: of parts of the checkpoint that the state has too, and of others."""
-    parts = {_first_part(readable((name,))) for name in state} if isinstance(state, Mapping) else None
     of_state, of_others = list[str](), list[str]()
-    for leaf in root.leaves():
+    left = [leaf for leaf in root.leaves() if not leaf.taken]
+    if not left:
+        return of_state, of_others
+    parts = {_first_part(readable((name,))) for name in state} if isinstance(state, Mapping) else None
+    for leaf in left:
         key = new_keys.get(leaf.key, leaf.key)
-        if leaf.taken or leaf.key in checkpoint.looked_at or not options.wanted(key):
+        if leaf.key in checkpoint.looked_at or not options.wanted(key):
             continue
         (of_state if parts is None or _first_part(key) in parts else of_others).append(leaf.key)
     return of_state, of_others

@@ -123,7 +123,11 @@ class Decoder:
         place, values = self._place, {}
         for name, item in stored.items():
             place[-1] = name
-            values[name] = item if type(item) in PLAIN else self._child(item)
+            kind = type(item)
+            if kind is dict and item.get("$") == "tensor":  # most of the time, so it takes the shortest way
+                values[name] = self.read_tensor(item)
+            else:
+                values[name] = item if kind in PLAIN else self._child(item)
         self._leave()
         return values
 
@@ -151,8 +155,11 @@ class Decoder:
 
     def read_tensor(self, stored: Members) -> Any:
         """What the caller puts for a tensor."""
-        self.only_where_opened()
-        return self._tensor(member(stored, "key", str))
+        key = stored.get("key")
+        if self._closed or type(key) is not str:
+            self.only_where_opened()
+            key = member(stored, "key", str)
+        return self._tensor(key)
 
     def warn_of_misfit(self, type_name: str, reason: DoesNotFit) -> None:
         """Say why a value stays undeclared although its class is declared."""
