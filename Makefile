@@ -8,13 +8,14 @@ TORCH  ?= torch==2.13.0
 VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
+PEERS := $(VENV)/.peers
 CODE  := src tests benchmarks $(wildcard demo examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench test-long format clean
+.PHONY: help demo test lint bench bench-quick test-long format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## train on 4 processes, resume on 2 and on 1, compare
 	@$(BIN)/python demo/run.py
@@ -34,8 +35,12 @@ lint: $(READY)  ## ruff and mypy
 test-long: $(READY)  ## the tests marked long (minutes, not seconds)
 	@$(BIN)/python -m pytest -m long
 
-bench: $(READY)  ## measure save and load against stock torch
-	@$(BIN)/python benchmarks/run.py
+bench: $(READY) $(PEERS)  ## measure against the hardware, stock DCP and peers, and update docs/ (10 minutes)
+	@$(BIN)/python -m benchmarks.run --json docs/performance.json
+	@$(BIN)/python -m benchmarks.document
+
+bench-quick: $(READY) $(PEERS)  ## the same table from less data; no document changes (2 minutes)
+	@$(BIN)/python -m benchmarks.run --scale quick --json build/bench-quick.json
 
 format: $(READY)  ## rewrite the code in the house format
 	@$(BIN)/ruff check --fix $(CODE)
@@ -52,4 +57,11 @@ $(READY): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+# Tests do without them. One that cannot be had is a line in the table.
+$(PEERS): $(READY)
+	@echo "== installing the peers of the benchmark"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]' \
+		|| echo "not all peers can be installed; the table says which are missing"
 	@touch $@

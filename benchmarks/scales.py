@@ -24,7 +24,7 @@ class Scale:
     """Whether those save and load small tensors too that take very long for it."""
     huge_bytes: int
     sliced_shape: tuple[int, int]
-    """Of the tensor that slices are read from."""
+    """Of the tensor that slices are read from. Its rows have several digest blocks: columns need not be whole rows."""
     resharded_bytes: int
     resharded_tensors: int
     world_sizes: tuple[int, ...]
@@ -47,7 +47,7 @@ FULL = Scale(
     small_tensors=20_000,
     slow_peers=True,
     huge_bytes=1024 * MIB,
-    sliced_shape=(16_384, 8_192),
+    sliced_shape=(2_048, 65_536),
     resharded_bytes=512 * MIB,
     resharded_tensors=32,
     world_sizes=(1, 2, 4),
@@ -64,7 +64,7 @@ QUICK = Scale(
     small_tensors=20_000,
     slow_peers=False,
     huge_bytes=256 * MIB,
-    sliced_shape=(8_192, 4_096),
+    sliced_shape=(512, 65_536),
     resharded_bytes=96 * MIB,
     resharded_tensors=16,
     world_sizes=(1, 2, 4),

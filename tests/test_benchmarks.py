@@ -6,8 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -25,16 +26,15 @@ from benchmarks.states import bytes_of, differing_key, few_bytes, place_for
 
 
 @pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], str, Path]]:
     """A run of everything with very little data: its results, what it printed, and where it wrote."""
-    folder = tmp_path_factory.mktemp("bench")
-    (folder / "disk").mkdir()
-    command = [sys.executable, "-m", "benchmarks.run", "--scale", "tiny", "--folder", str(folder / "disk")]
-    done = subprocess.run(
-        [*command, "--json", str(folder / "results.json")], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "results.json").read_text()), done.stdout, folder / "disk"
+    results = tmp_path_factory.mktemp("bench") / "results.json"
+    with TemporaryDirectory(prefix=".bench-", dir=ROOT) as folder:  # folders for temporary files may be in memory
+        options = ["--scale=tiny", f"--folder={folder}", f"--json={results}"]
+        command = [sys.executable, "-m", "benchmarks.run", *options]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        yield json.loads(results.read_text()), done.stdout, Path(folder)
 
 
 def test_a_run_fills_in_every_row_and_leaves_nothing_behind(tiny_run: tuple[dict[str, Any], str, Path]) -> None:
