@@ -25,7 +25,7 @@ from holdfast.formats.native.refs import TensorRef
 from holdfast.sources.native import NativeSource
 from holdfast.verbs import filling
 from holdfast.verbs.filling import Region, small_parts
-from holdfast.verbs.findings import Fill
+from holdfast.verbs.fills import Fill
 
 
 class Tied(nn.Module):
@@ -163,12 +163,20 @@ def test_a_transform_into_memory_that_is_also_read_into_must_agree(tmp_path):
     assert shared.tolist() == [1, 1, 1]
 
 
-def test_a_load_that_writes_less_than_the_state_has_fails(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["as it is stored", "converted"])
+def test_a_load_that_writes_less_than_the_state_has_fails(tmp_path, monkeypatch, kind):
     path = saved({"a": torch.ones(3), "b": torch.ones(4)}, tmp_path)
     whole = filling.read_regions
-    monkeypatch.setattr("holdfast.verbs.load.read_regions", lambda regions, *a, **k: whole(regions[:-1], *a, **k))
+
+    def less(regions, source, *, dense, **options):
+        return whole(regions[:-1], source, dense=dense.without([1])[0] if dense.keys else dense, **options)
+
+    monkeypatch.setattr("holdfast.verbs.load.read_regions", less)
+    state = {"a": torch.zeros(3), "b": torch.zeros(4)}
+    if kind == "converted":
+        state = {key: tensor.double() for key, tensor in state.items()}
     with pytest.raises(IncompleteLoadError, match=r"3 elements .* where the state has 7") as raised:
-        hf.load({"a": torch.zeros(3), "b": torch.zeros(4)}, path)
+        hf.load(state, path, cast=True)
     assert (raised.value.expected, raised.value.found) == (7, 3)
     assert "partly loaded" in str(raised.value)
 
@@ -176,9 +184,9 @@ def test_a_load_that_writes_less_than_the_state_has_fails(tmp_path, monkeypatch)
 def test_a_checkpoint_that_does_not_cover_a_target_is_refused_before_anything_changes(tmp_path, monkeypatch):
     path = saved({"a": torch.ones(8)}, tmp_path)
     monkeypatch.setattr(NativeSource, "chunks", lambda self, key: [Box((0,), (3,)), Box((5,), (3,))])
-    target = torch.zeros(8)
+    target = torch.zeros(8, dtype=torch.float64)
     with pytest.raises(StateMismatchError) as raised:
-        hf.load({"a": target}, path)
+        hf.load({"a": target}, path, cast=True)
     assert raised.value.uncovered == {"a": "no stored chunk covers offsets [3], sizes [2]"}
     assert target.sum() == 0
 
@@ -189,7 +197,7 @@ def test_a_target_of_which_a_part_would_not_be_filled_is_refused(tmp_path, monke
         "holdfast.verbs.load_planning.regions_of", lambda fill: [Region(fill, Box((0,), (3,)), fill.target[:3])]
     )
     with pytest.raises(StateMismatchError, match="of the 8 elements on rank 0, 3 would be filled"):
-        hf.load({"a": torch.zeros(8)}, path)
+        hf.load({"a": torch.zeros(8, dtype=torch.float64)}, path, cast=True)
 
 
 @given(sizes=st.lists(st.integers(1, 9), max_size=4), limit=st.integers(1, 300))
@@ -198,12 +206,7 @@ def test_staged_parts_tile_their_region_and_are_small(sizes, limit):
     shape = tuple(sizes)
     memory = np.zeros(shape, np.float32)
     ref = TensorRef("x", dtype_named("float32"), shape)
-    before = filling.STAGING_BYTES
-    filling.STAGING_BYTES = limit
-    try:
-        parts = list(small_parts(Region(Fill("x", ref, memory), Box((0,) * len(shape), shape), memory)))
-    finally:
-        filling.STAGING_BYTES = before
+    parts = list(small_parts(Region(Fill("x", ref, memory), Box((0,) * len(shape), shape), memory), limit))
     for part in parts:
         place = [slice(at, at + size) for at, size in zip(part.box.offsets, part.box.sizes, strict=True)]
         inside = (*place, ...)

@@ -68,6 +68,8 @@ class Source(ABC):
     """``native``, ``dcp``, ``safetensors`` or ``torch``."""
     identity: str
     """Which save it is: equal on all ranks that see the same one."""
+    converts = False
+    """Whether requests may have memory that only looks like an array and converts what is assigned to it."""
     reads_whole_chunks = False
     """Whether a chunk is read as a whole, however little of it is asked for."""
 
@@ -155,11 +157,15 @@ def check_requests(requests: Sequence[Request], tensors: Mapping[str, TensorRef]
                 f"{list(request.offsets)}"
             )
         into = request.into
-        if into.shape != tuple(request.sizes) or into.dtype != ref.dtype.carrier or not into.flags.writeable:
+        if into.shape != tuple(request.sizes) or into.dtype != ref.dtype.carrier or not _is_writable(into):
             raise ValueError(
                 f"'{request.key}' cannot be read into an array of {into.dtype} and shape {into.shape}: it takes a "
                 f"writable one of {ref.dtype.carrier} and shape {tuple(request.sizes)}"
             )
+
+
+def _is_writable(into: Any) -> bool:
+    return into.flags.writeable if isinstance(into, np.ndarray) else into.is_writable
 
 
 def _lies_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:

@@ -39,7 +39,7 @@ from holdfast.stores.places import local_path
 from holdfast.stores.store import Store
 from holdfast.tensor_handles import as_elements
 from holdfast.verbs.filling import Region, read_regions
-from holdfast.verbs.findings import Fill
+from holdfast.verbs.fills import Fill
 from holdfast.verbs.targets import why_not_fillable
 
 BATCH_BYTES = 1 << 30

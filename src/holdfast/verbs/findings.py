@@ -7,17 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import HoldfastError
-from holdfast.formats.native.refs import TensorRef
 from holdfast.states.contract import Adapter
-
-
-@dataclass
-class Fill:
-    """A tensor or array of the state, and the stored tensor that goes into it."""
-
-    key: str
-    ref: TensorRef
-    target: Any
+from holdfast.verbs.fills import DenseFills, Fill
 
 
 @dataclass(frozen=True)
@@ -37,6 +28,8 @@ class Findings:
     """What is to be done, and what does not fit. All keys are those of the state."""
 
     fills: list[Fill] = field(default_factory=list)
+    dense: DenseFills = field(default_factory=DenseFills)
+    """Those that take the stored bytes as they are."""
     transforms: list[Transform] = field(default_factory=list)
     adapters: list[Adapter] = field(default_factory=list)
     """Of the live objects that are loaded."""

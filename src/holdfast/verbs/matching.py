@@ -5,6 +5,7 @@ Nothing is changed here. The result is a tree of outcomes, each of which knows h
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,8 @@ from holdfast.planning.materialize import is_meta, with_memory
 from holdfast.sources.stored_nodes import StoredNode
 from holdfast.states.adapters import Context, adapter_for, is_live, per_rank_of
 from holdfast.states.contract import Adapter
-from holdfast.verbs.findings import Fill, Findings, Transform
+from holdfast.verbs.fills import PLAIN, Fill
+from holdfast.verbs.findings import Findings, Transform
 from holdfast.verbs.load_options import LoadOptions
 from holdfast.verbs.matching_per_rank import match_per_rank, match_unmarked, of_this_rank
 from holdfast.verbs.outcomes import (
@@ -48,6 +50,9 @@ from holdfast.verbs.targets import (
     why_not_fillable,
     why_not_real,
 )
+
+_IN_PLACE = frozenset({dict, OrderedDict, list})
+"""Containers that keep what they hold unless something is put into its place."""
 
 
 class Matcher:
@@ -108,10 +113,13 @@ class Matcher:
             return self.leave(key, stored, target)
         if stored is not None and _is_empty(stored):
             stored.take()  # all that it lacks is told
+        # Most of a state are tensors that fit. They stay what they are, so once they are read nothing is left to do.
+        prefix = self._dense_prefix(target, stored, path)
         children = {}
         for name, child in parts:
             below = None if stored is None else stored.child(name)
-            children[name] = self.match(child, below, (*path, name))
+            if prefix is None or type(child) not in PLAIN or not self._match_dense(child, below, prefix, name):
+                children[name] = self.match(child, below, (*path, name))
         if self._live:
             return Template(target, children)
         if not is_changeable(target) and not can_be_made_anew(target) and any(o.replaces for o in children.values()):
@@ -119,6 +127,25 @@ class Matcher:
                 f"is a {type(target).__name__}, whose elements cannot be replaced; use a dict"
             )
         return Container(target, children)
+
+    def _dense_prefix(self, target: Any, stored: StoredNode | None, path: Path) -> str | None:
+        """What comes before the names of a container's elements in their keys; None if they have to be looked at."""
+        everything = self.options.wanted.is_everything and not self.options.transform
+        if not everything or stored is None or stored.is_per_rank or type(target) not in _IN_PLACE:
+            return None
+        prefix = key_of(path)
+        return None if prefix.startswith("[") else f"{prefix}." if path else ""
+
+    def _match_dense(self, target: torch.Tensor, stored: StoredNode | None, prefix: str, name: Any) -> bool:
+        """Match a tensor that takes the stored bytes as they are; False if it is none."""
+        if stored is None or type(name) is not str or not name.isascii():
+            return False
+        ref, key = stored.value, prefix + name
+        if type(ref) is not TensorRef or key.startswith("[") or not self.found.dense.take(key, ref, target):
+            return False
+        stored.take()
+        self._note_read(key, stored)
+        return True
 
     def _match_tensor(self, target: Any, stored: StoredNode | None, path: Path) -> Outcome:
         key = key_of(path)
@@ -168,7 +195,11 @@ class Matcher:
                 self.found.dtypes[key] = (stored_dtype, dtype)
                 return
             self.found.cast[key] = (stored_dtype, dtype)
-        self.found.fills.append(Fill(key, ref, target))
+        self._fill(key, ref, target)
+
+    def _fill(self, key: str, ref: TensorRef, target: Any) -> None:
+        if type(target) not in PLAIN or not self.found.dense.take(key, ref, target):
+            self.found.fills.append(Fill(key, ref, target))
 
     def _match_value(self, target: Any, stored: StoredNode | None, path: Path) -> Outcome:
         key = key_of(path)
@@ -237,7 +268,7 @@ class Matcher:
         dtype = shape_and_dtype(fresh)[1]
         if dtype != stored_dtype_name(ref):
             self.found.cast[key] = (ref.dtype.name, dtype)
-        self.found.fills.append(Fill(key, ref, fresh))
+        self._fill(key, ref, fresh)
 
     def match_live(self, target: Any, adapter: Adapter, stored: StoredNode | None, path: Path) -> Outcome:
         """Match the template of a live object."""

@@ -93,12 +93,15 @@ class Container(Outcome):
 
     target: Any
     children: Mapping[Any, Outcome]
+    """Those that may change; of a container that cannot be changed, all."""
 
     @property
     def replaces(self) -> bool:
         return not is_changeable(self.target) and any(child.replaces for child in self.children.values())
 
     def finish(self) -> Any:
+        if not self.children:
+            return self.target
         before = dict(children_of(self.target) or [])
         finished = {name: child.finish() for name, child in self.children.items()}
         changed = {name: value for name, value in finished.items() if value is not before[name]}
@@ -116,6 +119,7 @@ class Template(Outcome):
 
     target: Any
     children: Mapping[Any, Outcome]
+    """Those that may change; of a container that cannot be changed, all."""
 
     def finish(self) -> Any:
         finished = {name: child.finish() for name, child in self.children.items()}

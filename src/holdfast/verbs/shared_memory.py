@@ -32,7 +32,10 @@ class Write:
 
 def settle_missing_names(found: Findings) -> None:
     """Tied tensors are loaded if one of their names is stored: take the others off the list of what is missing."""
-    loaded = {memory: fill.key for fill in found.fills if (memory := memory_of(fill.target)) is not None}
+    if not found.missing:
+        return
+    fills = [*found.fills, *found.dense.fills()]
+    loaded = {memory: fill.key for fill in fills if (memory := memory_of(fill.target)) is not None}
     for key, target in list(found.missing.items()):
         name = None if target is None else loaded.get(memory_of(target) or ())
         if name is not None:
@@ -140,6 +143,12 @@ def _span(write: Write) -> tuple[str, int, int, Write] | None:
     ends = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
     low = address + sum(end for end in ends if end < 0)
     return device, low, address + sum(end for end in ends if end > 0) + itemsize, write
+
+
+def host_memory(write: Write) -> tuple[int, int] | None:
+    """The addresses of the first byte and of that after the last one, if they are in host memory."""
+    span = _span(write)
+    return None if span is None or span[0] != "cpu" else span[1:3]
 
 
 def _described(memory: Any) -> tuple[str, int, Sequence[int], Sequence[int], int] | None:

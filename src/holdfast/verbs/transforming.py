@@ -14,7 +14,8 @@ from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.refs import TensorRef
 from holdfast.tensor_handles import TensorHandle
 from holdfast.verbs.filling import regions_of
-from holdfast.verbs.findings import Fill, Findings, Transform
+from holdfast.verbs.fills import Fill
+from holdfast.verbs.findings import Findings, Transform
 from holdfast.verbs.load_options import Casts
 from holdfast.verbs.shared_memory import Write
 from holdfast.verbs.targets import shape_and_dtype, takes_numbers, why_not_fillable, why_not_real

@@ -75,10 +75,12 @@ def cut_into_slabs(
 
     Where the cuts lie depends on the chunk alone, so that slabs of several boxes of one chunk can be read together.
     """
-    dim = next((dim for dim, stride in enumerate(strides) if stride <= largest), len(strides))
+    if not strides:
+        yield Slab(file, chunk_begin, into.itemsize, (), into, key)
+        return
+    # Even a single element may be larger.
+    dim = next((dim for dim, stride in enumerate(strides) if stride <= largest), len(strides) - 1)
     begin = chunk_begin + sum(at * stride for at, stride in zip(start, strides, strict=True))
-    if dim == len(strides):  # even a single element is larger
-        dim -= 1
     step = max(1, largest // strides[dim])
     for outer in np.ndindex(*into.shape[:dim]):
         at = begin + sum(number * stride for number, stride in zip(outer, strides, strict=False))
