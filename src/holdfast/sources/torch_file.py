@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from holdfast.boxes import Box
 from holdfast.errors import DamagedCheckpointError, NotACheckpointError, RefusedPickleError, UnsupportedValueError
+from holdfast.formats.crc import crc32
 from holdfast.formats.dcp.known_names import Known
 from holdfast.formats.dcp.safe_pickle import load
 from holdfast.formats.dcp.stored_tensors import StoredArchive, StoredTensors, check_crc
@@ -229,7 +229,7 @@ def _check(stream: BinaryIO, name: str, entry: Entry, source: str) -> None:
     stream.seek(entry.offset)
     found, left = 0, entry.length
     while left and (piece := stream.read(min(left, _PIECE))):
-        found = zlib.crc32(piece, found)
+        found = crc32(piece, found)
         left -= len(piece)
     if left or found != entry.crc:
         raise damaged(source, name, "wrong CRC-32", f"{entry.crc:08x}", f"{found:08x}")

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import io
-import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from holdfast.boxes import Box, cut
 from holdfast.errors import HoldfastError
+from holdfast.formats.crc import crc32
 from holdfast.formats.dcp.archive import TensorArchive
 from holdfast.formats.dcp.storage_info import Seal
 from holdfast.planning.local_bytes import as_bytes
 from holdfast.planning.plan import WriteItem
+from holdfast.storage.filling import narrowed
 from holdfast.storage.transforms import WriterTransforms
 
 # Small enough that a piece is still in the cache when it is written after its CRC was taken.
 _PIECE = 1 << 20
+_SMALL = 1 << 16
+"""A tensor of up to so many bytes is written at once."""
+_SLAB = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -49,19 +55,36 @@ def write_blob(
 
 
 def _write_tensor(stream: Any, tensor: torch.Tensor) -> WrittenBlob:
-    payload = as_bytes(tensor)
     archive = TensorArchive(tensor.dtype, tuple(tensor.shape))
-    stream.write(archive.prefix)
-    payload_crc = 0
-    for start in range(0, payload.nbytes, _PIECE):
-        piece = payload[start : start + _PIECE]
-        payload_crc = zlib.crc32(piece, payload_crc)
-        stream.write(piece)
-    suffix = archive.suffix(payload_crc)
-    stream.write(suffix)
-    envelope_crc = zlib.crc32(suffix, zlib.crc32(archive.prefix))
-    seal = Seal(len(archive.prefix), payload.nbytes, payload_crc, envelope_crc)
-    return WrittenBlob(len(archive.prefix) + payload.nbytes + len(suffix), seal, tensor.dtype)
+    prefix, length = archive.prefix, archive.payload_length
+    if length <= _SMALL:
+        payload = as_bytes(tensor)
+        payload_crc = crc32(payload)
+        suffix = archive.suffix(payload_crc)
+        stream.write(b"".join((prefix, payload, suffix)))
+    else:
+        stream.write(prefix)
+        payload_crc = 0
+        for piece in _pieces(tensor):
+            payload_crc = crc32(piece, payload_crc)
+            stream.write(piece)
+        suffix = archive.suffix(payload_crc)
+        stream.write(suffix)
+    seal = Seal(len(prefix), length, payload_crc, crc32(suffix, archive.prefix_crc))
+    return WrittenBlob(len(prefix) + length + len(suffix), seal, tensor.dtype)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, piece by piece. No more than a slab is copied of one that lies otherwise in memory."""
+    for part in cut(Box((0,) * tensor.dim(), tuple(tensor.shape)), _slab_elements(tensor)):
+        payload = as_bytes(narrowed(tensor, part.offsets, part.sizes))
+        for start in range(0, payload.nbytes, _PIECE):
+            yield payload[start : start + _PIECE]
+
+
+def _slab_elements(tensor: torch.Tensor) -> int:
+    in_place = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return max(1, tensor.numel() if in_place else _SLAB // tensor.dtype.itemsize)
 
 
 def _write_whole(
@@ -75,7 +98,7 @@ def _write_whole(
         transformed.close()
         data = collected.getvalue()
     stream.write(data)
-    return WrittenBlob(len(data), Seal(0, len(data), zlib.crc32(data), 0), dtype, recorded)
+    return WrittenBlob(len(data), Seal(0, len(data), crc32(data), 0), dtype, recorded)
 
 
 def _archive_bytes(tensor: torch.Tensor) -> bytes:

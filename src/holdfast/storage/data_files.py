@@ -22,6 +22,9 @@ from holdfast.storage.transforms import WriterTransforms
 from holdfast.stores.durability import flush_to_disk
 from holdfast.stores.filesystem import AnyPath
 
+_ENVELOPE = 1536
+"""More than what an archive puts around the bytes of an ordinary tensor."""
+
 
 @dataclass(frozen=True)
 class StoredResult(WriteResult):
@@ -47,6 +50,10 @@ class DataFile:
     name: str
     """How the index will refer to it."""
     items: Sequence[WriteItem]
+
+    def expected_size(self) -> int:
+        """About how large it will be, rather a little more: values and what transforms make are only known later."""
+        return sum(map(written_bytes, self.items)) + _ENVELOPE * len(self.items)
 
 
 def write_file(

@@ -13,7 +13,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from enum import Enum
 from pathlib import PurePath
@@ -30,12 +30,15 @@ from holdfast.notices import warn_caller
 from holdfast.planning.plan import SavePlan
 from holdfast.planning.planner import SavePlanner
 from holdfast.storage import layout
+from holdfast.storage.byte_ranges import is_plain
 from holdfast.storage.contract import StorageWriter, WriteResult
 from holdfast.storage.data_files import DataFile, ValueNeedingPickle, split_by_size_and_type, write_file
+from holdfast.storage.direct_streams import direct_stream
 from holdfast.storage.transforms import StreamTransform, WriterTransforms
 from holdfast.stores.durability import flush_to_disk
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
 from holdfast.stores.local import FileSystem
+from holdfast.tuning import DIRECT_FROM, MEMORY_BUDGET
 
 logger = logging.getLogger(__name__)
 
@@ -274,8 +277,13 @@ class _FileSystemWriter(StorageWriter):
         ]
 
     def _write_file(self, file: DataFile, planner: SavePlanner) -> list[WriteResult]:
+        create_stream: Callable[[AnyPath, str], AbstractContextManager[Any]] = self.fs.create_stream
+        expected = file.expected_size()
+        if expected >= DIRECT_FROM and is_plain(self.fs):
+            memory = MEMORY_BUDGET // self.thread_count
+            create_stream = lambda path, mode: direct_stream(path, expected, memory)  # noqa: E731 - as the other one
         return write_file(
-            self.fs.create_stream,
+            create_stream,
             file,
             planner,
             self.transforms,

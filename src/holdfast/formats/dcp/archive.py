@@ -53,6 +53,7 @@ class _Envelope(NamedTuple):
     """What a dtype and a shape decide about an archive."""
 
     prefix: bytes
+    prefix_crc: int
     payload_length: int
     payload_entry: int
     """Where the local header of the payload starts."""
@@ -68,11 +69,12 @@ class TensorArchive:
     24
     """
 
-    __slots__ = ("_envelope", "payload_length", "prefix")
+    __slots__ = ("_envelope", "payload_length", "prefix", "prefix_crc")
 
     def __init__(self, dtype: torch.dtype, sizes: Sequence[int]) -> None:
         self._envelope = _envelope(dtype, tuple(sizes))
         self.prefix = self._envelope.prefix
+        self.prefix_crc = self._envelope.prefix_crc
         self.payload_length = self._envelope.payload_length
 
     @property
@@ -82,7 +84,7 @@ class TensorArchive:
 
     def suffix(self, payload_crc: int) -> bytes:
         """What follows the raw bytes, whose CRC-32 it records."""
-        prefix, length, payload_entry, lines = self._envelope
+        prefix, _, length, payload_entry, lines = self._envelope
         form = layout.DESCRIPTOR64 if length >= layout.MAX32 else layout.DESCRIPTOR
         descriptor = form.pack(layout.DESCRIPTOR_MAGIC, payload_crc, length, length)
         line = layout.central_entry(_PAYLOAD, payload_crc, length, payload_entry, flags=layout.CRC_FOLLOWS)
@@ -98,7 +100,8 @@ def _envelope(dtype: torch.dtype, sizes: tuple[int, ...]) -> _Envelope:
     description = _describe(dtype, count, sizes)
     before = layout.FIXED_ENTRIES + layout.local_entry(_DESCRIPTION, description)
     line = layout.central_entry(_DESCRIPTION, zlib.crc32(description), len(description), len(layout.FIXED_ENTRIES))
-    return _Envelope(before + _payload_header(len(before), length), length, len(before), layout.FIXED_LINES + line)
+    prefix = before + _payload_header(len(before), length)
+    return _Envelope(prefix, zlib.crc32(prefix), length, len(before), layout.FIXED_LINES + line)
 
 
 def _payload_header(position: int, length: int) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-import zlib
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, cast
@@ -12,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from holdfast.formats.crc import crc32
 from holdfast.formats.dcp.known_names import Known
 from holdfast.formats.dcp.tensor_records import StorageRecord, TensorNames, TensorRecord, storage_record
 from holdfast.formats.dcp.zip_layout import Entry, damaged, read_directory
@@ -66,7 +66,7 @@ class StoredArchive:
 
 def check_crc(data: bytes | memoryview, entry: Entry, name: str, *, source: str, key: str | None) -> None:
     """Compare the content of an entry with what was recorded about it."""
-    if entry.crc is not None and (found := zlib.crc32(data)) != entry.crc:
+    if entry.crc is not None and (found := crc32(data)) != entry.crc:
         raise damaged(source, key, f"wrong CRC-32 of {name}", f"{entry.crc:08x}", f"{found:08x}")
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, RefusedPickleError, UnsupportedValueError
+from holdfast.formats.crc import crc32
 from holdfast.formats.dcp.zip_layout import LOCAL_MAGIC, Entry, damaged, read_directory
 from holdfast.formats.torch_file.storages import check_storage_sizes
 
@@ -111,6 +111,6 @@ def _crc(stream: Any, entry: Entry) -> int:
     stream.seek(entry.offset)
     crc, left = 0, entry.length
     while left and (piece := stream.read(min(left, _PIECE))):
-        crc = zlib.crc32(piece, crc)
+        crc = crc32(piece, crc)
         left -= len(piece)
     return crc

@@ -1,0 +1,84 @@
+"""A stream into a large new file of the local disk, which is written past the page cache while it is being filled."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from holdfast.stores.direct_file import DirectFile
+from holdfast.stores.filesystem import AnyPath
+from holdfast.stores.os_errors import naming
+
+
+@contextmanager
+def direct_stream(path: AnyPath, expected: int, memory: int) -> Iterator[DirectStream]:
+    """Make or replace a file of about the ``expected`` size, with at most so much memory for what is on its way."""
+    name = os.fspath(path)
+    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        stream = DirectStream(descriptor, name, expected, memory)
+        try:
+            yield stream
+            stream.flush()
+        finally:
+            stream.close()
+    finally:
+        os.close(descriptor)
+
+
+class DirectStream:
+    """Takes bytes from front to back."""
+
+    def __init__(self, descriptor: int, path: str, expected: int, memory: int) -> None:
+        self._descriptor = descriptor
+        self._path = path
+        with naming(path):
+            self._file = DirectFile(descriptor, path, expected, memory)
+        self._room: mmap.mmap | None = None
+        self._filled = 0
+        self._length = 0
+        self._is_complete = False
+
+    def write(self, data: Any, /) -> int:
+        """Take all of it: it may be changed afterwards."""
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        taken = 0
+        while taken < view.nbytes:
+            if self._room is None:
+                with naming(self._path):  # errors of earlier writes are told here
+                    self._room = self._file.room()
+            count = min(len(self._room) - self._filled, view.nbytes - taken)
+            memoryview(self._room)[self._filled : self._filled + count] = view[taken : taken + count]
+            taken += count
+            self._filled += count
+            if self._filled == len(self._room):
+                self._send()
+        self._length += taken
+        return taken
+
+    def flush(self) -> None:
+        """The file is complete. Wait until all of it is written, and give it its size."""
+        if self._is_complete:
+            return
+        self._is_complete = True
+        if self._filled:
+            self._send()
+        with naming(self._path):
+            self._file.finish()
+            os.ftruncate(self._descriptor, self._length)  # the expectation may have been too large
+
+    def fileno(self) -> int:
+        """The file, for those who want to have it durable."""
+        return self._descriptor
+
+    def close(self) -> None:
+        """Wait until no write is under way."""
+        self._file.close()
+
+    def _send(self) -> None:
+        assert self._room is not None
+        self._file.send(self._room, self._filled)
+        self._room, self._filled = None, 0
