@@ -59,10 +59,11 @@ def agree(all_holdings: Sequence[Sequence[Holding]]) -> Agreement:
         if key in ties:
             continue
         ref = _ref(held)
-        groups = _differing_copies(held)
-        if groups is not None:
+        if len(held) > 1 and (groups := _differing_copies(held)) is not None:
             differing.append(Differing(key, groups))
-        first_counts = groups is not None or held[0][1].from_first_rank
+            first_counts = True
+        else:
+            first_counts = held[0][1].from_first_rank
         for (offsets, sizes), ranks in _holders(ref, held):
             chunk = ChunkToWrite(len(tensors), key, ref.dtype, ref.shape, offsets, sizes)
             shares.offer(chunk, ranks[:1] if first_counts else ranks)
@@ -138,15 +139,18 @@ def _by_key(all_holdings: Sequence[Sequence[Holding]]) -> dict[str, Held]:
 
 
 def _ref(held: Held) -> TensorRef:
-    first = held[0][1]
-    return TensorRef(first.key, dtype_named(first.dtype), first.shape, first.kind, first.numpy, first.rank)
+    key, dtype, shape, kind, _, rank, numpy, _, _, _ = held[0][1]
+    return TensorRef(key, dtype_named(dtype), shape, kind, numpy, rank)
 
 
 def _holders(ref: TensorRef, held: Held) -> Iterable[tuple[Box, Sequence[int]]]:
     """The boxes of a tensor with the ranks that hold them. Raises if the boxes are not the whole of it."""
     first = held[0][1].boxes
-    if len(first) == 1 and first[0].sizes == ref.shape and all(holding.boxes == first for _, holding in held):
-        return ((first[0], [rank for rank, _ in held]),)  # all have all of it, as is most often so
+    if len(first) == 1 and first[0].sizes == ref.shape:  # all have all of it, as is most often so
+        if len(held) == 1:
+            return ((first[0], held[0][:1]),)
+        if all(holding.boxes == first for _, holding in held):
+            return ((first[0], [rank for rank, _ in held]),)
     holders: dict[Box, list[int]] = {}
     for rank, holding in held:
         for box in holding.boxes:
@@ -178,7 +182,7 @@ def _same(one: Held, other: Held) -> bool:
 
 def _differing_copies(held: Held) -> tuple[tuple[int, ...], ...] | None:
     """The ranks grouped by equal copies, if there are several groups."""
-    if len(held) == 1 or held[0][1].from_first_rank:
+    if held[0][1].from_first_rank:
         return None
     copies: dict[tuple[Box, bytes], list[int]] = defaultdict(list)
     boxes: dict[Box, int] = defaultdict(int)

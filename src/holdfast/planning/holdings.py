@@ -98,10 +98,12 @@ class LocalTensor(NamedTuple):
 def hold(key: str, value: Any, *, stored_dtype: torch.dtype | None, compare: bool) -> tuple[Holding, LocalTensor]:
     """Describe what this rank has of a tensor or numpy array. ``compare`` if other ranks may have the same."""
     local = LocalTensor(key, value, stored_dtype)
-    if _is_plain(value):
-        described = _describe_plain(key, value, stored_dtype)
+    if _is_dense(value) and (said := _said_of_dense(stored_dtype or value.dtype, value.shape)) is not None:
+        described = tuple.__new__(Holding, (key, *said))
     elif isinstance(value, np.ndarray):
         described = _describe_array(key, value)
+    elif _is_plain(value):
+        described = _describe_plain(key, value, stored_dtype)
     else:
         described = _describe_distributed(key, value, stored_dtype)
     if len(described.shape) > MOST_DIMENSIONS:
@@ -153,17 +155,14 @@ def memory_of(value: Any) -> tuple[Any, ...] | None:
 
 def address_of(value: Any) -> int | None:
     """Where the elements begin. A quick first look: only tensors with the same one can have the same ``memory_of``."""
-    if type(value) in _PLAIN:
-        return _address_in_memory(value)
     if isinstance(value, np.ndarray):
         return int(value.__array_interface__["data"][0])
-    local = value._local_tensor if is_dtensor(value) else value
-    return _address_in_memory(local) if _is_plain(local) else None
-
-
-def _address_in_memory(tensor: torch.Tensor) -> int | None:
+    if type(value) not in _PLAIN:
+        value = value._local_tensor if is_dtensor(value) else value
+        if not _is_plain(value):
+            return None
     try:
-        return tensor.data_ptr()
+        return int(value.data_ptr())
     except RuntimeError:  # a kind of tensor that has no memory of its own
         return None
 
@@ -178,27 +177,30 @@ def _too_many_dimensions(described: Holding) -> UnsupportedTensorError:
     )
 
 
-def _describe_plain(key: str, tensor: torch.Tensor, stored_dtype: torch.dtype | None) -> Holding:
-    # A quick look that most tensors pass.
-    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.is_nested or tensor.layout is not torch.strided:
-        from holdfast.planning.tensors import refuse_if_it_has_no_bytes
-
-        refuse_if_it_has_no_bytes(key, tensor)
-    said = _said_of_plain(stored_dtype or tensor.dtype, tensor.shape)
-    if said is None:
-        raise _unknown_dtype(key, stored_dtype or tensor.dtype)
-    return tuple.__new__(Holding, (key, *said))
+def _is_dense(value: Any) -> bool:
+    """Whether it can be seen at a glance that it is a plain tensor with bytes, as it is with most."""
+    return type(value) in _PLAIN and value.is_cpu and value.layout is torch.strided and not value.is_nested
 
 
 @lru_cache(maxsize=4096)
-def _said_of_plain(dtype: torch.dtype, size: torch.Size) -> tuple[Any, ...] | None:
-    """All but the key of the description of a plain tensor, made once for those that are alike."""
+def _said_of_dense(dtype: torch.dtype, size: torch.Size) -> tuple[Any, ...] | None:
+    """All but the key of a description, made once for tensors that are alike; None for an unknown element type."""
     known = dtype_of(dtype)
-    if known is None:
-        return None
+    return None if known is None else _whole("", known.name, size)[1:]
+
+
+def _describe_plain(key: str, tensor: torch.Tensor, stored_dtype: torch.dtype | None) -> Holding:
+    from holdfast.planning.tensors import refuse_if_it_has_no_bytes
+
+    refuse_if_it_has_no_bytes(key, tensor)
+    return _whole(key, _dtype(key, stored_dtype or tensor.dtype), tensor.shape)
+
+
+def _whole(key: str, dtype: str, size: Sequence[int], numpy: Any = None) -> Holding:
+    """The description of something that this rank has the whole of."""
     shape = tuple(size)
     boxes = () if 0 in shape else (Box((0,) * len(shape), shape),)
-    return Holding("", known.name, shape, "replicated", boxes)[1:]
+    return Holding(key, dtype, shape, "replicated", boxes, numpy=numpy)
 
 
 def _describe_array(key: str, array: Any) -> Holding:
@@ -208,7 +210,6 @@ def _describe_array(key: str, array: Any) -> Holding:
         known = dtype_named(name or "").numpy is not None and array.dtype == little
     except ValueError:
         known = False
-    shape = tuple(array.shape)
     stored = name if known and name is not None else f"raw{array.dtype.itemsize}"
     if array.dtype.itemsize == 0:
         raise UnsupportedTensorError(
@@ -216,8 +217,7 @@ def _describe_array(key: str, array: Any) -> Holding:
             key=key,
             kind=str(array.dtype),
         )
-    boxes = (Box((0,) * len(shape), shape),) if array.size else ()
-    return Holding(key, stored, shape, "replicated", boxes, numpy=_numpy_name(key, array.dtype))
+    return _whole(key, stored, array.shape, _numpy_name(key, array.dtype))
 
 
 def _numpy_name(key: str, dtype: Any) -> Any:
@@ -262,17 +262,13 @@ def _is_plain(value: Any) -> bool:
 def _dtype(key: str, dtype: torch.dtype) -> str:
     known = dtype_of(dtype)
     if known is None:
-        raise _unknown_dtype(key, dtype)
+        raise UnsupportedTensorError(
+            f"'{key}' is a tensor of {dtype}, which the format has no place for. Convert it before saving (a quantized "
+            "tensor with int_repr(), and its scale beside it).",
+            key=key,
+            kind=str(dtype),
+        )
     return known.name
-
-
-def _unknown_dtype(key: str, dtype: torch.dtype) -> UnsupportedTensorError:
-    return UnsupportedTensorError(
-        f"'{key}' is a tensor of {dtype}, which the format has no place for. Convert it before saving (a quantized "
-        "tensor with int_repr(), and its scale beside it).",
-        key=key,
-        kind=str(dtype),
-    )
 
 
 def _part(array: Any, box: Box, origin: Sequence[int] | None = None) -> Any:

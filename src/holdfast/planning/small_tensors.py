@@ -19,6 +19,9 @@ SMALL = 64 << 10
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+_REAL = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8})
+"""Types that are neither complex nor quantized, so that there are questions that need not be asked."""
+
 # Unlike `ctypes.memmove` this keeps Python's lock, which takes longer to give away and to get back than the copy.
 _move = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
@@ -35,8 +38,8 @@ def lies_ready(tensor: torch.Tensor) -> bool:
         type(tensor) in _PLAIN
         and tensor.is_cpu
         and tensor.is_contiguous()
-        and not (tensor.is_neg() or tensor.is_quantized)
-        and not (tensor.is_complex() and tensor.is_conj())
+        and not tensor.is_neg()
+        and (tensor.dtype in _REAL or not (tensor.is_conj() or tensor.is_quantized))
     )
 
 

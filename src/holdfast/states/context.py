@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast.states.contract import Path
@@ -66,6 +67,9 @@ class Context:
         return self._names[number]
 
 
+NEVER_LIVE = frozenset({torch.Tensor, torch.nn.Parameter, np.ndarray, bool, int, float, str, bytes, type(None)})
+"""Most values are of these types, and need no closer look."""
+
 DEEPEST = 200
 """How far a state is looked through. Nothing that is deeper can be stored."""
 
@@ -88,5 +92,6 @@ def _find_modules(value: Any, path: Path, found: list[tuple[Path, torch.nn.Modul
         return
     open_.add(id(value))
     for key, element in items:
-        _find_modules(element, (*path, key), found, open_)
+        if type(element) not in NEVER_LIVE:
+            _find_modules(element, (*path, key), found, open_)
     open_.discard(id(value))

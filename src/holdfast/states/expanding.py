@@ -8,17 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
-
 from holdfast.formats.native.refs import Slot
 from holdfast.formats.native.values import key_of
 from holdfast.states.adapters import Context, adapter_for, per_rank_of
-from holdfast.states.context import DEEPEST
+from holdfast.states.context import DEEPEST, NEVER_LIVE
 from holdfast.states.contract import Path
-
-_NEVER_LIVE = frozenset({torch.Tensor, torch.nn.Parameter, np.ndarray, bool, int, float, str, bytes, type(None)})
-"""Most values are of these types, and need no closer look."""
 
 _MAPPINGS = frozenset({OrderedDict, defaultdict, Counter})
 """Those that can be stored, besides dicts."""
@@ -55,7 +49,7 @@ class _Expander:
 
     def visit(self, value: Any, path: Path) -> Any:
         kind = type(value)
-        if kind in _NEVER_LIVE:
+        if kind in NEVER_LIVE:
             return value
         if id(value) in self._around or len(path) > DEEPEST:
             return value  # it contains itself, or lies too deep: whoever stores it will say so
@@ -83,7 +77,10 @@ class _Expander:
         return value
 
     def _children(self, mapping: Mapping[Any, Any], path: Path) -> dict[Any, Any]:
-        return {key: self.visit(child, (*path, key)) for key, child in mapping.items()}
+        visit = self.visit
+        return {
+            key: child if type(child) in NEVER_LIVE else visit(child, (*path, key)) for key, child in mapping.items()
+        }
 
     def _other_mapping(self, mapping: Any, path: Path) -> Any:
         children = self._children(mapping, path)

@@ -76,6 +76,8 @@ def canonical_name(root: torch.nn.Module, name: str) -> str:
 
 def canonical_names(root: torch.nn.Module, names: Iterable[str]) -> list[str]:
     """The canonical names of many things; those that would have the same one keep their own."""
+    if not any(map(wrapper_attribute, {type(part) for part in root.modules()})):
+        return list(names)
     pairs = [(name, canonical_name(root, name)) for name in names]
     count = Counter(short for _, short in pairs)
     return [short if count[short] == 1 else name for name, short in pairs]

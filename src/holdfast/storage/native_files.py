@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +112,11 @@ def write_chunks(
     try:
         with no_garbage_collection():
             layouts = lay_out(chunks, generation, max_file_size)
-        for number, layout in enumerate(layouts):
+            gatherings = [_gathering(layout, local) for layout in layouts]
+        for number, (layout, gathering) in enumerate(zip(layouts, gatherings, strict=True)):
             name = data_file(generation, rank, number)
             with store.create(name, layout.nbytes) as sink:
-                digests = write_data_file(sink, layout, pieces, BLOCK_BYTES, for_rooms, _gathering(layout, local))
+                digests = write_data_file(sink, layout, pieces, BLOCK_BYTES, for_rooms, gathering)
             rows = [(chunk.tensor, position, chunk.offsets, chunk.sizes) for chunk, position in layout.chunks]
             written.append(WrittenFile(name, layout.nbytes, rows, digests))
         store.sync()
@@ -206,7 +208,7 @@ def _columns(files: Sequence[WrittenFile]) -> Columns:
         for number, file in enumerate(files)
         for tensor, position, offsets, sizes in file.chunks
     ]
-    rows.sort(key=lambda row: (row[0], row[3]))
+    rows.sort(key=itemgetter(0, 3))
 
     def column(values: Any) -> Any:
         return np.array(list(values), dtype=np.int64)

@@ -272,7 +272,7 @@ def _write_pickled(encoder: Encoder, value: PickledValue) -> JSON:
 
 
 def _write_tensor(encoder: Encoder, value: Any) -> JSON:
-    if encoder.is_closed():
+    if encoder._closed:
         return encoder.pickle_or_refuse(
             value, "tensors cannot lie in sets, deques or keys of dicts; put them into a list or dict"
         )
@@ -380,11 +380,11 @@ def _unsupported(refused: list[tuple[Path, str]]) -> UnsupportedValueError:
 
 def _fill_in_keys(references: list[dict[str, JSON]], stored: JSON, path: Path) -> None:
     from holdfast.formats.native.keys import keys_of
-    from holdfast.formats.native.leaves import leaves
+    from holdfast.formats.native.leaves import nodes_with_paths
 
     # All leaves take part, because a key must not be that of a plain value either.
-    found = list(leaves(stored))
-    keys = [leaf.key for leaf in found] if not path else keys_of(path + leaf.path for leaf in found)
-    key_at = {id(leaf.node): key for leaf, key in zip(found, keys, strict=True) if leaf.is_tensor}
+    found = nodes_with_paths(stored)
+    keys = keys_of(path + below for below, _ in found) if path else keys_of(below for below, _ in found)
+    key_at = {id(node): key for key, (_, node) in zip(keys, found, strict=True)}
     for reference in references:
         reference["key"] = key_at[id(reference)]

@@ -36,14 +36,20 @@ def leaves(stored: JSON) -> Iterator[Leaf]:
     >>> [leaf.key for leaf in leaves(tree)]
     ['w', 'betas']
     """
-    found: list[tuple[Path, JSON]] = []
-    _visit(stored, (), found)
+    found = nodes_with_paths(stored)
     try:
         keys = keys_of(path for path, _ in found)
     except UnsupportedValueError as error:
         raise malformed((), f"a key of a dict cannot be one ({error.key:.100})") from None
     for key, (path, node) in zip(keys, found, strict=True):
         yield Leaf(path, key, node, type(node) is dict and node.get("$") == "tensor")
+
+
+def nodes_with_paths(stored: JSON) -> list[tuple[Path, JSON]]:
+    """The typed values of all leaves with their paths, for those who make the keys themselves."""
+    found: list[tuple[Path, JSON]] = []
+    _visit(stored, (), found)
+    return found
 
 
 def _visit(node: JSON, path: Path, found: list[tuple[Path, JSON]]) -> bool:
@@ -62,6 +68,9 @@ def _visit(node: JSON, path: Path, found: list[tuple[Path, JSON]]) -> bool:
     for part, child in parts:
         if type(child) in PLAIN:
             found.append(((*path, part), child))
+        elif type(child) is dict and child.get("$") == "tensor" and type(child.get("key")) is str:
+            found.append(((*path, part), child))
+            has_tensor = True
         elif _visit(child, (*path, part), found):
             has_tensor = True
     if not has_tensor and (kind == "tuple" or type(node) is list):

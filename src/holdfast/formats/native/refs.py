@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.formats.native.dtypes import DType
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)  # never changed, but a frozen one takes five times as long to make
 class TensorRef:
     """A stored tensor, or numpy array: its key, and what is known of it without reading it."""
 
