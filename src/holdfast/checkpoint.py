@@ -17,7 +17,7 @@ from holdfast.formats.native.refs import PerRankValues, TensorRef
 from holdfast.formats.native.trees import mapped, refs_in, substituted
 from holdfast.patterns import Chooser, Patterns
 from holdfast.sources.detect import open_source
-from holdfast.sources.source import Request, Source
+from holdfast.sources.source import Source, WholeReads
 from holdfast.sources.stored_nodes import StoredNode
 from holdfast.stores.store import Store
 from holdfast.tensor_handles import TensorHandle, as_elements, torch_is_here
@@ -114,14 +114,7 @@ class Checkpoint(Mapping[str, Any]):
                 )
         refs = {ref.key: ref for ref in refs_in(tree)}
         buffers = {key: np.empty(ref.shape, ref.dtype.carrier) for key, ref in refs.items()}
-        self._source.read(
-            [
-                Request(key, (0,) * len(ref.shape), ref.shape, buffers[key])
-                for key, ref in refs.items()
-                if buffers[key].size
-            ],
-            verify=verify,
-        )
+        self._source.read_many([], WholeReads.into(buffers), verify=verify)
         self.looked_at.update(key for key, leaf in self._leaves.items() if pattern is None or chosen(key))
         elements = {
             key: as_elements(buffers[key], ref, as_torch=ref.numpy is None and torch_is_here())

@@ -46,6 +46,14 @@ class WholeReads(NamedTuple):
     nbytes: npt.NDArray[np.int64]
     """Of the tensor, and so of the memory. None has zero."""
 
+    @classmethod
+    def into(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> WholeReads:
+        """Whole tensors that go into these dense arrays, which stay alive."""
+        filled = {key: array for key, array in arrays.items() if array.size}
+        addresses = [array.__array_interface__["data"][0] for array in filled.values()]
+        nbytes = [array.nbytes for array in filled.values()]
+        return cls(list(filled), np.array(addresses, np.int64), np.array(nbytes, np.int64))
+
     def requests(self, tensors: Mapping[str, TensorRef]) -> list[Request]:
         """The same as requests."""
         return [

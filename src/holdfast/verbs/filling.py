@@ -25,7 +25,8 @@ from holdfast.sources.source import Request, Source
 from holdfast.tuning import MEMORY_BUDGET
 from holdfast.verbs.fills import DenseFills, Fill
 
-STAGING_BYTES = 32 << 20
+STAGING_BYTES = 16 << 20
+"""What is read at once of what has to go through host memory, unless the memory budget is smaller."""
 
 
 @dataclass(frozen=True)

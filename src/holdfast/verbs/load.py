@@ -47,6 +47,7 @@ def load(
     transform: Transforms | None = None,
     verify: bool | Literal["first"] = True,
     allow_pickle: bool = False,
+    memory_budget: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a state, in place. With a process group all its ranks call this together.
@@ -75,6 +76,8 @@ def load(
         verify: compare the digests of all that is read. ``"first"`` does so before anything is changed, at the cost of
             reading twice.
         allow_pickle: load values that were stored as pickles, which can run any code.
+        memory_budget: bytes that each rank may allocate beside the state, for buffers and conversions: 256 KiB at
+            least, 64 MiB by default. More does not make it faster.
         process_group: the ranks that load. All by default.
 
     Returns:
@@ -104,6 +107,7 @@ def load(
                 cast=cast,
                 transform=transform,
                 verify=verify,
+                memory_budget=memory_budget,
             ),
         )
         with ExitStack() as stack:
@@ -142,12 +146,21 @@ class _Load:
         """Read what this rank needs, straight into the tensors where that is possible; returns the bytes read."""
         if self.options.verify == "first":
             with _remark("Nothing was changed."):
-                self.ranks.all_gather_status("verify", lambda: check_regions(plan.regions_to_check, self.source))
+                self.ranks.all_gather_status("verify", lambda: self._verify_first(plan))
         with _remark(_PARTLY_LOADED):
             return self.ranks.all_gather_status("read", lambda: self._read(plan))
 
+    def _verify_first(self, plan: LoadPlan) -> None:
+        check_regions(plan.regions_to_check, self.source, self.options.memory_budget)
+
     def _read(self, plan: LoadPlan) -> int:
-        nbytes, elements = read_regions(plan.regions, self.source, verify=bool(self.options.verify), dense=plan.dense)
+        nbytes, elements = read_regions(
+            plan.regions,
+            self.source,
+            verify=bool(self.options.verify),
+            dense=plan.dense,
+            memory=self.options.memory_budget,
+        )
         for write in plan.writes:
             if write.made is not None:
                 put(write.region.memory, write.made)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from holdfast.patterns import Choice, Chooser, Pattern, Patterns, Selection, chooser
+from holdfast.storage.native_files import SMALLEST_BUDGET
+from holdfast.verbs.save_options import checked_bytes
 from holdfast.verbs.user_dtypes import dtype_from_user
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ class LoadOptions:
     """For which keys there are functions: the patterns as text, and what they mean."""
     verify: bool | Literal["first"]
     """Whether digests are compared: while reading, or also before."""
+    memory_budget: int | None
+    """How many bytes may be allocated beside the state."""
 
     @classmethod
     def of(
@@ -53,6 +57,7 @@ class LoadOptions:
         cast: bool | Patterns | Mapping[Pattern, Any],
         transform: Transforms | None,
         verify: bool | Literal["first"],
+        memory_budget: int | None,
     ) -> LoadOptions:
         """The arguments of ``load``, checked."""
         if verify not in (True, False, "first"):
@@ -69,6 +74,7 @@ class LoadOptions:
             transform=Choice(transform),
             transform_patterns=[(str(pattern), Chooser(pattern)) for pattern in transform or ()],
             verify=verify,
+            memory_budget=_checked_budget(memory_budget),
         )
 
 
@@ -146,6 +152,16 @@ class Renaming:
         """Names and expressions that no key was like."""
         every = [old for old, _ in self._texts] + [pattern for pattern, _ in self._expressions]
         return [old if isinstance(old, str) else old.pattern for old in every if old not in self._used]
+
+
+def _checked_budget(number: Any) -> int | None:
+    budget = checked_bytes("memory_budget", number)
+    if budget is not None and budget < SMALLEST_BUDGET:
+        raise ValueError(
+            f"memory_budget must be {SMALLEST_BUDGET} bytes at least, not {budget}: the buffers that tensors are read "
+            "through take that much"
+        )
+    return budget
 
 
 def _always(key: str) -> bool:

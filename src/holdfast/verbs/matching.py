@@ -244,16 +244,17 @@ class Matcher:
         """Take what is stored, with fresh memory for its tensors."""
         stored.take()
         value = stored.value
-        unwanted = [key for key, _ in self.keys_below(stored, path) if not self.options.wanted(key)]
+        leaves = list(self.keys_below(stored, path))
+        unwanted = [key for key, _ in leaves if not self.options.wanted(key)]
         if unwanted:
             self.found.untouched.extend(unwanted)
             value = pruned(value, path, lambda below: self.options.wanted(key_of(below)))
             value = None if value is NOTHING else value
-        for key, leaf in self.keys_below(stored, path):
-            if self.options.wanted(key):
-                self._note_read(key, leaf)
-                for ref in refs_in(leaf.value):
-                    self._give_memory(key, ref)
+            leaves = [(key, leaf) for key, leaf in leaves if self.options.wanted(key)]
+        for key, leaf in leaves:
+            self._note_read(key, leaf)
+            for ref in refs_in(leaf.value):
+                self._give_memory(key, ref)
         own = of_this_rank(self, value, path)
         self._refuse_inert(key_of(path), own)
         return Taken(own, self._fresh)
@@ -262,6 +263,8 @@ class Matcher:
         if ref.key in self._fresh:  # tied: one tensor with several names
             return
         fresh = self._fresh[ref.key] = fresh_memory(ref, self.options.casts.dtype_for(key))
+        if type(fresh) in PLAIN and self.found.dense.take(key, ref, fresh):
+            return
         if fresh is None:
             self.found.misfits[key] = f"has elements of {ref.dtype}, which torch does not have"
             return
@@ -312,6 +315,8 @@ class Matcher:
 
     def _touches_anything(self, adapter: Adapter, stored: StoredNode | None, path: Path) -> bool:
         """Whether any key of a live object is to be loaded."""
+        if self.options.wanted.is_everything:
+            return True
         if stored is not None:
             keys = [key for key, _ in self.keys_below(stored, path)]
         else:
