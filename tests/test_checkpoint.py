@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.sources.native import NativeSource
+from holdfast.sources.source import WholeReads
 
 
 class Point(NamedTuple):
@@ -213,13 +214,13 @@ def test_a_state_is_read_into_memory_with_its_types_and_ties(place):
 
 def test_a_pattern_reads_a_part(place, monkeypatch):
     requested: list[str] = []
-    whole = NativeSource.read
+    whole = NativeSource.read_many
 
-    def noted(self: NativeSource, requests: Any, **options: Any) -> int:
-        requested.extend(request.key for request in requests)
-        return whole(self, requests, **options)
+    def noted(self: NativeSource, requests: Any, wholes: WholeReads, **options: Any) -> int:
+        requested.extend([*(request.key for request in requests), *wholes.keys])
+        return whole(self, requests, wholes, **options)
 
-    monkeypatch.setattr(NativeSource, "read", noted)
+    monkeypatch.setattr(NativeSource, "read_many", noted)
     checkpoint = hf.open(place)
     assert list(checkpoint.load("model")) == ["model"]
     assert sorted(requested) == ["model.half", "model.w"]

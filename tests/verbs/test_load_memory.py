@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -215,41 +212,6 @@ def test_staged_parts_tile_their_region_and_are_small(sizes, limit):
         part.memory[...] += 1
         assert part.memory.size * 4 <= max(limit, 4)
     assert (memory == 1).all()
-
-
-CAST = """
-import sys, torch, holdfast as hf
-sys.path.insert(0, {tests!r})
-
-def peak():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
-
-def load(state, **options):
-    hf.load(state, {path!r} + "/small", cast=True, include="warm")  # whatever is imported or made once
-    before = peak()
-    hf.load(state, {path!r} + "/large", cast=True, **options)
-    return (peak() - before) // 1024
-
-size = {size}
-warm = torch.zeros(8, dtype=torch.bfloat16)
-w = torch.full((size // 4, 1024), 7, dtype=torch.bfloat16)
-grown = load({{"warm": warm, "w": w}}, exclude="warm")
-assert (w == 1).all()
-print(grown)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for the most memory that was used")
-def test_a_cast_takes_memory_for_a_part_of_a_large_tensor_only(tmp_path):
-    size = 1 << 18  # in KiB: 256 MiB are stored
-    hf.save({"warm": torch.ones(8)}, tmp_path / "small")
-    hf.save({"w": torch.ones(1).expand(size // 4, 1024)}, tmp_path / "large")
-    program = textwrap.dedent(CAST).format(tests=str(Path.cwd()), path=str(tmp_path), size=size)
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout) < 100, f"{result.stdout} MiB beside the target"
-    for file in (tmp_path / "large").iterdir():
-        file.unlink()
 
 
 @pytest.mark.parametrize("verify", [True, "first"])

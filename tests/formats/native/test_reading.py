@@ -314,3 +314,94 @@ def test_nothing_of_a_damaged_block_is_used():
     with pytest.raises(DamagedCheckpointError):
         NativeSource(stored.store).read([Request("a", (0, 0), (20, 100), into)])
     assert not np.frombuffer(into.tobytes(), np.uint8)[:BLOCK].any()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("position", [0, 700_000, 20 * 100 * 1024 - 1])
+def test_what_was_read_straight_into_memory_and_is_damaged_is_not_left_there(position, threaded):
+    stored = large()
+    name, begin, _ = stored.places["a"][0]
+    damage(stored.store, name, begin + position)
+    into = np.full((20, 100), b"\x77" * 1024, "V1024")
+    with sizes(window=8 * BLOCK, threaded=threaded), pytest.raises(DamagedCheckpointError):
+        NativeSource(stored.store).read([Request("a", (0, 0), (20, 100), into)])
+    found, saved = (np.frombuffer(array.tobytes(), np.uint8) for array in (into, stored.arrays["a"]))
+    # As it was saved, as it was before, or zero; and never as it is in the file.
+    assert np.all((found == saved) | (found == 0x77) | (found == 0))
+    assert found[position] != saved[position] ^ 16
+
+
+def test_what_was_half_read_when_the_file_failed_is_not_left_in_memory():
+    stored = large()
+    into = np.full((20, 100), b"\x77" * 1024, "V1024")
+    source = NativeSource(stored.store)
+    real = stored.store.reader
+
+    @contextmanager
+    def failing(name: str) -> Iterator[Any]:
+        with real(name) as inner:
+
+            class Failing:
+                size = inner.size
+
+                def read_into(_, begin: int, buffer: Any) -> None:  # noqa: N805
+                    memoryview(buffer).cast("B")[:100] = b"?" * 100
+                    raise OSError("the disk is gone")
+
+            yield Failing()
+
+    assert source.columns is not None
+    with (
+        mock.patch.object(stored.store, "reader", failing),
+        sizes(window=8 * BLOCK),
+        pytest.raises(OSError, match="gone"),
+    ):
+        source.read([Request("a", (0, 0), (20, 100), into)])
+    assert b"?" * 100 not in into.tobytes()
+
+
+class Cached:
+    """A reader of which a part is in a cache."""
+
+    def __init__(self, inner: Any, until: int, calls: list[tuple[str, int, int]]) -> None:
+        self.inner, self.until, self.calls, self.size = inner, until, calls, inner.size
+
+    def read_into(self, begin: int, buffer: Any) -> None:
+        self.calls.append(("read", begin, memoryview(buffer).nbytes))
+        self.inner.read_into(begin, buffer)
+
+    def read_cached(self, begin: int, buffer: Any) -> bool:
+        view = memoryview(buffer).cast("B")
+        if begin + view.nbytes > self.until:
+            view[:] = b"!" * view.nbytes  # what is in there then, nobody knows
+            return False
+        self.calls.append(("cached", begin, view.nbytes))
+        self.inner.read_into(begin, buffer)
+        return True
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@given(until=st.integers(0, 60 * BLOCK), straight=st.booleans())
+def test_what_is_cached_is_taken_in_small_steps_and_the_rest_at_once(until, straight):
+    stored = large()
+    source = NativeSource(stored.store)
+    assert source.columns is not None
+    calls: list[tuple[str, int, int]] = []
+    real = stored.store.reader
+
+    @contextmanager
+    def half_cached(name: str) -> Iterator[Any]:
+        with real(name) as inner:
+            yield Cached(inner, until, calls)
+
+    into = np.zeros((20, 100), "V1024")
+    with (
+        mock.patch.object(stored.store, "reader", half_cached),
+        sizes(window=16 * BLOCK, straight_from=BLOCK if straight else 1 << 30),
+    ):
+        total = source.read([Request("a", (0, 0), (20, 100), into)])
+    assert into.tobytes() == stored.arrays["a"].tobytes()
+    assert sum(nbytes for _, _, nbytes in calls) == total
+    assert all(nbytes <= 2 * BLOCK for way, _, nbytes in calls if way == "cached")
+    assert all(begin + nbytes <= until for way, begin, nbytes in calls if way == "cached")
+    assert all(begin + nbytes > until for way, begin, nbytes in calls if way == "read")

@@ -1,0 +1,141 @@
+"""How many bytes of a checkpoint with blocks of the usual size are read for parts of its tensors."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import holdfast as hf
+from holdfast.formats.native.record import BLOCK_BYTES as BLOCK
+from holdfast.sources.native import NativeSource
+from holdfast.sources.source import Request
+from holdfast.stores.memory_store import MemoryStore
+
+
+class CountingStore(MemoryStore):
+    """Remembers which bytes of data files were read."""
+
+    def __init__(self) -> None:
+        super().__init__(uuid.uuid4().hex)
+        self.reads: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[Any]:
+        with super().reader(name) as inner:
+
+            class Counting:
+                size = inner.size
+
+                def read_into(_, begin: int, buffer: Any) -> None:  # noqa: N805 - `self` is the store
+                    if name.startswith("data-"):
+                        self.reads.append((name, begin, memoryview(buffer).nbytes))
+                    inner.read_into(begin, buffer)
+
+            yield Counting()
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(nbytes for _, _, nbytes in self.reads)
+
+    def no_byte_twice(self) -> bool:
+        reads = sorted(self.reads)
+        return all(one[0] != other[0] or one[1] + one[2] <= other[1] for one, other in itertools.pairwise(reads))
+
+
+ROWS, COLUMNS = 60, 50_000
+CONTENT = torch.arange(ROWS * COLUMNS, dtype=torch.int32).reshape(ROWS, COLUMNS)
+"""12 MB, in rows of 200 kB, which are no multiple of a block."""
+NARROW = torch.arange(300_000 * 8, dtype=torch.int32).reshape(300_000, 8)
+
+
+@pytest.fixture(scope="module")
+def place() -> CountingStore:
+    place = CountingStore()
+    hf.save({"before": torch.zeros(5), "wide": CONTENT, "narrow": NARROW}, place)
+    return place
+
+
+@pytest.fixture
+def source(place: CountingStore) -> NativeSource:
+    """With the header of its file checked, which is done once."""
+    source = NativeSource(place)
+    source.read([Request("before", (0,), (5,), np.zeros(5, "<u4"))])
+    place.reads.clear()
+    return source
+
+
+def read(source: NativeSource, key: str, places: list[tuple[slice, slice]]) -> None:
+    """Read parts of a tensor in one go, and compare them."""
+    content = CONTENT if key == "wide" else NARROW
+    requests = []
+    for rows, columns in places:
+        sizes = (rows.stop - rows.start, columns.stop - columns.start)
+        requests.append(Request(key, (rows.start, columns.start), sizes, np.zeros(sizes, "<u4")))
+    source.read(requests)
+    for request, part in zip(requests, places, strict=True):
+        assert np.array_equal(request.into, content.numpy().view("<u4")[part])
+
+
+def slices(size: int) -> st.SearchStrategy[slice]:
+    return st.tuples(st.integers(0, size - 1), st.integers(1, size)).map(lambda s: slice(s[0], min(s[0] + s[1], size)))
+
+
+FEW = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+@FEW
+@given(st.lists(slices(ROWS), min_size=1, max_size=4))
+def test_rows_take_little_more_than_their_bytes(place, source, rows):
+    place.reads.clear()
+    read(source, "wide", [(part, slice(0, COLUMNS)) for part in rows])
+    touched = set().union(*(range(part.start, part.stop) for part in rows))
+    needed = len(touched) * COLUMNS * 4
+    assert place.bytes_read <= 1.1 * needed + 2 * len(rows) * BLOCK
+    assert place.no_byte_twice()
+    assert len(place.reads) <= needed // (1 << 20) + 4 * len(rows) + 2
+
+
+@FEW
+@given(st.lists(st.tuples(slices(ROWS), slices(COLUMNS)), min_size=1, max_size=4))
+def test_columns_take_the_blocks_of_the_rows_that_they_touch_and_no_byte_twice(place, source, parts):
+    place.reads.clear()
+    read(source, "wide", parts)
+    assert place.no_byte_twice()
+    begin = min(rows.start for rows, _ in parts) * COLUMNS * 4
+    end = max(rows.stop for rows, _ in parts) * COLUMNS * 4
+    assert place.bytes_read <= end - begin + 2 * BLOCK
+    # Each row of a part has its own blocks at most.
+    blocks = sum(
+        (rows.stop - rows.start) * ((columns.stop - columns.start) * 4 // BLOCK + 2) for rows, columns in parts
+    )
+    assert place.bytes_read <= blocks * BLOCK
+
+
+@FEW
+@given(st.lists(st.tuples(slices(300_000), slices(8)), min_size=1, max_size=4))
+def test_columns_of_short_rows_are_read_in_large_pieces(place, source, parts):
+    place.reads.clear()
+    read(source, "narrow", parts)
+    assert place.no_byte_twice()
+    touched = sum((rows.stop - rows.start) * 32 for rows, _ in parts)
+    assert place.bytes_read <= touched + 2 * len(parts) * BLOCK
+    assert len(place.reads) <= touched // (1 << 20) + 6 * len(parts)
+
+
+def test_a_load_of_several_parts_of_a_tensor_reads_no_byte_twice(place):
+    """As one rank has them that holds several columns of a tensor, converted or not."""
+    place.reads.clear()
+    state = {"wide": torch.zeros(ROWS, COLUMNS, dtype=torch.float64), "narrow": torch.zeros(8, 300_000).int().T}
+    hf.load(state, place, cast=True)
+    assert torch.equal(state["wide"], CONTENT.double())
+    assert torch.equal(state["narrow"], NARROW)
+    assert place.no_byte_twice()
