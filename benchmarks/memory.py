@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import inspect
 import json
 import subprocess
 import sys
@@ -83,12 +82,9 @@ def _calls(name: str) -> tuple[Callable[..., Any], Callable[..., Any], int | Non
     import holdfast as hf
 
     budget = 64 * MIB
-
-    takes_budget = "memory_budget" in inspect.signature(hf.load).parameters
-    options = {"memory_budget": budget} if takes_budget else {}
     return (
         lambda state, path: hf.save(state, path, memory_budget=budget),
-        lambda state, path: hf.load(state, path, **options),
+        lambda state, path: hf.load(state, path, memory_budget=budget),
         budget,
     )
 
