@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.distributed_c10d import _get_object_coll_device
-from torch.distributed.tensor import DTensor
 
+from holdfast.planning.distributed_types import is_dtensor
 from holdfast.planning.sharded_tensors import local_shards
 from holdfast.planning.trees import Location, ObjectPath, flat_name, opens_list, set_element, walk
 
@@ -48,7 +48,9 @@ def with_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
             f"'{name}' is a ShardedTensor on the meta device, which cannot be given memory; use a DTensor"
         )
     memory: torch.Tensor
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
+        from torch.distributed.tensor import DTensor
+
         device = torch.device(tensor.device_mesh.device_type)
         memory = DTensor.from_local(
             torch.empty_like(tensor._local_tensor, device=_current(device)),

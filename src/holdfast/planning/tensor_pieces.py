@@ -31,8 +31,7 @@ def tensor_pieces(tensor: torch.Tensor, largest: int = PIECE_BYTES, cast: torch.
         return
     itemsize = tensor.element_size() if cast is None else max(cast.itemsize, tensor.element_size())
     for part in _parts(tensor, largest // itemsize):
-        converted = part if cast is None else part.to(cast)
-        yield np.frombuffer(as_bytes(converted), np.uint8)
+        yield np.frombuffer(as_bytes(part if cast is None else part.to(cast)), np.uint8)
 
 
 def array_pieces(array: npt.NDArray[Any], largest: int = PIECE_BYTES) -> Iterator[Bytes]:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.torch_elements import torch_dtype
+from holdfast.planning.distributed_types import is_dtensor, is_sharded_tensor
 from holdfast.planning.materialize import is_meta, with_memory
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether this rank has only a part of it."""
-    return isinstance(tensor, (DTensor, ShardedTensor))
+    return is_dtensor(tensor) or is_sharded_tensor(tensor)
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -37,7 +36,7 @@ def like(tensor: torch.Tensor, stored: TensorRef) -> torch.Tensor:
     """Fresh memory with the layout of a tensor and the element type of a stored one."""
     dtype = torch_dtype(stored.dtype)
     example = tensor.detach()
-    if isinstance(example, ShardedTensor):
+    if is_sharded_tensor(example):
         raise NotImplementedError("fresh memory for a ShardedTensor")
     if is_meta(example):
         example = with_memory(stored.key, example)

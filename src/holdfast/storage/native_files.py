@@ -28,8 +28,9 @@ from holdfast.formats.native.writing import Gather, write_data_file
 from holdfast.garbage import no_garbage_collection
 from holdfast.planning.holdings import LocalTensor
 from holdfast.planning.small_tensors import gather
+from holdfast.planning.tensor_pieces import PIECE_BYTES
 from holdfast.stores.store import Store
-from holdfast.tuning import MEMORY_BUDGET, ROOM_BYTES
+from holdfast.tuning import MEMORY_BUDGET
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +103,8 @@ def write_chunks(
 ) -> list[WrittenFile]:
     """Write this rank's chunks. Everything is durable when it returns; if it raises, nothing is left."""
     budget = MEMORY_BUDGET if memory_budget is None else memory_budget
-    # Half of it is for what is being written. To reorder, convert and fetch from a device takes up to four copies.
-    for_rooms, converted = budget // 2, min(ROOM_BYTES, budget // 8)
+    # Half of it is for what is being written. To fetch from a device, reorder and convert takes several copies.
+    for_rooms, converted = budget // 2, min(PIECE_BYTES, budget // 16)
 
     def pieces(chunk: ChunkToWrite) -> Any:
         return local[chunk.key].pieces(Box(chunk.offsets, chunk.sizes), converted)

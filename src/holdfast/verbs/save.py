@@ -81,7 +81,8 @@ def save(
             lowest rank where they differ, False takes all copies to be equal.
         allow_pickle: store values that the format has no place for as pickles. Loading them needs the same.
         max_file_size: bytes of data in one file at most. Larger tensors are cut.
-        memory_budget: bytes for the buffers that tensors are written through, 256 KiB at least.
+        memory_budget: bytes that may be allocated beyond the state, apart from some 2 KB per tensor. 64 MiB by default,
+            256 KiB at least.
         process_group: the ranks that save. All by default; this process alone if there is no process group.
 
     Example:

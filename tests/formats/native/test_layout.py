@@ -134,3 +134,36 @@ def test_names_in_the_file_are_the_key_the_key_with_the_region_or_something_else
 def test_a_file_is_filled_up_to_the_limit_and_no_further(second, files):
     wanted = [chunk("a", "uint8", (100,)), chunk("b", "uint8", (second,), number=1)]
     assert len(lay_out(wanted, GENERATION, 200)) == files
+
+
+@given(chunks(), st.none() | st.integers(1, 3000))
+def test_headers_are_as_json_writes_them(wanted, limit):
+    for file in lay_out(wanted, GENERATION, limit):
+        text = file.header[8:].rstrip(b" ").decode()
+        assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
+
+
+@given(chunks(), st.integers(0, 5), st.integers(1, 50_000), st.data())
+def test_files_are_the_same_whether_chunks_are_gathered_or_come_in_pieces(wanted, most, memory, data):
+    def content(part):
+        return np.full(part.nbytes, part.tensor + 1, np.uint8)
+
+    for file in lay_out(wanted, GENERATION):
+        asked = []
+
+        def gather(number, room, file=file, asked=asked):
+            asked.append(number)
+            count = filled = 0
+            for part, _ in file.chunks[number:][: data.draw(st.integers(0, most))]:
+                if filled + part.nbytes > room.nbytes:
+                    break
+                room[filled : filled + part.nbytes] = content(part)
+                count, filled = count + 1, filled + part.nbytes
+            return count, filled
+
+        alone, gathered = io.BytesIO(), io.BytesIO()
+        expected = write_data_file(alone, file, lambda part: [content(part)], 4096, memory)
+        digests = write_data_file(gathered, file, lambda part: [content(part)], 4096, memory, gather)
+        assert gathered.getvalue() == alone.getvalue()
+        assert digests.tolist() == expected.tolist()
+        assert asked[0] == 0

@@ -60,6 +60,7 @@ def _write_chunk(rooms: _Rooms, chunk: ChunkToWrite, pieces: Pieces) -> None:
     for piece in pieces(chunk):
         rooms.take(piece)
         given += piece.nbytes
+        del piece  # the next one is made while this name is still in use otherwise, and takes memory besides it
     if given != chunk.nbytes:
         raise AssertionError(f"{chunk.key!r} was planned with {chunk.nbytes} bytes and came with {given}")
 
