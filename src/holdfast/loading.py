@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from holdfast.coordination.collectives import Collectives
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, RankDisagreementError, StateMismatchError
 from holdfast.events import recorded, recorded_step
+from holdfast.garbage import no_garbage_collection
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.planning.plan import LoadPlan
 from holdfast.planning.planner import LoadPlanner
@@ -60,12 +61,13 @@ class _Load:
     def run(self) -> None:
         """All steps."""
         call_if_present(self.reader, "meet_ranks", self.ranks)
-        metadata = self._agree_on_index()
-        try:
-            plan = self._plan(metadata)
-        except BaseException:
-            call_if_present(self.planner, "undo_set_up")
-            raise
+        with no_garbage_collection():
+            metadata = self._agree_on_index()
+            try:
+                plan = self._plan(metadata)
+            except BaseException:
+                call_if_present(self.planner, "undo_set_up")
+                raise
         if getattr(self.reader, "reads_together", False):
             # Its ranks wait for each other while they read, so none of them may fail before that.
             finished = self.ranks.all_gather_status("read", lambda: self.planner.finish_plan(plan))

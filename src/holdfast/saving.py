@@ -15,6 +15,7 @@ from typing import Any
 from holdfast.coordination.collectives import Collectives
 from holdfast.errors import RankDisagreementError
 from holdfast.events import recorded_step
+from holdfast.garbage import no_garbage_collection
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.notices import warn_caller
 from holdfast.planning.plan import SavePlan
@@ -100,6 +101,7 @@ class _Save:
         return metadata
 
     @recorded_step("local_step")
+    @no_garbage_collection()
     def _plan_locally(self, *, use_collectives: bool = True) -> SavePlan:
         meta = self.writer.storage_meta()
         self.destination = None if meta is None or meta.checkpoint_id is None else str(meta.checkpoint_id)
@@ -128,6 +130,7 @@ class _Save:
         return self._plan_globally([plan for _, plan in proposals])
 
     @recorded_step("global_step")
+    @no_garbage_collection()
     def _plan_globally(self, local_plans: list[SavePlan]) -> list[SavePlan]:
         plans, self.metadata = self.planner.create_global_plan(local_plans)
         return self.writer.prepare_global_plan(plans)
@@ -139,6 +142,7 @@ class _Save:
         return future.value()
 
     @recorded_step("finish_checkpoint")
+    @no_garbage_collection()
     def _commit(self, results: list[list[WriteResult]]) -> Metadata:
         if self.metadata is None:
             raise AssertionError("nothing was planned")

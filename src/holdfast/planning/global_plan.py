@@ -79,6 +79,8 @@ def refuse_invalid_plan(global_plan: Sequence[SavePlan], metadata: Metadata) -> 
 
 def _problems_of_tensor(key: str, entry: TensorStorageMetadata, *, look_for_holes: bool) -> list[str]:
     chunks = entry.chunks
+    if len(chunks) == 1 and chunks[0].sizes == entry.size and not any(chunks[0].offsets):
+        return []  # nearly all tensors are whole
     problems = [
         f"key '{key}': chunk {describe(chunks[position])} lies outside of a tensor of size {list(entry.size)}"
         for position in out_of_bounds(chunks, entry.size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -19,6 +20,10 @@ def create_read_items_for_chunk_list(
 
     Raises if a part of a local chunk is in none of the stored ones: it would silently keep its old content.
     """
+    if len(local_chunks) == len(checkpoint_md.chunks) == 1:
+        (chunk,) = checkpoint_md.chunks
+        if chunk == local_chunks[0] and 0 not in chunk.sizes:
+            return [_whole(fqn, chunk)]
     found = overlaps(local_chunks, checkpoint_md.chunks)
     _refuse_holes(fqn, checkpoint_md, local_chunks, found)
     items = []
@@ -35,6 +40,17 @@ def create_read_items_for_chunk_list(
             )
         )
     return items
+
+
+def _whole(fqn: str, chunk: ChunkStorageMetadata) -> ReadItem:
+    """The read item for the only chunk of a tensor, which is loaded as it was saved: most tensors are."""
+    index, start = MetadataIndex(fqn, chunk.offsets, 0), _start(len(chunk.sizes))
+    return ReadItem(LoadItemType.TENSOR, index, start, index, start, chunk.sizes)
+
+
+@cache
+def _start(dimensions: int) -> torch.Size:
+    return torch.Size([0] * dimensions)
 
 
 def create_read_item_for_bytes(fqn: str) -> ReadItem:

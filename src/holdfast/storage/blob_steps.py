@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from holdfast.formats.crc import combined
 from holdfast.formats.dcp.storage_info import _StorageInfo
+from holdfast.garbage import no_garbage_collection
 from holdfast.planning.plan import ReadItem
 from holdfast.storage.byte_ranges import Ranges
 from holdfast.storage.chunk_reads import ChunkRead, Run
@@ -59,9 +60,10 @@ class Batch:
     def finish(self, content: bytearray) -> None:
         """Check the blobs and hand them on."""
         view = memoryview(content)
-        for blob in self._blobs:
-            start = blob.info.offset - self.begin
-            self._apply(blob, view[start : start + blob.info.length])
+        with no_garbage_collection():
+            for blob in self._blobs:
+                start = blob.info.offset - self.begin
+                self._apply(blob, view[start : start + blob.info.length])
 
 
 class WholeBlob:

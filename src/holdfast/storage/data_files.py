@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from holdfast.formats.dcp.storage_info import _StorageInfo
 from holdfast.formats.dcp.values import needs_pickle
+from holdfast.garbage import no_garbage_collection
 from holdfast.planning.plan import WriteItem, WriteItemType, written_bytes
 from holdfast.planning.planner import SavePlanner
 from holdfast.storage.blobs import write_blob
@@ -24,6 +25,10 @@ from holdfast.stores.filesystem import AnyPath
 
 _ENVELOPE = 1536
 """More than what an archive puts around the bytes of an ordinary tensor."""
+
+
+_SHORT_WORK = 256 << 20
+"""So many bytes are written in moments, during which Python's collector would mostly look at what is written."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ def write_file(
     """Write a file, values first; with ``sync`` its content is durable afterwards."""
     results: list[WriteResult] = []
     position = 0
-    with create_stream(file.path, "wb") as stream:
+    is_short = file.expected_size() < _SHORT_WORK
+    with create_stream(file.path, "wb") as stream, no_garbage_collection() if is_short else nullcontext():
         for item, data in resolved_items(file.items, planner, copy_ahead):
             result = write_item(stream, position, file.name, item, data, transforms)
             position += result.size_in_bytes

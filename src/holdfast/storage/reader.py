@@ -218,17 +218,19 @@ class FileSystemReader(StorageReader):
         """What to do for the blobs of each file, in the order in which they lie."""
         verify = self._verifies()
 
-        def apply(blob: StoredItems, content: Blob) -> None:
-            progress.bytes_read += blob.info.length
-            self._apply_blob(blob, content, planner, progress, verify=verify)
-
         for file_name, blobs in files.items():
+            source = str(self.fs.concat_path(self.path, file_name))
+
+            def apply(blob: StoredItems, content: Blob, source: str = source) -> None:
+                progress.bytes_read += blob.info.length
+                self._apply_blob(blob, content, planner, progress, source, verify=verify)
+
             until_read = open_files.enter_context(ExitStack())
             file = until_read.enter_context(self._opened(file_name, blobs))
             together = Batch(file, apply)
             for blob in blobs:
-                self._refuse_short_file(file, blob)
-                chunk = self._as_chunk(file, blob, planner, progress, verify=verify)
+                _refuse_short_file(file, blob, source)
+                chunk = self._as_chunk(file, blob, planner, progress, source, verify=verify)
                 if chunk is not None:
                     yield from together.steps()
                     together = Batch(file, apply)
@@ -244,7 +246,7 @@ class FileSystemReader(StorageReader):
             yield Closing(until_read.close)
 
     def _as_chunk(
-        self, file: Ranges, blob: StoredItems, planner: LoadPlanner, progress: Progress, *, verify: bool
+        self, file: Ranges, blob: StoredItems, planner: LoadPlanner, progress: Progress, source: str, *, verify: bool
     ) -> Chunk | None:
         """The blob as a chunk that is read in ranges; None if it is to be read as a whole."""
         info, items = blob
@@ -255,7 +257,6 @@ class FileSystemReader(StorageReader):
         all_of_it = sum(item.lengths.numel() for item in items) >= stored.sizes.numel()
         if all_of_it and (isinstance(file, StreamRanges) or info.length <= _SMALL_BLOB):
             return None
-        source = self._source_of(info)
         if info.seal is not None:
             elements = sealed_elements(info, entry.properties.dtype, stored)
         else:
@@ -290,9 +291,6 @@ class FileSystemReader(StorageReader):
     def _reads_plain_files(self) -> bool:
         """Whether files may be read directly. Those who have a file system or slices of their own see every blob."""
         return is_plain(self.fs) and type(self)._slice_file is FileSystemReader._slice_file
-
-    def _source_of(self, info: _StorageInfo) -> str:
-        return str(self.fs.concat_path(self.path, info.relative_path))
 
     def _get_metadata_path(self, rank: int | None = None) -> AnyPath:
         return self.fs.concat_path(self.path, layout.metadata_name(rank))
@@ -342,27 +340,12 @@ class FileSystemReader(StorageReader):
             with self.fs.create_stream(file, "rb") as stream:
                 yield StreamRanges(stream)
 
-    def _refuse_short_file(self, file: Ranges, blob: StoredItems) -> None:
-        info, index = blob.info, blob.items[0].storage_index
-        found = max(0, min(info.length, file.size - info.offset))
-        if found == info.length:
-            return
-        source = self._source_of(info)
-        raise DamagedCheckpointError(
-            f"{source} ends {info.length - found} byte(s) too early: {_name(index)} should be the "
-            f"{info.length} bytes at {info.offset}. The file was cut off; copy it again, or load another one.",
-            file=source,
-            key=index.fqn,
-            expected=info.length,
-            found=found,
-        )
-
     def _apply_blob(
-        self, stored: StoredItems, blob: Blob, planner: LoadPlanner, progress: Progress, *, verify: bool
+        self, stored: StoredItems, blob: Blob, planner: LoadPlanner, progress: Progress, source: str, *, verify: bool
     ) -> None:
         """Apply items that need a part of one blob, which is in memory."""
         info, items = stored
-        index, source = items[0].storage_index, self._source_of(info)
+        index = items[0].storage_index
         if verify and info.seal is not None:
             _check_seal(blob, info, source, index)
         if info.transform_descriptors:
@@ -375,7 +358,9 @@ class FileSystemReader(StorageReader):
         tensor = self._tensor_of(blob, info, source, index, verify=verify)
         for item in items:
             target = resolve_target(item, planner)
-            fill(target, narrowed(tensor, item.storage_offsets, item.lengths), item.dest_index.fqn)
+            whole = item.lengths == tensor.size()
+            part = tensor if whole else narrowed(tensor, item.storage_offsets, item.lengths)
+            fill(target, part, item.dest_index.fqn)
             progress.applied += 1
             planner.commit_tensor(item, target)
 
@@ -489,6 +474,21 @@ class _NamedBytes(io.BytesIO):
         super().__init__(content)
         self.name = name
         self.verify = verify
+
+
+def _refuse_short_file(file: Ranges, blob: StoredItems, source: str) -> None:
+    info, index = blob.info, blob.items[0].storage_index
+    found = max(0, min(info.length, file.size - info.offset))
+    if found == info.length:
+        return
+    raise DamagedCheckpointError(
+        f"{source} ends {info.length - found} byte(s) too early: {_name(index)} should be the "
+        f"{info.length} bytes at {info.offset}. The file was cut off; copy it again, or load another one.",
+        file=source,
+        key=index.fqn,
+        expected=info.length,
+        found=found,
+    )
 
 
 def _check_seal(blob: Blob, info: _StorageInfo, source: str, index: MetadataIndex) -> None:
