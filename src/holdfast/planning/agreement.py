@@ -182,7 +182,8 @@ def _same(one: Held, other: Held) -> bool:
 
 def _differing_copies(held: Held) -> tuple[tuple[int, ...], ...] | None:
     """The ranks grouped by equal copies, if there are several groups."""
-    if held[0][1].from_first_rank:
+    first = held[0][1]
+    if first.from_first_rank or all(one.digests == first.digests and one.boxes == first.boxes for _, one in held):
         return None
     copies: dict[tuple[Box, bytes], list[int]] = defaultdict(list)
     boxes: dict[Box, int] = defaultdict(int)
@@ -203,7 +204,8 @@ def _refuse_different_kinds(by_key: dict[str, Held]) -> None:
     """A key must be the same kind of tensor everywhere."""
     problems: dict[str, str] = {}
     for key, held in by_key.items():
-        if len(held) == 1:
+        first = held[0][1]
+        if all(one[1:4] == first[1:4] and one.numpy == first.numpy for _, one in held[1:]):
             continue
         kinds: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
         for rank, holding in held:

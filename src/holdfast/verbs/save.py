@@ -23,6 +23,7 @@ from holdfast.patterns import Pattern, Patterns
 from holdfast.planning.agreement import Differing, agree, describe_differing, refuse_differing
 from holdfast.planning.holdings import Holding
 from holdfast.planning.merged_trees import fill_slots, merge_trees, refuse_shared_keys, renamed_tensors, tensor_keys
+from holdfast.planning.named_rows import NamedRows
 from holdfast.save_report import SaveReport
 from holdfast.storage.native_files import (
     Before,
@@ -159,7 +160,8 @@ class _Save:
 
     def plan(self, captured: Captured) -> _Plan:
         """Find out together what the checkpoint contains, and who writes what of it."""
-        proposal = _Proposal(self._first_with_the_same_tree(captured), captured.tree, captured.own, captured.holdings)
+        same_tree_as, holdings = self._first_with_the_same_tree(captured), NamedRows(captured.holdings)
+        proposal = _Proposal(same_tree_as, captured.tree, captured.own, holdings)
         if proposal.same_tree_as != self.ranks.rank:
             proposal = proposal._replace(tree=None)  # it need not be sent twice
         decision: _Decision | None = None
@@ -168,7 +170,7 @@ class _Save:
             nonlocal decision
             decision, chunks = self._decide(proposals)
             generation = new_generation()
-            return [(generation, part) for part in chunks]
+            return [(generation, NamedRows(part)) for part in chunks]
 
         generation, chunks = self.ranks.reduce_scatter("plan", lambda: proposal, decide)
         return _Plan(generation, chunks, decision)
@@ -239,7 +241,7 @@ class _Save:
         tree, differing = merge_trees([proposals[proposal.same_tree_as].tree for proposal in proposals])
         tree = _with_own(tree, [proposal.own for proposal in proposals])
         self._refuse_empty_selection(tree)
-        holdings = [proposal.holdings for proposal in proposals]
+        holdings: list[Sequence[Holding]] = [proposal.holdings for proposal in proposals]
         if differing:
             # Where not even the structure is the same, some rank's tensors have no place in the checkpoint.
             referred = set(tensor_keys(tree))
@@ -272,7 +274,7 @@ class _Proposal(NamedTuple):
     """The rank that sends the tree."""
     tree: Any
     own: Mapping[str, Any]
-    holdings: list[Holding]
+    holdings: NamedRows[Holding]
 
 
 def _with_own(tree: Any, own: Sequence[Mapping[str, Any]]) -> Any:
