@@ -42,8 +42,6 @@ def measure_resharding(suite: Suite) -> None:
     longest = 0.0
     pool = RankPool()
     try:
-        for size in sizes:
-            pool(size).run(_first_calls, suite.folder, size)
         for number in range(allowance.most_rounds):
             began = time.monotonic()
             if number >= min(2, allowance.fewest_rounds) and began + longest > end:
@@ -108,11 +106,12 @@ def _bytes(pool: Any, suite: Suite, before: int, after: int) -> dict[str, Any]:
 # --- what runs in the processes ---
 
 
-def _first_calls(folder: Path, size: int) -> None:
-    """Save and load a few bytes with each contender: first calls import what they need."""
+def _first_calls(folder: Path, order: tuple[str, ...]) -> None:
+    """Save and load a few bytes with each contender. The first calls with a process group, which is a new one for every
+    job here and lasts as long as the training elsewhere, set up what they need."""
     state = _state(1 << 16, 2, filled=True)
-    for name in (OURS, STOCK):
-        path = _folder(folder, f"first {name}", size)
+    for name in order:
+        path = _folder(folder, f"first {name}", dist.get_world_size())
         _saver(name)(state, path)
         _loader(name)(state, path)
         dist.barrier()
@@ -122,6 +121,7 @@ def _first_calls(folder: Path, size: int) -> None:
 
 def _save(folder: Path, order: tuple[str, ...], size: int, nbytes: int, tensors: int) -> dict[str, Span | str]:
     """Save with each contender, to a folder that is new."""
+    _first_calls(folder, order)
     state = _state(nbytes, tensors, filled=True)
     spans: dict[str, Span | str] = {}
     for name in order:
@@ -134,6 +134,7 @@ def _save(folder: Path, order: tuple[str, ...], size: int, nbytes: int, tensors:
 
 def _load(folder: Path, order: tuple[str, ...], written_by: int, nbytes: int, tensors: int) -> dict[str, Span | str]:
     """Load with each contender what it has saved, from the page cache."""
+    _first_calls(folder, order)
     state = _state(nbytes, tensors, filled=False)
     expected = _state(nbytes, tensors, filled=True)
     spans: dict[str, Span | str] = {}
