@@ -404,4 +404,5 @@ def test_what_is_cached_is_taken_in_small_steps_and_the_rest_at_once(until, stra
     assert sum(nbytes for _, _, nbytes in calls) == total
     assert all(nbytes <= 2 * BLOCK for way, _, nbytes in calls if way == "cached")
     assert all(begin + nbytes <= until for way, begin, nbytes in calls if way == "cached")
-    assert all(begin + nbytes > until for way, begin, nbytes in calls if way == "read")
+    # Less than a step is simply read.
+    assert all(begin + nbytes > until for way, begin, nbytes in calls if way == "read" and nbytes >= 2 * BLOCK)

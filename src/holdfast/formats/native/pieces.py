@@ -37,7 +37,8 @@ class Pieces(NamedTuple):
     @classmethod
     def joined(cls, parts: Sequence[Pieces]) -> Pieces:
         """All of these."""
-        return parts[0] if len(parts) == 1 else cls(*map(np.concatenate, zip(*parts, strict=True)))
+        filled = [part for part in parts if len(part.file)] or list(parts[:1])
+        return filled[0] if len(filled) == 1 else cls(*map(np.concatenate, zip(*filled, strict=True)))
 
     def chosen(self, rows: npt.NDArray[np.bool_] | Numbers) -> Pieces:
         """Some of the rows."""

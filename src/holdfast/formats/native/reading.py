@@ -68,9 +68,9 @@ def read_all(
     """Read everything to where it goes, and return how many bytes were read. ``names`` are those of the keys."""
     size = read_size(memory, block_bytes)
     reads = plan_reads(pieces, slabs, [file.nbytes for file in files], block_bytes, size)
-    total = sum(read.nbytes if isinstance(read, Stretch) else read.end - read.begin(block_bytes) for read in reads)
+    wanted = int(pieces.nbytes.sum()) + sum(slab.into.size * slab.into.itemsize for slab in slabs)
     threads = 1
-    if total >= SEVERAL_READERS_FROM:
+    if wanted >= SEVERAL_READERS_FROM:
         most = (MEMORY_BUDGET if memory is None else memory) // (_MEMORY_OF_A_READER * size)
         threads = max(1, min(READERS, most, len(reads)))
     with ExitStack() as stack:
@@ -204,7 +204,7 @@ class _Job:
     def _fill(self, file: int, begin: int, into: npt.NDArray[np.uint8], keys: Callable[[int, int], list[int]]) -> None:
         """Read whole blocks and check them, as far as they are cached piece by piece, while the processor has them."""
         reader = self.opened[file]
-        read_cached = getattr(reader, "read_cached", None)
+        read_cached = getattr(reader, "read_cached", None) if into.nbytes >= CACHED_READ_BYTES else None
         step = max(CACHED_READ_BYTES // self.block_bytes, 1) * self.block_bytes
         done = 0
         while read_cached is not None and done < into.nbytes:
@@ -226,7 +226,7 @@ class _Job:
         block = begin // self.block_bytes
         found = digest_blocks(part, self.block_bytes)
         expected = file.digests[block : block + len(found)]
-        if np.array_equal(found, expected):
+        if found.tobytes() == expected.tobytes():
             return
         at = int(np.flatnonzero(found != expected)[0])
         low, high = (block + at) * self.block_bytes, min((block + at + 1) * self.block_bytes, file.nbytes)

@@ -77,16 +77,28 @@ def plan_reads(
     sizes = np.array(file_bytes, np.int64)
     straight, rest = straight_and_rest(pieces, sizes, block_bytes)
     straight = cut_at(straight, largest)
-    shared, too_long = _overlapping(straight, rest, slabs, sizes, block_bytes)
-    if shared.any() or too_long.any():
-        # In single blocks they can be copied from any window.
-        single = cut_at(Pieces.joined([straight.chosen(shared), rest.chosen(too_long)]), block_bytes)
-        straight, rest = straight.chosen(~shared), Pieces.joined([rest.chosen(~too_long), single])
+    if len(pieces.file) + len(slabs) > 1:
+        straight, rest = _apart(straight, rest, slabs, sizes, block_bytes)
     reads: list[Stretch | Window] = list(map(Stretch, *(column.tolist() for column in straight)))
     reads += _windows(rest, slabs, sizes, block_bytes, largest)
     return sorted(
         reads, key=lambda read: (read.file, read.begin if isinstance(read, Stretch) else read.begin(block_bytes))
     )
+
+
+def _apart(
+    straight: Pieces, rest: Pieces, slabs: Sequence[Slab], sizes: Numbers, block_bytes: int
+) -> tuple[Pieces, Pieces]:
+    """The same, but with nothing that shares its blocks among what is read straight.
+
+    Where there are several things that need a block, pieces are cut into single blocks: those can be copied from any
+    window.
+    """
+    shared, too_long = _overlapping(straight, rest, slabs, sizes, block_bytes)
+    if not (shared.any() or too_long.any()):
+        return straight, rest
+    single = cut_at(Pieces.joined([straight.chosen(shared), rest.chosen(too_long)]), block_bytes)
+    return straight.chosen(~shared), Pieces.joined([rest.chosen(~too_long), single])
 
 
 class _Blocks(NamedTuple):
