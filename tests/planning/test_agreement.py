@@ -142,3 +142,16 @@ def test_long_lists_are_cut_short():
     assert "and 30 more" in told
     assert "(29 in all)" in told
     assert len(told.splitlines()) == 23
+
+
+def test_copies_with_other_digests_differ_and_the_lowest_rank_writes_its_own():
+    held = [[whole("w", 4, digests=(digest,))] for digest in (b"a", b"b", b"a")]
+    agreed = agree(held)
+    assert agreed.differing == [Differing("w", ((0, 2), (1,)))]
+    assert [len(chunks) for chunks in agreed.chunks] == [1, 0, 0]
+    assert agree([[whole("w", 4, digests=(b"a",))]] * 3).differing == []
+
+
+def test_a_key_that_is_sharded_on_one_rank_and_whole_on_another_is_refused():
+    with pytest.raises(ReplicaMismatchError, match=r"replicated tensor .* on ranks 0; a sharded tensor .* on ranks 1"):
+        agree([[whole("w", 4, 2)], [rows("w", 4, (0, 4))]])

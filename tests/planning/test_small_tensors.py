@@ -49,6 +49,7 @@ class Special(torch.Tensor):
 
 @example(torch.ones(4, dtype=torch.complex64).conj())
 @example(torch.ones(4, dtype=torch.complex64).conj().imag)
+@example(torch._neg_view(torch.ones(4)))
 @example(torch.ones(4, 4).T)
 @example(torch.ones(4).as_subclass(Special))
 @example(torch.ones(4, device="meta"))

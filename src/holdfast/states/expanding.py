@@ -32,6 +32,7 @@ class Expanded:
 def expand(state: Any) -> Expanded:
     """Replace all live objects of a state by what they save.
 
+    >>> import torch
     >>> expand({"model": torch.nn.Linear(1, 1, bias=False), "step": 3}).tree
     {'model': {'weight': tensor(...)}, 'step': 3}
     """

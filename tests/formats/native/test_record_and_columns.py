@@ -79,6 +79,23 @@ def test_a_file_or_tensor_has_a_line_of_its_own():
     assert sum(line.startswith(b'{"key":') for line in lines) == 4
 
 
+def test_tensors_that_are_alike_in_part_keep_what_is_their_own():
+    float32, int32 = dtype_named("float32"), dtype_named("int32")
+    tensors = [
+        TensorRef("a", float32, (2,)),
+        TensorRef("b", int32, (2,)),
+        TensorRef("c", float32, (2,), "sharded"),
+        TensorRef("d", float32, (2,), "per_rank", rank=0),
+        TensorRef("e", float32, (2,), "per_rank", rank=1),
+        TensorRef("f", float32, (2,), numpy="<f4"),
+        TensorRef("g", float32, (1, 2)),
+        TensorRef('"\n\ud800', float32, (2,)),
+    ]
+    index = StoredFile(index_file("0" * 16), 0, "0" * 32)
+    record = Record("0" * 16, [], index, tensors, {})
+    assert list(decode_record(encode_record(record), "record").tensors) == tensors
+
+
 def test_what_json_cannot_hold_is_no_metadata():
     with pytest.raises(ValueError, match="JSON"):
         encode_record(Record(GENERATION, [], StoredFile(index_file(GENERATION), 1, ""), [], {}, float("nan")))
