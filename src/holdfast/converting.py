@@ -12,7 +12,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ from holdfast.coordination.collectives import Collectives
 from holdfast.errors import CheckpointNotFoundError, UnsupportedTensorError
 from holdfast.formats.dcp.tensor_records import QUANTIZED_DTYPES
 from holdfast.formats.torch_file.description import describe
-from holdfast.formats.torch_file.mapped_pages import release_pages
-from holdfast.formats.torch_file.reading import read_torch_file
+from holdfast.formats.torch_file.reading import OpenTorchFile, open_torch_file
 from holdfast.formats.torch_file.zip_writer import ZipWriter
 from holdfast.metadata import Metadata, TensorStorageMetadata
 from holdfast.planning.load_planner import EmptyStateDictLoadPlanner
@@ -45,9 +44,12 @@ def torch_file_to_dcp(file: AnyPath, folder: AnyPath, *, allow_pickle: bool | No
     """Save the dict in a ``torch.save`` file as a DCP checkpoint, from this process alone."""
     knobs = settings.current()
     allowed = knobs.allow_pickle if allow_pickle is None else allow_pickle
-    state = read_torch_file(file, allow_pickle=allowed, verify=knobs.verify)
-    with _no_new_folder_after_an_error(folder), _bar("saving", progress) as bar:
-        save_state(state, _FileSystemWriter(folder), _OneTensorAtATime(bar), _alone())
+    opened = open_torch_file(file, allow_pickle=allowed, verify=knobs.verify)
+    try:
+        with _no_new_folder_after_an_error(folder), _bar("saving", progress) as bar:
+            save_state(opened.state, _FileSystemWriter(folder), _OneTensorAtATime(opened, bar), _alone())
+    finally:
+        opened.close()
     logger.info("converted %s to %s", file, folder)
 
 
@@ -66,29 +68,34 @@ def dcp_to_torch_file(folder: AnyPath, file: AnyPath, *, allow_pickle: bool | No
 
 
 class _OneTensorAtATime(DefaultSavePlanner):
-    """Saves tensors that are pages of a file, and gives back the pages of each when the next one's turn comes."""
+    """Saves tensors of a file, each of which is in memory until the next one's turn comes."""
 
-    def __init__(self, bar: ProgressBar) -> None:
+    def __init__(self, file: OpenTorchFile, bar: ProgressBar) -> None:
         super().__init__()
+        self._file = file
         self._bar = bar
-        self._under_way: tuple[WriteItem, torch.Tensor | io.BytesIO] | None = None
+        self._under_way = ExitStack()
 
     def create_local_plan(self) -> SavePlan:
-        """Plan as usual; the bar learns how much there is to do."""
+        """Plan as usual; the bar learns how much there is to do, and the file what will be asked for."""
         plan = super().create_local_plan()
+        self._file.split(self.state_dict.values(), _is_array)
         self._bar.total = sum(map(written_bytes, plan.items))
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The data of an item, which is asked for when the one before has been written."""
-        if self._under_way is not None:
-            item, data = self._under_way
-            self._bar.advance(written_bytes(item))
-            if isinstance(data, torch.Tensor):
-                release_pages(data)
+        self._under_way.close()
         data = super().resolve_data(write_item)
-        self._under_way = write_item, data
+        if _is_array(data):
+            assert isinstance(data, torch.Tensor)
+            self._under_way.enter_context(self._file.present(data))
+        self._under_way.callback(self._bar.advance, written_bytes(write_item))
         return data
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
 
 
 class _Export:

@@ -397,10 +397,11 @@ def test_new_folders_are_removed_after_an_error_and_old_ones_stay(tmp_path: Path
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({f"t{n}": torch.ones(1000) for n in range(3)}, tmp_path / "f.pt")
 
-    def interrupt(tensor: torch.Tensor) -> None:
+    def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("holdfast.converting.release_pages", interrupt)  # called when a tensor has been written
+    # Called when a tensor has been written.
+    monkeypatch.setattr("holdfast.formats.torch_file.reserved_memory.ReservedFile._release", interrupt)
     with pytest.raises(KeyboardInterrupt):
         torch_save_to_dcp(tmp_path / "f.pt", tmp_path / "a" / "b")
 
@@ -467,8 +468,9 @@ def test_a_file_becomes_a_checkpoint_with_the_memory_of_one_tensor(
 ) -> None:
     (growth,) = ranks(1).run(growth_while, torch_save_to_dcp, large / "f.pt", tmp_path / "c", process_group=False)
 
-    assert growth.anonymous < TENSOR_MB
-    assert growth.resident < 2 * TENSOR_MB
+    # And what is on its way to the disk.
+    assert growth.anonymous < TENSOR_MB + 32
+    assert growth.resident < 2 * TENSOR_MB + 32
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

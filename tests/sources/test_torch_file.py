@@ -173,7 +173,7 @@ def test_opening_a_large_file_reads_only_its_description(tmp_path: Path) -> None
 
     assert column.tobytes() == w[:, 10].contiguous().numpy().tobytes()
     assert total == 999 * 4000 + 4  # from the first to the last element, as they lie close together
-    assert (row, checked, again) == (4000, w.nbytes + 4000, 4000)
+    assert (row, checked, again) == (4000, 4000, 4000)  # there is no CRC that a part could be compared with
 
 
 def with_damage(path: Path, at: bytes) -> None:

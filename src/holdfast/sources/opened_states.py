@@ -29,6 +29,8 @@ class OpenedState:
     tree: Any
     refs: dict[str, TensorRef] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: list[Any] = field(default_factory=list)
+    """All else that has a key."""
 
 
 def open_state(state: Any, source: str) -> OpenedState:
@@ -51,6 +53,8 @@ def open_state(state: Any, source: str) -> OpenedState:
             assert dtype is not None
             references[path] = opened.refs[key] = TensorRef(key, dtype, tuple(value.shape))
             opened.tensors[key] = value.detach()
+        elif type(value) not in _ATOMS:
+            opened.values.append(value)
     opened.tree = finding.rebuilt(state, (), references)
     return opened
 

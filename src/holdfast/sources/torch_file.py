@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,21 +11,21 @@ from typing import Any, BinaryIO
 
 import torch
 
-from holdfast.boxes import Box
-from holdfast.errors import DamagedCheckpointError, NotACheckpointError, RefusedPickleError, UnsupportedValueError
-from holdfast.formats.crc import crc32
-from holdfast.formats.dcp.known_names import Known
-from holdfast.formats.dcp.safe_pickle import load
-from holdfast.formats.dcp.stored_tensors import StoredArchive, StoredTensors, check_crc
-from holdfast.formats.dcp.value_names import find_plain
-from holdfast.formats.dcp.zip_layout import LOCAL_MAGIC, Entry, damaged, read_directory
+from holdfast.boxes import Box, cut
+from holdfast.errors import DamagedCheckpointError, RefusedPickleError, UnsupportedValueError
+from holdfast.formats.crc import combined
+from holdfast.formats.dcp.zip_layout import LOCAL_MAGIC, Entry, damaged
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.torch_elements import as_array
-from holdfast.formats.torch_file.reading import DESCRIPTION, read_torch_file
-from holdfast.sources.file_regions import read_into_array
+from holdfast.formats.torch_file.reading import read_torch_file
+from holdfast.formats.torch_file.reserved_memory import ReservedFile
 from holdfast.sources.opened_states import open_state
-from holdfast.sources.source import Request, Source, check_requests
+from holdfast.sources.source import Request, Source, check_requests, part_of
+from holdfast.storage.byte_ranges import StreamRanges, read_with_crc
+from holdfast.storage.chunk_reads import ArrayPlace, ChunkRead, Wanted
 from holdfast.storage.filling import narrowed
+from holdfast.stores.file_reader import FileReader, open_file
+from holdfast.tuning import READ_BYTES
 
 _PIECE = 1 << 20
 
@@ -50,12 +49,13 @@ class TorchFileSource(Source):
 
     def __init__(self, path: str | Path, *, allow_pickle: bool = False) -> None:
         self.location = str(path)
+        self._unchecked: dict[int, tuple[str, Entry]] = {}
         with open(path, "rb", buffering=0) as stream:
-            self._version = _version_of(stream)
+            self._version = _version_of(stream.fileno())
             is_archive = stream.read(len(LOCAL_MAGIC)) == LOCAL_MAGIC
-            self._file = _MappedFile(stream, self.location) if is_archive else None
+            self._file = ReservedFile(StreamRanges(stream), self.location) if is_archive else None
             self.identity = self._file.identity if self._file is not None else _digest(stream)
-        state = self._load(allow_pickle)
+            state = self._load(stream, allow_pickle)
         if not isinstance(state, dict):
             raise UnsupportedValueError(
                 f"{path} holds a {type(state).__module__}.{type(state).__qualname__}, and a checkpoint is a dict. "
@@ -64,9 +64,8 @@ class TorchFileSource(Source):
             )
         opened = open_state(state, self.location)
         self._tree, self._refs, self._tensors = opened.tree, opened.refs, opened.tensors
-        self._unchecked: dict[int, tuple[str, Entry]] = {}
         if self._file is not None:
-            self._check_what_is_not_read_later(self._file)
+            self._read_what_is_not_read_later(self._file, opened.values)
 
     @property
     def tensors(self) -> Mapping[str, TensorRef]:
@@ -89,15 +88,16 @@ class TorchFileSource(Source):
         return [Box((0,) * len(shape), shape)]
 
     def read(self, requests: Sequence[Request], *, verify: bool = True) -> int:
-        """Fill the memory of all requests. With ``verify`` a tensor's storage is read as a whole, the first time."""
+        """Fill the memory of all requests.
+
+        With ``verify`` a storage of which all is wanted is compared with its CRC, the first time. There is none for
+        parts: of those only the ranges that are wanted are read, unchecked.
+        """
         check_requests(requests, self._refs)
         total = 0
-        with self._opened_again() as stream:
+        with self._opened_again() as file:
             for request in requests:
-                tensor = self._tensors[request.key]
-                if verify:
-                    total += self._check_once(stream, tensor)
-                total += self._read_one(stream, tensor, request)
+                total += self._read_one(file, self._tensors[request.key], request, verify=verify)
         return total
 
     def close(self) -> None:
@@ -105,55 +105,74 @@ class TorchFileSource(Source):
         self._tensors = {}
         self._file = None
 
-    def _load(self, allow_pickle: bool) -> Any:
+    def _load(self, stream: BinaryIO, allow_pickle: bool) -> Any:
         if self._file is not None:
             try:
-                return self._file.load()
+                return self._file.load(StreamRanges(stream))
             except RefusedPickleError:
                 # torch may know more names than we do. What it makes of them is checked as a whole, and now.
                 self._file = None
         return read_torch_file(self.location, allow_pickle=allow_pickle, verify=True)
 
-    def _check_what_is_not_read_later(self, file: _MappedFile) -> None:
-        """Compare everything with its CRC but the bytes of tensors, which are compared when they are read."""
-        later = {file.position_of(tensor.untyped_storage()) for tensor in self._tensors.values()}
+    def _read_what_is_not_read_later(self, file: ReservedFile, values: Sequence[Any]) -> None:
+        """Read everything but the bytes of tensors, and compare it with its CRC; tensors are when they are read."""
         with self._opened_again() as stream:
+            hidden = file.fill_hidden(stream, self._tensors.values(), values)
             for name, entry in file.entries.items():
-                if entry.offset in later:
-                    self._unchecked[entry.offset] = name, entry
-                else:
+                if entry.offset in hidden:
                     _check(stream, name, entry, self.location)
+                else:
+                    self._unchecked[entry.offset] = name, entry
 
-    def _check_once(self, stream: BinaryIO, tensor: torch.Tensor) -> int:
-        position = None if self._file is None else self._file.position_of(tensor.untyped_storage())
-        if position is None or position not in self._unchecked:
-            return 0
-        name, entry = self._unchecked[position]
-        _check(stream, name, entry, self.location)
-        self._unchecked.pop(position, None)
-        return entry.length
-
-    def _read_one(self, stream: BinaryIO, tensor: torch.Tensor, request: Request) -> int:
+    def _read_one(self, file: FileReader, tensor: torch.Tensor, request: Request, *, verify: bool) -> int:
         region = Box(request.offsets, request.sizes)
         position = None if self._file is None else self._file.position_of(tensor)
-        if position is not None and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            return read_into_array(
-                stream, position, tuple(tensor.shape), region, request.into, source=self.location, key=request.key
-            )
-        request.into[...] = as_array(narrowed(tensor, *region))
-        return request.into.nbytes
+        if position is None or self._file is None:  # it is in memory
+            request.into[...] = as_array(narrowed(tensor, *region))
+            return request.into.nbytes
+        storage = self._file.position_of(tensor.untyped_storage())
+        name, entry = self._unchecked.get(-1 if storage is None else storage, ("", None))
+        all_of_it = request.sizes == tuple(tensor.shape)
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            wanted = [Wanted(region, ArrayPlace(request.into))]
+            reading = ChunkRead(file, position, tuple(tensor.shape), tensor.dtype.itemsize, wanted)
+            is_storage = entry is not None and reading.is_whole and reading.nbytes == entry.length
+            if is_storage or entry is None or not (verify and all_of_it):
+                summed = verify and is_storage and entry is not None and entry.crc is not None
+                crc = 0
+                for run in reading.stretches():
+                    crc = combined(crc, reading.read(run, summed=summed), run.end - run.begin)
+                if summed and entry is not None:
+                    if crc != entry.crc:
+                        request.into[...] = 0
+                        raise damaged(self.location, name, "wrong CRC-32", f"{entry.crc:08x}", f"{crc:08x}")
+                    self._unchecked.pop(entry.offset, None)
+                return reading.bytes_read
+        total = 0
+        if verify and all_of_it and entry is not None:
+            _check(file, name, entry, self.location)
+            self._unchecked.pop(entry.offset, None)
+            total = entry.length
+        part = narrowed(tensor, *region)
+        for box in cut(Box((0,) * part.dim(), tuple(part.shape)), READ_BYTES // part.dtype.itemsize):
+            piece = narrowed(part, *box)
+            with self._file.present(file, piece):
+                part_of(request.into, *box)[...] = as_array(piece)
+        return total + request.into.nbytes
 
     @contextmanager
-    def _opened_again(self) -> Iterator[BinaryIO]:
+    def _opened_again(self) -> Iterator[FileReader]:
         """The file that was opened first; an error if it was changed since then, or if there is another one."""
         try:
-            stream = open(self.location, "rb", buffering=0)  # noqa: SIM115 - closed below
+            file = open_file(self.location)
         except FileNotFoundError as error:
             raise self._changed() from error
-        with stream:
-            if _version_of(stream) != self._version:
+        try:
+            if _version_of(file.descriptor) != self._version:
                 raise self._changed()
-            yield stream
+            yield file
+        finally:
+            file.close()
 
     def _changed(self) -> DamagedCheckpointError:
         return DamagedCheckpointError(
@@ -166,77 +185,19 @@ class TorchFileSource(Source):
         )
 
 
-class _MappedFile:
-    """A zip archive of torch in memory: pages of the file, which are read when they are touched."""
-
-    def __init__(self, stream: BinaryIO, source: str) -> None:
-        self._source = source
-        self._mapped = _mapped(stream)
-        self._start = torch.frombuffer(self._mapped, dtype=torch.uint8).data_ptr()
-        view = memoryview(self._mapped)
-        self.entries = read_directory(
-            lambda offset, length: bytes(view[offset : offset + length]), len(view), source=source
-        )
-        if DESCRIPTION not in self.entries:
-            raise NotACheckpointError(
-                f"{source} is not a checkpoint: it is a zip archive, but not one that torch.save wrote. Give a file of "
-                "torch.save, or one of another format.",
-                path=source,
-                found=sorted(self.entries)[:10],
-            )
-
-    @property
-    def identity(self) -> str:
-        """A digest of all that the archive says about itself, CRCs of its content included."""
-        return hashlib.blake2b(repr(sorted(self.entries.items())).encode(), digest_size=16).hexdigest()
-
-    def load(self) -> Any:
-        """The state, made without running anything that the file names."""
-        entry = self.entries[DESCRIPTION]
-        description = self._mapped[entry.offset : entry.offset + entry.length]
-        check_crc(description, entry, DESCRIPTION, source=self._source, key=None)
-        archive = StoredArchive(self._mapped, source=self._source, key=None, verify=False)  # type: ignore[arg-type]
-        tensors = StoredTensors(archive, share=True)
-
-        def find(module: str, name: str) -> Known | None:
-            return find_plain(module, name) or tensors.find(module, name)
-
-        def on_cpu(reference: Any) -> Any:
-            if isinstance(reference, tuple) and len(reference) == 5:
-                reference = (*reference[:3], "cpu", reference[4])
-            return tensors.reference(reference)
-
-        return load(description, find, source=self._source, persistent_load=on_cpu)
-
-    def position_of(self, memory: torch.Tensor | torch.UntypedStorage) -> int | None:
-        """Where in the file this memory is; None if it is somewhere else."""
-        position = memory.data_ptr() - self._start
-        return position if 0 <= position < len(self._mapped) else None
-
-
-def _mapped(stream: BinaryIO) -> mmap.mmap:
-    """A private mapping: whoever writes to a tensor of the state does not write to the file."""
-    if os.name != "posix":
-        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-    # Nobody is going to write to most of it, so a file that is larger than the memory must not be refused.
-    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-    return mmap.mmap(stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-def _check(stream: BinaryIO, name: str, entry: Entry, source: str) -> None:
+def _check(file: FileReader, name: str, entry: Entry, source: str) -> None:
     if entry.crc is None:
         return
-    stream.seek(entry.offset)
-    found, left = 0, entry.length
-    while left and (piece := stream.read(min(left, _PIECE))):
-        found = crc32(piece, found)
-        left -= len(piece)
-    if left or found != entry.crc:
+    found = 0
+    for begin in range(entry.offset, entry.offset + entry.length, READ_BYTES):
+        piece = memoryview(bytearray(min(READ_BYTES, entry.offset + entry.length - begin)))
+        found = combined(found, read_with_crc(file, begin, piece), piece.nbytes)
+    if found != entry.crc:
         raise damaged(source, name, "wrong CRC-32", f"{entry.crc:08x}", f"{found:08x}")
 
 
-def _version_of(stream: BinaryIO) -> tuple[int, ...]:
-    status = os.fstat(stream.fileno())
+def _version_of(descriptor: int) -> tuple[int, ...]:
+    status = os.fstat(descriptor)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

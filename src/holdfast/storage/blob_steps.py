@@ -87,6 +87,7 @@ class Chunk:
     def __init__(
         self, reading: ChunkRead, places: Sequence[TensorPlace], finish: Callable[[int], None], *, summed: bool
     ) -> None:
+        # `finish` must not know of this: such a circle would keep tensors alive until the garbage collector comes.
         self._reading = reading
         self._places = places
         self._finish = finish
@@ -100,7 +101,7 @@ class Chunk:
         progress.bytes_read += self._reading.bytes_read
         for run in self._reading.stretches():
             yield _Stretch(self, run)
-        yield _End(self)
+        yield _End(self, progress)
 
     def read(self, run: Run) -> int:
         """A stretch."""
@@ -112,9 +113,10 @@ class Chunk:
         if self._summed:
             self._crc = combined(self._crc, crc, run.end - run.begin)
 
-    def end(self) -> None:
+    def end(self, progress: Progress) -> None:
         """All stretches were read."""
         self._finish(self._crc)
+        progress.end(self, len(self._places))
 
     def clear(self) -> bool:
         """Leave zeros where there may be a part of it."""
@@ -139,14 +141,15 @@ class _Stretch:
 class _End:
     """Comes behind the stretches of a chunk, which may be none."""
 
-    def __init__(self, chunk: Chunk) -> None:
+    def __init__(self, chunk: Chunk, progress: Progress) -> None:
         self._chunk = chunk
+        self._progress = progress
 
     def read(self) -> None:
         pass
 
     def finish(self, _: None) -> None:
-        self._chunk.end()
+        self._chunk.end(self._progress)
 
 
 class Closing:

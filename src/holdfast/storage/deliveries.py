@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,7 +15,6 @@ from holdfast.coordination.collectives import Attempt
 from holdfast.coordination.parcels import Note
 from holdfast.errors import HoldfastError
 from holdfast.formats.dcp.values import encode_value
-from holdfast.formats.torch_file.mapped_pages import release_pages
 from holdfast.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -32,10 +32,21 @@ BLOCK_BYTES = 16 << 20
 """How much of an item is sent at a time. Sender and receiver need this much memory beside the state itself."""
 
 
+Present: TypeAlias = Callable[[torch.Tensor], AbstractContextManager[None]]
+"""Sees to it that the elements of a view are there inside of a ``with`` block."""
+
+
+def _is_there(_: torch.Tensor) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class Delivery:
     """One key of the file, and who wants which part of it."""
 
-    def __init__(self, key: str, value: Any, requests: list[tuple[int, int, ReadItem]]) -> None:
+    def __init__(
+        self, key: str, value: Any, requests: list[tuple[int, int, ReadItem]], present: Present = _is_there
+    ) -> None:
+        self._present = present
         self.is_tensor = isinstance(entry_of(value), TensorStorageMetadata)
         self._value = value
         self._requests = requests
@@ -53,14 +64,11 @@ class Delivery:
                 part = narrowed(part, item.storage_offsets, item.lengths)
             left = part.numel() * part.dtype.itemsize
             for box in blocks(tuple(part.shape), part.dtype.itemsize):
-                content = _flat_bytes(narrowed(part, box.offsets, box.sizes))
-                left -= content.numel()
-                yield rank, Note(number, content.numel(), left), content
-
-    def release(self) -> None:
-        """Everybody has it."""
-        if self.is_tensor:
-            release_pages(self._value)
+                block = narrowed(part, box.offsets, box.sizes)
+                with self._present(block):
+                    content = _flat_bytes(block)
+                    left -= content.numel()
+                    yield rank, Note(number, content.numel(), left), content
 
 
 class Arrivals:

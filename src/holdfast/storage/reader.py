@@ -230,7 +230,7 @@ class FileSystemReader(StorageReader):
             together = Batch(file, apply)
             for blob in blobs:
                 _refuse_short_file(file, blob, source)
-                chunk = self._as_chunk(file, blob, planner, progress, source, verify=verify)
+                chunk = self._as_chunk(file, blob, planner, source, verify=verify)
                 if chunk is not None:
                     yield from together.steps()
                     together = Batch(file, apply)
@@ -246,7 +246,7 @@ class FileSystemReader(StorageReader):
             yield Closing(until_read.close)
 
     def _as_chunk(
-        self, file: Ranges, blob: StoredItems, planner: LoadPlanner, progress: Progress, source: str, *, verify: bool
+        self, file: Ranges, blob: StoredItems, planner: LoadPlanner, source: str, *, verify: bool
     ) -> Chunk | None:
         """The blob as a chunk that is read in ranges; None if it is to be read as a whole."""
         info, items = blob
@@ -283,10 +283,8 @@ class FileSystemReader(StorageReader):
                 raise _wrong_crc(info, source, index, elements.crc or 0, crc)
             for item, target in zip(items, targets, strict=True):
                 planner.commit_tensor(item, target)
-            progress.end(chunk, len(items))
 
-        chunk = Chunk(reading, places, finish, summed=checked)
-        return chunk
+        return Chunk(reading, places, finish, summed=checked)
 
     def _reads_plain_files(self) -> bool:
         """Whether files may be read directly. Those who have a file system or slices of their own see every blob."""

@@ -17,8 +17,8 @@ from holdfast import settings
 from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.parcels import Parcels
 from holdfast.errors import CheckpointNotFoundError, RankDisagreementError, StateMismatchError
-from holdfast.formats.torch_file.reading import read_torch_file
-from holdfast.metadata import Metadata, StorageMeta
+from holdfast.formats.torch_file.reading import OpenTorchFile, open_torch_file
+from holdfast.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from holdfast.planning.plan import LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner
 from holdfast.planning.trees import flatten
@@ -61,6 +61,7 @@ class BroadcastingTorchSaveReader(StorageReader):
         self.verify = verify
         self._ranks = Collectives(None, use_dist=False, coordinator_rank=0)
         self._metadata = Metadata({})
+        self._file: OpenTorchFile | None = None
         self._stored: dict[str, Any] | None = None
 
     @classmethod
@@ -72,7 +73,7 @@ class BroadcastingTorchSaveReader(StorageReader):
         """A new load begins."""
         if checkpoint_id is not None and checkpoint_id != "":
             self.checkpoint_id = checkpoint_id
-        self._stored = None
+        self._let_go()
 
     def meet_ranks(self, ranks: Collectives) -> None:
         """Called by the load flow, on all ranks, before anything else: decide who reads, and learn what there is."""
@@ -112,10 +113,16 @@ class BroadcastingTorchSaveReader(StorageReader):
             else:
                 self._ranks.all_gather_status("read", lambda: _receive(Parcels(self._ranks), arrivals))
         finally:
-            self._stored = None
+            self._let_go()
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _let_go(self) -> None:
+        """Of the file, and of what is known of it."""
+        if self._file is not None:
+            self._file.close()
+        self._file = self._stored = None
 
     def _reading_rank(self, ranks: Collectives) -> int:
         if not ranks.use_dist or not self.coordinator_rank:
@@ -134,14 +141,16 @@ class BroadcastingTorchSaveReader(StorageReader):
                 "no torch.save file was named; pass checkpoint_id to load or to BroadcastingTorchSaveReader", path=""
             )
         knobs = settings.current()
-        state = read_torch_file(
+        self._let_go()
+        self._file = open_torch_file(
             self.checkpoint_id,
             allow_pickle=knobs.allow_pickle if self.allow_pickle is None else self.allow_pickle,
             verify=knobs.verify if self.verify is None else self.verify,
         )
-        flat = flatten(state)
+        flat = flatten(self._file.state)
         self._stored = flat.values
         entries = {key: entry_of(value) for key, value in flat.values.items()}
+        self._file.split(flat.values.values(), lambda value: isinstance(entry_of(value), TensorStorageMetadata))
         return Metadata(entries, planner_data=flat.paths, storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id))
 
     def _deliveries(self, wanted: list[list[ReadItem]]) -> list[Delivery]:
@@ -167,7 +176,8 @@ class BroadcastingTorchSaveReader(StorageReader):
                 kinds={},
                 uncovered={},
             )
-        found = [Delivery(key, stored[key], by_key[key]) for key in stored if key in by_key]
+        assert self._file is not None
+        found = [Delivery(key, stored[key], by_key[key], self._file.present) for key in stored if key in by_key]
         return sorted(found, key=lambda delivery: delivery.is_tensor)
 
     def _deliver(self, deliveries: Sequence[Delivery], own: Arrivals) -> None:
@@ -181,7 +191,6 @@ class BroadcastingTorchSaveReader(StorageReader):
                         own.take(note, content)
                     else:
                         parcels.send(rank, note, content)
-                delivery.release()
         finally:
             if parcels is not None:
                 parcels.end(others)

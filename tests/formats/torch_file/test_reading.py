@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, RefusedPickleError, UnsupportedValueError
-from holdfast.formats.torch_file.mapped_pages import release_pages
-from holdfast.formats.torch_file.reading import read_torch_file
+from holdfast.formats.torch_file.reading import open_torch_file, read_torch_file
 
 
 class Custom:
@@ -29,14 +28,70 @@ def test_a_dict_comes_back(tmp_path: Path, zipped: bool) -> None:
     assert repr(read(tmp_path / "f.pt")) == repr(state)
 
 
-def test_tensors_are_pages_of_the_file(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(1 << 16)}, tmp_path / "f.pt")
+def maps(path: Path) -> list[str]:
+    """The places in memory where this process has mapped a file."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
 
-    loaded = read(tmp_path / "f.pt")
 
-    (mapping,) = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path / "f.pt") in line]
-    start, end = (int(part, 16) for part in mapping.split()[0].split("-"))
-    assert start <= loaded["w"].data_ptr() < end
+def anonymous() -> int:
+    """Kilobytes of memory that this process uses for itself."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def test_tensors_take_memory_only_while_they_are_asked_for_and_no_file_is_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "f.pt"
+    saved = torch.arange(6 << 20)
+    torch.save({"w": saved, "t": saved.view(6, 1 << 20).T, "step": 7}, path)
+    before = anonymous()
+
+    opened = open_torch_file(path, allow_pickle=False, verify=False)
+    loaded = opened.state["w"]
+    opened.split(opened.state.values(), lambda leaf: isinstance(leaf, torch.Tensor))
+
+    assert anonymous() - before < 8_000
+    assert maps(path) == []
+    for _ in range(2):
+        with opened.present(loaded):
+            assert torch.equal(loaded, saved)
+            assert anonymous() - before > 32_000
+            assert maps(path) == []
+        assert anonymous() - before < 16_000
+    block = opened.state["t"][5:8, 1:3]
+    with opened.present(block):
+        assert torch.equal(block, saved.view(6, 1 << 20).T[5:8, 1:3])
+    opened.close()
+
+
+def test_tensors_that_nobody_asks_for_are_there_for_good(tmp_path: Path) -> None:
+    shared, other = torch.arange(5000), torch.full((9,), 2.0)
+    saved = {"w": torch.ones(3000), "v": shared, "hidden": (shared[7:],), "other": [{"a": other}], "s": other.storage()}
+    torch.save(saved, tmp_path / "f.pt")
+    opened = open_torch_file(tmp_path / "f.pt", allow_pickle=False, verify=True)
+    state = opened.state
+
+    opened.split(state.values(), lambda leaf: isinstance(leaf, torch.Tensor))
+
+    assert not state["w"].any()
+    for key in ("v", "w"):
+        with opened.present(state[key]):
+            assert torch.equal(state[key], saved[key])
+    assert torch.equal(state["hidden"][0], shared[7:])
+    assert torch.equal(state["other"][0]["a"], other)
+    assert list(state["s"]) == [2.0] * 9
+    opened.close()
+
+
+def test_what_only_torch_can_make_is_read_into_memory_without_a_mapping(tmp_path: Path) -> None:
+    path = tmp_path / "f.pt"
+    torch.save({"s": torch.eye(3).to_sparse(), "w": torch.ones(4)}, path)
+
+    opened = open_torch_file(path, allow_pickle=False, verify=True)
+
+    with opened.present(opened.state["w"]):
+        assert torch.equal(opened.state["w"], torch.ones(4))
+    assert torch.equal(opened.state["s"].to_dense(), torch.eye(3))
+    assert maps(path) == []
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -133,33 +188,3 @@ def test_errors_of_code_that_was_allowed_are_its_own(tmp_path: Path, monkeypatch
 
     with pytest.raises(AttributeError, match="Custom"):
         read(tmp_path / "f.pt", allow_pickle=True)
-
-
-def resident(path: Path) -> int:
-    """Kilobytes of a mapped file that are in this process' memory."""
-    lines = Path("/proc/self/smaps").read_text().splitlines()
-    start = next(number for number, line in enumerate(lines) if str(path) in line)
-    return next(int(line.split()[1]) for line in lines[start:] if line.startswith("Rss:"))
-
-
-def test_released_pages_leave_memory_and_keep_their_content(tmp_path: Path) -> None:
-    path = tmp_path / "f.pt"
-    torch.save({"w": torch.arange(1 << 22)}, path)
-    loaded = read(path)["w"]
-    before = loaded.clone()
-    filled = resident(path)
-
-    release_pages(loaded)
-
-    assert filled > 32_000
-    assert resident(path) < 8_000
-    assert torch.equal(loaded, before)
-
-
-def test_releasing_memory_of_another_kind_loses_nothing() -> None:
-    for tensor in (torch.arange(1 << 20), torch.empty(0), torch.ones(3), torch.empty(5, device="meta")):
-        before = tensor.clone()
-
-        release_pages(tensor)
-
-        assert tensor.is_meta or torch.equal(tensor, before)

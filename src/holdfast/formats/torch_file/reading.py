@@ -1,10 +1,12 @@
-"""Reads a ``torch.save`` file: mapped into memory where possible, without running code that the file names."""
+"""Reads a ``torch.save`` file, without running code that the file names. It is never mapped into memory."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +15,92 @@ import torch
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, RefusedPickleError, UnsupportedValueError
 from holdfast.formats.crc import crc32
 from holdfast.formats.dcp.zip_layout import LOCAL_MAGIC, Entry, damaged, read_directory
+from holdfast.formats.torch_file.reserved_memory import DESCRIPTION, ReservedFile
 from holdfast.formats.torch_file.storages import check_storage_sizes
-
-DESCRIPTION = "data.pkl"
+from holdfast.stores.file_reader import FileReader, open_file
 
 _PIECE = 1 << 20
 _REFUSED = re.compile(r"(?:Unsupported (?:global|class)|GLOBAL|Trying to instantiate class)\W+(?:GLOBAL )?([\w.]+)")
 
 
+class OpenTorchFile:
+    """The dict in a file, with tensors whose elements are only there when they are asked for."""
+
+    def __init__(self, state: dict[Any, Any], file: FileReader | None, memory: ReservedFile | None) -> None:
+        self.state = state
+        self._file = file
+        self._memory = memory
+
+    def split(self, leaves: Iterable[Any], is_asked_for: Callable[[Any], bool]) -> None:
+        """Of these parts of the state some are tensors that will be asked for. All others are read now."""
+        if self._file is not None and self._memory is not None:
+            asked: list[Any] = []
+            values: list[Any] = []
+            for leaf in leaves:
+                (asked if is_asked_for(leaf) else values).append(leaf)
+            self._memory.fill_hidden(self._file, asked, values)
+
+    @contextmanager
+    def present(self, tensor: torch.Tensor) -> Iterator[None]:
+        """The elements of a tensor, or of a view of one, are there inside of a ``with`` block."""
+        if self._file is None or self._memory is None:
+            yield
+        else:
+            with self._memory.present(self._file, tensor):
+                yield
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def open_torch_file(path: str | os.PathLike[str], *, allow_pickle: bool, verify: bool) -> OpenTorchFile:
+    """The dict in a file that ``torch.save`` wrote, of which as little as possible is in memory.
+
+    With ``verify`` the whole file is read once, to compare it with its CRCs. Files from before torch 1.6, and such with
+    objects that only torch knows to make, are read into memory.
+    """
+    source = _existing(path)
+    if not _is_archive(source):
+        return OpenTorchFile(read_torch_file(path, allow_pickle=allow_pickle, verify=verify), None, None)
+    _check_archive(source, verify=verify)
+    file = open_file(str(source))
+    try:
+        memory = ReservedFile(file, str(source))
+        return OpenTorchFile(_a_dict(memory.load(file), source), file, memory)
+    except RefusedPickleError:
+        file.close()
+        return OpenTorchFile(_a_dict(_load(source, is_archive=True, allow_pickle=allow_pickle), source), None, None)
+    except BaseException:
+        file.close()
+        raise
+
+
 def read_torch_file(path: str | os.PathLike[str], *, allow_pickle: bool, verify: bool) -> dict[Any, Any]:
     """The dict in a file that ``torch.save`` wrote, with all tensors on the CPU.
 
-    Tensors are pages of the file until they are touched; only files from before torch 1.6 are read into memory.
     ``allow_pickle`` lets the file run whatever code it names: for trusted authors only.
     """
+    file = _existing(path)
+    is_archive = _is_archive(file)
+    if is_archive:
+        _check_archive(file, verify=verify)
+    return _a_dict(_load(file, is_archive=is_archive, allow_pickle=allow_pickle), file)
+
+
+def _existing(path: str | os.PathLike[str]) -> Path:
     file = Path(path)
     if not file.is_file():
         what = "it is a folder" if file.is_dir() else "the path does not exist"
         raise CheckpointNotFoundError(
             f"no torch.save file at {file}: {what}. Give the path of a file that torch.save wrote.", path=str(file)
         )
-    can_be_mapped = _is_archive(file)
-    if can_be_mapped:
-        _check_archive(file, verify=verify)
-    state = _load(file, mmap=can_be_mapped, allow_pickle=allow_pickle)
+    return file
+
+
+def _a_dict(state: Any, file: Path) -> dict[Any, Any]:
     if not isinstance(state, dict):
         raise UnsupportedValueError(
             f"{file} holds a {type(state).__module__}.{type(state).__qualname__}, and a checkpoint is a dict. "
@@ -51,15 +115,15 @@ def _is_archive(file: Path) -> bool:
         return stream.read(len(LOCAL_MAGIC)) == LOCAL_MAGIC
 
 
-def _load(file: Path, *, mmap: bool, allow_pickle: bool) -> Any:
+def _load(file: Path, *, is_archive: bool, allow_pickle: bool) -> Any:
     try:
-        return torch.load(file, map_location="cpu", mmap=mmap, weights_only=not allow_pickle)
+        return torch.load(file, map_location="cpu", mmap=False, weights_only=not allow_pickle)
     except (OSError, MemoryError):
         raise
     except Exception as error:
         if allow_pickle and not isinstance(error, (pickle.UnpicklingError, EOFError)):
             raise  # code that the file names was run, and this may be its own error
-        names = [] if allow_pickle else _refused_names(file, error, is_archive=mmap)
+        names = [] if allow_pickle else _refused_names(file, error, is_archive=is_archive)
         if names:
             raise RefusedPickleError(
                 f"{file} holds objects that only code can rebuild: {', '.join(names)}. If you trust its author, allow "
