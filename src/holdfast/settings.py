@@ -31,7 +31,7 @@ class Settings:
     """What happens when a tensor is loaded into another dtype. ``warn`` allows safe casts, ``off`` allows all."""
 
     verify: bool = True
-    """Check the CRC of everything that is read."""
+    """Check the CRC of everything that is read as a whole. Parts of chunks of DCP's files have none of their own."""
 
     keep_staging_memory: bool = True
     """Keep the memory of the last background save's copy for the next one: fresh memory doubles the time it takes."""
