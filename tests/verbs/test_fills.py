@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -11,11 +14,18 @@ from hypothesis import strategies as st
 import holdfast as hf
 from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.refs import TensorRef
+from holdfast.verbs import filling
 from holdfast.verbs.fills import DenseFills, sharing
 
 
 def ref(dtype: str, *shape: int) -> TensorRef:
     return TensorRef("stored", dtype_named(dtype), shape)
+
+
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are not final, says torch
+        return torch.nested.nested_tensor([torch.zeros(3), torch.zeros(3)])
 
 
 SPECIAL = {
@@ -27,10 +37,15 @@ SPECIAL = {
     "one element many times": (torch.zeros(1).expand(4), ref("float32", 4)),
     "on the meta device": (torch.empty(2, 3, device="meta"), ref("float32", 2, 3)),
     "sparse": (torch.zeros(2, 3).to_sparse(), ref("float32", 2, 3)),
+    "nested": (nested(), ref("float32", 2, 3)),
     "negated when read": (torch._neg_view(torch.zeros(2)), ref("float32", 2)),
     "conjugated when read": (torch.zeros(2, dtype=torch.complex64).conj(), ref("complex64", 2)),
     "was a numpy array": (torch.zeros(2), TensorRef("stored", dtype_named("float32"), (2,), numpy="<f4")),
 }
+
+
+if torch.backends.mkldnn.is_available():
+    SPECIAL["in an order of its own"] = (torch.zeros(2, 3).to_mkldnn(), ref("float32", 2, 3))
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
@@ -64,6 +79,35 @@ def test_memory_that_is_shared_with_anything_is_found(own, others):
     ]
     columns = np.array(own, np.int64).reshape(-1, 2)
     assert sharing(columns[:, 0], columns[:, 1], others) == expected
+
+
+class Point(NamedTuple):
+    where: torch.Tensor
+    step: int
+
+
+def test_containers_that_are_made_anew_keep_their_tensors(tmp_path):
+    hf.declare(Point)
+    hf.save({"point": Point(torch.ones(2), 5)}, tmp_path / "a")
+    where = torch.zeros(2)
+    state = {"point": Point(where, 0)}
+    hf.load(state, tmp_path / "a")
+    assert state["point"].where is where
+    assert (where.tolist(), state["point"].step) == ([1, 1], 5)
+
+
+def test_memory_that_does_not_suit_the_processor_is_copied_before_it_is_converted(monkeypatch):
+    seen = []
+    whole = filling.elements_of
+    monkeypatch.setattr(
+        filling, "elements_of", lambda array, ref: seen.append(array.flags.aligned) or whole(array, ref)
+    )
+    target = torch.zeros(3, dtype=torch.float64)
+    stored = np.frombuffer(b"x" + np.array([1, 2, 3], "<f4").tobytes(), np.uint8)[1:].view("<u4")
+    assert not stored.flags.aligned
+    filling.Converted(target, ref("float32", 3))[...] = stored
+    assert target.tolist() == [1, 2, 3]
+    assert seen == [True]
 
 
 def test_autograd_notices_that_tensors_were_filled(tmp_path):

@@ -76,7 +76,8 @@ def test_no_way_to_load_allocates_more_than_it_may(tmp_path):
     rows = [line.split() for line in result.stdout.splitlines()]
     assert len(rows) == 8
     assert [row for row in rows if int(row[1]) > int(row[2]) + 64] == [], f"beyond the budget, of {rows}"
-    assert int(rows[0][1]) < 16, f"a small budget is felt, of {rows}"
+    grown = {row[0]: int(row[1]) for row in rows}
+    assert max(grown["plain"], grown["cast"], grown["verified_first"]) < 4, f"a small budget is felt, of {rows}"
 
 
 @pytest.mark.parametrize("budget", [0, -1, 1000, 1.5, True, "64M"])

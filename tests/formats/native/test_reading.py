@@ -306,6 +306,32 @@ def test_an_error_of_any_thread_is_raised(threaded):
     assert caught.value.file.endswith(name)
 
 
+def test_when_one_thread_has_failed_nothing_is_left_for_the_others():
+    shared = reading._Shared([windows.Stretch(0, 0, 1, 0, 0)] * 3)
+
+    def fail(reads: Any) -> int:
+        next(reads)
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        shared.until_one_fails(fail)
+    assert list(shared) == []
+
+
+@pytest.mark.parametrize(("rows", "reads"), [((3, 4), 1), ((3, 5), 2)])
+def test_a_small_gap_is_read_and_a_large_one_is_not(rows, reads):
+    """Between the first elements of two rows lie 100 KiB less one element, and twice that between every other row."""
+    stored = large()
+    source = NativeSource(stored.store)
+    asked = [Request("a", (row, 0), (1, 20), np.zeros((1, 20), "V1024")) for row in rows]
+    assert source.columns is not None
+    stored.store.reads.clear()
+    with mock.patch.object(windows, "MERGE_GAP", 90_000):
+        source.read(asked, verify=False)
+    assert all(one.into.tobytes() == stored.arrays["a"][one.offsets[0], :20].tobytes() for one in asked)
+    assert len(stored.store.reads) == reads
+
+
 def test_nothing_of_a_damaged_block_is_used():
     stored = large()
     name, begin, _ = stored.places["a"][0]

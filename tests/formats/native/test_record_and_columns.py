@@ -8,6 +8,7 @@ from math import prod
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,6 +95,18 @@ def test_tensors_that_are_alike_in_part_keep_what_is_their_own():
     index = StoredFile(index_file("0" * 16), 0, "0" * 32)
     record = Record("0" * 16, [], index, tensors, {})
     assert list(decode_record(encode_record(record), "record").tensors) == tensors
+
+
+@pytest.mark.parametrize("shape", ["[true]", "[1.0]", "{}", '"1"'])
+def test_a_shape_that_only_equals_that_of_another_tensor_is_refused(shape):
+    tensors = [TensorRef(key, dtype_named("float32"), (1,)) for key in "ab"]
+    data = encode_record(Record(GENERATION, [], StoredFile(index_file(GENERATION), 1, "0" * 32), tensors, {}))
+    body = data[: data.rindex(b',"check"')]
+    first, _, last = body.rpartition(b"[1]")
+    forged = first + shape.encode() + last
+    check = xxhash.xxh3_128_hexdigest(forged).encode()
+    with pytest.raises(DamagedCheckpointError, match="no valid shape for 'b'"):
+        decode_record(forged + b',"check":"%s"}\n' % check, "holdfast.json")
 
 
 def test_what_json_cannot_hold_is_no_metadata():
