@@ -170,7 +170,8 @@ def _check(columns: Columns, record: Record, source: str) -> None:
         refuse(source, "has chunks that lie behind the end of their file", "inside", "outside")
     stored = np.zeros(len(tensors), np.int64)
     np.add.at(stored, columns.chunk_tensor, volumes)
-    expected = np.array([prod(tensor.shape) for tensor in tensors], dtype=np.int64)
+    elements = {shape: prod(shape) for shape in {tensor.shape for tensor in tensors}}
+    expected = np.array([elements[tensor.shape] for tensor in tensors], dtype=np.int64)
     wrong = np.flatnonzero(stored != expected)
     if wrong.size:
         first = int(wrong[0])
