@@ -204,3 +204,18 @@ def test_the_safetensors_package_agrees(folder: Path) -> None:
     for file in folder.glob("*.safetensors"):
         for key, tensor in load_file(file).items():
             assert whole(source, key) == bits(tensor)
+
+
+def test_requests_that_share_bytes_read_them_once(tmp_path: Path) -> None:
+    tensor = torch.arange(400 * 500, dtype=torch.int32).view(400, 500)
+    save_file({"w": tensor}, tmp_path / "model.safetensors")
+    source = SafetensorsSource(tmp_path / "model.safetensors")
+    carrier = source.tensors["w"].dtype.carrier
+    places = [np.empty((400, 100), carrier) for _ in range(5)]
+    requests = [Request("w", (0, 100 * n), (400, 100), into) for n, into in enumerate(places)]
+
+    count = source.read([*requests, Request("w", (7, 0), (50, 500), np.empty((50, 500), carrier))])
+
+    assert count == tensor.nbytes
+    for number, into in enumerate(places):
+        assert np.array_equal(into.view("<i4"), tensor[:, 100 * number : 100 * (number + 1)].numpy())

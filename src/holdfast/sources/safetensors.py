@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from holdfast.boxes import Box, overlaps
+from holdfast.errors import DamagedCheckpointError
 from holdfast.formats.native.dtypes import dtype_named, name_of
 from holdfast.formats.native.names import generation_of
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.safetensors.header import read_header
-from holdfast.sources.file_regions import read_into_array
 from holdfast.sources.source import Request, Source, check_requests, part_of
+from holdfast.storage.byte_ranges import StreamRanges
+from holdfast.storage.chunk_reads import ArrayPlace, ChunkRead, Wanted
 from holdfast.storage.hf_commit import Folder
 from holdfast.storage.hf_folder import Contents, StoredChunk, read_contents, read_files
 from holdfast.storage.hf_names import COMMIT_NAME, INDEX_NAME, SUFFIX
@@ -85,16 +88,8 @@ class SafetensorsSource(Source):
         for parts in self._by_file(requests).values():
             file, digest = parts[0].chunk.file, parts[0].chunk.header_digest
             with opened_as_described(self._fs, file, digest) as stream:
-                for part in parts:
-                    total += read_into_array(
-                        stream,
-                        part.chunk.position,
-                        part.chunk.sizes,
-                        part.region,
-                        part.into,
-                        source=file,
-                        key=part.key,
-                    )
+                for of_chunk in _by_chunk(parts):
+                    total += _read_chunk(stream, of_chunk)
         return total
 
     def _by_file(self, requests: Sequence[Request]) -> dict[str, list[_Part]]:
@@ -121,6 +116,32 @@ class _Part(NamedTuple):
     chunk: StoredChunk
     region: Box
     into: Any
+
+
+def _by_chunk(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """What is wanted of each chunk: no byte of it is to be read twice."""
+    for _, of_chunk in groupby(parts, key=lambda part: part.chunk.position):
+        yield list(of_chunk)
+
+
+def _read_chunk(stream: Any, parts: Sequence[_Part]) -> int:
+    chunk, key = parts[0].chunk, parts[0].key
+    file = StreamRanges(stream)
+    wanted = [Wanted(part.region, ArrayPlace(part.into)) for part in parts]
+    reading = ChunkRead(file, chunk.position, chunk.sizes, parts[0].into.itemsize, wanted)
+    if chunk.position + reading.nbytes > file.size:
+        raise DamagedCheckpointError(
+            f"{chunk.file} ends too early: '{key}' needs {reading.nbytes} bytes at {chunk.position}, and there are "
+            f"{max(0, file.size - chunk.position)}. The file was cut off or replaced meanwhile; copy it again, or load "
+            "another one.",
+            file=chunk.file,
+            key=key,
+            expected=reading.nbytes,
+            found=max(0, file.size - chunk.position),
+        )
+    for run in reading.stretches():
+        reading.read(run, summed=False)
+    return reading.bytes_read
 
 
 def _contents_of(folder: Folder) -> Contents:

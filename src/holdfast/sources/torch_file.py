@@ -125,40 +125,57 @@ class TorchFileSource(Source):
                     self._unchecked[entry.offset] = name, entry
 
     def _read_one(self, file: FileReader, tensor: torch.Tensor, request: Request, *, verify: bool) -> int:
-        region = Box(request.offsets, request.sizes)
         position = None if self._file is None else self._file.position_of(tensor)
-        if position is None or self._file is None:  # it is in memory
-            request.into[...] = as_array(narrowed(tensor, *region))
+        if self._file is None or position is None:  # it is in memory
+            request.into[...] = as_array(narrowed(tensor, request.offsets, request.sizes))
             return request.into.nbytes
         storage = self._file.position_of(tensor.untyped_storage())
-        name, entry = self._unchecked.get(-1 if storage is None else storage, ("", None))
-        all_of_it = request.sizes == tuple(tensor.shape)
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            wanted = [Wanted(region, ArrayPlace(request.into))]
-            reading = ChunkRead(file, position, tuple(tensor.shape), tensor.dtype.itemsize, wanted)
-            is_storage = entry is not None and reading.is_whole and reading.nbytes == entry.length
-            if is_storage or entry is None or not (verify and all_of_it):
-                summed = verify and is_storage and entry is not None and entry.crc is not None
-                crc = 0
-                for run in reading.stretches():
-                    crc = combined(crc, reading.read(run, summed=summed), run.end - run.begin)
-                if summed and entry is not None:
-                    if crc != entry.crc:
-                        request.into[...] = 0
-                        raise damaged(self.location, name, "wrong CRC-32", f"{entry.crc:08x}", f"{crc:08x}")
-                    self._unchecked.pop(entry.offset, None)
-                return reading.bytes_read
+        unchecked = None
+        if verify and storage is not None and request.sizes == tuple(tensor.shape):
+            unchecked = self._unchecked.get(storage)
         total = 0
-        if verify and all_of_it and entry is not None:
-            _check(file, name, entry, self.location)
+        if unchecked is not None and tensor.nbytes != unchecked[1].length:
+            # It is a part of its storage, or has elements twice: there is no CRC of just what is read.
+            _check(file, *unchecked, self.location)
+            self._unchecked.pop(unchecked[1].offset, None)
+            total, unchecked = unchecked[1].length, None
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            return total + self._read_row_major(file, position, tensor, request, unchecked)
+        if unchecked is not None:
+            _check(file, *unchecked, self.location)
+            total += unchecked[1].length
+        return total + self._read_in_parts(self._file, file, narrowed(tensor, request.offsets, request.sizes), request)
+
+    def _read_row_major(
+        self,
+        file: FileReader,
+        position: int,
+        tensor: torch.Tensor,
+        request: Request,
+        unchecked: tuple[str, Entry] | None,
+    ) -> int:
+        """Read ranges straight into the memory of a request, and compare them if that is all of an unchecked entry."""
+        wanted = [Wanted(Box(request.offsets, request.sizes), ArrayPlace(request.into))]
+        reading = ChunkRead(file, position, tuple(tensor.shape), tensor.dtype.itemsize, wanted)
+        found = 0
+        for run in reading.stretches():
+            crc = reading.read(run, summed=unchecked is not None)
+            found = combined(found, crc, run.end - run.begin)
+        if unchecked is not None:
+            name, entry = unchecked
+            if entry.crc is not None and found != entry.crc:
+                request.into[...] = 0
+                raise damaged(self.location, name, "wrong CRC-32", f"{entry.crc:08x}", f"{found:08x}")
             self._unchecked.pop(entry.offset, None)
-            total = entry.length
-        part = narrowed(tensor, *region)
+        return reading.bytes_read
+
+    def _read_in_parts(self, memory: ReservedFile, file: FileReader, part: torch.Tensor, request: Request) -> int:
+        """Read elements that lie in another order, through memory of bounded size."""
         for box in cut(Box((0,) * part.dim(), tuple(part.shape)), READ_BYTES // part.dtype.itemsize):
             piece = narrowed(part, *box)
-            with self._file.present(file, piece):
+            with memory.present(file, piece):
                 part_of(request.into, *box)[...] = as_array(piece)
-        return total + request.into.nbytes
+        return request.into.nbytes
 
     @contextmanager
     def _opened_again(self) -> Iterator[FileReader]:

@@ -29,7 +29,6 @@ from holdfast.formats.dcp.archive import read_tensor
 from holdfast.formats.dcp.familiar_archives import FamiliarArchives
 from holdfast.formats.dcp.index import decode_index
 from holdfast.formats.dcp.storage_info import _StorageInfo
-from holdfast.formats.dcp.zip_layout import damaged
 from holdfast.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -40,6 +39,7 @@ from holdfast.metadata import (
 from holdfast.planning.plan import LoadItemType, LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner
 from holdfast.storage import layout
+from holdfast.storage.blob_checks import check_seal, name_of, refuse_short_file, wrong_crc
 from holdfast.storage.blob_steps import Batch, Chunk, Closing, StoredItems, WholeBlob
 from holdfast.storage.byte_ranges import Ranges, StreamRanges, is_plain, opened_ranges
 from holdfast.storage.chunk_reads import ChunkRead, Wanted
@@ -233,7 +233,7 @@ class FileSystemReader(StorageReader):
             file = until_read.enter_context(self._opened(file_name, blobs))
             together = Batch(file, apply)
             for blob in blobs:
-                _refuse_short_file(file, blob, source)
+                refuse_short_file(file, blob, source)
                 chunk = self._as_chunk(file, blob, planner, source, verify=verify)
                 if chunk is not None:
                     yield from together.steps()
@@ -284,7 +284,7 @@ class FileSystemReader(StorageReader):
 
         def finish(crc: int) -> None:
             if checked and crc != elements.crc:
-                raise _wrong_crc(info, source, index, elements.crc or 0, crc)
+                raise wrong_crc(info, source, index, elements.crc or 0, crc)
             for item, target in zip(items, targets, strict=True):
                 planner.commit_tensor(item, target)
 
@@ -310,7 +310,7 @@ class FileSystemReader(StorageReader):
             info = self.storage_data.get(index)
             if info is None:
                 raise DamagedCheckpointError(
-                    f"{self.path}: the index lists {_name(index)} but not where it is stored; the checkpoint was not "
+                    f"{self.path}: the index lists {name_of(index)} but not where it is stored; the checkpoint was not "
                     "saved completely. Load another one.",
                     file=str(self.path),
                     key=index.fqn,
@@ -349,7 +349,7 @@ class FileSystemReader(StorageReader):
         info, items = stored
         index = items[0].storage_index
         if verify and info.seal is not None:
-            _check_seal(blob, info, source, index)
+            check_seal(blob, info, source, index)
         if info.transform_descriptors:
             blob = self._transformed_back(blob, info.transform_descriptors, source, items[0])
         if items[0].type == LoadItemType.BYTE_IO:
@@ -378,9 +378,9 @@ class FileSystemReader(StorageReader):
             raise
         except Exception as error:
             raise DamagedCheckpointError(
-                f"{source} is damaged: {_name(item.storage_index)} went through {list(descriptors)} when it was saved, "
-                f"and undoing that fails ({type(error).__name__}: {error}). Copy the file again, or load another "
-                "checkpoint.",
+                f"{source} is damaged: {name_of(item.storage_index)} went through {list(descriptors)} when it was "
+                f"saved, and undoing that fails ({type(error).__name__}: {error}). Copy the file again, or load "
+                "another checkpoint.",
                 file=source,
                 key=item.storage_index.fqn,
                 expected=list(descriptors),
@@ -389,7 +389,7 @@ class FileSystemReader(StorageReader):
         if len(content) > limit:
             raise DamagedCheckpointError(
                 f"{source} is damaged, or made to fill the memory: undoing {list(descriptors)} for "
-                f"{_name(item.storage_index)} gives more than the {limit} bytes that it can have by the index. Copy "
+                f"{name_of(item.storage_index)} gives more than the {limit} bytes that it can have by the index. Copy "
                 "the file again, or load another checkpoint.",
                 file=source,
                 key=item.storage_index.fqn,
@@ -422,7 +422,7 @@ class FileSystemReader(StorageReader):
         tensor = read_tensor(blob, source=source, key=index.fqn, verify=verify and seal is None)
         if tensor.size() != chunk.sizes:
             raise DamagedCheckpointError(
-                f"{source}: {_name(index)} should be of shape {list(chunk.sizes)}, not {list(tensor.size())}. "
+                f"{source}: {name_of(index)} should be of shape {list(chunk.sizes)}, not {list(tensor.size())}. "
                 "The file belongs to another save; copy the right one, or load another checkpoint.",
                 file=source,
                 key=index.fqn,
@@ -445,7 +445,7 @@ class FileSystemReader(StorageReader):
         known = self._familiar.recognize(blob)
         if known is not None and known.sizes == tuple(chunk.sizes):
             if verify and (found := crc32(known.elements)) != known.crc:
-                raise _wrong_crc(info, source, index, known.crc, found)
+                raise wrong_crc(info, source, index, known.crc, found)
             return _from_payload(known.elements, known.dtype, chunk)
         if self._familiar.is_worth_learning(len(blob)):
             whole = replace(info, offset=0)
@@ -464,7 +464,7 @@ class FileSystemReader(StorageReader):
             if chunk.offsets == index.offset:
                 return entry, chunk
         raise DamagedCheckpointError(
-            f"{self.path}: the index has no chunk {_name(index)}. A planner has asked for what is not there, or the "
+            f"{self.path}: the index has no chunk {name_of(index)}. A planner has asked for what is not there, or the "
             "index is of another checkpoint; copy the right one, or load another checkpoint.",
             file=str(self.path),
             key=index.fqn,
@@ -506,59 +506,6 @@ class _NamedBytes(io.BytesIO):
         self.verify = verify
 
 
-def _refuse_short_file(file: Ranges, blob: StoredItems, source: str) -> None:
-    info, index = blob.info, blob.items[0].storage_index
-    found = max(0, min(info.length, file.size - info.offset))
-    if found == info.length:
-        return
-    raise DamagedCheckpointError(
-        f"{source} ends {info.length - found} byte(s) too early: {_name(index)} should be the "
-        f"{info.length} bytes at {info.offset}. The file was cut off; copy it again, or load another one.",
-        file=source,
-        key=index.fqn,
-        expected=info.length,
-        found=found,
-    )
-
-
-def _check_seal(blob: Blob, info: _StorageInfo, source: str, index: MetadataIndex) -> None:
-    seal = info.seal
-    assert seal is not None
-    end = seal.payload_offset + seal.payload_length
-    view = memoryview(blob)
-    found = (
-        crc32(view[seal.payload_offset : end]),
-        crc32(view[end:], crc32(view[: seal.payload_offset])),
-    )
-    expected = (seal.payload_crc, seal.envelope_crc)
-    if found != expected:
-        raise DamagedCheckpointError(
-            f"{source} is damaged: {_name(index)} (bytes {info.offset} to {info.offset + info.length}) has CRC "
-            f"{found[0]:08x}/{found[1]:08x} where the index says {expected[0]:08x}/{expected[1]:08x}. Copy the file "
-            "again, or load another checkpoint.",
-            file=source,
-            key=index.fqn,
-            expected=expected,
-            found=found,
-        )
-
-
-def _wrong_crc(
-    info: _StorageInfo, source: str, index: MetadataIndex, expected: int, found: int
-) -> DamagedCheckpointError:
-    """The error for elements that are not those that were saved."""
-    if info.seal is None:
-        return damaged(source, index.fqn, "wrong CRC-32 of its elements", f"{expected:08x}", f"{found:08x}")
-    return DamagedCheckpointError(
-        f"{source} is damaged: {_name(index)} (bytes {info.offset} to {info.offset + info.length}) has CRC {found:08x} "
-        f"where the index says {expected:08x}. Copy the file again, or load another checkpoint.",
-        file=source,
-        key=index.fqn,
-        expected=expected,
-        found=found,
-    )
-
-
 def _all_of(window: ReaderView) -> bytearray:
     """What a window shows, as memory that a tensor can use without another copy; less than promised at a file's end."""
     promised, stream = window.len, window.base_stream
@@ -581,7 +528,3 @@ def _from_payload(payload: memoryview, dtype: torch.dtype, chunk: ChunkStorageMe
     if raw.data_ptr() % dtype.itemsize:
         raw = raw.clone()
     return raw.view(dtype).view(chunk.sizes)
-
-
-def _name(index: MetadataIndex) -> str:
-    return f"'{index.fqn}'" + (f" at offsets {list(index.offset)}" if index.offset else "")
