@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import holdfast as hf
 from holdfast.formats.native.record import BLOCK_BYTES as BLOCK
 from holdfast.sources.native import NativeSource
-from holdfast.sources.source import Request
+from holdfast.sources.source import Request, WholeReads
 from holdfast.stores.memory_store import MemoryStore
 
 
@@ -27,6 +27,7 @@ class CountingStore(MemoryStore):
     def __init__(self) -> None:
         super().__init__(uuid.uuid4().hex)
         self.reads: list[tuple[str, int, int]] = []
+        self.left_in_cache: list[bool] = []
 
     @contextmanager
     def reader(self, name: str) -> Iterator[Any]:
@@ -38,7 +39,12 @@ class CountingStore(MemoryStore):
                 def read_into(_, begin: int, buffer: Any) -> None:  # noqa: N805 - `self` is the store
                     if name.startswith("data-"):
                         self.reads.append((name, begin, memoryview(buffer).nbytes))
+                        self.left_in_cache.append(False)
                     inner.read_into(begin, buffer)
+
+                def read_shared(_, begin: int, buffer: Any) -> None:  # noqa: N805
+                    _.read_into(begin, buffer)
+                    self.left_in_cache[-1:] = [True]
 
             yield Counting()
 
@@ -139,3 +145,22 @@ def test_a_load_of_several_parts_of_a_tensor_reads_no_byte_twice(place):
     assert torch.equal(state["wide"], CONTENT.double())
     assert torch.equal(state["narrow"], NARROW)
     assert place.no_byte_twice()
+
+
+# --- what several ranks read -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wholes", "rows", "several_ranks", "left_for_others"),
+    [(2, 0, True, True), (2, 3, True, True), (0, 3, True, False), (1, 59, True, False), (2, 0, False, False)],
+)
+def test_whole_tensors_that_all_ranks_want_stay_in_the_page_cache(wholes, rows, several_ranks, left_for_others):
+    """Of tensors that are spread over ranks each reads its own part, which would only fill the cache."""
+    store = CountingStore()
+    hf.save({f"t{number}": CONTENT[:20].clone() for number in range(2)} | {"spread": CONTENT}, store)
+    source = NativeSource(store)
+    memory = {f"t{number}": np.empty((20, COLUMNS), "<u4") for number in range(wholes)}
+    parts = [Request("spread", (row, 0), (1, COLUMNS), np.empty((1, COLUMNS), "<u4")) for row in range(rows)]
+    source.read_many(parts, WholeReads.into(memory), shared=several_ranks)
+    assert store.reads
+    assert set(store.left_in_cache) == {left_for_others}

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from holdfast.boxes import Box, overlap
+from holdfast.boxes import Box, overlap, volume
 from holdfast.errors import CheckpointNotFoundError, ReplacedCheckpointError
 from holdfast.formats.native.columns import (
     ChunkTable,
@@ -81,9 +81,16 @@ class NativeSource(Source):
         return self.read_many(requests, _NO_WHOLES, verify=verify, memory=memory)
 
     def read_many(
-        self, requests: Sequence[Request], wholes: WholeReads, *, verify: bool = True, memory: int | None = None
+        self,
+        requests: Sequence[Request],
+        wholes: WholeReads,
+        *,
+        verify: bool = True,
+        memory: int | None = None,
+        shared: bool = False,
     ) -> int:
         """Fill the memory of all requests and of whole tensors."""
+        shared = shared and self._mostly_whole(requests, wholes)
         alone, others = self._only_chunks(wholes)
         requests = [*requests, *others.requests(self.tensors)]
         check_requests(requests, self.tensors)
@@ -97,10 +104,21 @@ class NativeSource(Source):
         if verify:
             pieces = Pieces.joined([pieces, self._headers(needed_for)])
         files = self._files(needed_for, verify=verify)
-        read = read_all(pieces, cutter.slabs, self._names, files, self.record.block_bytes, memory)
+        read = read_all(pieces, cutter.slabs, self._names, files, self.record.block_bytes, memory, shared=shared)
         if verify:
             self._checked_headers |= set(needed_for)
         return read
+
+    def _mostly_whole(self, requests: Sequence[Request], wholes: WholeReads) -> bool:
+        """Whether most bytes are of tensors that are read whole: other ranks will want the same ones then."""
+        whole, parts = int(wholes.nbytes.sum()), 0
+        for request in requests:
+            nbytes = volume(request.sizes) * self.tensors[request.key].dtype.itemsize
+            if tuple(request.sizes) == self.tensors[request.key].shape:
+                whole += nbytes
+            else:
+                parts += nbytes
+        return whole > parts
 
     def lack_parts(self, keys: Sequence[str]) -> list[int]:
         """None: the columns were checked to have all elements of every tensor, and chunks must not overlap."""

@@ -116,11 +116,18 @@ class Source(ABC):
         """
 
     def read_many(
-        self, requests: Sequence[Request], wholes: WholeReads, *, verify: bool = True, memory: int | None = None
+        self,
+        requests: Sequence[Request],
+        wholes: WholeReads,
+        *,
+        verify: bool = True,
+        memory: int | None = None,
+        shared: bool = False,
     ) -> int:
         """Fill the memory of all requests and of whole tensors, which must stay alive meanwhile.
 
         ``memory`` is what may be allocated for that, where the format can do with less than it would like.
+        ``shared`` if other ranks are reading as well, which may want the same bytes.
         """
         return self.read([*requests, *wholes.requests(self.tensors)], verify=verify)
 

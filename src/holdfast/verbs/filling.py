@@ -71,10 +71,12 @@ def read_regions(
     verify: bool,
     dense: DenseFills | None = None,
     memory: int | None = None,
+    shared: bool = False,
 ) -> tuple[int, int]:
     """Read all regions and whole tensors, with no more than ``memory`` bytes besides.
 
-    Returns the bytes that were read from storage, and the elements that were written.
+    ``shared`` if other ranks do so too. Returns the bytes that were read from storage, and the elements that were
+    written.
     """
     direct: list[Request] = []
     staged: list[Region] = []
@@ -87,7 +89,9 @@ def read_regions(
             staged.append(region)
         else:
             direct.append(_request(region.fill.ref, region.box, into))
-    nbytes = source.read_many(direct, dense.reads, verify=verify, memory=memory) if direct or dense.keys else 0
+    nbytes = 0
+    if direct or dense.keys:
+        nbytes = source.read_many(direct, dense.reads, verify=verify, memory=memory, shared=shared)
     written = sum(volume(request.sizes) for request in direct) + dense.elements
     most = min(STAGING_BYTES, MEMORY_BUDGET if memory is None else memory)
     for batch in _batches((part for region in staged for part in parts_of(region, source, most)), most):

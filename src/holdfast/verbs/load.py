@@ -160,6 +160,7 @@ class _Load:
             verify=bool(self.options.verify),
             dense=plan.dense,
             memory=self.options.memory_budget,
+            shared=self.ranks.world_size > 1,
         )
         for write in plan.writes:
             if write.made is not None:

@@ -32,7 +32,8 @@ _MEMORY_OF_A_READER = 2
 class FileReader(Protocol):
     """A file that is open for reading at any place, by several threads at once.
 
-    It may also have ``read_cached(begin, buffer) -> bool``, which reads only if that takes no waiting for a disk.
+    It may also have ``read_cached(begin, buffer) -> bool``, which reads only if that takes no waiting for a disk, and
+    ``read_shared``, which leaves the bytes where others find them quickly.
     """
 
     def read_into(self, begin: int, buffer: Any, /) -> None:
@@ -64,8 +65,13 @@ def read_all(
     files: Sequence[ReadableFile],
     block_bytes: int,
     memory: int | None = None,
+    *,
+    shared: bool = False,
 ) -> int:
-    """Read everything to where it goes, and return how many bytes were read. ``names`` are those of the keys."""
+    """Read everything to where it goes, and return how many bytes were read.
+
+    ``names`` are those of the keys. ``shared`` if other processes of this machine are likely to want the same bytes.
+    """
     size = read_size(memory, block_bytes)
     reads = plan_reads(pieces, slabs, [file.nbytes for file in files], block_bytes, size)
     wanted = int(pieces.nbytes.sum()) + sum(slab.into.size * slab.into.itemsize for slab in slabs)
@@ -75,13 +81,13 @@ def read_all(
         threads = max(1, min(READERS, most, len(reads)))
     with ExitStack() as stack:
         opened = {number: stack.enter_context(files[number].open()) for number in sorted({read.file for read in reads})}
-        job = _Job(opened, files, names, block_bytes, _shared_blocks(reads, block_bytes))
+        job = _Job(opened, files, names, block_bytes, _shared_blocks(reads, block_bytes), fill_cache=shared)
         if threads == 1:
             return job.read(reads)
         # Each takes the next read when it has done one, so that all are busy to the end.
-        shared = _Shared(reads)
+        todo = _Shared(reads)
         with ThreadPoolExecutor(threads, "holdfast-read") as pool:
-            jobs = [pool.submit(shared.until_one_fails, job.read) for _ in range(threads)]
+            jobs = [pool.submit(todo.until_one_fails, job.read) for _ in range(threads)]
         return sum(job.result() for job in jobs)
 
 
@@ -138,6 +144,8 @@ class _Job:
     names: Sequence[str]
     block_bytes: int
     shared: dict[tuple[int, int], _SharedBlock]
+    fill_cache: bool
+    """Whether what comes from a disk is to be left in the page cache."""
 
     def read(self, reads: Iterable[Stretch | Window]) -> int:
         """Read one after the other, with a buffer for all."""
@@ -214,7 +222,8 @@ class _Job:
             self._check(file, begin + done, part, keys)
             done += part.nbytes
         if done < into.nbytes:
-            reader.read_into(begin + done, into[done:].data)
+            read_into = getattr(reader, "read_shared", reader.read_into) if self.fill_cache else reader.read_into
+            read_into(begin + done, into[done:].data)
             self._check(file, begin + done, into[done:], keys)
 
     def _check(
