@@ -7,9 +7,9 @@ can use it in place.
 from __future__ import annotations
 
 import struct
-import zlib
 from typing import IO, Any
 
+from holdfast.formats.crc import crc32
 from holdfast.formats.dcp import zip_layout as layout
 
 ALIGNMENT = 64
@@ -39,7 +39,7 @@ class ZipWriter:
         """Write an entry."""
         full_name = (_ROOT + name).encode()
         view = memoryview(content).cast("B")
-        crc = zlib.crc32(view)
+        crc = crc32(view)
         self._lines.append(_line(full_name, crc, len(view), self._position))
         self._write(_header(full_name, crc, len(view), self._position))
         for start in range(0, len(view), _PIECE):
