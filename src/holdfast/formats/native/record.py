@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from holdfast.errors import DamagedCheckpointError, UnsupportedValueError, Unsup
 from holdfast.formats.json_objects import are_sizes, parse_json_object
 from holdfast.formats.native.damage import refuse
 from holdfast.formats.native.dtypes import DType, dtype_named
+from holdfast.formats.native.json_texts import dumps
 from holdfast.formats.native.names import generation_of, index_file, is_generation
 from holdfast.formats.native.numpy_types import numpy_dtype_from
 from holdfast.formats.native.refs import TensorRef
@@ -72,7 +72,7 @@ def encode_record(record: Record) -> bytes:
         _member("block_bytes", record.block_bytes),
         _member("written", dict(record.written)),
         _member("metadata", record.metadata),
-        _table("files", [_dumps({"name": file.name, "bytes": file.nbytes}) for file in record.files]),
+        _table("files", [dumps({"name": file.name, "bytes": file.nbytes}) for file in record.files]),
         _member("index", {"name": record.index.name, "bytes": record.index.nbytes, "xxh3_128": record.index.digest}),
         _table("tensors", _tensor_rows(record.tensors)),
         _member("tree", record.tree),
@@ -127,11 +127,7 @@ def _refuse_newer(major: int, minor: int, source: str, doubt: str = "") -> None:
 
 
 def _member(name: str, value: Any) -> str:
-    return f'"{name}":{_dumps(value)}'
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return f'"{name}":{dumps(value)}'
 
 
 def _table(name: str, rows: Iterable[str]) -> str:
@@ -158,7 +154,7 @@ def _members_but_key(tensor: TensorRef) -> str:
         members["rank"] = tensor.rank
     if tensor.numpy is not None:
         members["numpy"] = tensor.numpy
-    return _dumps(members)[1:]
+    return dumps(members)[1:]
 
 
 def _opened(data: bytes, source: str) -> dict[str, Any]:
