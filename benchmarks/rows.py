@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.contenders import MAPPED_PEER, OURS, OURS_DCP, PEERS, STOCK, STOCK_VARIANTS
+from benchmarks.pauses import NOTHING
 from benchmarks.rounds import Measure
 from benchmarks.scales import FULL, MIB
 from benchmarks.whole_states import (
@@ -20,6 +21,8 @@ from benchmarks.whole_states import (
 )
 
 MEMORY_MARGIN = 64 * MIB
+LONGEST_PAUSE = 0.01
+"""Python itself lets a thread that computes go on for 5 ms before another one may run."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,33 @@ def extra_memory(title: str, verb: str) -> Rule:
     return rule
 
 
+# --- pauses ---
+
+
+def pause(title: str, key: str, ours: str) -> Rule:
+    """The longest time that another thread was kept waiting."""
+    target = f"a few milliseconds ({LONGEST_PAUSE * 1e3:.0f} at most)"
+
+    def rule(measures: Mapping[str, Measure], _: Mapping[str, Mapping[str, Any]]) -> Row:
+        measure = measures.get(key)
+        own = [] if measure is None else measure.samples.get(ours) or []
+        if measure is None or not own:
+            return Row("pauses", title, "not measured", target, None, "", "")
+        median = statistics.median(own)
+        others = [name for name in (NOTHING, STOCK) if measure.samples.get(name)]
+        return Row(
+            "pauses",
+            title,
+            _seconds(median),
+            target,
+            median <= LONGEST_PAUSE,
+            describe(own, 0),
+            "; ".join(f"{name}: {describe(measure.samples[name], 0)}" for name in others),
+        )
+
+    return rule
+
+
 # --- the table ---
 
 _SAVE = "durable save"
@@ -241,6 +271,10 @@ RULES: list[Rule] = [
     column_bytes("half of the columns of some rows", "slice half of the columns"),
     extra_memory("peak extra memory of a save", "save"),
     extra_memory("peak extra memory of a load", "load"),
+    pause("other threads during a save of 20,000 tensors", "pauses small", OURS),
+    pause("other threads during a save of one huge tensor", "pauses huge", OURS),
+    pause("other threads during holdfast.dcp.async_save of 20,000 tensors", "pauses small", OURS_DCP),
+    pause("other threads during holdfast.dcp.async_save of one huge tensor", "pauses huge", OURS_DCP),
     speed(_HUGE, "native save vs direct-write probe", "huge save", tuple(DIRECT_WRITES)),
     speed(_HUGE, "native save vs stock DCP", "huge save", (STOCK,)),
     speed(_HUGE, "native load, warm, vs cached-read probe", "huge warm", (CACHED_READ,)),

@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.memory import measure_memory
+from benchmarks.pauses import measure_pauses
 from benchmarks.quiet import silence
 from benchmarks.report import on_terminal
 from benchmarks.resharding import measure_resharding
@@ -36,6 +37,7 @@ PARTS: dict[str, Callable[[Suite], None]] = {
     "slices": measure_slices,
     "resharding": measure_resharding,
     "memory": measure_memory,
+    "pauses": measure_pauses,
 }
 
 
