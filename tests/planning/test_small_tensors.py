@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 import xxhash
 from hypothesis import example, given
@@ -72,6 +73,14 @@ def test_a_tensor_that_has_become_larger_or_smaller_since_it_was_planned_is_not_
     for planned in (4, 12):
         assert gather([(torch.ones(2), planned)], 0, room) == (0, 0)
     assert not room.any()
+
+
+@pytest.mark.parametrize("left", [0, 4, 11])
+def test_a_tensor_whose_memory_was_given_back_is_not_taken(left):
+    tensor, room = torch.ones(4)[1:3], np.zeros(64, np.uint8)
+    tensor.untyped_storage().resize_(left)
+    assert gather([(tensor, 8)], 0, room) == (0, 0)
+    assert digest_of_small(tensor) is None
 
 
 def test_large_tensors_are_left_to_others():

@@ -28,6 +28,13 @@ def nested() -> torch.Tensor:
         return torch.nested.nested_tensor([torch.zeros(3), torch.zeros(3)])
 
 
+def without_memory(nbytes: int) -> torch.Tensor:
+    """Its storage was made smaller, as is done to save memory for a while."""
+    tensor = torch.zeros(9)[1:7].view(2, 3)
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
 SPECIAL = {
     "another dtype": (torch.zeros(2, 3), ref("float64", 2, 3)),
     "another shape": (torch.zeros(2, 3), ref("float32", 3, 2)),
@@ -40,6 +47,8 @@ SPECIAL = {
     "nested": (nested(), ref("float32", 2, 3)),
     "negated when read": (torch._neg_view(torch.zeros(2)), ref("float32", 2)),
     "conjugated when read": (torch.zeros(2, dtype=torch.complex64).conj(), ref("complex64", 2)),
+    "has no memory": (without_memory(0), ref("float32", 2, 3)),
+    "has too little memory": (without_memory(27), ref("float32", 2, 3)),
     "was a numpy array": (torch.zeros(2), TensorRef("stored", dtype_named("float32"), (2,), numpy="<f4")),
 }
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import holdfast as hf
 import holdfast.dcp
-from holdfast.errors import StateMismatchError, UnsupportedValueError
+from holdfast.errors import StateMismatchError, UnsupportedTensorError, UnsupportedValueError
 
 ODD = {"data": {(1, 2): torch.ones(1), "x": 5, None: 7, 2.5: 8}, "w": {"a.b": 1, "a": {"b": 2}}, "m": torch.ones(2)}
 
@@ -276,3 +276,19 @@ def test_a_transform_may_make_an_array_without_dimensions(tmp_path):
     state = {"scale": np.array(0.0)}
     hf.load(state, tmp_path / "x", transform={"scale": lambda checkpoint, key: np.array(5.0)})
     assert state["scale"] == 5.0
+
+
+@pytest.mark.parametrize("left", [0, 16])
+@pytest.mark.parametrize("form", [lambda tensor: tensor, lambda tensor: tensor.view(10, 100).T, nn.Parameter])
+def test_tensors_whose_memory_was_given_back_are_neither_saved_nor_filled(tmp_path, form, left):
+    whole, tensor = form(torch.ones(1000)), form(torch.zeros(1000))
+    hf.save({"beside": torch.ones(3), "t": whole}, tmp_path / "whole")
+    tensor.untyped_storage().resize_(left)
+    with pytest.raises(UnsupportedTensorError, match=f"'t' is a tensor whose memory was given back.* {left} bytes"):
+        hf.save({"t": tensor}, tmp_path / "saved")
+    beside = torch.zeros(3)
+    with pytest.raises(
+        StateMismatchError, match=r"'t' is a tensor whose memory was given back(?s:.*)Nothing was changed"
+    ):
+        hf.load({"beside": beside, "t": tensor}, tmp_path / "whole")
+    assert not beside.any()

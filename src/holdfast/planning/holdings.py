@@ -22,7 +22,7 @@ from holdfast.formats.native.torch_elements import dtype_of
 from holdfast.formats.native.values import stored_numpy_dtype
 from holdfast.metadata import MetadataIndex
 from holdfast.planning.distributed_types import is_dtensor, is_sharded_tensor
-from holdfast.planning.small_tensors import digest_of_small
+from holdfast.planning.small_tensors import digest_of_small, has_its_memory
 from holdfast.planning.tensor_pieces import array_pieces, tensor_pieces
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -179,7 +179,13 @@ def _too_many_dimensions(described: Holding) -> UnsupportedTensorError:
 
 def _is_dense(value: Any) -> bool:
     """Whether it can be seen at a glance that it is a plain tensor with bytes, as it is with most."""
-    return type(value) in _PLAIN and value.is_cpu and value.layout is torch.strided and not value.is_nested
+    return (
+        type(value) in _PLAIN
+        and value.is_cpu
+        and value.layout is torch.strided
+        and not value.is_nested
+        and has_its_memory(value)
+    )
 
 
 @lru_cache(maxsize=4096)

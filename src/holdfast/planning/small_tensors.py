@@ -40,7 +40,22 @@ def lies_ready(tensor: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.is_neg()
         and (tensor.dtype in _REAL or not (tensor.is_conj() or tensor.is_quantized))
+        and has_its_memory(tensor)
     )
+
+
+def has_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether the storage of a contiguous tensor is as large as its elements are. Torch does not look when it writes.
+
+    Whoever saves memory gives that of tensors back for a while, by making their storages smaller.
+
+    >>> tensor = torch.zeros(2, 3)
+    >>> tensor.untyped_storage().resize_(0) and None
+    >>> has_its_memory(tensor)
+    False
+    """
+    end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+    return tensor.untyped_storage().nbytes() >= end
 
 
 def gather(tensors: Sequence[tuple[Any, int]], first: int, room: npt.NDArray[np.uint8]) -> tuple[int, int]:

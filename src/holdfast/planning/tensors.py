@@ -125,6 +125,8 @@ def refuse_if_it_has_no_bytes(fqn: str, tensor: torch.Tensor) -> None:
         kind = f"a {'nested ' if tensor.is_nested else ''}tensor of layout {tensor.layout}"
     elif _is_wrapper(tensor):
         kind = f"of the tensor subclass {type(tensor).__module__}.{type(tensor).__qualname__}"
+    elif _lacks_memory(tensor):
+        kind = f"a tensor whose memory was given back: its storage has {tensor.untyped_storage().nbytes()} bytes"
     if kind is not None:
         raise UnsupportedTensorError(
             f"'{fqn}' is {kind}; only dense tensors can be stored. Convert it before saving, or let its class "
@@ -132,6 +134,13 @@ def refuse_if_it_has_no_bytes(fqn: str, tensor: torch.Tensor) -> None:
             key=fqn,
             kind=kind,
         )
+
+
+def _lacks_memory(tensor: torch.Tensor) -> bool:
+    """Whether elements lie behind the end of the storage, which can be made smaller while tensors use it."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+    return tensor.numel() > 0 and (last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes()
 
 
 def _is_wrapper(tensor: Any) -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.torch_elements import torch_dtype
+from holdfast.planning.small_tensors import has_its_memory
 from holdfast.sources.source import WholeReads
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -58,6 +59,7 @@ class DenseFills:
             and not target.is_neg()
             and ref.numpy is None
             and 0 not in ref.shape
+            and has_its_memory(target)
         )
         if fits:
             self.keys.append(key)
