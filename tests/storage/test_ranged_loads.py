@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import holdfast.dcp as dcp
 from holdfast.dcp.filesystem import FileSystem, FileSystemReader
 from holdfast.errors import CheckpointException, DamagedCheckpointError, HoldfastError
 from holdfast.planning.load_planner import DefaultLoadPlanner
+from holdfast.planning.plan import LoadPlan, ReadItem
+from holdfast.planning.planner import keeps_items_apart
 from holdfast.sources.dcp import DcpSource
 from holdfast.sources.source import Request
 from holdfast.storage import reader as reader_module
@@ -310,6 +313,7 @@ def test_planners_are_only_asked_by_the_thread_that_loads(tmp_path: Path) -> Non
             seen.append(("resolve", read_item.dest_index.fqn, threading.get_ident()))
             return super().resolve_tensor(read_item)
 
+        @keeps_items_apart
         def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
             key = read_item.dest_index.fqn
             seen.append(("commit", key, threading.get_ident()))
@@ -325,6 +329,40 @@ def test_planners_are_only_asked_by_the_thread_that_loads(tmp_path: Path) -> Non
     for kind, *_ in seen:
         ahead += 1 if kind == "resolve" else -1
         assert ahead <= 12, "memory is asked for long before it is filled"
+
+
+@BOTH
+@pytest.mark.usefixtures("all_in_ranges")
+def test_a_planner_may_use_the_same_memory_for_all_items(tmp_path: Path, library: str) -> None:
+    saved = {f"t{number}": torch.randn(20_000) for number in range(12)}
+    save(library, saved, tmp_path, no_dist=True)
+
+    class Borrowing(DefaultLoadPlanner):
+        room = torch.empty(20_000)
+
+        def create_local_plan(self) -> LoadPlan:
+            plan = super().create_local_plan()
+            return replace(plan, items=[half for item in plan.items for half in _halves(item)])
+
+        def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+            return self.room[: read_item.lengths[0]]
+
+        def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+            super().resolve_tensor(read_item).copy_(tensor)
+
+    state = {key: torch.zeros_like(tensor) for key, tensor in saved.items()}
+    dcp.load(state, checkpoint_id=tmp_path, planner=Borrowing(), no_dist=True)
+
+    assert [key for key in saved if not torch.equal(saved[key], state[key])] == []
+
+
+def _halves(item: ReadItem) -> list[ReadItem]:
+    """Two items for the first tensors, one for the others."""
+    half = item.lengths[0] // 2
+    if item.dest_index.fqn > "t4":
+        return [item]
+    first = replace(item, lengths=torch.Size([half]))
+    return [first, replace(first, storage_offsets=torch.Size([half]), dest_offsets=torch.Size([half]))]
 
 
 @pytest.mark.usefixtures("all_in_ranges")

@@ -23,7 +23,7 @@ from holdfast.notices import warn_caller
 from holdfast.planning.load_problems import LoadProblems, unloaded_under
 from holdfast.planning.materialize import materialize
 from holdfast.planning.plan import LoadPlan, ReadItem
-from holdfast.planning.planner import LoadPlanner
+from holdfast.planning.planner import LoadPlanner, keeps_items_apart
 from holdfast.planning.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
 from holdfast.planning.tensors import create_chunk_list, find_state_dict_object, on_this_rank, size_and_dtype
 from holdfast.planning.trees import FlatState, Location, ObjectPath, flat_name, flatten, flatten_v_2_3, set_element
@@ -154,6 +154,7 @@ class DefaultLoadPlanner(LoadPlanner):
         """The region of the destination that the item fills."""
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
 
+    @keeps_items_apart
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """The data is already in place."""
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import abc
 import io
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -96,3 +97,22 @@ class LoadPlanner:
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """The data is in ``tensor``, which ``resolve_tensor`` returned."""
         raise NotImplementedError
+
+
+_Commit: TypeAlias = Callable[[Any, ReadItem, torch.Tensor], None]
+
+_KEEP_ITEMS_APART: set[_Commit] = set()
+
+
+def keeps_items_apart(commit: _Commit) -> _Commit:
+    """Say of a ``commit_tensor`` that its planner has memory of its own for every item."""
+    _KEEP_ITEMS_APART.add(commit)
+    return commit
+
+
+def may_be_filled_at_once(planner: LoadPlanner) -> bool:
+    """Whether several items may be resolved before the first of them is committed.
+
+    A planner that does something in ``commit_tensor`` may use the same memory for all items, and copy them from there.
+    """
+    return getattr(planner.commit_tensor, "__func__", None) in _KEEP_ITEMS_APART

@@ -19,7 +19,7 @@ from holdfast.formats.native.refs import PickledValue, TensorRef, UnknownValue
 from holdfast.formats.native.torch_elements import as_array, as_tensor, dtype_of
 from holdfast.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from holdfast.planning.plan import LoadPlan, ReadItem
-from holdfast.planning.planner import LoadPlanner
+from holdfast.planning.planner import LoadPlanner, keeps_items_apart
 from holdfast.planning.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
 from holdfast.sources.nesting import nested
 from holdfast.sources.source import Request, Source, check_requests, part_of
@@ -158,6 +158,7 @@ class _Placing(LoadPlanner):
         # Not on the default device: a program that makes its models on the meta device would get nothing.
         return torch.empty(read_item.lengths, dtype=dtype, device="cpu") if place is None else place
 
+    @keeps_items_apart
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         place = self._place(read_item)
         if as_tensor(place, tensor.dtype) is None:  # no tensor could be that place, so it has memory of its own

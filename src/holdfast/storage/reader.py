@@ -37,7 +37,7 @@ from holdfast.metadata import (
     TensorStorageMetadata,
 )
 from holdfast.planning.plan import LoadItemType, LoadPlan, ReadItem
-from holdfast.planning.planner import LoadPlanner
+from holdfast.planning.planner import LoadPlanner, may_be_filled_at_once
 from holdfast.storage import layout
 from holdfast.storage.blob_checks import check_seal, name_of, refuse_short_file, wrong_crc
 from holdfast.storage.blob_steps import Batch, Chunk, Closing, StoredItems, WholeBlob
@@ -204,7 +204,7 @@ class FileSystemReader(StorageReader):
     def _read_items(self, wanted: Sequence[ReadItem], planner: LoadPlanner, progress: Progress) -> None:
         files = self._by_file_and_blob(wanted)
         stored = sum(blob.info.length for blobs in files.values() for blob in blobs)
-        in_threads = self._reads_plain_files() and stored >= SEVERAL_READERS_FROM
+        in_threads = self._reads_plain_files() and stored >= SEVERAL_READERS_FROM and may_be_filled_at_once(planner)
         with ExitStack() as open_files:
             try:
                 carry_out(self._steps(files, planner, progress, open_files), in_threads=in_threads)
@@ -255,6 +255,8 @@ class FileSystemReader(StorageReader):
         """The blob as a chunk that is read in ranges; None if it is to be read as a whole."""
         info, items = blob
         if items[0].type == LoadItemType.BYTE_IO or info.transform_descriptors or info.length <= MERGE_GAP:
+            return None
+        if len(items) > 1 and not may_be_filled_at_once(planner):
             return None
         index = items[0].storage_index
         entry, stored = self._stored_chunk(index)
