@@ -55,7 +55,7 @@ def has_its_memory(tensor: torch.Tensor) -> bool:
     False
     """
     end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
-    return tensor.untyped_storage().nbytes() >= end
+    return tensor.untyped_storage().nbytes() >= end or tensor.nbytes == 0  # nothing may lie behind the end
 
 
 def gather(tensors: Sequence[tuple[Any, int]], first: int, room: npt.NDArray[np.uint8]) -> tuple[int, int]:
