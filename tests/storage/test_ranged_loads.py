@@ -356,6 +356,25 @@ def test_a_planner_may_use_the_same_memory_for_all_items(tmp_path: Path, library
     assert [key for key in saved if not torch.equal(saved[key], state[key])] == []
 
 
+@BOTH
+@pytest.mark.usefixtures("all_in_ranges")
+@pytest.mark.parametrize("by", [1, -1, 500])
+def test_a_planner_that_asks_for_what_is_not_in_a_chunk_gets_no_other_bytes(
+    tmp_path: Path, library: str, by: int
+) -> None:
+    save(library, {"w": torch.ones(1000), "z": torch.ones(1000)}, tmp_path, no_dist=True)
+
+    class Astray(DefaultLoadPlanner):
+        def create_local_plan(self) -> LoadPlan:
+            (item,) = super().create_local_plan().items
+            return LoadPlan([replace(item, storage_offsets=torch.Size([by]))])
+
+    state = {"w": torch.zeros(1000)}
+    with pytest.raises(CheckpointException, match=r"'w'.*a region at \[-?\d+\] of sizes \[1000\]"):
+        dcp.load(state, checkpoint_id=tmp_path, planner=Astray(), no_dist=True)
+    assert not state["w"].any()
+
+
 def _halves(item: ReadItem) -> list[ReadItem]:
     """Two items for the first tensors, one for the others."""
     half = item.lengths[0] // 2

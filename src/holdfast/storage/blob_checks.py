@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from holdfast.errors import DamagedCheckpointError
+from collections.abc import Sequence
+
+from holdfast.errors import DamagedCheckpointError, HoldfastError
 from holdfast.formats.crc import crc32
 from holdfast.formats.dcp.storage_info import _StorageInfo
 from holdfast.formats.dcp.zip_layout import damaged
 from holdfast.metadata import MetadataIndex
+from holdfast.planning.plan import ReadItem
 from holdfast.storage.blob_steps import StoredItems
 from holdfast.storage.byte_ranges import Ranges
 
@@ -25,6 +28,20 @@ def refuse_short_file(file: Ranges, blob: StoredItems, source: str) -> None:
         expected=info.length,
         found=found,
     )
+
+
+def refuse_regions_outside(items: Sequence[ReadItem], sizes: Sequence[int]) -> None:
+    """Raise if a planner asks for what is not in a chunk: bytes of something else would be taken for it."""
+    for item in items:
+        starts, lengths = item.storage_offsets, item.lengths
+        fits = len(starts) == len(lengths) == len(sizes) and all(
+            0 <= start and start + length <= size for start, length, size in zip(starts, lengths, sizes, strict=True)
+        )
+        if not fits:
+            raise HoldfastError(
+                f"{name_of(item.storage_index)}: a region at {list(starts)} of sizes {list(lengths)} was asked for, "
+                f"and the stored chunk is of size {list(sizes)}. The planner must ask for regions inside of it."
+            )
 
 
 def check_seal(blob: bytes | bytearray | memoryview, info: _StorageInfo, source: str, index: MetadataIndex) -> None:

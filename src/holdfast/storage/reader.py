@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import torch
 from torch.futures import Future
@@ -39,7 +39,7 @@ from holdfast.metadata import (
 from holdfast.planning.plan import LoadItemType, LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner, may_be_filled_at_once
 from holdfast.storage import layout
-from holdfast.storage.blob_checks import check_seal, name_of, refuse_short_file, wrong_crc
+from holdfast.storage.blob_checks import check_seal, name_of, refuse_regions_outside, refuse_short_file, wrong_crc
 from holdfast.storage.blob_steps import Batch, Chunk, Closing, StoredItems, WholeBlob
 from holdfast.storage.byte_ranges import Ranges, StreamRanges, is_plain, opened_ranges
 from holdfast.storage.chunk_reads import ChunkRead, Wanted
@@ -260,6 +260,7 @@ class FileSystemReader(StorageReader):
             return None
         index = items[0].storage_index
         entry, stored = self._stored_chunk(index)
+        refuse_regions_outside(items, stored.sizes)
         all_of_it = sum(item.lengths.numel() for item in items) >= stored.sizes.numel()
         if all_of_it and (isinstance(file, StreamRanges) or info.length <= _SMALL_BLOB):
             return None
@@ -369,13 +370,24 @@ class FileSystemReader(StorageReader):
             planner.commit_tensor(item, target)
 
     def _transformed_back(self, blob: Blob, descriptors: Sequence[str], source: str, item: ReadItem) -> Blob:
-        """What the blob was before it went through transforms. What they cannot undo is damaged."""
-        limit = self._most_bytes(item, len(blob))
+        """What the blob was before it went through transforms."""
         content = bytearray()
+        for piece in self._pieces_transformed_back(io.BytesIO(blob), len(blob), descriptors, source, item):
+            content += piece
+        return content
+
+    def _pieces_transformed_back(
+        self, blob: IO[bytes], stored: int, descriptors: Sequence[str], source: str, item: ReadItem
+    ) -> Iterator[bytes]:
+        """What a blob was before it went through transforms, in order. What they cannot undo is damaged."""
+        limit = self._most_bytes(item, stored)
+        length = 0
         try:
-            stream = self.transforms.transform_load_stream(item, descriptors, io.BytesIO(blob))
-            while len(content) <= limit and (piece := stream.read(_TRANSFORM_PIECE)):
-                content += piece
+            stream = self.transforms.transform_load_stream(item, descriptors, blob)
+            while length <= limit and (piece := stream.read(_TRANSFORM_PIECE)):
+                length += len(piece)
+                if length <= limit:
+                    yield piece
         except (HoldfastError, MemoryError):
             raise
         except Exception as error:
@@ -388,7 +400,7 @@ class FileSystemReader(StorageReader):
                 expected=list(descriptors),
                 found=str(error),
             ) from error
-        if len(content) > limit:
+        if length > limit:
             raise DamagedCheckpointError(
                 f"{source} is damaged, or made to fill the memory: undoing {list(descriptors)} for "
                 f"{name_of(item.storage_index)} gives more than the {limit} bytes that it can have by the index. Copy "
@@ -396,9 +408,8 @@ class FileSystemReader(StorageReader):
                 file=source,
                 key=item.storage_index.fqn,
                 expected=limit,
-                found=len(content),
+                found=length,
             )
-        return content
 
     def _most_bytes(self, item: ReadItem, stored: int) -> int:
         """How large the archive of an item can be of which so many bytes are stored."""
