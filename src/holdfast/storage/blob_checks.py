@@ -35,7 +35,7 @@ def refuse_regions_outside(items: Sequence[ReadItem], sizes: Sequence[int]) -> N
     for item in items:
         starts, lengths = item.storage_offsets, item.lengths
         fits = len(starts) == len(lengths) == len(sizes) and all(
-            0 <= start and start + length <= size for start, length, size in zip(starts, lengths, sizes, strict=True)
+            start >= 0 and start + length <= size for start, length, size in zip(starts, lengths, sizes, strict=True)
         )
         if not fits:
             raise HoldfastError(
