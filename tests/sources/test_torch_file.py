@@ -160,6 +160,18 @@ def test_tensors_of_other_kinds_are_values(tmp_path: Path) -> None:
     assert torch.equal(source.tree["quantized"].dequantize(), quantized.dequantize())
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_scales_that_are_a_tensor_of_the_state_too_are_there(tmp_path: Path) -> None:
+    scales, zero_points = torch.rand(8, dtype=torch.float64) + 0.1, torch.arange(8)
+    quantized = torch.quantize_per_channel(torch.randn(8, 50), scales, zero_points, 0, torch.qint8)
+    torch.save({"scales": scales, "zeros": zero_points, "quantized": quantized}, tmp_path / "state.pt")
+
+    found = open_source(tmp_path / "state.pt").tree["quantized"]
+
+    assert torch.equal(found.q_per_channel_scales(), scales)
+    assert torch.equal(found.dequantize(), quantized.dequantize())
+
+
 def test_opening_a_large_file_reads_only_its_description(tmp_path: Path) -> None:
     w = numbered(1000, 1000)
     torch.save({"w": w, "step": 7}, tmp_path / "state.pt")

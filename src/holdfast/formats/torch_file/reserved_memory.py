@@ -155,6 +155,8 @@ def _storages_in(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
         if isinstance(value, torch.Tensor):
             if value.layout == torch.strided:
                 yield value.untyped_storage()
+            if value.is_quantized and value.qscheme() == torch.per_channel_affine:
+                waiting += [value.q_per_channel_scales(), value.q_per_channel_zero_points()]
         elif isinstance(value, torch.UntypedStorage):
             yield value
         waiting += gc.get_referents(value)
