@@ -26,6 +26,7 @@ from holdfast.errors import (
     UnsupportedValueError,
     UnsupportedVersionError,
 )
+from holdfast.formats.json_objects import parse_json_object
 from holdfast.sources.detect import open_source
 from tests.attacks.native_forgery import Forgery
 
@@ -445,3 +446,10 @@ def test_chunks_that_are_right_but_out_of_order_are_refused(tmp_path):
     forgery.write()
     with pytest.raises(DamagedCheckpointError, match="out of order"):
         open_and_load(tmp_path)
+
+
+def test_a_name_twice_among_many_is_found_without_comparing_all_with_all():
+    """Two hundred thousand names: all with all would take minutes."""
+    names = ",".join(f'"tensor{number}":0' for number in range(200_000))
+    with pytest.raises(DamagedCheckpointError, match="'tensor199999' is listed twice"):
+        parse_json_object(f'{{{names},"tensor199999":1}}', "record")

@@ -25,9 +25,11 @@ def parse_json_object(data: bytes | str, source: str, part: str | None = None) -
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            name = next(name for at, name in enumerate(names) if name in names[:at])
-            _refuse(source, part, f"is not clear: {name!r} is listed twice in it", name, key=name)
+            seen: set[str] = set()
+            for name, _ in pairs:
+                if name in seen:
+                    _refuse(source, part, f"is not clear: {name!r} is listed twice in it", name, key=name)
+                seen.add(name)
         return found
 
     def refuse_constant(name: str) -> NoReturn:

@@ -10,7 +10,8 @@ try:
 except ImportError as missing:
     raise MissingPackageError("holdfast.testing needs pytest: pip install pytest", install="pytest") from missing
 
-pytest.register_assert_rewrite("holdfast.testing.store_conformance")  # so that a failure shows the values
+# So that a failure shows the values.
+pytest.register_assert_rewrite("holdfast.testing.store_conformance", "holdfast.testing.fast_methods")
 
 from holdfast.testing.store_conformance import StoreConformance  # noqa: E402
 

@@ -16,6 +16,7 @@ import pytest
 
 from holdfast.errors import CommitConflictError, DamagedCheckpointError, UnsafePathError
 from holdfast.stores.store import Listed, Store
+from holdfast.testing.fast_methods import FastMethods
 
 _UNSAFE_NAMES = ["", ".", "..", "../other", "folder/file", "/etc/passwd", "a\\b", "nul\0byte", "\ud800"]
 _GOOD_NAMES = [
@@ -31,7 +32,7 @@ _GOOD_NAMES = [
 ]
 
 
-class StoreConformance(ABC):
+class StoreConformance(FastMethods, ABC):
     """Every test here says something that Holdfast relies on. A store that passes them all can hold checkpoints.
 
     Subclass it in a test module, under a name that begins with ``Test``, and say how a store is made. Called with one

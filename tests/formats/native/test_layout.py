@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from math import prod
 from unittest import mock
@@ -79,6 +80,34 @@ def test_a_file_is_written_as_it_was_laid_out_with_the_digests_of_its_bytes(want
         for part, position in file.chunks:
             assert set(written[position : position + part.nbytes]) <= {part.tensor + 1}
         assert digests.tolist() == digests_of(written, block)
+
+
+class LendsRooms(io.BytesIO):
+    """A sink whose rooms have any size, and that sometimes has none."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.sizes = itertools.cycle(sizes)
+        self.lent = None
+
+    def room(self, memory):
+        if self.lent is None:
+            size = next(self.sizes)
+            self.lent = bytearray(size) if size else None
+        return self.lent and memoryview(self.lent)
+
+    def advance(self, count):
+        self.write(self.lent[:count])
+        self.lent = self.lent[count:] or None
+
+
+@given(chunks(), st.lists(st.integers(0, 20_000), min_size=1, max_size=4))
+def test_rooms_of_any_size_get_the_digests_of_the_file(wanted, sizes):
+    for file in lay_out(wanted, GENERATION):
+        stream = LendsRooms(sizes)
+        digests = write_data_file(stream, file, lambda part: [np.full(part.nbytes, part.tensor + 1, np.uint8)], 4096)
+        assert len(stream.getvalue()) == file.nbytes
+        assert digests.tolist() == digests_of(stream.getvalue(), 4096)
 
 
 def digests_of(data: bytes, block: int) -> list[int]:

@@ -112,14 +112,18 @@ class _Rooms:
 
     def _begin(self) -> None:
         lent = self._stream.room(self._memory) if hasattr(self._stream, "room") else None
-        if lent is None:
+        room = np.empty(0, np.uint8) if lent is None else np.frombuffer(lent, np.uint8)
+        # Digests are of whole blocks, so that a room which ends within a block is used up to its beginning.
+        self._room = room[: self._whole_blocks(room.nbytes)]
+        if not self._room.nbytes:
             if self._own is None:
                 size = ROOM_BYTES if self._memory is None else min(ROOM_BYTES, self._memory)
-                self._own = np.empty(max(1, size // self._block_bytes) * self._block_bytes, np.uint8)
+                self._own = np.empty(max(self._block_bytes, self._whole_blocks(size)), np.uint8)
             self._room = self._own
-        else:
-            self._room = np.frombuffer(lent, np.uint8)
         self._filled = 0
+
+    def _whole_blocks(self, nbytes: int) -> int:
+        return nbytes // self._block_bytes * self._block_bytes
 
     def _hand_on(self) -> None:
         part = self._room[: self._filled]
