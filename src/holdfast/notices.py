@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
 from pathlib import Path
 
-_PACKAGE = str(Path(__file__).parent) + os.sep
+_OURS = (str(Path(__file__).parent) + os.sep, contextlib.__file__)
+"""The package, and what stands between its functions where one is decorated with a context manager."""
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn, attributed to the innermost line of code that is not part of Holdfast."""
     level = 1
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
         level += 1
     warnings.warn(message, category, stacklevel=level + 1)
