@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -174,6 +176,39 @@ def test_a_write_that_fails_in_the_background_names_the_file_and_leaves_nothing(
         LocalStore(tmp_path).put("file", bytes(5 * ROOM_BYTES))
     assert raised.value.errno == code
     assert not (tmp_path / "file").exists()
+
+
+def test_an_interrupt_does_not_overtake_a_write(tmp_path, monkeypatch):
+    """It would be of a descriptor that is closed by then, and may already be that of another file."""
+    finishing, closed, overtaken = threading.Event(), threading.Event(), threading.Event()
+    finish, write_all, close = DirectFile.finish, DirectFile._write_all, os.close
+
+    def finish_and_tell(self: DirectFile) -> None:
+        finishing.set()
+        finish(self)
+
+    def write_and_interrupt(self: DirectFile, *args: Any) -> None:
+        finishing.wait(60)
+        for _ in range(3):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            if closed.wait(0.1):
+                overtaken.set()
+        write_all(self, *args)
+
+    def close_and_tell(descriptor: int) -> None:
+        closed.set()
+        close(descriptor)
+
+    store, open_before = LocalStore(tmp_path), len(os.listdir("/dev/fd"))
+    monkeypatch.setattr(DirectFile, "finish", finish_and_tell)
+    monkeypatch.setattr(DirectFile, "_write_all", write_and_interrupt)
+    monkeypatch.setattr(os, "close", close_and_tell)
+    with pytest.raises(KeyboardInterrupt):
+        store.put("data", bytes(DIRECT_FROM))
+    assert closed.is_set()
+    assert not overtaken.is_set()
+    assert list(store.list()) == []
+    assert len(os.listdir("/dev/fd")) == open_before
 
 
 def test_space_is_found_missing_before_anything_is_written(tmp_path, monkeypatch):

@@ -9,11 +9,12 @@ from __future__ import annotations
 import mmap
 import os
 import queue
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from holdfast.stores.direct_access import CANNOT_BE_DIRECT, aligned_memory, open_directly, rounded_up
 from holdfast.stores.libc import begin_to_write_back, reserve
 from holdfast.tuning import DIRECT_ALIGNMENT, ROOM_BYTES, SMALLEST_ROOM, WRITERS
+from holdfast.waiting import wait_for_all
 
 
 class DirectFile:
@@ -31,6 +32,8 @@ class DirectFile:
         self._position = 0
         self._error: BaseException | None = None
         self._pool = ThreadPoolExecutor(WRITERS, "holdfast-write")
+        self._writes: list[Future[None]] = []
+        """Those that may be under way: as many as there are rooms at most."""
         self._direct = open_directly(path, descriptor, os.O_WRONLY)
 
     def room(self) -> mmap.mmap:
@@ -41,7 +44,8 @@ class DirectFile:
 
     def send(self, room: mmap.mmap, count: int) -> None:
         """The first ``count`` bytes of a room are the next bytes of the file; only the last room is not full."""
-        self._pool.submit(self._write, room, count, self._position)
+        self._writes = [write for write in self._writes if not write.done()]
+        self._writes.append(self._pool.submit(self._write, room, count, self._position))
         self._position += count
 
     def finish(self) -> None:
@@ -53,10 +57,13 @@ class DirectFile:
 
     def close(self) -> None:
         """Wait until no write is under way."""
-        self._pool.shutdown(wait=True)
-        if self._direct is not None:
-            os.close(self._direct)
-            self._direct = None
+        try:
+            wait_for_all(self._writes)
+        finally:
+            self._pool.shutdown(wait=True)
+            if self._direct is not None:
+                os.close(self._direct)
+                self._direct = None
 
     def _raise_error(self) -> None:
         if self._error is not None:

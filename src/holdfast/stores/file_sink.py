@@ -71,10 +71,12 @@ class FileSink:
 
     def close(self) -> None:
         """No write is under way any more, and none can follow."""
-        if self._direct is not None:
-            self._direct.close()
-        descriptor, self.descriptor = self.descriptor, -1  # the number will soon mean another file
-        os.close(descriptor)
+        try:
+            if self._direct is not None:
+                self._direct.close()
+        finally:
+            descriptor, self.descriptor = self.descriptor, -1  # the number will soon mean another file
+            os.close(descriptor)
 
     def _collect(self, view: memoryview) -> None:
         taken = 0

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +32,7 @@ from holdfast.sources.native import NativeSource
 from holdfast.sources.source import Request
 from holdfast.storage.native_files import WrittenFile, _columns
 from holdfast.stores.memory_store import MemoryStore
+from holdfast.tuning import READERS
 
 BLOCK = 4096
 
@@ -304,6 +308,42 @@ def test_an_error_of_any_thread_is_raised(threaded):
     ):
         NativeSource(stored.store).read([Request("a", (0, 0), (20, 100), into)])
     assert caught.value.file.endswith(name)
+
+
+def test_an_interrupt_does_not_overtake_what_is_being_read(monkeypatch):
+    """The memory that it goes to may belong to somebody else as soon as the call is over."""
+    stored, all_at_work, over = large(), threading.Event(), threading.Event()
+    fill, interrupts, one_by_one = reading._Job._fill, iter([signal.SIGINT] * 2), threading.Lock()
+    overtaken = []
+
+    class Pool(ThreadPoolExecutor):
+        count = 0
+
+        def submit(self, *args: Any) -> Any:
+            job = super().submit(*args)
+            self.count += 1
+            if self.count == READERS:
+                all_at_work.set()
+            return job
+
+    def interrupt_and_fill(self: Any, *args: Any) -> None:
+        with one_by_one:
+            all_at_work.wait(60)
+            for interrupt in interrupts:
+                overtaken.append(over.wait(0.1))
+                signal.pthread_kill(threading.main_thread().ident or 0, interrupt)
+                overtaken.append(over.wait(0.1))
+        fill(self, *args)
+
+    into = np.zeros((20, 100), "V1024")
+    monkeypatch.setattr(reading._Job, "_fill", interrupt_and_fill)
+    monkeypatch.setattr(reading, "ThreadPoolExecutor", Pool)
+    with sizes(window=2 * BLOCK, threaded=True):
+        with pytest.raises(KeyboardInterrupt):
+            NativeSource(stored.store).read([Request("a", (0, 0), (20, 100), into)])
+        over.set()
+    with one_by_one:
+        assert overtaken == [False] * 4
 
 
 def test_when_one_thread_has_failed_nothing_is_left_for_the_others():

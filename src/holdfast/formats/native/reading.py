@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -24,6 +24,7 @@ from holdfast.formats.native.pieces import Pieces, bytes_at
 from holdfast.formats.native.slabs import Slab
 from holdfast.formats.native.windows import Stretch, Window, plan_reads, runs_of
 from holdfast.tuning import CACHED_READ_BYTES, MEMORY_BUDGET, READ_BYTES, READERS, SEVERAL_READERS_FROM, SMALLEST_ROOM
+from holdfast.waiting import wait_for_all
 
 _MEMORY_OF_A_READER = 2
 """So many times what it reads at once: a window can be larger than that, and files may need aligned memory."""
@@ -86,9 +87,14 @@ def read_all(
             return job.read(reads)
         # Each takes the next read when it has done one, so that all are busy to the end.
         todo = _Shared(reads)
+        jobs: list[Future[int]] = []
         with ThreadPoolExecutor(threads, "holdfast-read") as pool:
-            jobs = [pool.submit(todo.until_one_fails, job.read) for _ in range(threads)]
-        return sum(job.result() for job in jobs)
+            try:
+                jobs.extend(pool.submit(todo.until_one_fails, job.read) for _ in range(threads))
+                return sum(job.result() for job in jobs)
+            finally:
+                todo.stop()  # for what interrupts this thread is nothing that the others notice
+                wait_for_all(jobs)
 
 
 class _Shared:
@@ -109,9 +115,13 @@ class _Shared:
         try:
             return read(self)
         except BaseException:
-            with self._lock:
-                self._reads = iter(())
+            self.stop()
             raise
+
+    def stop(self) -> None:
+        """There is nothing more to do."""
+        with self._lock:
+            self._reads = iter(())
 
 
 class _SharedBlock:
