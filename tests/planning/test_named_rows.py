@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.boxes import Box
+from holdfast.planning import named_rows
 from holdfast.planning.holdings import Holding
 from holdfast.planning.named_rows import NamedRows
 
@@ -25,9 +27,12 @@ holdings = st.builds(
 )
 
 
-@given(st.lists(holdings, max_size=6))
-def test_rows_arrive_as_they_were(rows):
-    arrived = pickle.loads(pickle.dumps(NamedRows(rows)))
+@given(st.lists(holdings, max_size=6), st.integers(1, 7))
+def test_rows_arrive_as_they_were(rows, at_once):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(named_rows, "AT_ONCE", at_once)
+        sent = pickle.dumps(NamedRows(rows))
+    arrived = pickle.loads(sent)
     assert arrived == rows
     assert all(type(row) is Holding for row in arrived)
     assert all(type(box) is Box for row in arrived for box in row.boxes)

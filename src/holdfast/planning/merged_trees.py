@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast.errors import UnsupportedValueError
 from holdfast.formats.native.encoding import SLOT, Path
+from holdfast.formats.native.json_texts import dumps
 from holdfast.formats.native.keys import readable
 from holdfast.formats.native.leaves import OF_FIELDS, OF_PAIRS, key_from
 from holdfast.planning.agreement import Differing
@@ -147,7 +148,7 @@ def _grouped(held: Held) -> Held:
     texts: dict[int, str] = {}
     groups: dict[str, tuple[tuple[int, ...], Tree]] = {}
     for ranks, tree in held:
-        text = texts.get(id(tree)) or texts.setdefault(id(tree), json.dumps(tree))
+        text = texts.get(id(tree)) or texts.setdefault(id(tree), dumps(tree))
         together, same = groups.get(text, ((), tree))
         groups[text] = ((*together, *ranks), same)
     return list(groups.values())

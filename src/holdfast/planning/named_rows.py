@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any, TypeVar
+
+AT_ONCE = 2000
+"""Rows that are pickled in one go, which takes a few milliseconds: no other thread runs meanwhile."""
 
 Row = TypeVar("Row", bound=tuple[Any, ...])
 
@@ -17,8 +21,16 @@ class NamedRows(list[Row]):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _from_columns, (type(self[0]) if self else None, list(zip(*self, strict=True)))
+        parts = [self[at : at + AT_ONCE] for at in range(0, len(self), AT_ONCE)]
+        return _joined, (
+            type(self[0]) if self else None,
+            [pickle.dumps(list(zip(*part, strict=True))) for part in parts],
+        )
 
 
-def _from_columns(kind: Any, columns: list[tuple[Any, ...]]) -> NamedRows[Any]:
-    return NamedRows(map(kind._make, zip(*columns, strict=True)) if columns else ())
+def _joined(kind: Any, parts: list[bytes]) -> NamedRows[Any]:
+    rows: NamedRows[Any] = NamedRows()
+    for part in parts:
+        columns = pickle.loads(part)  # noqa: S301 - it came in a message of a rank of this job, as all of this did
+        rows.extend(map(kind._make, zip(*columns, strict=True)))
+    return rows

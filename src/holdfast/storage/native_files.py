@@ -203,13 +203,28 @@ def _remove_old_files(store: Store, before: Before, record: Record) -> None:
         logger.warning("old files in %s could not be removed: %s", store.location, error)
 
 
+_Row = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
+"""Of the columns: tensor, file, position, offsets, sizes."""
+
+
+def _in_order(rows: list[_Row]) -> list[_Row]:
+    """By tensors and offsets. To sort all at once would keep other threads waiting."""
+    of_tensor: dict[int, list[_Row]] = {}
+    for row in rows:
+        of_tensor.setdefault(row[0], []).append(row)
+    for part in of_tensor.values():
+        if len(part) > 1:
+            part.sort(key=itemgetter(3))
+    return [row for tensor in sorted(of_tensor) for row in of_tensor[tensor]]
+
+
 def _columns(files: Sequence[WrittenFile]) -> Columns:
     rows = [
         (tensor, number, position, offsets, sizes)
         for number, file in enumerate(files)
         for tensor, position, offsets, sizes in file.chunks
     ]
-    rows.sort(key=itemgetter(0, 3))
+    rows = _in_order(rows)
 
     def column(values: Any) -> Any:
         return np.array(list(values), dtype=np.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -15,6 +14,7 @@ import xxhash
 from holdfast.coordination.meeting import meeting
 from holdfast.environment import stamp
 from holdfast.errors import CheckpointException
+from holdfast.formats.native.json_texts import dumps
 from holdfast.formats.native.layout import ChunkToWrite
 from holdfast.formats.native.names import new_generation
 from holdfast.garbage import no_garbage_collection
@@ -232,7 +232,7 @@ class _Save:
         """The lowest rank whose tree is the same as this rank's."""
         if self.ranks.world_size == 1:
             return 0
-        digest = xxhash.xxh3_128_digest(json.dumps(captured.tree).encode())
+        digest = xxhash.xxh3_128_digest(dumps(captured.tree).encode())
         return self.ranks.all_gather_object(digest).index(digest)
 
     def _decide(self, proposals: list[_Proposal]) -> tuple[_Decision, Sequence[Sequence[ChunkToWrite]]]:
