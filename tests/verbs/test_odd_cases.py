@@ -292,3 +292,14 @@ def test_tensors_whose_memory_was_given_back_are_neither_saved_nor_filled(tmp_pa
     ):
         hf.load({"beside": beside, "t": tensor}, tmp_path / "whole")
     assert not beside.any()
+
+
+@pytest.mark.parametrize(
+    "make", [torch._efficientzerotensor, lambda size: torch._to_functional_tensor(torch.ones(size))]
+)
+def test_tensors_that_never_had_memory_are_neither_saved_nor_filled(tmp_path, make):
+    with pytest.raises(UnsupportedTensorError, match="'t' is a tensor without memory of its own"):
+        hf.save({"t": make(100)}, tmp_path / "saved")
+    hf.save({"t": torch.ones(100)}, tmp_path / "whole")
+    with pytest.raises(StateMismatchError, match="'t' is a tensor without memory of its own"):
+        hf.load({"t": make(100)}, tmp_path / "whole")

@@ -47,7 +47,8 @@ def lies_ready(tensor: torch.Tensor) -> bool:
 def has_its_memory(tensor: torch.Tensor) -> bool:
     """Whether the storage of a contiguous tensor is as large as its elements are. Torch does not look when it writes.
 
-    Whoever saves memory gives that of tensors back for a while, by making their storages smaller.
+    Whoever saves memory gives that of tensors back for a while, by making their storages smaller. Some tensors of
+    torch's own making never have any.
 
     >>> tensor = torch.zeros(2, 3)
     >>> tensor.untyped_storage().resize_(0) and None
@@ -55,7 +56,9 @@ def has_its_memory(tensor: torch.Tensor) -> bool:
     False
     """
     end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
-    return tensor.untyped_storage().nbytes() >= end or tensor.nbytes == 0  # nothing may lie behind the end
+    if tensor.nbytes == 0:
+        return True  # and nothing may lie anywhere
+    return tensor.untyped_storage().nbytes() >= end and tensor.data_ptr() != 0
 
 
 def gather(tensors: Sequence[tuple[Any, int]], first: int, room: npt.NDArray[np.uint8]) -> tuple[int, int]:

@@ -125,6 +125,8 @@ def refuse_if_it_has_no_bytes(fqn: str, tensor: torch.Tensor) -> None:
         kind = f"a {'nested ' if tensor.is_nested else ''}tensor of layout {tensor.layout}"
     elif _is_wrapper(tensor):
         kind = f"of the tensor subclass {type(tensor).__module__}.{type(tensor).__qualname__}"
+    elif tensor.is_cpu and tensor.numel() and tensor.data_ptr() == 0 and tensor.untyped_storage().nbytes():
+        kind = "a tensor without memory of its own"
     elif _lacks_memory(tensor):
         kind = f"a tensor whose memory was given back: its storage has {tensor.untyped_storage().nbytes()} bytes"
     if kind is not None:
