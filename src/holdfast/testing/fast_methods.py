@@ -31,7 +31,7 @@ class FastMethods:
         with store.create("data", len(_CONTENT)) as sink:
             room = self._method(sink, "room")(None)
             room[:10] = b"0123......"
-            sink.advance(4)
+            self._method(sink, "advance")(4)
             self._write_in_rooms(sink, _CONTENT[4:], None)
         assert store.read("data") == b"0123" + _CONTENT[4:]
 

@@ -347,7 +347,7 @@ def test_an_interrupt_does_not_overtake_what_is_being_read(monkeypatch):
 
 
 def test_when_one_thread_has_failed_nothing_is_left_for_the_others():
-    shared = reading._Shared([windows.Stretch(0, 0, 1, 0, 0)] * 3)
+    shared = reading._WorkList([windows.Stretch(0, 0, 1, 0, 0)] * 3)
 
     def fail(reads: Any) -> int:
         next(reads)

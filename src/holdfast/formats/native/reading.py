@@ -11,46 +11,26 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from holdfast.errors import DamagedCheckpointError
-from holdfast.formats.native.blocks import Digests, digest_blocks
+from holdfast.formats.native.blocks import digest_blocks
 from holdfast.formats.native.pieces import Pieces, bytes_at
+from holdfast.formats.native.readable_files import FileReader, OpenFiles, ReadableFile
 from holdfast.formats.native.slabs import Slab
 from holdfast.formats.native.windows import Stretch, Window, plan_reads, runs_of
 from holdfast.tuning import CACHED_READ_BYTES, MEMORY_BUDGET, READ_BYTES, READERS, SEVERAL_READERS_FROM, SMALLEST_ROOM
 from holdfast.waiting import wait_for_all
 
+__all__ = ["ReadableFile", "read_all", "read_size"]
+
 _MEMORY_OF_A_READER = 2
 """So many times what it reads at once: a window can be larger than that, and files may need aligned memory."""
-
-
-class FileReader(Protocol):
-    """A file that is open for reading at any place, by several threads at once.
-
-    It may also have ``read_cached(begin, buffer) -> bool``, which reads only if that takes no waiting for a disk, and
-    ``read_shared``, which leaves the bytes where others find them quickly.
-    """
-
-    def read_into(self, begin: int, buffer: Any, /) -> None:
-        """Fill the buffer with the bytes from ``begin`` on."""
-
-
-@dataclass(frozen=True)
-class ReadableFile:
-    """A data file: how it is called, how large it is, how to open it, and the digests of its blocks."""
-
-    name: str
-    nbytes: int
-    open: Callable[[], Any]
-    """Gives a context manager for a ``FileReader``."""
-    digests: Digests | None
-    """None if nobody knows them, or nobody asks for them."""
 
 
 def read_size(memory: int | None, block_bytes: int) -> int:
@@ -80,31 +60,34 @@ def read_all(
     if wanted >= SEVERAL_READERS_FROM:
         most = (MEMORY_BUDGET if memory is None else memory) // (_MEMORY_OF_A_READER * size)
         threads = max(1, min(READERS, most, len(reads)))
-    with ExitStack() as stack:
-        opened = {number: stack.enter_context(files[number].open()) for number in sorted({read.file for read in reads})}
-        job = _Job(opened, files, names, block_bytes, _shared_blocks(reads, block_bytes), fill_cache=shared)
-        if threads == 1:
-            return job.read(reads)
-        # Each takes the next read when it has done one, so that all are busy to the end.
-        todo = _Shared(reads)
-        jobs: list[Future[int]] = []
-        with ThreadPoolExecutor(threads, "holdfast-read") as pool:
-            try:
-                jobs.extend(pool.submit(todo.until_one_fails, job.read) for _ in range(threads))
-                return sum(job.result() for job in jobs)
-            finally:
-                todo.stop()  # for what interrupts this thread is nothing that the others notice
-                wait_for_all(jobs)
+    with closing(OpenFiles(files, (read.file for read in reads))) as opened:
+        job = _Job(opened, files, names, block_bytes, _blocks_of_several(reads, block_bytes), fill_cache=shared)
+        return job.read(reads) if threads == 1 else _read_by_threads(job, reads, threads)
 
 
-class _Shared:
-    """What several threads have to do. When one of them fails, the others stop."""
+def _read_by_threads(job: _Job, reads: Sequence[Stretch | Window], threads: int) -> int:
+    todo = _WorkList(reads)
+    running: list[Future[int]] = []
+    with ThreadPoolExecutor(threads, "holdfast-read") as pool:
+        try:
+            running.extend(pool.submit(todo.until_one_fails, job.read) for _ in range(threads))
+            return sum(thread.result() for thread in running)
+        finally:
+            todo.stop()  # for what interrupts this thread is nothing that the others notice
+            wait_for_all(running)
+
+
+class _WorkList:
+    """What several threads have to do. Each takes the next read when it has done one, so that all are busy to the end.
+
+    When one of them fails, the others stop.
+    """
 
     def __init__(self, reads: Sequence[Stretch | Window]) -> None:
         self._reads = iter(reads)
         self._lock = threading.Lock()
 
-    def __iter__(self) -> _Shared:
+    def __iter__(self) -> _WorkList:
         return self
 
     def __next__(self) -> Stretch | Window:
@@ -124,7 +107,7 @@ class _Shared:
             self._reads = iter(())
 
 
-class _SharedBlock:
+class _BlockOfSeveral:
     """A block that is in several windows: whoever comes first reads it for all."""
 
     def __init__(self) -> None:
@@ -134,26 +117,27 @@ class _SharedBlock:
         self.content: npt.NDArray[np.uint8] | None = None
 
 
-def _shared_blocks(reads: Sequence[Stretch | Window], block_bytes: int) -> dict[tuple[int, int], _SharedBlock]:
-    shared: dict[tuple[int, int], _SharedBlock] = {}
+def _blocks_of_several(reads: Sequence[Stretch | Window], block_bytes: int) -> dict[tuple[int, int], _BlockOfSeveral]:
+    found: dict[tuple[int, int], _BlockOfSeveral] = {}
     before = (-1, -1)
     for read in reads:
         if isinstance(read, Window):
             if before == (read.file, read.first_block):
-                shared.setdefault(before, _SharedBlock()).awaited += 1
+                found.setdefault(before, _BlockOfSeveral()).awaited += 1
             before = (read.file, (read.end - 1) // block_bytes)
-    return shared
+    return found
 
 
 @dataclass(frozen=True)
 class _Job:
     """Reads parts of opened files."""
 
-    opened: dict[int, FileReader]
+    opened: OpenFiles
     files: Sequence[ReadableFile]
     names: Sequence[str]
     block_bytes: int
-    shared: dict[tuple[int, int], _SharedBlock]
+    blocks_of_several: dict[tuple[int, int], _BlockOfSeveral]
+    """By file and number of the block."""
     fill_cache: bool
     """Whether what comes from a disk is to be left in the page cache."""
 
@@ -168,60 +152,73 @@ class _Job:
                 needed = read.end - read.begin(self.block_bytes)
             if buffer.nbytes < needed:
                 buffer = np.empty(needed, np.uint8)
-            if isinstance(read, Stretch):
-                total += self._read_stretch(read, buffer)
-            else:
-                total += self._read_window(read, buffer[:needed])
+            with self.opened.using(read.file) as reader:
+                if isinstance(read, Stretch):
+                    total += self._read_stretch(reader, read, buffer)
+                else:
+                    total += self._read_window(reader, read, buffer[:needed])
         return total
 
-    def _read_stretch(self, stretch: Stretch, buffer: npt.NDArray[np.uint8]) -> int:
+    def _read_stretch(self, reader: FileReader, stretch: Stretch, buffer: npt.NDArray[np.uint8]) -> int:
         if not stretch.address:
-            self._fill(stretch.file, stretch.begin, buffer[: stretch.nbytes], lambda begin, end: [stretch.key])
+            self._fill(reader, stretch.file, stretch.begin, buffer[: stretch.nbytes], lambda begin, end: [stretch.key])
             return stretch.nbytes
         into = bytes_at(stretch.address, stretch.nbytes)
         try:
-            self._fill(stretch.file, stretch.begin, into, lambda begin, end: [stretch.key])
+            self._fill(reader, stretch.file, stretch.begin, into, lambda begin, end: [stretch.key])
         except BaseException:
             into[:] = 0  # so that nothing of what is damaged can be taken for what was saved
             raise
         return stretch.nbytes
 
-    def _read_window(self, window: Window, view: npt.NDArray[np.uint8]) -> int:
+    def _read_window(self, reader: FileReader, window: Window, view: npt.NDArray[np.uint8]) -> int:
         begin = window.begin(self.block_bytes)
         needed = window.needed_blocks(self.block_bytes)
         total = 0
         for block in {0, len(needed) - 1}:
-            shared = self.shared.get((window.file, window.first_block + block))
-            if shared is not None and needed[block]:
+            several = self.blocks_of_several.get((window.file, window.first_block + block))
+            if several is not None and needed[block]:
                 needed[block] = False
-                total += self._take_shared(window, block, shared, view)
+                total += self._read_for_several(reader, window, block, several, view)
         for first, end in runs_of(needed):
             part = view[first * self.block_bytes : end * self.block_bytes]
             self._fill(
-                window.file, begin + first * self.block_bytes, part, lambda low, high: _touched(window, low, high)
+                reader,
+                window.file,
+                begin + first * self.block_bytes,
+                part,
+                lambda low, high: _touched(window, low, high),
             )
             total += part.nbytes
         _copy_out(window, view, begin)
         return total
 
-    def _take_shared(self, window: Window, block: int, shared: _SharedBlock, view: npt.NDArray[np.uint8]) -> int:
+    def _read_for_several(
+        self, reader: FileReader, window: Window, block: int, several: _BlockOfSeveral, view: npt.NDArray[np.uint8]
+    ) -> int:
         """Get a block that other windows have as well. Returns the bytes that were read for that."""
         part = view[block * self.block_bytes : (block + 1) * self.block_bytes]
-        with shared.lock:
-            shared.awaited -= 1
-            if shared.content is not None:
-                part[:] = shared.content
-                if not shared.awaited:
-                    shared.content = None
+        with several.lock:
+            several.awaited -= 1
+            if several.content is not None:
+                part[:] = several.content
+                if not several.awaited:
+                    several.content = None
                 return 0
             begin = (window.first_block + block) * self.block_bytes
-            self._fill(window.file, begin, part, lambda low, high: _touched(window, low, high))
-            shared.content = part.copy()
+            self._fill(reader, window.file, begin, part, lambda low, high: _touched(window, low, high))
+            several.content = part.copy()
             return part.nbytes
 
-    def _fill(self, file: int, begin: int, into: npt.NDArray[np.uint8], keys: Callable[[int, int], list[int]]) -> None:
+    def _fill(
+        self,
+        reader: FileReader,
+        file: int,
+        begin: int,
+        into: npt.NDArray[np.uint8],
+        keys: Callable[[int, int], list[int]],
+    ) -> None:
         """Read whole blocks and check them, as far as they are cached piece by piece, while the processor has them."""
-        reader = self.opened[file]
         read_cached = getattr(reader, "read_cached", None) if into.nbytes >= CACHED_READ_BYTES else None
         step = max(CACHED_READ_BYTES // self.block_bytes, 1) * self.block_bytes
         done = 0
