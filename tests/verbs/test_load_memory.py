@@ -199,7 +199,7 @@ def test_a_target_of_which_a_part_would_not_be_filled_is_refused(tmp_path, monke
 
 @given(sizes=st.lists(st.integers(1, 9), max_size=4), limit=st.integers(1, 300))
 @settings(max_examples=80)
-def test_staged_parts_tile_their_region_and_are_small(sizes, limit):
+def test_small_parts_tile_their_region_and_are_small(sizes, limit):
     shape = tuple(sizes)
     memory = np.zeros(shape, np.float32)
     ref = TensorRef("x", dtype_named("float32"), shape)
@@ -215,16 +215,15 @@ def test_staged_parts_tile_their_region_and_are_small(sizes, limit):
 
 
 @pytest.mark.parametrize("verify", [True, "first"])
-def test_chunks_that_are_read_as_a_whole_are_read_once(tmp_path, monkeypatch, verify):
-    monkeypatch.setattr(filling, "STAGING_BYTES", 4096)
-    content = torch.rand(50_000)
+def test_chunks_that_are_converted_in_small_parts_are_read_once(tmp_path, verify):
+    content = torch.rand(500_000)
     holdfast.dcp.save({"a": content, "b": content}, checkpoint_id=tmp_path)
-    state = {"a": torch.zeros(50_000, dtype=torch.float64), "b": torch.zeros(50_000, dtype=torch.bfloat16)}
-    report = hf.load(state, tmp_path, cast=True, verify=verify)
+    state = {"a": torch.zeros(500_000, dtype=torch.float64), "b": torch.zeros(500_000, dtype=torch.bfloat16)}
+    report = hf.load(state, tmp_path, cast=True, verify=verify, memory_budget=256 << 10)
     assert torch.equal(state["a"], content.double())
     assert torch.equal(state["b"], content.bfloat16())
-    assert 400_000 <= report.bytes_read < 420_000
-    assert report.elements == 100_000
+    assert 4_000_000 <= report.bytes_read < 4_020_000
+    assert report.elements == 1_000_000
 
 
 class Unusual(torch.Tensor):
@@ -235,8 +234,7 @@ class Unusual(torch.Tensor):
         return torch.Tensor._make_subclass(cls, data)
 
 
-def test_tensors_that_bytes_cannot_be_read_into_directly_are_filled_through_host_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(filling, "STAGING_BYTES", 64)  # so that everything takes several parts
+def test_tensors_that_bytes_cannot_be_read_into_directly_are_filled_through_host_memory(tmp_path):
     base = torch.zeros(7, 11, dtype=torch.complex64)
     state = {
         "subclass": Unusual(torch.zeros(9, 5)),

@@ -10,20 +10,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from holdfast.boxes import Box
+from holdfast.boxes import Box, place_of
 from holdfast.errors import CheckpointNotFoundError, RefusedPickleError
 from holdfast.formats.dcp.values import decode_value
 from holdfast.formats.native.refs import PickledValue, TensorRef, UnknownValue
 from holdfast.formats.native.torch_elements import as_array, as_tensor, dtype_of
 from holdfast.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from holdfast.planning.plan import LoadPlan, ReadItem
-from holdfast.planning.planner import LoadPlanner, keeps_items_apart
+from holdfast.planning.plan import ReadItem
+from holdfast.planning.planner import LoadPlanner
 from holdfast.planning.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
 from holdfast.sources.nesting import nested
-from holdfast.sources.source import Request, Source, check_requests, part_of
+from holdfast.sources.source import Into, Request, Source, check_requests, part_of
+from holdfast.storage.chunk_reads import Buffer
+from holdfast.storage.load_progress import Progress
+from holdfast.storage.read_steps import read_size
 from holdfast.storage.reader import FileSystemReader
+from holdfast.storage.tensor_places import Destination, DestinationPlanner, TensorPlace, elements_at
 
 
 class DcpSource(Source):
@@ -43,7 +48,6 @@ class DcpSource(Source):
     """
 
     format = "dcp"
-    reads_whole_chunks = True
 
     def __init__(self, path: str | Path, *, allow_pickle: bool = False) -> None:
         self.location = str(path)
@@ -95,11 +99,12 @@ class DcpSource(Source):
         assert isinstance(entry, TensorStorageMetadata)
         return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
 
-    def read(self, requests: Sequence[Request], *, verify: bool = True) -> int:
+    def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:
         """Fill the memory of all requests, chunk by chunk; what several requests share is read once.
 
         With ``verify`` a chunk of which all is wanted is compared with its CRC. There is none for parts of chunks: of
-        those only the ranges that are wanted are read, unchecked.
+        those only the ranges that are wanted are read, unchecked. Chunks that were compressed, or that torch has stored
+        in another order than that of their dimensions, are in memory as a whole meanwhile, one at a time per thread.
         """
         check_requests(requests, self.tensors)
         by_key: dict[str, list[Request]] = defaultdict(list)
@@ -111,7 +116,7 @@ class DcpSource(Source):
             assert isinstance(entry, TensorStorageMetadata)
             boxes = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in wanted]
             items += create_read_items_for_chunk_list(key, entry, boxes)
-        return self._carry_out(items, _Placing(by_key, self._index), verify=verify)
+        return self._carry_out(items, _Placing(by_key, self._index), verify=verify, memory=memory)
 
     def _read_index(self) -> Metadata:
         reader = self._reader()
@@ -133,41 +138,70 @@ class DcpSource(Source):
         self._carry_out([create_read_item_for_bytes(key) for key in keys], taking, verify=True)
         return taking.values
 
-    def _carry_out(self, items: list[ReadItem], planner: LoadPlanner, *, verify: bool) -> int:
+    def _carry_out(
+        self, items: list[ReadItem], planner: LoadPlanner, *, verify: bool, memory: int | None = None
+    ) -> int:
         reader = self._reader(verify=verify)  # one for every call: it is cheap, and calls may come from many threads
         reader.set_up_storage_reader(self._index, is_coordinator=True)
-        reader.read_data(LoadPlan(items), planner).wait()
-        return reader.bytes_read
+        reader.largest_read = read_size(memory)
+        progress = Progress(len(items))
+        reader.read_items(items, planner, progress)
+        return progress.bytes_read
 
     def _reader(self, *, verify: bool | None = None) -> FileSystemReader:
         return FileSystemReader(self.location, allow_pickle=self._allow_pickle, verify=verify)
 
 
-class _Placing(LoadPlanner):
+class _Placing(DestinationPlanner):
     """Has the parts of chunks put where the requests want them."""
 
     def __init__(self, requests: Mapping[str, Sequence[Request]], index: Metadata) -> None:
         self._requests = requests
         self._index = index
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        entry = self._index.state_dict_metadata[read_item.dest_index.fqn]
-        assert isinstance(entry, TensorStorageMetadata)
-        place = as_tensor(self._place(read_item), entry.properties.dtype)
-        dtype = entry.properties.dtype
-        # Not on the default device: a program that makes its models on the meta device would get nothing.
-        return torch.empty(read_item.lengths, dtype=dtype, device="cpu") if place is None else place
-
-    @keeps_items_apart
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        place = self._place(read_item)
-        if as_tensor(place, tensor.dtype) is None:  # no tensor could be that place, so it has memory of its own
-            place[...] = as_array(tensor)
-
-    def _place(self, item: ReadItem) -> Any:
-        number = item.dest_index.index
+    def destination(self, read_item: ReadItem, stored: torch.dtype) -> Destination:
+        key, number = read_item.dest_index.fqn, read_item.dest_index.index
+        entry = self._index.state_dict_metadata[key]
         assert number is not None
-        return part_of(self._requests[item.dest_index.fqn][number].into, item.dest_offsets, item.lengths)
+        assert isinstance(entry, TensorStorageMetadata)
+        place = part_of(self._requests[key][number].into, read_item.dest_offsets, read_item.lengths)
+        tensor = as_tensor(place, entry.properties.dtype) if isinstance(place, np.ndarray) else None
+        if tensor is None:  # it is no array, or one that no tensor could be
+            return _AssignedPlace(place, entry.properties.dtype, stored)
+        return _TensorInRequest(tensor, stored, key)
+
+
+class _TensorInRequest(TensorPlace):
+    """The memory of a request."""
+
+    def commit(self) -> None:
+        """Nobody waits for that."""
+
+
+class _AssignedPlace:
+    """What takes elements of the type that the index says, as an array does."""
+
+    def __init__(self, into: Into, dtype: torch.dtype, stored: torch.dtype) -> None:
+        self._into = into
+        self._dtype = dtype
+        self._stored = stored
+        self.memory: memoryview | None = None
+
+    def put(self, start: Sequence[int], sizes: Sequence[int], read: Buffer, at: int, strides: Sequence[int]) -> None:
+        """Assign a part."""
+        elements = elements_at(read, at, sizes, strides, self._stored)
+        self._into[place_of(start, sizes)] = as_array(elements.to(self._dtype))
+
+    def take(self, elements: torch.Tensor) -> None:
+        """Assign everything."""
+        self._into[...] = as_array(elements.to(self._dtype))
+
+    def clear(self) -> None:
+        """Leave zeros."""
+        self._into[...] = np.zeros((), self._into.dtype)
+
+    def commit(self) -> None:
+        """Nobody waits for that."""
 
 
 class _Taking(LoadPlanner):

@@ -39,7 +39,6 @@ class NativeSource(Source):
     """A committed checkpoint in a store. Nothing but its record is read before it is asked for."""
 
     format = "native"
-    converts = True
 
     def __init__(self, store: Store, *, allow_pickle: bool = False) -> None:
         self.store = store

@@ -23,6 +23,7 @@ from holdfast.storage.hf_commit import Folder
 from holdfast.storage.hf_folder import Contents, StoredChunk, read_contents, read_files
 from holdfast.storage.hf_names import COMMIT_NAME, INDEX_NAME, SUFFIX
 from holdfast.storage.hf_opening import opened_as_described
+from holdfast.storage.read_steps import read_size
 from holdfast.stores.local import FileSystem
 
 
@@ -81,15 +82,18 @@ class SafetensorsSource(Source):
         """The boxes in which a tensor is stored."""
         return [Box(chunk.offsets, chunk.sizes) for chunk in self._contents.keys[key].chunks]
 
-    def read(self, requests: Sequence[Request], *, verify: bool = True) -> int:
-        """Fill the memory of all requests, file by file; of the files only what is needed is read."""
+    def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:
+        """Fill the memory of all requests, file by file; of the files only what is needed is read.
+
+        ``verify`` makes no difference: there is nothing to compare with.
+        """
         check_requests(requests, self.tensors)
         total = 0
         for parts in self._by_file(requests).values():
             file, digest = parts[0].chunk.file, parts[0].chunk.header_digest
             with opened_as_described(self._fs, file, digest) as stream:
                 for of_chunk in _by_chunk(parts):
-                    total += _read_chunk(stream, of_chunk)
+                    total += _read_chunk(stream, of_chunk, read_size(memory, at_once=1))
         return total
 
     def _by_file(self, requests: Sequence[Request]) -> dict[str, list[_Part]]:
@@ -124,11 +128,11 @@ def _by_chunk(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
         yield list(of_chunk)
 
 
-def _read_chunk(stream: Any, parts: Sequence[_Part]) -> int:
+def _read_chunk(stream: Any, parts: Sequence[_Part], most: int) -> int:
     chunk, key = parts[0].chunk, parts[0].key
     file = StreamRanges(stream)
     wanted = [Wanted(part.region, ArrayPlace(part.into)) for part in parts]
-    reading = ChunkRead(file, chunk.position, chunk.sizes, parts[0].into.itemsize, wanted)
+    reading = ChunkRead(file, chunk.position, chunk.sizes, parts[0].into.itemsize, wanted, most=most)
     if chunk.position + reading.nbytes > file.size:
         raise DamagedCheckpointError(
             f"{chunk.file} ends too early: '{key}' needs {reading.nbytes} bytes at {chunk.position}, and there are "

@@ -9,16 +9,55 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.boxes import Box, place_of
+from holdfast.boxes import Box, place_of, volume
 from holdfast.formats.native.pieces import bytes_at
 from holdfast.formats.native.refs import TensorRef
 
 S = TypeVar("S", bound="Source")
+
+
+class LikeAnArray(ABC):
+    """Something that is read into and is no array: it has as much of an array's ways as that takes."""
+
+    def __init__(self, shape: Sequence[int], dtype: npt.DTypeLike) -> None:
+        self.shape = tuple(shape)
+        self.dtype = np.dtype(dtype)
+        self.ndim = len(self.shape)
+        self.size = volume(self.shape)
+        self.itemsize = self.dtype.itemsize
+        self.nbytes = self.size * self.itemsize
+
+    @abstractmethod
+    def __getitem__(self, place: Any) -> Any:
+        """A part of it."""
+
+    @abstractmethod
+    def __setitem__(self, place: Any, carriers: Any) -> None:
+        """Take elements, perhaps from several threads at once."""
+
+
+Into: TypeAlias = npt.NDArray[Any] | LikeAnArray
+
+
+class Nowhere(LikeAnArray):
+    """For what is only read to be checked.
+
+    >>> place = Nowhere((2, 3), "<u4")
+    >>> place[0:1] = [1, 2, 3]
+    >>> place[0:1].shape
+    (1, 3)
+    """
+
+    def __getitem__(self, place: Any) -> Nowhere:
+        return Nowhere(np.broadcast_to(np.zeros((), self.dtype), self.shape)[place].shape, self.dtype)
+
+    def __setitem__(self, place: Any, carriers: Any) -> None:
+        pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +73,7 @@ class Request:
     offsets: tuple[int, ...]
     """Where the region begins in the whole tensor."""
     sizes: tuple[int, ...]
-    into: npt.NDArray[Any]
+    into: Into
     """Of shape ``sizes`` and with elements of the stored dtype's ``carrier``; strides may be any."""
 
 
@@ -76,10 +115,6 @@ class Source(ABC):
     """``native``, ``dcp``, ``safetensors`` or ``torch``."""
     identity: str
     """Which save it is: equal on all ranks that see the same one."""
-    converts = False
-    """Whether requests may have memory that only looks like an array and converts what is assigned to it."""
-    reads_whole_chunks = False
-    """Whether a chunk is read as a whole, however little of it is asked for."""
 
     @property
     @abstractmethod
@@ -109,10 +144,12 @@ class Source(ABC):
         """The boxes in which a tensor is stored."""
 
     @abstractmethod
-    def read(self, requests: Sequence[Request], *, verify: bool = True) -> int:
+    def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:
         """Fill the memory of all requests. Returns how many bytes were read for that.
 
-        Besides that memory no more is needed than for one chunk. If it raises, some requests may have been filled.
+        With ``verify`` all that has a digest is compared with it. ``memory`` is what may be allocated besides, where
+        the format can do with less than it would like. If it raises, some requests may have been filled, but none with
+        what is damaged.
         """
 
     def read_many(
@@ -126,10 +163,9 @@ class Source(ABC):
     ) -> int:
         """Fill the memory of all requests and of whole tensors, which must stay alive meanwhile.
 
-        ``memory`` is what may be allocated for that, where the format can do with less than it would like.
         ``shared`` if other ranks are reading as well, which may want the same bytes.
         """
-        return self.read([*requests, *wholes.requests(self.tensors)], verify=verify)
+        return self.read([*requests, *wholes.requests(self.tensors)], verify=verify, memory=memory)
 
     def lack_parts(self, keys: Sequence[str]) -> list[int]:
         """Which of these tensors may be stored in part only, by position. Those that are one chunk are whole."""
@@ -141,11 +177,13 @@ class Source(ABC):
 
     def verify(self) -> int:
         """Read everything, to see whether it is undamaged. Returns how many bytes that were."""
-        return sum(self._verify_chunk(ref, chunk) for ref in self.tensors.values() for chunk in self.chunks(ref.key))
-
-    def _verify_chunk(self, ref: TensorRef, chunk: Box) -> int:
-        into = np.empty(chunk.sizes, ref.dtype.carrier)
-        return self.read([Request(ref.key, tuple(chunk.offsets), tuple(chunk.sizes), into)]) if into.size else 0
+        return self.read(
+            [
+                Request(ref.key, tuple(chunk.offsets), tuple(chunk.sizes), Nowhere(chunk.sizes, ref.dtype.carrier))
+                for ref in self.tensors.values()
+                for chunk in self.chunks(ref.key)
+            ]
+        )
 
     def close(self) -> None:
         """Let go of what is open. The source cannot be read any more."""
@@ -180,7 +218,7 @@ def check_requests(requests: Sequence[Request], tensors: Mapping[str, TensorRef]
 
 
 def _is_writable(into: Any) -> bool:
-    return into.flags.writeable if isinstance(into, np.ndarray) else into.is_writable
+    return not isinstance(into, np.ndarray) or into.flags.writeable
 
 
 def _lies_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
@@ -191,12 +229,11 @@ def _lies_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[i
     )
 
 
-def part_of(array: npt.NDArray[Any], offsets: Sequence[int], sizes: Sequence[int]) -> npt.NDArray[Any]:
+def part_of(array: Into, offsets: Sequence[int], sizes: Sequence[int]) -> Any:
     """The part of an array at these offsets, in the array's own memory even if it is a single element.
 
     >>> import numpy as np
     >>> part_of(np.arange(6).reshape(2, 3), (0, 1), (2, 1)).tolist()
     [[1], [4]]
     """
-    part: npt.NDArray[Any] = array[place_of(offsets, sizes)]
-    return part
+    return array[place_of(offsets, sizes)]

@@ -87,7 +87,7 @@ class TorchFileSource(Source):
         shape = self._refs[key].shape
         return [Box((0,) * len(shape), shape)]
 
-    def read(self, requests: Sequence[Request], *, verify: bool = True) -> int:
+    def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:
         """Fill the memory of all requests.
 
         With ``verify`` a storage of which all is wanted is compared with its CRC, the first time. There is none for

@@ -13,7 +13,7 @@ from holdfast.storage.byte_ranges import Ranges
 from holdfast.storage.chunk_reads import ChunkRead, Run
 from holdfast.storage.load_progress import Progress
 from holdfast.storage.read_steps import Step
-from holdfast.storage.tensor_places import TensorPlace
+from holdfast.storage.tensor_places import Destination
 
 
 class StoredItems(NamedTuple):
@@ -85,7 +85,7 @@ class Chunk:
     """A chunk that goes straight into the state. It is compared with its CRC if all of it is read."""
 
     def __init__(
-        self, reading: ChunkRead, places: Sequence[TensorPlace], finish: Callable[[int], None], *, summed: bool
+        self, reading: ChunkRead, places: Sequence[Destination], finish: Callable[[int], None], *, summed: bool
     ) -> None:
         # `finish` must not know of this: such a circle would keep tensors alive until the garbage collector comes.
         self._reading = reading

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.boxes import Box, overlap
+from holdfast.boxes import Box, overlap, place_of
 from holdfast.storage.byte_ranges import Ranges, read_with_crc
 from holdfast.storage.region_reads import byte_strides, readable_parts
 from holdfast.tuning import MERGE_GAP, READ_BYTES
@@ -28,8 +28,9 @@ Buffer = npt.NDArray[np.uint8]
 class Place(Protocol):
     """The memory that a region goes into."""
 
-    memory: memoryview | None
-    """The region's bytes as they lie in a file; None if they do not lie like that."""
+    @property
+    def memory(self) -> memoryview | None:
+        """The region's bytes as they lie in a file; None if they do not lie like that."""
 
     def put(self, start: Sequence[int], sizes: Sequence[int], read: Buffer, at: int, strides: Sequence[int]) -> None:
         """Take a part of the region: its first element is at byte ``at`` of ``read``, its neighbours by ``strides``."""
@@ -51,12 +52,20 @@ class Run(NamedTuple):
 
 
 class ChunkRead:
-    """What is wanted of one chunk. Its runs may be read by several threads at once."""
+    """What is wanted of one chunk. Its runs may be read by several threads at once, each in parts of ``most`` bytes."""
 
     def __init__(
-        self, file: Ranges, position: int, sizes: Sequence[int], itemsize: int, wanted: Sequence[Wanted]
+        self,
+        file: Ranges,
+        position: int,
+        sizes: Sequence[int],
+        itemsize: int,
+        wanted: Sequence[Wanted],
+        *,
+        most: int = READ_BYTES,
     ) -> None:
         self._file = file
+        self._most = most
         self._position = position
         self._sizes = tuple(sizes)
         self._itemsize = itemsize
@@ -84,8 +93,8 @@ class ChunkRead:
     def stretches(self) -> Iterator[Run]:
         """The runs in parts that are each worth a read, in the order of the file."""
         for begin, end, memory in self._runs:
-            for first in range(begin, end, READ_BYTES):
-                last = min(end, first + READ_BYTES)
+            for first in range(begin, end, self._most):
+                last = min(end, first + self._most)
                 yield Run(first, last, None if memory is None else memory[first - begin : last - begin])
 
     def read(self, run: Run, *, summed: bool) -> int:
@@ -193,15 +202,15 @@ def boxes_of_run(sizes: Sequence[int], begin: int, end: int) -> Iterator[Box]:
 
 
 class ArrayPlace:
-    """An array of the stored elements."""
+    """An array of the stored elements, or what has a dtype and takes parts of them as an array does."""
 
-    def __init__(self, into: npt.NDArray[Any]) -> None:
+    def __init__(self, into: Any) -> None:
         self._into = into
         self.memory: memoryview | None = None
-        if into.flags.c_contiguous and into.size:
+        if isinstance(into, np.ndarray) and into.flags.c_contiguous and into.size:
             self.memory = into.reshape(-1).view(np.uint8).data
 
     def put(self, start: Sequence[int], sizes: Sequence[int], read: Buffer, at: int, strides: Sequence[int]) -> None:
         """Copy."""
         stored = np.ndarray(tuple(sizes), self._into.dtype, read.data, at, tuple(strides))
-        self._into[tuple(slice(first, first + size) for first, size in zip(start, sizes, strict=True))] = stored
+        self._into[place_of(start, sizes)] = stored

@@ -13,9 +13,21 @@ from typing import Any, Protocol
 
 import torch
 
-from holdfast.tuning import READERS
+from holdfast.tuning import MEMORY_BUDGET, READ_BYTES, READERS, SMALLEST_ROOM
 
 _UNDER_WAY = 2 * READERS
+_MEMORY_OF_A_READ = 2
+"""Times its bytes: they may come through aligned memory."""
+
+
+def read_size(memory: int | None, at_once: int = _UNDER_WAY) -> int:
+    """How many bytes are read by each of the reads that are under way, if all must do with so much memory.
+
+    >>> read_size(64 << 20) >> 20, read_size(1 << 20) >> 10, read_size(1 << 20, at_once=1) >> 10
+    (4, 64, 512)
+    """
+    most = (MEMORY_BUDGET if memory is None else memory) // (_MEMORY_OF_A_READ * at_once)
+    return max(min(READ_BYTES, most) // SMALLEST_ROOM * SMALLEST_ROOM, SMALLEST_ROOM)
 
 
 class Step(Protocol):

@@ -44,12 +44,12 @@ from holdfast.storage.blob_steps import Batch, Chunk, Closing, StoredItems, Whol
 from holdfast.storage.byte_ranges import Ranges, StreamRanges, is_plain, opened_ranges
 from holdfast.storage.chunk_reads import ChunkRead, Wanted
 from holdfast.storage.contract import StorageReader
-from holdfast.storage.filling import fill, narrowed, resolve_target
+from holdfast.storage.filling import narrowed
 from holdfast.storage.load_progress import Progress
 from holdfast.storage.rank_local import merge_rank_metadata, shared_save_id
 from holdfast.storage.read_steps import Step, carry_out
 from holdfast.storage.stored_chunks import archived_elements, check_envelope, sealed_elements
-from holdfast.storage.tensor_places import TensorPlace
+from holdfast.storage.tensor_places import destination_of
 from holdfast.storage.transforms import ReaderTransforms, TransformRegistry
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
 from holdfast.stores.local import FileSystem
@@ -94,6 +94,8 @@ class FileSystemReader(StorageReader):
         self._familiar = FamiliarArchives()
         self.bytes_read = 0
         """Of data files, by the last ``read_data``."""
+        self.largest_read = READ_BYTES
+        """What is read at once, unless it can only be read as a whole."""
         self._metadata: Metadata | None = None
 
     @property
@@ -183,23 +185,28 @@ class FileSystemReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all items. An error tells whether the state was already changed."""
-        self._familiar = FamiliarArchives()
         progress = Progress(len(plan.items))
         try:
-            # Values first: one that is refused must not leave tensors changed.
-            for kind in (LoadItemType.BYTE_IO, LoadItemType.TENSOR):
-                wanted = [item for item in plan.items if item.type == kind]
-                self._read_items(wanted, planner, progress)
+            self.read_items(plan.items, planner, progress)
         except HoldfastError as error:
             error.message = f"{error.message} {progress.how_far()}"
             raise
-        except Exception as error:
-            note = progress.how_far()
-            raise HoldfastError(f"reading {self.path} failed: {type(error).__name__}: {error}. {note}") from error
         self.bytes_read = progress.bytes_read
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def read_items(self, items: Sequence[ReadItem], planner: LoadPlanner, progress: Progress) -> None:
+        """Read items that may have nothing to do with a state, so that errors do not speak of one."""
+        self._familiar = FamiliarArchives()
+        try:
+            # Values first: one that is refused must not leave tensors changed.
+            for kind in (LoadItemType.BYTE_IO, LoadItemType.TENSOR):
+                self._read_items([item for item in items if item.type == kind], planner, progress)
+        except HoldfastError:
+            raise
+        except Exception as error:
+            raise HoldfastError(f"reading {self.path} failed: {type(error).__name__}: {error}.") from error
 
     def _read_items(self, wanted: Sequence[ReadItem], planner: LoadPlanner, progress: Progress) -> None:
         files = self._by_file_and_blob(wanted)
@@ -242,7 +249,7 @@ class FileSystemReader(StorageReader):
                 elif isinstance(file, StreamRanges):
                     yield WholeBlob(blob, partial(_all_of, self._slice_file(file.stream, blob.info)), apply)
                 else:
-                    if not together.takes(blob.info, most=READ_BYTES, gap=MERGE_GAP):
+                    if not together.takes(blob.info, most=self.largest_read, gap=MERGE_GAP):
                         yield together
                         together = Batch(file, apply)
                     together.add(blob)
@@ -270,16 +277,14 @@ class FileSystemReader(StorageReader):
             elements = archived_elements(file, info, stored, source=source, key=index.fqn, verify=verify)
         if elements is None:
             return None
-        targets = [resolve_target(item, planner) for item in items]
-        places = [
-            TensorPlace(target, elements.dtype, item.dest_index.fqn)
-            for item, target in zip(items, targets, strict=True)
-        ]
+        places = [destination_of(item, planner, elements.dtype) for item in items]
         wanted = [
             Wanted(Box(tuple(item.storage_offsets), tuple(item.lengths)), place)
             for item, place in zip(items, places, strict=True)
         ]
-        reading = ChunkRead(file, elements.position, stored.sizes, elements.dtype.itemsize, wanted)
+        reading = ChunkRead(
+            file, elements.position, stored.sizes, elements.dtype.itemsize, wanted, most=self.largest_read
+        )
         # A part of a chunk has no CRC of its own that it could be compared with.
         checked = verify and reading.is_whole and elements.crc is not None
         if checked and info.seal is not None:
@@ -288,8 +293,8 @@ class FileSystemReader(StorageReader):
         def finish(crc: int) -> None:
             if checked and crc != elements.crc:
                 raise wrong_crc(info, source, index, elements.crc or 0, crc)
-            for item, target in zip(items, targets, strict=True):
-                planner.commit_tensor(item, target)
+            for place in places:
+                place.commit()
 
         return Chunk(reading, places, finish, summed=checked)
 
@@ -362,12 +367,11 @@ class FileSystemReader(StorageReader):
             return
         tensor = self._tensor_of(blob, info, source, index, verify=verify)
         for item in items:
-            target = resolve_target(item, planner)
+            place = destination_of(item, planner, tensor.dtype)
             whole = item.lengths == tensor.size()
-            part = tensor if whole else narrowed(tensor, item.storage_offsets, item.lengths)
-            fill(target, part, item.dest_index.fqn)
+            place.take(tensor if whole else narrowed(tensor, item.storage_offsets, item.lengths))
             progress.applied += 1
-            planner.commit_tensor(item, target)
+            place.commit()
 
     def _transformed_back(self, blob: Blob, descriptors: Sequence[str], source: str, item: ReadItem) -> Blob:
         """What the blob was before it went through transforms."""

@@ -1,33 +1,73 @@
-"""The tensors that a load fills, as places for what is read."""
+"""Where what is read goes: the tensors that a load fills, and places that are none."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Protocol
 
 import torch
 
 from holdfast.planning.local_bytes import bytes_in_place
-from holdfast.storage.chunk_reads import Buffer
-from holdfast.storage.filling import fill, narrowed
+from holdfast.planning.plan import ReadItem
+from holdfast.planning.planner import LoadPlanner, keeps_items_apart
+from holdfast.storage.chunk_reads import Buffer, Place
+from holdfast.storage.filling import fill, narrowed, resolve_target
+
+
+class Destination(Place, Protocol):
+    """Where an item goes."""
+
+    def take(self, elements: torch.Tensor) -> None:
+        """All elements at once."""
+
+    def clear(self) -> None:
+        """Leave zeros where there would be something that is not what was saved."""
+
+    def commit(self) -> None:
+        """All of it is there."""
+
+
+class DestinationPlanner(LoadPlanner):
+    """A planner that has a place for every item, which need not be a tensor."""
+
+    @abstractmethod
+    def destination(self, read_item: ReadItem, stored: torch.dtype) -> Destination:
+        """Where an item goes. What is stored for it has elements of type ``stored``."""
+
+    @keeps_items_apart
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Destinations are told themselves."""
+
+
+def destination_of(item: ReadItem, planner: LoadPlanner, stored: torch.dtype) -> Destination:
+    """Where a planner wants an item."""
+    if isinstance(planner, DestinationPlanner):
+        return planner.destination(item, stored)
+    return _PlannedTensor(item, planner, stored)
 
 
 class TensorPlace:
     """A tensor, of the stored dtype or another, on any device."""
 
     def __init__(self, target: torch.Tensor, stored: torch.dtype, key: str) -> None:
-        self._target = target
+        self.target = target
         self._stored = stored
         self._key = key
-        self.memory: memoryview | None = None
-        if _lies_as_stored(target, stored):
-            self.memory = bytes_in_place(target).data
+
+    @cached_property
+    def memory(self) -> memoryview | None:
+        """The bytes of the tensor, if they are those that are stored."""
+        return bytes_in_place(self.target).data if _lies_as_stored(self.target, self._stored) else None
 
     def put(self, start: Sequence[int], sizes: Sequence[int], read: Buffer, at: int, strides: Sequence[int]) -> None:
         """Copy, converting if the dtypes differ."""
-        itemsize = self._stored.itemsize
-        elements = torch.from_numpy(read).view(self._stored)
-        part = elements.as_strided(tuple(sizes), [step // itemsize for step in strides], at // itemsize)
-        fill(narrowed(self._target, start, sizes), part, self._key)
+        fill(narrowed(self.target, start, sizes), elements_at(read, at, sizes, strides, self._stored), self._key)
+
+    def take(self, elements: torch.Tensor) -> None:
+        """Copy everything."""
+        fill(self.target, elements, self._key)
 
     def clear(self) -> None:
         """Leave zeros where there would be something that is not what was saved."""
@@ -35,7 +75,29 @@ class TensorPlace:
             torch.frombuffer(self.memory, dtype=torch.uint8).zero_()
         else:
             zero = torch.zeros(self._stored.itemsize, dtype=torch.uint8).view(self._stored)
-            fill(self._target, zero.as_strided(self._target.size(), [0] * self._target.dim()), self._key)
+            fill(self.target, zero.as_strided(self.target.size(), [0] * self.target.dim()), self._key)
+
+
+class _PlannedTensor(TensorPlace):
+    """The tensor that a planner resolved an item to."""
+
+    def __init__(self, item: ReadItem, planner: LoadPlanner, stored: torch.dtype) -> None:
+        super().__init__(resolve_target(item, planner), stored, item.dest_index.fqn)
+        self._item = item
+        self._planner = planner
+
+    def commit(self) -> None:
+        """Let the planner know."""
+        self._planner.commit_tensor(self._item, self.target)
+
+
+def elements_at(
+    read: Buffer, at: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Elements among bytes: the first is at byte ``at``, its neighbours by ``strides``."""
+    itemsize = dtype.itemsize
+    elements = torch.from_numpy(read).view(dtype)
+    return elements.as_strided(tuple(sizes), [step // itemsize for step in strides], at // itemsize)
 
 
 def _lies_as_stored(tensor: torch.Tensor, stored: torch.dtype) -> bool:

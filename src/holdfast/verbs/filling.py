@@ -1,7 +1,7 @@
 """From tensors to be filled to requests for regions of stored tensors, and the reading of them.
 
 A target whose memory can take the stored bytes as they are is read into directly. Others (on a device, of another
-dtype) are filled through host memory, some at a time.
+dtype) convert or copy what the source assigns to them, a little at a time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from holdfast.formats.native.torch_elements import as_array, as_tensor, torch_dt
 from holdfast.formats.native.values import numpy_dtype_from
 from holdfast.metadata import MetadataIndex
 from holdfast.planning.tensors import create_chunk_list, find_tensor_shard, on_this_rank
-from holdfast.sources.source import Request, Source
-from holdfast.tuning import MEMORY_BUDGET
+from holdfast.sources.source import Into, LikeAnArray, Nowhere, Request, Source
 from holdfast.verbs.fills import DenseFills, Fill
 
-STAGING_BYTES = 16 << 20
-"""What is read at once of what has to go through host memory, unless the memory budget is smaller."""
+COMPARED_BYTES = 16 << 20
+"""What is read at once of what is only compared."""
 
 
 @dataclass(frozen=True)
@@ -78,29 +77,12 @@ def read_regions(
     ``shared`` if other ranks do so too. Returns the bytes that were read from storage, and the elements that were
     written.
     """
-    direct: list[Request] = []
-    staged: list[Region] = []
     dense = dense or DenseFills()
-    for region in regions:
-        into = _carrier_view(region)
-        if into is None and source.converts:
-            into = Converted(region.memory, region.fill.ref)
-        if into is None:
-            staged.append(region)
-        else:
-            direct.append(_request(region.fill.ref, region.box, into))
+    requests = [_request(region.fill.ref, region.box, _place_in(region)) for region in regions]
     nbytes = 0
-    if direct or dense.keys:
-        nbytes = source.read_many(direct, dense.reads, verify=verify, memory=memory, shared=shared)
-    written = sum(volume(request.sizes) for request in direct) + dense.elements
-    most = min(STAGING_BYTES, MEMORY_BUDGET if memory is None else memory)
-    for batch in _batches((part for region in staged for part in parts_of(region, source, most)), most):
-        buffers = [np.empty(part.box.sizes, part.fill.ref.dtype.carrier) for part in batch]
-        requests = [_request(part.fill.ref, part.box, buffer) for part, buffer in zip(batch, buffers, strict=True)]
-        nbytes += source.read(requests, verify=verify)
-        for part, buffer in zip(batch, buffers, strict=True):
-            put(part.memory, elements_of(buffer, part.fill.ref))
-            written += buffer.size
+    if requests or dense.keys:
+        nbytes = source.read_many(requests, dense.reads, verify=verify, memory=memory, shared=shared)
+    written = sum(volume(request.sizes) for request in requests) + dense.elements
     dense.count_change()
     for tensor in {id(tensor): tensor for tensor in map(_counted, regions)}.values():
         if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
@@ -108,10 +90,8 @@ def read_regions(
     return nbytes, written
 
 
-class Converted:
-    """Memory that cannot take stored bytes as they are, with as much of an array's ways as it takes to be read into.
-
-    What is assigned to it is converted, or copied to where it is.
+class Converted(LikeAnArray):
+    """Memory that cannot take stored bytes as they are. What is assigned to it is converted, or copied to where it is.
 
     >>> from holdfast.formats.native.dtypes import dtype_named
     >>> memory = torch.zeros(2, dtype=torch.float64)
@@ -121,19 +101,15 @@ class Converted:
     """
 
     def __init__(self, memory: Any, ref: TensorRef) -> None:
+        super().__init__(memory.shape, ref.dtype.carrier)
         self._memory = memory
         self._ref = ref
-        self.shape = tuple(memory.shape)
-        self.ndim = len(self.shape)
-        self.size = volume(self.shape)
-        self.dtype = ref.dtype.carrier
-        self.itemsize = ref.dtype.itemsize
-        self.is_writable = True
 
     def __getitem__(self, place: Any) -> Converted:
         return Converted(self._memory[place], self._ref)
 
-    def __setitem__(self, place: Any, carriers: np.ndarray[Any, Any]) -> None:
+    def __setitem__(self, place: Any, carriers: Any) -> None:
+        carriers = np.asarray(carriers, self.dtype)
         if not carriers.flags.aligned:
             carriers = carriers.copy()
         # The mode of inference is one of the thread that began the load, and this may be another one.
@@ -149,16 +125,12 @@ def _counted(region: Region) -> Any:
 
 
 def check_regions(regions: Iterable[Region], source: Source, memory: int | None = None) -> None:
-    """Read all regions into memory that is thrown away, to see whether they are undamaged."""
-    most = min(STAGING_BYTES, MEMORY_BUDGET if memory is None else memory)
-    for batch in _batches((part for region in regions for part in parts_of(region, source, most)), most):
-        source.read(
-            [
-                _request(part.fill.ref, part.box, np.empty(part.box.sizes, part.fill.ref.dtype.carrier))
-                for part in batch
-            ],
-            verify=True,
-        )
+    """Read all regions to nowhere, to see whether they are undamaged."""
+    requests = [
+        _request(region.fill.ref, region.box, Nowhere(region.box.sizes, region.fill.ref.dtype.carrier))
+        for region in regions
+    ]
+    source.read(requests, verify=True, memory=memory)
 
 
 def elements_in(region: Region, source: Source) -> Any:
@@ -200,6 +172,11 @@ def _request(ref: TensorRef, box: Box, into: Any) -> Request:
     return Request(ref.key, box.offsets, box.sizes, into)
 
 
+def _place_in(region: Region) -> Into:
+    into = _carrier_view(region)
+    return Converted(region.memory, region.fill.ref) if into is None else into
+
+
 def _carrier_view(region: Region) -> Any:
     """The memory of a region as an array that stored bytes can be put into; None if they need another way."""
     memory, ref = region.memory, region.fill.ref
@@ -219,37 +196,8 @@ def _is_of_type(memory: np.ndarray[Any, Any], ref: TensorRef) -> bool:
     return ref.numpy is None or memory.dtype == numpy_dtype_from(ref.numpy)
 
 
-def parts_of(region: Region, source: Source, most: int = STAGING_BYTES) -> Iterator[Region]:
-    """A region in parts that fit into the staging memory; or chunk by chunk if chunks are read as a whole anyway."""
-    if not source.reads_whole_chunks:
-        yield from small_parts(region, most)
-        return
-    for shared in overlaps([region.box], source.chunks(region.fill.ref.key)):
-        yield _part(region, shared.start, shared.lengths)
-
-
-def small_parts(region: Region, most: int = STAGING_BYTES) -> Iterator[Region]:
+def small_parts(region: Region, most: int = COMPARED_BYTES) -> Iterator[Region]:
     """A region, cut along its first dimensions."""
     for offsets, sizes in cut(region.box, max(most // region.fill.ref.dtype.itemsize, 1)):
-        yield _part(region, offsets, sizes)
-
-
-def _part(region: Region, start: Sequence[int], lengths: Sequence[int]) -> Region:
-    if tuple(lengths) == region.box.sizes:
-        return region
-    memory = region.memory[place_of(start, lengths, origin=region.box.offsets)]
-    return Region(region.fill, Box(tuple(start), tuple(lengths)), memory)
-
-
-def _batches(parts: Iterable[Region], most: int) -> Iterator[list[Region]]:
-    batch: list[Region] = []
-    nbytes = 0
-    for part in parts:
-        size = volume(part.box.sizes) * part.fill.ref.dtype.itemsize
-        if batch and nbytes + size > most:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(part)
-        nbytes += size
-    if batch:
-        yield batch
+        memory = region.memory[place_of(offsets, sizes, origin=region.box.offsets)]
+        yield Region(region.fill, Box(offsets, sizes), memory)
