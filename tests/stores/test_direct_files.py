@@ -211,6 +211,17 @@ def test_an_interrupt_does_not_overtake_a_write(tmp_path, monkeypatch):
     assert len(os.listdir("/dev/fd")) == open_before
 
 
+def test_a_file_that_failed_says_so_as_often_as_it_is_asked(tmp_path, monkeypatch):
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(OSError, match="file"), LocalStore(tmp_path).create("file", 20 * ROOM_BYTES) as sink:
+        for _ in range(3 * WRITERS):
+            with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+                sink.write(bytes(10 * ROOM_BYTES))
+
+
 def test_space_is_found_missing_before_anything_is_written(tmp_path, monkeypatch):
     written: list[int] = []
     monkeypatch.setattr(direct_file, "reserve", no_space)

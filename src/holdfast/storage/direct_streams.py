@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,38 +36,25 @@ class DirectStream:
         self._path = path
         with naming(path):
             self._file = DirectFile(descriptor, path, expected, memory)
-        self._room: mmap.mmap | None = None
-        self._filled = 0
-        self._length = 0
         self._is_complete = False
 
     def write(self, data: Any, /) -> int:
         """Take all of it: it may be changed afterwards."""
-        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-        taken = 0
-        while taken < view.nbytes:
-            if self._room is None:
-                with naming(self._path):  # errors of earlier writes are told here
-                    self._room = self._file.room()
-            count = min(len(self._room) - self._filled, view.nbytes - taken)
-            memoryview(self._room)[self._filled : self._filled + count] = view[taken : taken + count]
-            taken += count
-            self._filled += count
-            if self._filled == len(self._room):
-                self._send()
-        self._length += taken
-        return taken
+        if not len(data):
+            return 0
+        view = memoryview(data).cast("B")
+        with naming(self._path):  # errors of earlier writes are told here
+            if self._is_complete:
+                raise ValueError(f"{self._path} is complete, and {view.nbytes} more bytes were written to it")
+            self._file.write(view)
+        return view.nbytes
 
     def flush(self) -> None:
         """The file is complete. Wait until all of it is written, and give it its size."""
-        if self._is_complete:
-            return
-        self._is_complete = True
-        if self._filled:
-            self._send()
-        with naming(self._path):
-            self._file.finish()
-            os.ftruncate(self._descriptor, self._length)  # the expectation may have been too large
+        if not self._is_complete:
+            self._is_complete = True
+            with naming(self._path):
+                self._file.finish()
 
     def fileno(self) -> int:
         """The file, for those who want to have it durable."""
@@ -77,8 +63,3 @@ class DirectStream:
     def close(self) -> None:
         """Wait until no write is under way."""
         self._file.close()
-
-    def _send(self) -> None:
-        assert self._room is not None
-        self._file.send(self._room, self._filled)
-        self._room, self._filled = None, 0

@@ -9,12 +9,14 @@ from __future__ import annotations
 import mmap
 import os
 import queue
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+
+import numpy as np
 
 from holdfast.stores.direct_access import CANNOT_BE_DIRECT, aligned_memory, open_directly, rounded_up
 from holdfast.stores.libc import begin_to_write_back, reserve
 from holdfast.tuning import DIRECT_ALIGNMENT, ROOM_BYTES, SMALLEST_ROOM, WRITERS
-from holdfast.waiting import wait_for_all
+from holdfast.waiting import some_threads, wait_for_all
 
 
 class DirectFile:
@@ -29,41 +31,72 @@ class DirectFile:
         self._free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
         for _ in range(min(rooms, -(-size // self.room_bytes))):
             self._free.put(aligned_memory(self.room_bytes))
+        self._room: mmap.mmap | None = None
+        self._filled = 0
         self._position = 0
         self._error: BaseException | None = None
-        self._pool = ThreadPoolExecutor(WRITERS, "holdfast-write")
+        self._pool = some_threads(WRITERS, "holdfast-write")
         self._writes: list[Future[None]] = []
         """Those that may be under way: as many as there are rooms at most."""
         self._direct = open_directly(path, descriptor, os.O_WRONLY)
 
-    def room(self) -> mmap.mmap:
-        """Memory for the next bytes. Waits until some is free."""
-        room = self._free.get()
-        self._raise_error()
-        return room
+    def room(self) -> memoryview:
+        """Memory for the next bytes: what is free of the room that is being filled. Waits until there is some."""
+        if self._room is None:
+            self._raise_error()
+            self._room = self._free.get()
+            self._filled = 0
+            self._raise_error()
+        return memoryview(self._room)[self._filled :]
 
-    def send(self, room: mmap.mmap, count: int) -> None:
-        """The first ``count`` bytes of a room are the next bytes of the file; only the last room is not full."""
-        self._writes = [write for write in self._writes if not write.done()]
-        self._writes.append(self._pool.submit(self._write, room, count, self._position))
-        self._position += count
+    def advance(self, count: int) -> None:
+        """So many bytes of the room are filled, and are the next ones of the file."""
+        assert self._room is not None
+        self._filled += count
+        if self._filled == len(self._room):
+            self._send()
+
+    def write(self, view: memoryview) -> None:
+        """Take all of it: it may be changed afterwards."""
+        taken = 0
+        while taken < view.nbytes:
+            room = self.room()
+            count = min(room.nbytes, view.nbytes - taken)
+            # numpy lets other threads run while it copies.
+            np.frombuffer(room, np.uint8)[:count] = np.frombuffer(view, np.uint8)[taken : taken + count]
+            self.advance(count)
+            taken += count
 
     def finish(self) -> None:
         """Wait until everything is written, and give the file its size."""
+        if self._room is not None and self._filled:
+            self._send()
         self.close()
         self._raise_error()
-        if self._position % DIRECT_ALIGNMENT:
-            os.ftruncate(self._descriptor, self._position)
+        os.ftruncate(self._descriptor, self._position)
 
     def close(self) -> None:
         """Wait until no write is under way."""
         try:
             wait_for_all(self._writes)
         finally:
-            self._pool.shutdown(wait=True)
+            if self._pool is not None:
+                self._pool.shutdown(wait=True)
             if self._direct is not None:
                 os.close(self._direct)
                 self._direct = None
+
+    def _send(self) -> None:
+        """Have the room written, and the next one taken. Only the last one of a file is not full."""
+        room, count = self._room, self._filled
+        assert room is not None
+        self._room = None
+        if self._pool is None:
+            self._write(room, count, self._position)
+        else:
+            self._writes = [write for write in self._writes if not write.done()]
+            self._writes.append(self._pool.submit(self._write, room, count, self._position))
+        self._position += count
 
     def _raise_error(self) -> None:
         if self._error is not None:
