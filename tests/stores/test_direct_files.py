@@ -216,10 +216,12 @@ def test_a_file_that_failed_says_so_as_often_as_it_is_asked(tmp_path, monkeypatc
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "pwrite", fail)
-    with pytest.raises(OSError, match="file"), LocalStore(tmp_path).create("file", 20 * ROOM_BYTES) as sink:
+    with (tmp_path / "file").open("wb") as stream:
+        file = DirectFile(stream.fileno(), stream.name, 20 * ROOM_BYTES)
         for _ in range(3 * WRITERS):
             with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-                sink.write(bytes(10 * ROOM_BYTES))
+                file.write(memoryview(bytes(10 * ROOM_BYTES)))
+        file.close()
 
 
 def test_space_is_found_missing_before_anything_is_written(tmp_path, monkeypatch):
