@@ -1,10 +1,25 @@
-"""Waiting for threads that must not outlive the call that began them."""
+"""Threads that must not outlive the call that began them, and waiting for them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
+
+
+def some_threads(count: int, name: str) -> ThreadPoolExecutor | None:
+    """Threads to give work to; None if there are none to be had: what runs when Python ends has to do without.
+
+    >>> with some_threads(2, "reader") as pool:
+    ...     pool.submit(sum, [1, 2]).result()
+    3
+    """
+    pool = ThreadPoolExecutor(count, name)
+    try:
+        pool.submit(int)
+    except RuntimeError:
+        return None
+    return pool
 
 
 def wait_for_all(jobs: Iterable[Future[Any]]) -> None:

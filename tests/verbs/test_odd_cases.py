@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -303,3 +304,22 @@ def test_tensors_that_never_had_memory_are_neither_saved_nor_filled(tmp_path, ma
     hf.save({"t": torch.ones(100)}, tmp_path / "whole")
     with pytest.raises(StateMismatchError, match="'t' is a tensor without memory of its own"):
         hf.load({"t": make(100)}, tmp_path / "whole")
+
+
+def test_what_runs_when_python_ends_can_save_and_load(tmp_path):
+    """There are no more threads to be had by then."""
+    program = """
+import atexit, sys
+import torch
+import holdfast as hf
+
+@atexit.register
+def save_and_load():
+    state = {"t": torch.zeros(9 << 20)}
+    hf.save({"t": torch.ones(9 << 20)}, sys.argv[1])
+    hf.load(state, sys.argv[1])
+    print(bool(state["t"].all()))
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "saved")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout == "True\n", ended.stderr

@@ -25,7 +25,7 @@ from holdfast.formats.native.readable_files import FileReader, OpenFiles, Readab
 from holdfast.formats.native.slabs import Slab
 from holdfast.formats.native.windows import Stretch, Window, plan_reads, runs_of
 from holdfast.tuning import CACHED_READ_BYTES, MEMORY_BUDGET, READ_BYTES, READERS, SEVERAL_READERS_FROM, SMALLEST_ROOM
-from holdfast.waiting import wait_for_all
+from holdfast.waiting import some_threads, wait_for_all
 
 __all__ = ["ReadableFile", "read_all", "read_size"]
 
@@ -62,13 +62,14 @@ def read_all(
         threads = max(1, min(READERS, most, len(reads)))
     with closing(OpenFiles(files, (read.file for read in reads))) as opened:
         job = _Job(opened, files, names, block_bytes, _blocks_of_several(reads, block_bytes), fill_cache=shared)
-        return job.read(reads) if threads == 1 else _read_by_threads(job, reads, threads)
+        pool = some_threads(threads, "holdfast-read") if threads > 1 else None
+        return job.read(reads) if pool is None else _read_by_threads(job, reads, pool, threads)
 
 
-def _read_by_threads(job: _Job, reads: Sequence[Stretch | Window], threads: int) -> int:
+def _read_by_threads(job: _Job, reads: Sequence[Stretch | Window], pool: ThreadPoolExecutor, threads: int) -> int:
     todo = _WorkList(reads)
     running: list[Future[int]] = []
-    with ThreadPoolExecutor(threads, "holdfast-read") as pool:
+    with pool:
         try:
             running.extend(pool.submit(todo.until_one_fails, job.read) for _ in range(threads))
             return sum(thread.result() for thread in running)
