@@ -11,6 +11,9 @@ MEMORY_BUDGET = 64 * MIB
 """What a save, a load or a conversion may allocate beyond the state, unless the caller says otherwise. More does not
 make them faster."""
 
+SMALLEST_BUDGET = 256 * KIB
+"""What callers may set it to: four digest blocks, for a buffer and what a part of a tensor is converted in."""
+
 # --- writing ---
 
 ROOM_BYTES = 8 * MIB

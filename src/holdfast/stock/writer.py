@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from holdfast.boxes import volume
+from holdfast.budgets import checked_bytes
 from holdfast.coordination.failures import pack_failure, unpack_failure, wrap_exception
 from holdfast.environment import stamp
 from holdfast.errors import CheckpointException
@@ -31,7 +32,7 @@ from holdfast.storage.native_files import (
 )
 from holdfast.stores.places import store_at
 from holdfast.stores.store import Store
-from holdfast.verbs.save_options import checked_bytes, checked_metadata
+from holdfast.verbs.save_options import checked_metadata
 
 logger = logging.getLogger(__name__)
 

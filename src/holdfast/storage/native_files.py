@@ -31,11 +31,9 @@ from holdfast.planning.small_tensors import gather
 from holdfast.planning.tensor_pieces import PIECE_BYTES
 from holdfast.stores.store import Store
 from holdfast.tuning import MEMORY_BUDGET
+from holdfast.tuning import SMALLEST_BUDGET as SMALLEST_BUDGET
 
 logger = logging.getLogger(__name__)
-
-SMALLEST_BUDGET = 4 * BLOCK_BYTES
-"""The least memory to write through: a buffer of one block, and what a part of a tensor is converted in."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from holdfast.budgets import checked_budget
 from holdfast.patterns import Choice, Chooser, Pattern, Patterns, Selection, chooser
-from holdfast.storage.native_files import SMALLEST_BUDGET
-from holdfast.verbs.save_options import checked_bytes
 from holdfast.verbs.user_dtypes import dtype_from_user
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class LoadOptions:
             transform=Choice(transform),
             transform_patterns=[(str(pattern), Chooser(pattern)) for pattern in transform or ()],
             verify=verify,
-            memory_budget=_checked_budget(memory_budget),
+            memory_budget=checked_budget(memory_budget),
         )
 
 
@@ -152,16 +151,6 @@ class Renaming:
         """Names and expressions that no key was like."""
         every = [old for old, _ in self._texts] + [pattern for pattern, _ in self._expressions]
         return [old if isinstance(old, str) else old.pattern for old in every if old not in self._used]
-
-
-def _checked_budget(number: Any) -> int | None:
-    budget = checked_bytes("memory_budget", number)
-    if budget is not None and budget < SMALLEST_BUDGET:
-        raise ValueError(
-            f"memory_budget must be {SMALLEST_BUDGET} bytes at least, not {budget}: the buffers that tensors are read "
-            "through take that much"
-        )
-    return budget
 
 
 def _always(key: str) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from holdfast.budgets import checked_budget, checked_bytes
 from holdfast.patterns import Choice, Pattern, Patterns, Selection
-from holdfast.storage.native_files import SMALLEST_BUDGET
 from holdfast.verbs.user_dtypes import floating_dtype_from_user
 
 
@@ -49,7 +49,7 @@ class SaveOptions:
             check_replicas=_checked_replicas(check_replicas),
             allow_pickle=allow_pickle,
             max_file_size=checked_bytes("max_file_size", max_file_size),
-            memory_budget=_checked_budget(memory_budget),
+            memory_budget=checked_budget(memory_budget),
         )
 
 
@@ -67,28 +67,6 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"metadata must be what JSON can hold: {error}. Put other values into the state.") from error
     return noted
-
-
-def checked_bytes(name: str, number: Any) -> int | None:
-    """An option that is a number of bytes, or None.
-
-    >>> checked_bytes("max_file_size", "2 GB")
-    Traceback (most recent call last):
-    ValueError: max_file_size must be a number of bytes, such as 2 << 30, not '2 GB'
-    """
-    if number is not None and (type(number) is not int or number < 1):
-        raise ValueError(f"{name} must be a number of bytes, such as 2 << 30, not {number!r}")
-    return number
-
-
-def _checked_budget(number: Any) -> int | None:
-    budget = checked_bytes("memory_budget", number)
-    if budget is not None and budget < SMALLEST_BUDGET:
-        raise ValueError(
-            f"memory_budget must be {SMALLEST_BUDGET} bytes at least, not {budget}: the buffers that tensors are "
-            "written through take that much"
-        )
-    return budget
 
 
 def _refuse_keys_that_change(metadata: Any) -> None:
