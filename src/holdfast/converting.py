@@ -1,7 +1,7 @@
 """The conversion flows: a ``torch.save`` file becomes a DCP checkpoint, and the other way round.
 
-Tensors go through one by one, so that memory is needed for the largest of them and not for all. What comes out
-appears whole or not at all.
+Tensors go through in pieces, so that no memory is needed for any of them as a whole. What comes out appears whole or
+not at all.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import logging
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from holdfast import settings
 from holdfast.coordination.collectives import Collectives
 from holdfast.errors import CheckpointNotFoundError, UnsupportedTensorError
 from holdfast.formats.dcp.tensor_records import QUANTIZED_DTYPES
-from holdfast.formats.torch_file.description import describe
+from holdfast.formats.torch_file.description import StoredBytes, describe
 from holdfast.formats.torch_file.reading import OpenTorchFile, open_torch_file
 from holdfast.formats.torch_file.zip_writer import ZipWriter
 from holdfast.metadata import Metadata, TensorStorageMetadata
@@ -32,49 +32,96 @@ from holdfast.planning.plan import LoadItemType, LoadPlan, ReadItem, SavePlan, W
 from holdfast.planning.save_planner import DefaultSavePlanner
 from holdfast.progress import ProgressBar
 from holdfast.saving import save_state
-from holdfast.storage.reader import FileSystemReader
+from holdfast.storage.blobs import Elements
+from holdfast.storage.native_files import SMALLEST_BUDGET
+from holdfast.storage.tensor_streams import StreamingReader
+from holdfast.storage.torch_file_elements import TorchFileElements
 from holdfast.storage.writer import _FileSystemWriter
-from holdfast.stores.atomic import written_atomically
+from holdfast.stores.atomic_sink import sink_atomically
 from holdfast.stores.filesystem import AnyPath
+from holdfast.tuning import MEMORY_BUDGET, READ_BYTES
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_ENVELOPE = 384
+"""More than what an archive takes for an entry beside its content."""
 
 
-def torch_file_to_dcp(file: AnyPath, folder: AnyPath, *, allow_pickle: bool | None, progress: bool) -> None:
+def torch_file_to_dcp(
+    file: AnyPath,
+    folder: AnyPath,
+    *,
+    allow_pickle: bool | None = None,
+    memory_budget: int | None = None,
+    progress: bool = False,
+) -> None:
     """Save the dict in a ``torch.save`` file as a DCP checkpoint, from this process alone."""
+    budget = _checked_budget(memory_budget)
     knobs = settings.current()
     allowed = knobs.allow_pickle if allow_pickle is None else allow_pickle
     opened = open_torch_file(file, allow_pickle=allowed, verify=knobs.verify)
     try:
         with _no_new_folder_after_an_error(folder), _bar("saving", progress) as bar:
-            save_state(opened.state, _FileSystemWriter(folder), _OneTensorAtATime(opened, bar), _alone())
+            writer = _StreamingWriter(folder, TorchFileElements(opened, budget // 2), budget // 2)
+            save_state(opened.state, writer, _FromFile(opened, bar), _alone())
     finally:
         opened.close()
     logger.info("converted %s to %s", file, folder)
 
 
-def dcp_to_torch_file(folder: AnyPath, file: AnyPath, *, allow_pickle: bool | None, progress: bool) -> None:
+def dcp_to_torch_file(
+    folder: AnyPath,
+    file: AnyPath,
+    *,
+    allow_pickle: bool | None = None,
+    memory_budget: int | None = None,
+    progress: bool = False,
+) -> None:
     """Write a DCP checkpoint as one ``torch.save`` file of whole tensors, from this process alone.
 
     What is wrong with the checkpoint is a ``CheckpointException``, as in a load; what is wrong with the file is raised
     as it is.
     """
-    export = _Export(folder, allow_pickle)
+    budget = _checked_budget(memory_budget)
+    scratch = Path(os.path.realpath(file)).parent
+    export = _Export(folder, scratch, allow_pickle, memory=budget // 2)
     export.plan()
-    with written_atomically(file) as stream, _bar("writing", progress) as bar:
-        export.read_values()
-        export.write(ZipWriter(stream), bar)
+    description, entries = export.describe()
+    expected = len(description) + sum(entry.nbytes + _ENVELOPE for entry in entries)
+    with sink_atomically(file, expected, budget // 2) as sink, _bar("writing", progress) as bar:
+        export.write(ZipWriter(sink), description, entries, bar)
     logger.info("converted %s to %s", folder, file)
 
 
-class _OneTensorAtATime(DefaultSavePlanner):
-    """Saves tensors of a file, each of which is in memory until the next one's turn comes."""
+def _checked_budget(budget: Any) -> int:
+    if budget is None:
+        return MEMORY_BUDGET
+    if type(budget) is not int or budget < SMALLEST_BUDGET:
+        raise ValueError(
+            f"memory_budget must be a number of bytes, such as 64 << 20, and {SMALLEST_BUDGET} at least, not "
+            f"{budget!r}: the buffers that tensors go through take that much"
+        )
+    return budget
+
+
+class _StreamingWriter(_FileSystemWriter):
+    """Writes tensors whose elements it has to ask for. ``memory`` is for those that are on their way to the disk."""
+
+    def __init__(self, folder: AnyPath, elements: Elements, memory: int) -> None:
+        super().__init__(folder)
+        self._elements = elements
+        self._memory_budget = memory
+
+
+class _FromFile(DefaultSavePlanner):
+    """Saves the tensors of a file, whose elements are not in memory."""
 
     def __init__(self, file: OpenTorchFile, bar: ProgressBar) -> None:
         super().__init__()
         self._file = file
         self._bar = bar
-        self._under_way = ExitStack()
+        self._under_way = 0
 
     def create_local_plan(self) -> SavePlan:
         """Plan as usual; the bar learns how much there is to do, and the file what will be asked for."""
@@ -85,13 +132,9 @@ class _OneTensorAtATime(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The data of an item, which is asked for when the one before has been written."""
-        self._under_way.close()
-        data = super().resolve_data(write_item)
-        if _is_array(data):
-            assert isinstance(data, torch.Tensor)
-            self._under_way.enter_context(self._file.present(data))
-        self._under_way.callback(self._bar.advance, written_bytes(write_item))
-        return data
+        self._bar.advance(self._under_way)
+        self._under_way = written_bytes(write_item)
+        return super().resolve_data(write_item)
 
 
 def _is_array(value: Any) -> bool:
@@ -101,37 +144,77 @@ def _is_array(value: Any) -> bool:
 class _Export:
     """One checkpoint on its way into a file. Its methods are the steps, in the order in which they happen."""
 
-    def __init__(self, folder: AnyPath, allow_pickle: bool | None) -> None:
-        self.reader = FileSystemReader(folder, allow_pickle=allow_pickle)
+    def __init__(self, folder: AnyPath, scratch: Path, allow_pickle: bool | None, memory: int) -> None:
+        self.reader = StreamingReader(folder, scratch, memory, allow_pickle=allow_pickle)
         self.planner = EmptyStateDictLoadPlanner(allow_pickle=allow_pickle)
         self.ranks = _alone()
+        self.batch_bytes = min(READ_BYTES, memory)
         self.value_items: list[ReadItem] = []
         self.tensor_items: dict[str, list[ReadItem]] = defaultdict(list)
+        self._keys: dict[int, str] = {}
 
     def plan(self) -> None:
         """Read the index, and find out what to read for every key."""
         self.ranks.all_gather_status("plan", self._plan)
 
-    def read_values(self) -> None:
-        """Read all that is not a tensor. Values are part of the description, which comes first in the file."""
+    def describe(self) -> tuple[bytes, list[StoredBytes]]:
+        """The description of everything, and what it refers to. Values are a part of it, and are read for it."""
         self._read(self.value_items)
+        self._keys = {id(value): key for key, value in self.planner.state_dict.items() if _is_stand_in(value)}
+        stand_ins = [self.planner.state_dict[key] for key in self._keys.values()]
+        return describe(self.planner.original_state_dict, stand_ins)
 
-    def write(self, archive: ZipWriter, bar: ProgressBar) -> None:
-        """Write the description of everything, then the bytes of one tensor after the other."""
-        keys = {id(value): key for key, value in self.planner.state_dict.items() if _is_stand_in(value)}
-        stand_ins = [self.planner.state_dict[key] for key in keys.values()]
-        description, entries = describe(self.planner.original_state_dict, stand_ins)
+    def write(self, archive: ZipWriter, description: bytes, entries: Sequence[StoredBytes], bar: ProgressBar) -> None:
+        """Write the description, then the bytes of one tensor after the other."""
         bar.total = sum(entry.nbytes for entry in entries)
         archive.add("data.pkl", description)
         archive.add("byteorder", sys.byteorder.encode())
-        for number, entry in enumerate(entries):
-            if isinstance(entry.source, torch.Tensor):
-                archive.add(f"data/{number}", as_bytes(self._tensor(keys[id(entry.source)])))
+        for batch in self._batches(entries):
+            if isinstance(batch[0].source, torch.UntypedStorage):
+                archive.add(batch[0].name, _bytes_of_storage(batch[0].source))
+            elif batch[0].nbytes > self.batch_bytes:
+                self._add_large(archive, batch[0].name, self._keys[id(batch[0].source)])
             else:
-                archive.add(f"data/{number}", _bytes_of_storage(entry.source))
-            bar.advance(entry.nbytes)
+                self._add_small(archive, {entry.name: self._keys[id(entry.source)] for entry in batch})
+            bar.advance(sum(entry.nbytes for entry in batch))
         archive.add("version", b"3\n")
         archive.close()
+
+    def _batches(self, entries: Sequence[StoredBytes]) -> Iterator[list[StoredBytes]]:
+        """Entries that are worth being read together: small tensors."""
+        batch: list[StoredBytes] = []
+        for entry in entries:
+            is_in_memory = isinstance(entry.source, torch.UntypedStorage)
+            if batch and (is_in_memory or sum(other.nbytes for other in batch) + entry.nbytes > self.batch_bytes):
+                yield batch
+                batch = []
+            batch.append(entry)
+            if is_in_memory:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def _add_small(self, archive: ZipWriter, keys: Mapping[str, str]) -> None:
+        """Write tensors that are read together. ``keys`` are those of the entries."""
+        places = self.planner.state_dict
+        stand_ins = {key: places[key] for key in keys.values()}
+        places.update((key, torch.empty(tensor.shape, dtype=tensor.dtype)) for key, tensor in stand_ins.items())
+        try:
+            self._read([item for key in stand_ins for item in self.tensor_items[key]])
+            for name, key in keys.items():
+                archive.add(name, as_bytes(places[key]))
+        finally:
+            places.update(stand_ins)
+
+    def _add_large(self, archive: ZipWriter, name: str, key: str) -> None:
+        """Write a tensor of which only pieces are in memory."""
+        stand_in = self.planner.state_dict[key]
+        with ExitStack() as until_read:
+            opening = self.reader.stream(self.tensor_items[key], stand_in.shape, stand_in.dtype)
+            stream = self._reading(lambda: until_read.enter_context(opening))
+            archive.add_in_pieces(name, stand_in.nbytes, lambda *piece: self._reading(lambda: stream.fill(*piece)))
+            self._reading(stream.finish)
 
     def _plan(self) -> None:
         metadata = self._read_index()
@@ -154,20 +237,12 @@ class _Export:
             except CheckpointNotFoundError:
                 raise not_saved_together from None
 
-    def _tensor(self, key: str) -> torch.Tensor:
-        """A tensor in memory, put together from its chunks."""
-        places = self.planner.state_dict
-        stand_in = places[key]
-        places[key] = torch.empty(stand_in.shape, dtype=stand_in.dtype)
-        try:
-            self._read(self.tensor_items[key])
-            whole: torch.Tensor = places[key]
-        finally:
-            places[key] = stand_in
-        return whole
-
     def _read(self, items: list[ReadItem]) -> None:
-        self.ranks.all_gather_status("read", lambda: self.reader.read_data(LoadPlan(items), self.planner).wait())
+        self._reading(lambda: self.reader.read_data(LoadPlan(items), self.planner).wait())
+
+    def _reading(self, step: Callable[[], T]) -> T:
+        """What goes wrong in a step of reading is told as in a load."""
+        return self.ranks.all_gather_status("read", lambda: self.reader.telling_what_failed(step))
 
 
 def _refuse_quantized_tensors(metadata: Metadata) -> None:

@@ -16,7 +16,7 @@ import torch
 import holdfast.dcp as dcp
 from holdfast.dcp import format_utils
 from holdfast.dcp.state_dict_loader import _load_state_dict_from_keys
-from holdfast.storage.reader import FileSystemReader
+from holdfast.formats.torch_file.zip_writer import ZipWriter
 from tests.ranks import RankPool
 
 STATE: dict[str, Any] = {"model": {"w": torch.arange(6.0).reshape(2, 3)}, "step": 7}
@@ -168,19 +168,20 @@ def read_some(descriptor: int) -> str:
 
 
 def convert_until(name: str, source: Path, target: Path) -> None:
-    plain, calls = FileSystemReader.read_data, []
+    """Let a signal come when three entries are written."""
+    plain, calls = ZipWriter.add, []
 
-    def interrupted(self: FileSystemReader, plan: Any, planner: Any) -> Any:
-        calls.append(plan)
+    def interrupted(self: ZipWriter, entry: str, content: Any) -> None:
+        plain(self, entry, content)
+        calls.append(entry)
         if len(calls) == 3:
             os.kill(os.getpid(), signal.Signals[name])
-        return plain(self, plan, planner)
 
-    FileSystemReader.read_data = interrupted
+    ZipWriter.add = interrupted
     try:
         main("dcp_to_torch", source, target)
     finally:
-        FileSystemReader.read_data = plain
+        ZipWriter.add = plain
 
 
 @pytest.mark.parametrize(

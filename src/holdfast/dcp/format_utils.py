@@ -30,16 +30,19 @@ def dcp_to_torch_save(
     torch_save_path: AnyPath,
     *,
     allow_pickle: bool | None = None,
+    memory_budget: int | None = None,
     progress: bool = False,
 ) -> None:
     """Write a DCP checkpoint as one file that ``torch.load`` reads.
 
-    The file appears when it is complete. Memory is needed for the largest tensor, not for all.
+    The file appears when it is complete. Tensors are copied in pieces, however large they are.
 
     Args:
         dcp_checkpoint_dir: the folder of the checkpoint.
         torch_save_path: the file to write; an existing one is replaced.
         allow_pickle: read values that run code. For checkpoints of trusted authors only.
+        memory_budget: bytes that may be allocated for what is on its way, apart from some 2 KB per tensor: 64 MiB by
+            default, 256 KiB at least.
         progress: show a progress bar, if the standard error stream is a terminal.
 
     Example:
@@ -51,7 +54,13 @@ def dcp_to_torch_save(
         >>> torch.load(f"{folder}/all.pt")
         {'model': {'w': tensor([1., 1.])}, 'step': 7}
     """
-    dcp_to_torch_file(dcp_checkpoint_dir, torch_save_path, allow_pickle=allow_pickle, progress=progress)
+    dcp_to_torch_file(
+        dcp_checkpoint_dir,
+        torch_save_path,
+        allow_pickle=allow_pickle,
+        memory_budget=memory_budget,
+        progress=progress,
+    )
 
 
 def torch_save_to_dcp(
@@ -59,16 +68,19 @@ def torch_save_to_dcp(
     dcp_checkpoint_dir: AnyPath,
     *,
     allow_pickle: bool | None = None,
+    memory_budget: int | None = None,
     progress: bool = False,
 ) -> None:
     """Save the dict in a file of ``torch.save`` as a DCP checkpoint, which any number of ranks can load.
 
-    Tensors are mapped from the file and written one by one.
+    Tensors are copied in pieces, however large they are.
 
     Args:
         torch_save_path: the file.
         dcp_checkpoint_dir: the folder of the checkpoint; one that is there already is replaced.
         allow_pickle: let the file run code. For files of trusted authors only.
+        memory_budget: bytes that may be allocated for what is on its way, apart from some 2 KB per tensor: 64 MiB by
+            default, 256 KiB at least.
         progress: show a progress bar, if the standard error stream is a terminal.
 
     Example:
@@ -82,7 +94,13 @@ def torch_save_to_dcp(
         >>> state
         {'w': tensor([1., 1.]), 'step': 7}
     """
-    torch_file_to_dcp(torch_save_path, dcp_checkpoint_dir, allow_pickle=allow_pickle, progress=progress)
+    torch_file_to_dcp(
+        torch_save_path,
+        dcp_checkpoint_dir,
+        allow_pickle=allow_pickle,
+        memory_budget=memory_budget,
+        progress=progress,
+    )
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

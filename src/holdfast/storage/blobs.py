@@ -36,8 +36,27 @@ class WrittenBlob:
     transform_descriptors: list[str] | None = None
 
 
+class Elements:
+    """How to get at the elements of tensors that are written. These are in memory anyway."""
+
+    def slab_bytes(self, tensor: torch.Tensor) -> int | None:
+        """How many are to be asked for at a time; None if all may be that lie in memory as they are written."""
+        return None
+
+    def of(self, view: torch.Tensor) -> torch.Tensor:
+        """A tensor like ``view`` whose elements are there until the next one is asked for."""
+        return view
+
+
+IN_MEMORY = Elements()
+
+
 def write_blob(
-    stream: Any, item: WriteItem, data: torch.Tensor | io.BytesIO, transforms: WriterTransforms
+    stream: Any,
+    item: WriteItem,
+    data: torch.Tensor | io.BytesIO,
+    transforms: WriterTransforms,
+    elements: Elements = IN_MEMORY,
 ) -> WrittenBlob:
     """Write the data of ``item`` at the stream's position."""
     if isinstance(data, torch.Tensor):
@@ -45,7 +64,7 @@ def write_blob(
         tensor = data.detach()
         if transforms.extensions or tensor.is_quantized:
             return _write_whole(stream, item, _archive_bytes(tensor), transforms, tensor.dtype)
-        return _write_tensor(stream, tensor)
+        return _write_tensor(stream, tensor, elements)
     if not isinstance(data, io.BytesIO):
         raise HoldfastError(
             f"'{item.index.fqn}': the planner resolved the item to a {type(data).__name__}; "
@@ -54,18 +73,18 @@ def write_blob(
     return _write_whole(stream, item, data.getvalue(), transforms, None)
 
 
-def _write_tensor(stream: Any, tensor: torch.Tensor) -> WrittenBlob:
+def _write_tensor(stream: Any, tensor: torch.Tensor, elements: Elements) -> WrittenBlob:
     archive = TensorArchive(tensor.dtype, tuple(tensor.shape))
     prefix, length = archive.prefix, archive.payload_length
     if length <= _SMALL:
-        payload = as_bytes(tensor)
+        payload = as_bytes(elements.of(tensor))
         payload_crc = crc32(payload)
         suffix = archive.suffix(payload_crc)
         stream.write(b"".join((prefix, payload, suffix)))
     else:
         stream.write(prefix)
         payload_crc = 0
-        for piece in _pieces(tensor):
+        for piece in _pieces(tensor, elements):
             payload_crc = crc32(piece, payload_crc)
             stream.write(piece)
         suffix = archive.suffix(payload_crc)
@@ -74,15 +93,18 @@ def _write_tensor(stream: Any, tensor: torch.Tensor) -> WrittenBlob:
     return WrittenBlob(len(prefix) + length + len(suffix), seal, tensor.dtype)
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+def _pieces(tensor: torch.Tensor, elements: Elements) -> Iterator[memoryview]:
     """The bytes of a tensor, piece by piece. No more than a slab is copied of one that lies otherwise in memory."""
-    for part in cut(Box((0,) * tensor.dim(), tuple(tensor.shape)), _slab_elements(tensor)):
-        payload = as_bytes(narrowed(tensor, part.offsets, part.sizes))
+    for part in cut(Box((0,) * tensor.dim(), tuple(tensor.shape)), _slab_elements(tensor, elements)):
+        payload = as_bytes(elements.of(narrowed(tensor, part.offsets, part.sizes)))
         for start in range(0, payload.nbytes, _PIECE):
             yield payload[start : start + _PIECE]
 
 
-def _slab_elements(tensor: torch.Tensor) -> int:
+def _slab_elements(tensor: torch.Tensor, elements: Elements) -> int:
+    slab_bytes = elements.slab_bytes(tensor)
+    if slab_bytes is not None:
+        return max(1, slab_bytes // tensor.dtype.itemsize)
     in_place = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     return max(1, tensor.numel() if in_place else _SLAB // tensor.dtype.itemsize)
 
@@ -106,7 +128,7 @@ def _archive_bytes(tensor: torch.Tensor) -> bytes:
     if tensor.is_quantized:
         torch.save(tensor.clone(), collected)
     else:
-        _write_tensor(collected, tensor)
+        _write_tensor(collected, tensor, IN_MEMORY)
     return collected.getvalue()
 
 

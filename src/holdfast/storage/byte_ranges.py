@@ -70,10 +70,13 @@ class StreamRanges:
             done += count
 
 
-def read_with_crc(file: Ranges, begin: int, memory: memoryview) -> int:
-    """Fill memory, and sum up what was read: piece by piece while it is still in the processor's own cache."""
+def read_with_crc(file: Ranges, begin: int, memory: memoryview, crc: int = 0) -> int:
+    """Fill memory, and sum up what was read: piece by piece while it is still in the processor's own cache.
+
+    ``crc`` is that of all that was read before.
+    """
     read_cached = getattr(file, "read_cached", None)
-    done, crc = 0, 0
+    done = 0
     while done < memory.nbytes:
         piece = memory[done : done + CACHED_READ_BYTES]
         if read_cached is None or not read_cached(begin + done, piece):

@@ -97,16 +97,15 @@ class ChunkRead:
                 last = min(end, first + self._most)
                 yield Run(first, last, None if memory is None else memory[first - begin : last - begin])
 
-    def read(self, run: Run, *, summed: bool) -> int:
-        """Read a stretch and put it where it is wanted. Returns the CRC of its bytes if that is asked for."""
+    def read(self, run: Run, *, summed: bool, crc: int = 0) -> int:
+        """Read a stretch and put it where it is wanted. With ``summed`` its bytes are added to a CRC."""
         buffer: Buffer | None = None
         memory = run.memory
         if memory is None:
             buffer = np.empty(run.end - run.begin, np.uint8)
             memory = buffer.data
-        crc = 0
         if summed:
-            crc = read_with_crc(self._file, self._position + run.begin, memory)
+            crc = read_with_crc(self._file, self._position + run.begin, memory, crc)
         else:
             self._file.read_into(self._position + run.begin, memory)
         if buffer is not None:

@@ -16,7 +16,7 @@ from holdfast.formats.dcp.values import needs_pickle
 from holdfast.garbage import no_garbage_collection
 from holdfast.planning.plan import WriteItem, WriteItemType, written_bytes
 from holdfast.planning.planner import SavePlanner
-from holdfast.storage.blobs import write_blob
+from holdfast.storage.blobs import IN_MEMORY, Elements, write_blob
 from holdfast.storage.contract import WriteResult
 from holdfast.storage.device_copies import OverlappingCpuLoader
 from holdfast.storage.transforms import WriterTransforms
@@ -69,6 +69,7 @@ def write_file(
     *,
     copy_ahead: int,
     sync: bool,
+    elements: Elements = IN_MEMORY,
 ) -> list[WriteResult]:
     """Write a file, values first; with ``sync`` its content is durable afterwards."""
     results: list[WriteResult] = []
@@ -76,7 +77,7 @@ def write_file(
     is_short = file.expected_size() < _SHORT_WORK
     with create_stream(file.path, "wb") as stream, no_garbage_collection() if is_short else nullcontext():
         for item, data in resolved_items(file.items, planner, copy_ahead):
-            result = write_item(stream, position, file.name, item, data, transforms)
+            result = write_item(stream, position, file.name, item, data, transforms, elements)
             position += result.size_in_bytes
             results.append(result)
         if sync:
@@ -91,9 +92,10 @@ def write_item(
     item: WriteItem,
     data: torch.Tensor | io.BytesIO,
     transforms: WriterTransforms,
+    elements: Elements = IN_MEMORY,
 ) -> WriteResult:
     """Write one item, which begins at ``position`` of the file."""
-    blob = write_blob(stream, item, data, transforms)
+    blob = write_blob(stream, item, data, transforms, elements)
     info = _StorageInfo(file_name, position, blob.length, blob.transform_descriptors, blob.seal)
     needs = needs_pickle(data.getvalue()) if isinstance(data, io.BytesIO) else None
     if needs is not None:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.futures import Future
@@ -381,7 +381,7 @@ class FileSystemReader(StorageReader):
         return content
 
     def _pieces_transformed_back(
-        self, blob: IO[bytes], stored: int, descriptors: Sequence[str], source: str, item: ReadItem
+        self, blob: Any, stored: int, descriptors: Sequence[str], source: str, item: ReadItem
     ) -> Iterator[bytes]:
         """What a blob was before it went through transforms, in order. What they cannot undo is damaged."""
         limit = self._most_bytes(item, stored)

@@ -37,6 +37,17 @@ def archived_elements(
     file: Ranges, info: _StorageInfo, chunk: ChunkStorageMetadata, *, source: str, key: str, verify: bool
 ) -> Elements | None:
     """Where the archive says that the elements are; None if they are no plain row-major array of this machine's."""
+    found = archived_tensor(file, info, source=source, key=key, verify=verify)
+    if found is None or not _is_all_of(*found, chunk):
+        return None
+    record, payload = found
+    return Elements(info.offset + payload.offset, record.dtype, payload.crc)
+
+
+def archived_tensor(
+    file: Ranges, info: _StorageInfo, *, source: str, key: str, verify: bool
+) -> tuple[TensorRecord, Entry] | None:
+    """The tensor in an archive as a view of one of its entries; None if this machine cannot use that as it is."""
 
     def read_at(offset: int, length: int) -> bytes:
         content = bytearray(length)
@@ -55,11 +66,11 @@ def archived_elements(
         return None
     record = describe_tensor(content("data.pkl"), source=source, key=key)
     payload = entries.get(f"data/{record.storage.key}")
-    if payload is None or not _is_all_of(record, payload, chunk):
+    if payload is None or record.quantizer is not None or payload.length != record.storage.nbytes:
         return None
     if "byteorder" in entries and content("byteorder") != sys.byteorder.encode():
         return None
-    return Elements(info.offset + payload.offset, record.dtype, payload.crc)
+    return record, payload
 
 
 def check_envelope(file: Ranges, info: _StorageInfo, seal: Seal, source: str, key: str) -> None:
@@ -83,11 +94,9 @@ def check_envelope(file: Ranges, info: _StorageInfo, seal: Seal, source: str, ke
 
 def _is_all_of(record: TensorRecord, payload: Entry, chunk: ChunkStorageMetadata) -> bool:
     return (
-        record.quantizer is None
-        and record.is_row_major
+        record.is_row_major
         and record.storage_offset == 0
         and record.sizes == tuple(chunk.sizes)
-        and payload.length == record.storage.nbytes
         and _fits(payload.length, record.dtype, chunk)
     )
 

@@ -30,6 +30,7 @@ from holdfast.notices import warn_caller
 from holdfast.planning.plan import SavePlan
 from holdfast.planning.planner import SavePlanner
 from holdfast.storage import layout
+from holdfast.storage.blobs import IN_MEMORY
 from holdfast.storage.byte_ranges import is_plain
 from holdfast.storage.contract import StorageWriter, WriteResult
 from holdfast.storage.data_files import DataFile, ValueNeedingPickle, split_by_size_and_type, write_file
@@ -83,6 +84,8 @@ class _FileSystemWriter(StorageWriter):
         self.per_thread_copy_ahead = per_thread_copy_ahead
         self.serialization_format = serialization_format
         self.transforms = WriterTransforms(_extensions)
+        self._memory_budget = MEMORY_BUDGET
+        self._elements = IN_MEMORY
         self.save_id = str(uuid.uuid4())
         self.is_coordinator = False
         self.rank: int | None = None
@@ -280,7 +283,7 @@ class _FileSystemWriter(StorageWriter):
         create_stream: Callable[[AnyPath, str], AbstractContextManager[Any]] = self.fs.create_stream
         expected = file.expected_size()
         if expected >= DIRECT_FROM and is_plain(self.fs):
-            memory = MEMORY_BUDGET // self.thread_count
+            memory = self._memory_budget // self.thread_count
             create_stream = lambda path, mode: direct_stream(path, expected, memory)  # noqa: E731 - as the other one
         return write_file(
             create_stream,
@@ -289,6 +292,7 @@ class _FileSystemWriter(StorageWriter):
             self.transforms,
             copy_ahead=self.per_thread_copy_ahead,
             sync=self.sync_files,
+            elements=self._elements,
         )
 
     def _look_for_files(self, results: list[list[WriteResult]]) -> None:

@@ -23,8 +23,9 @@ _PROTOCOL = 2
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """The entry ``data/<n>`` of a file, where n is its position among all of them."""
+    """An entry of a file."""
 
+    name: str
     nbytes: int
     source: torch.Tensor | torch.UntypedStorage
     """The stand-in of a tensor that is still to come, or a storage in memory."""
@@ -85,8 +86,9 @@ class _Describer(pickle.Pickler):
 
     def _name(self, identity: int, nbytes: int, source: torch.Tensor | torch.UntypedStorage) -> str:
         if identity not in self._known:
-            self._known[identity] = str(len(self.entries)), source  # kept alive: an identity must not be used again
-            self.entries.append(StoredBytes(nbytes, source))
+            number = str(len(self.entries))
+            self._known[identity] = number, source  # kept alive: an identity must not be used again
+            self.entries.append(StoredBytes(f"data/{number}", nbytes, source))
         return self._known[identity][0]
 
 

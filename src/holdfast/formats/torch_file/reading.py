@@ -40,6 +40,11 @@ class OpenTorchFile:
                 (asked if is_asked_for(leaf) else values).append(leaf)
             self._memory.fill_hidden(self._file, asked, values)
 
+    def place_of(self, tensor: torch.Tensor) -> tuple[FileReader, int] | None:
+        """The file and where in it the first element of a tensor is; None if its elements are in memory."""
+        position = None if self._memory is None else self._memory.place_of(tensor)
+        return None if position is None or self._file is None else (self._file, position)
+
     @contextmanager
     def present(self, tensor: torch.Tensor) -> Iterator[None]:
         """The elements of a tensor, or of a view of one, are there inside of a ``with`` block."""

@@ -105,12 +105,18 @@ class ReservedFile:
         position = memory.data_ptr() - self._start
         return position if 0 <= position < len(self._memory) else None
 
+    def place_of(self, tensor: torch.Tensor) -> int | None:
+        """Where in the file the first element of a tensor is; None if it has none, or they are there for good."""
+        if tensor.numel() == 0 or self.position_of(tensor.untyped_storage()) in self._hidden:
+            return None
+        return self.position_of(tensor)
+
     @contextmanager
     def present(self, file: OpenFile, tensor: torch.Tensor) -> Iterator[None]:
         """The elements of a tensor are there inside of a ``with`` block, one thread at a time."""
-        begin = None if tensor.numel() == 0 else self.position_of(tensor)
-        if begin is None or self.position_of(tensor.untyped_storage()) in self._hidden:
-            yield  # they are there for good
+        begin = self.place_of(tensor)
+        if begin is None:
+            yield
             return
         reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         end = begin + reach * tensor.dtype.itemsize

@@ -7,7 +7,8 @@ can use it in place.
 from __future__ import annotations
 
 import struct
-from typing import IO, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from holdfast.formats.crc import crc32
 from holdfast.formats.dcp import zip_layout as layout
@@ -18,8 +19,23 @@ _VERSION, _VERSION64 = 20, 45
 _PIECE = 1 << 20
 
 
+class Output(Protocol):
+    """Where an archive goes."""
+
+    def write(self, data: Any, /) -> Any:
+        """Take all of it."""
+
+
+Fill = Callable[[int, memoryview, int], int]
+"""``(begin, memory, crc)``: fills memory with the content from ``begin`` on, and adds it to the CRC of what was before.
+Memory begins and ends with a multiple of 16 bytes of the content, or with the content itself."""
+
+
 class ZipWriter:
-    """Appends entries to a stream, one after another; ``close`` writes the directory.
+    """Appends entries to what is at ``position`` of an output, one after another; ``close`` writes the directory.
+
+    An output may have a method ``room`` that lends the memory for what comes next, or None if it has none, and a method
+    ``advance`` to tell how much of it was filled. Then entries that are made piece by piece are made right there.
 
     >>> import io, zipfile
     >>> stream = io.BytesIO()
@@ -30,23 +46,43 @@ class ZipWriter:
     b'3'
     """
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream: Any = stream
-        self._position = stream.tell()
+    def __init__(self, output: Output, position: int = 0) -> None:
+        self._output = output
+        self._room: Callable[[], memoryview | None] = getattr(output, "room", lambda: None)
+        self._position = position
         self._lines: list[bytes] = []
 
     def add(self, name: str, content: bytes | memoryview) -> None:
         """Write an entry."""
         full_name = (_ROOT + name).encode()
         view = memoryview(content).cast("B")
-        crc = crc32(view)
-        self._lines.append(_line(full_name, crc, len(view), self._position))
-        self._write(_header(full_name, crc, len(view), self._position))
-        for start in range(0, len(view), _PIECE):
-            self._write(view[start : start + _PIECE])
+        crc, begin = crc32(view), self._position
+        self._write(_header(full_name, crc, len(view), begin, flags=0))
+        self._write(view)
+        self._lines.append(_line(full_name, crc, len(view), begin, flags=0))
+
+    def add_in_pieces(self, name: str, size: int, fill: Fill) -> None:
+        """Write an entry that is never in memory as a whole. Its CRC is only known in the end, and stands behind it."""
+        full_name = (_ROOT + name).encode()
+        begin = self._position
+        self._write(_header(full_name, 0, size, begin, flags=layout.CRC_FOLLOWS))
+        crc = done = 0
+        while done < size:
+            room = self._room()
+            memory = (memoryview(bytearray(_PIECE)) if room is None else room)[: size - done]
+            crc = fill(done, memory, crc)
+            if room is None:
+                self._output.write(memory)
+            else:
+                self._output.advance(memory.nbytes)  # type: ignore[attr-defined]
+            done += memory.nbytes
+        self._position += size
+        descriptor = layout.DESCRIPTOR64 if size >= layout.MAX32 else layout.DESCRIPTOR
+        self._write(descriptor.pack(layout.DESCRIPTOR_MAGIC, crc, size, size))
+        self._lines.append(_line(full_name, crc, size, begin, flags=layout.CRC_FOLLOWS))
 
     def close(self) -> None:
-        """Write the directory. The stream stays open."""
+        """Write the directory. The output stays open."""
         start, count = self._position, len(self._lines)
         self._write(b"".join(self._lines))
         size = self._position - start
@@ -59,11 +95,11 @@ class ZipWriter:
         self._write(layout.END.pack(layout.END_MAGIC, 0, 0, count, count, size, start, 0))
 
     def _write(self, data: bytes | memoryview) -> None:
-        self._stream.write(data)
+        self._output.write(data)
         self._position += len(data)
 
 
-def _header(name: bytes, crc: int, size: int, position: int) -> bytes:
+def _header(name: bytes, crc: int, size: int, position: int, *, flags: int) -> bytes:
     """What stands in front of an entry's content, as long as it takes for the content to be aligned."""
     version, short, extra = _VERSION, size, b""
     if size >= layout.MAX32:
@@ -71,17 +107,17 @@ def _header(name: bytes, crc: int, size: int, position: int) -> bytes:
     padding = -(position + layout.LOCAL.size + len(name) + len(extra) + layout.EXTRA.size) % ALIGNMENT
     extra += layout.EXTRA.pack(layout.PADDING_ID, padding) + bytes(padding)
     lengths = (short, short, len(name), len(extra))
-    fields = (layout.LOCAL_MAGIC, version, layout.UTF8, layout.STORED, 0, 0, crc, *lengths)
+    fields = (layout.LOCAL_MAGIC, version, layout.UTF8 | flags, layout.STORED, 0, 0, crc, *lengths)
     return layout.LOCAL.pack(*fields) + name + extra
 
 
-def _line(name: bytes, crc: int, size: int, position: int) -> bytes:
+def _line(name: bytes, crc: int, size: int, position: int, *, flags: int) -> bytes:
     """An entry's line in the directory. Of sizes and position, those that need 64 bits move to an extra field."""
     large = [number for number in (size, size, position) if number >= layout.MAX32]
     version, extra = (_VERSION64, _extra64(large)) if large else (_VERSION, b"")
     short = min(size, layout.MAX32)
     lengths = (short, short, len(name), len(extra), 0)
-    fields = (layout.CENTRAL_MAGIC, version, version, layout.UTF8, layout.STORED, 0, 0, crc, *lengths)
+    fields = (layout.CENTRAL_MAGIC, version, version, layout.UTF8 | flags, layout.STORED, 0, 0, crc, *lengths)
     return layout.CENTRAL.pack(*fields, 0, 0, 0, min(position, layout.MAX32)) + name + extra
 
 
