@@ -160,6 +160,15 @@ def test_tensors_of_other_kinds_are_values(tmp_path: Path) -> None:
     assert torch.equal(source.tree["quantized"].dequantize(), quantized.dequantize())
 
 
+def test_tensors_without_elements_are_in_host_memory_whatever_the_default_device(tmp_path: Path) -> None:
+    torch.save({"empty": torch.empty(0, 3)}, tmp_path / "state.pt")
+
+    with torch.device("meta"):
+        source = open_source(tmp_path / "state.pt")
+
+    assert source.tensors["empty"].shape == (0, 3)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_scales_that_are_a_tensor_of_the_state_too_are_there(tmp_path: Path) -> None:
     scales, zero_points = torch.rand(8, dtype=torch.float64) + 0.1, torch.arange(8)

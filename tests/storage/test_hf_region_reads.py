@@ -158,5 +158,15 @@ def test_a_target_that_cannot_be_filled_is_named() -> None:
         read_region(io.BytesIO(bytes(16)), 0, (4,), torch.int32, Box((0,), (4,)), target, source="file", key="x")
 
 
+def test_buffers_are_in_host_memory_whatever_the_default_device() -> None:
+    whole, target = numbered((4, 6)), torch.zeros(6, 4, dtype=torch.int32).T
+    stream = io.BytesIO(whole.numpy().tobytes())
+
+    with torch.device("meta"):
+        read_region(stream, 0, (4, 6), torch.int32, Box((0, 0), (4, 6)), target, source="f", key="k")
+
+    assert torch.equal(target, whole)
+
+
 def test_strides_are_those_of_torch() -> None:
     assert byte_strides((2, 3, 4), 2) == tuple(2 * step for step in torch.empty(2, 3, 4).stride())

@@ -252,6 +252,18 @@ def test_damage_is_raised_and_leaves_zeros_and_not_half_a_tensor(tmp_path: Path,
     assert int((state["bad"] != bad).sum()) == 1
 
 
+def test_damage_leaves_zeros_where_programs_make_tensors_on_the_meta_device(tmp_path: Path) -> None:
+    saved = torch.randn(400, 300)
+    dcp.save({"w": saved}, checkpoint_id=tmp_path, no_dist=True)
+    damage(tmp_path, saved, 100_000)
+    state = {"w": torch.ones(300, 400).T}
+
+    with torch.device("meta"), pytest.raises(CheckpointException, match=r"'w'.*CRC.*being read are zero now"):
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+
+    assert not state["w"].any()
+
+
 @BOTH
 def test_a_range_is_read_unchecked_and_damage_elsewhere_in_its_chunk_does_not_matter(
     tmp_path: Path, library: str

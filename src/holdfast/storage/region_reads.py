@@ -84,7 +84,7 @@ def read_region(
 ) -> None:
     """Fill ``target`` with a region of the tensor of this shape and dtype that begins at ``position`` of the stream."""
     strides = byte_strides(shape, dtype.itemsize)
-    buffer = torch.empty(0, dtype=torch.uint8)
+    buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # the default may be the meta device
     for part in readable_parts(shape, region, dtype.itemsize, most=BUFFER_BYTES, gap=WORTH_SKIPPING):
         place = narrowed(
             target, [at - start for at, start in zip(part.offsets, region.offsets, strict=True)], part.sizes
@@ -95,7 +95,7 @@ def read_region(
             read_exactly(stream, start, as_byte_view(place), source=source, key=key)
             continue
         if buffer.numel() < span:
-            buffer = torch.empty(span, dtype=torch.uint8)
+            buffer = torch.empty(span, dtype=torch.uint8, device="cpu")
         read_exactly(stream, start, buffer[:span].numpy().data, source=source, key=key)
         steps = [stride // dtype.itemsize for stride in strides]
         fill(place, buffer[:span].view(dtype).as_strided(part.sizes, steps), key)

@@ -74,7 +74,7 @@ class TensorPlace:
         if self.memory is not None:
             torch.frombuffer(self.memory, dtype=torch.uint8).zero_()
         else:
-            zero = torch.zeros(self._stored.itemsize, dtype=torch.uint8).view(self._stored)
+            zero = torch.zeros(self._stored.itemsize, dtype=torch.uint8, device="cpu").view(self._stored)
             fill(self.target, zero.as_strided(self.target.size(), [0] * self.target.dim()), self._key)
 
 

@@ -128,7 +128,7 @@ class StoredTensors:
 
     def _bytes(self, data: memoryview, swapped: int) -> torch.Tensor:
         if not len(data):
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         if swapped > 1:
             native = np.frombuffer(data, dtype=f"u{swapped}").byteswap()
             return torch.from_numpy(native.view(np.uint8))
