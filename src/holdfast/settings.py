@@ -31,7 +31,8 @@ class Settings:
     """What happens when a tensor is loaded into another dtype. ``warn`` allows safe casts, ``off`` allows all."""
 
     verify: bool = True
-    """Check the CRC of everything that is read as a whole. Parts of chunks of DCP's files have none of their own."""
+    """Check the CRC of everything that is read as a whole. Parts of chunks of DCP's files, and of tensors in files of
+    ``torch.save``, have none of their own."""
 
     keep_staging_memory: bool = True
     """Keep the memory of the last background save's copy for the next one: fresh memory doubles the time it takes."""

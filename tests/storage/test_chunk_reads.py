@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.boxes import Box
+from holdfast.errors import DamagedCheckpointError
 from holdfast.formats.crc import combined
 from holdfast.storage import chunk_reads
 from holdfast.storage.byte_ranges import StreamRanges, read_with_crc
@@ -181,7 +182,7 @@ def test_a_stream_that_gives_less_is_asked_again_and_one_that_ends_is_an_error()
             return count
 
     into = bytearray(7)
-    StreamRanges(Hesitant()).read_into(1, into)
+    StreamRanges(Hesitant(), "a/file").read_into(1, into)
     assert into == bytes(range(1, 8))
-    with pytest.raises(EOFError, match="4 bytes are wanted at 6, and there are 2"):
-        StreamRanges(Hesitant()).read_into(6, bytearray(4))
+    with pytest.raises(DamagedCheckpointError, match="a/file is too short: it has 8 bytes, and at least 10 are needed"):
+        StreamRanges(Hesitant(), "a/file").read_into(6, bytearray(4))

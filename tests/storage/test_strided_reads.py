@@ -51,7 +51,7 @@ def test_any_region_of_any_view_is_what_memory_holds(
     position = ahead + view.storage_offset() * view.dtype.itemsize
 
     found = torch.zeros(region.sizes, dtype=view.dtype)
-    array = StridedArray(StreamRanges(io.BytesIO(content)), position, view.dtype, arrangement)
+    array = StridedArray(StreamRanges(io.BytesIO(content), "a test"), position, view.dtype, arrangement)
     array.read(region, found, "w")
 
     assert torch.equal(found, narrowed(view, *region))
@@ -59,7 +59,7 @@ def test_any_region_of_any_view_is_what_memory_holds(
 
 def test_rows_are_summed_up_behind_what_was_read_before() -> None:
     content = bytes(range(48))
-    array = StridedArray(StreamRanges(io.BytesIO(content)), 0, torch.int32, arrangement_of((3, 4), (4, 1)))
+    array = StridedArray(StreamRanges(io.BytesIO(content), "a test"), 0, torch.int32, arrangement_of((3, 4), (4, 1)))
     rows = torch.zeros(3, 4, dtype=torch.int32)
 
     crc = array.read(Box((0, 0), (2, 4)), rows[:2], "w", summed=True)

@@ -130,7 +130,7 @@ def _by_chunk(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 def _read_chunk(stream: Any, parts: Sequence[_Part], most: int) -> int:
     chunk, key = parts[0].chunk, parts[0].key
-    file = StreamRanges(stream)
+    file = StreamRanges(stream, chunk.file)
     wanted = [Wanted(part.region, ArrayPlace(part.into)) for part in parts]
     reading = ChunkRead(file, chunk.position, chunk.sizes, parts[0].into.itemsize, wanted, most=most)
     if chunk.position + reading.nbytes > file.size:

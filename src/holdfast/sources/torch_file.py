@@ -53,7 +53,7 @@ class TorchFileSource(Source):
         with open(path, "rb", buffering=0) as stream:
             self._version = _version_of(stream.fileno())
             is_archive = stream.read(len(LOCAL_MAGIC)) == LOCAL_MAGIC
-            self._file = ReservedFile(StreamRanges(stream), self.location) if is_archive else None
+            self._file = ReservedFile(StreamRanges(stream, self.location), self.location) if is_archive else None
             self.identity = self._file.identity if self._file is not None else _digest(stream)
             state = self._load(stream, allow_pickle)
         if not isinstance(state, dict):
@@ -108,7 +108,7 @@ class TorchFileSource(Source):
     def _load(self, stream: BinaryIO, allow_pickle: bool) -> Any:
         if self._file is not None:
             try:
-                return self._file.load(StreamRanges(stream))
+                return self._file.load(StreamRanges(stream, self.location))
             except RefusedPickleError:
                 # torch may know more names than we do. What it makes of them is checked as a whole, and now.
                 self._file = None

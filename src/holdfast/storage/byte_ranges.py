@@ -11,6 +11,7 @@ from holdfast.formats.crc import crc32
 from holdfast.stores.file_reader import open_file
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
 from holdfast.stores.local import FileSystem
+from holdfast.stores.store import too_short
 from holdfast.tuning import CACHED_READ_BYTES
 
 _OPENED_BY_THE_SYSTEM = FileSystem.create_stream
@@ -41,21 +42,22 @@ def opened_ranges(fs: FileSystemBase, path: AnyPath) -> Iterator[Ranges]:
             reader.close()
     else:
         with fs.create_stream(path, "rb") as stream:
-            yield StreamRanges(stream)
+            yield StreamRanges(stream, path)
 
 
 class StreamRanges:
-    """A stream that can be moved about.
+    """A stream that can be moved about. ``path`` is how errors call what it reads.
 
     >>> import io
     >>> two = bytearray(2)
-    >>> StreamRanges(io.BytesIO(b"holdfast")).read_into(4, two)
+    >>> StreamRanges(io.BytesIO(b"holdfast"), "an example").read_into(4, two)
     >>> two
     bytearray(b'fa')
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, path: AnyPath) -> None:
         self.stream = stream
+        self._path = path
         self.size: int = stream.seek(0, os.SEEK_END)
 
     def read_into(self, begin: int, buffer: Any, /) -> None:
@@ -66,7 +68,7 @@ class StreamRanges:
         while done < view.nbytes:
             count = self.stream.readinto(view[done:])
             if not count:
-                raise EOFError(f"{view.nbytes} bytes are wanted at {begin}, and there are {done}")
+                raise too_short(str(self._path), begin + view.nbytes, begin + done)
             done += count
 
 

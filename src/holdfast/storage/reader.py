@@ -348,7 +348,7 @@ class FileSystemReader(StorageReader):
                 yield ranges
         else:
             with self.fs.create_stream(file, "rb") as stream:
-                yield StreamRanges(stream)
+                yield StreamRanges(stream, file)
 
     def _apply_blob(
         self, stored: StoredItems, blob: Blob, planner: LoadPlanner, progress: Progress, source: str, *, verify: bool
@@ -466,7 +466,7 @@ class FileSystemReader(StorageReader):
             return _from_payload(known.elements, known.dtype, chunk)
         if self._familiar.is_worth_learning(len(blob)):
             whole = replace(info, offset=0)
-            content = StreamRanges(io.BytesIO(blob))
+            content = StreamRanges(io.BytesIO(blob), source)
             elements = archived_elements(content, whole, chunk, source=source, key=index.fqn, verify=verify)
             if elements is not None:
                 self._familiar.remember(blob, elements.position, elements.dtype, tuple(chunk.sizes))

@@ -314,7 +314,7 @@ class _Finding:
             for piece in reader._pieces_transformed_back(stored, info.length, descriptors, chunk.source, chunk.item):
                 unpacked.write(piece)
         content = replace(info, offset=begin, length=unpacked.tell() - begin, transform_descriptors=None, seal=None)
-        return content, lambda: StreamRanges(unpacked)
+        return content, lambda: StreamRanges(unpacked, chunk.source)
 
 
 class _OpenFiles:

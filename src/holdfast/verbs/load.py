@@ -74,7 +74,7 @@ def load(
         transform: keys of the state and functions ``f(checkpoint, key)`` that make the tensor or value for them out of
             the opened checkpoint, for instance by joining several stored tensors.
         verify: compare the digests of all that is read. ``"first"`` does so before anything is changed, at the cost of
-            reading twice.
+            reading twice. Safetensors files have no digests, and files of torch none for parts of what a rank saved.
         allow_pickle: load values that were stored as pickles, which can run any code.
         memory_budget: bytes that each rank may allocate beside the state, for buffers and conversions: 256 KiB at
             least, 64 MiB by default. More does not make it faster.

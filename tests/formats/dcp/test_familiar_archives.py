@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import zipfile
 import zlib
 from pathlib import Path
 
@@ -58,6 +59,27 @@ def test_a_changed_byte_is_never_taken_for_something_else() -> None:
         found = familiar.recognize(memoryview(changed))
         if found is not None and zlib.crc32(found.elements) == found.crc:
             assert bytes(found.elements) == saved.numpy().tobytes()
+
+
+def test_what_comes_behind_elements_that_no_crc_follows_is_compared() -> None:
+    blob = repacked(archived(torch.randn(5, 7)))
+    familiar = familiar_with(blob, torch.float32, (5, 7))
+    entries = read_directory(lambda at, length: bytes(blob[at : at + length]), len(blob), source="a test")
+    behind = entries["data/0"].offset + entries["data/0"].length
+    assert familiar.recognize(memoryview(blob)) is not None
+
+    blob[behind + 8] ^= 1  # how the next entry is compressed
+
+    assert familiar.recognize(memoryview(blob)) is None
+
+
+def repacked(blob: bytearray) -> bytearray:
+    """The same archive as other programs write it, with every CRC in front of what it is of."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(blob)) as old, zipfile.ZipFile(stream, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return bytearray(stream.getvalue())
 
 
 def test_lengths_are_worth_learning_when_they_come_again() -> None:

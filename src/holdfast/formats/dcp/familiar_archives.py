@@ -11,9 +11,19 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.formats.dcp.zip_layout import CENTRAL, CENTRAL_MAGIC, DESCRIPTOR, END, END_MAGIC, Entry, read_directory
+from holdfast.formats.dcp.zip_layout import (
+    CENTRAL,
+    CENTRAL_MAGIC,
+    CRC_FOLLOWS,
+    DESCRIPTOR,
+    END,
+    END_MAGIC,
+    Entry,
+    read_directory,
+)
 
 _MOST = 1024
+"""Forms that are remembered. A model has a few dozen; where every tensor has its own, remembering them is no use."""
 _CRC_IN_LINE = 16
 _UNCHECKED = ".data/serialization_id"
 """An id of the content, which differs from archive to archive. Nothing is made of it."""
@@ -47,7 +57,7 @@ class FamiliarArchives:
 
     def __init__(self) -> None:
         self._forms: dict[int, _Form] = {}
-        self._lengths: set[int] = set()
+        self._lengths: set[int] = set()  # a number for every small blob at most, of which the index has much more
 
     def recognize(self, blob: memoryview) -> Familiar | None:
         """What is in an archive, if its form is known."""
@@ -74,18 +84,19 @@ class FamiliarArchives:
             return
         differing = []
         for other in {name, _UNCHECKED} & entries.keys() & lines.keys():
-            entry = entries[other]
+            entry, (crc_at, flags) = entries[other], lines[other]
             # With the CRC that may follow it, and the one in the directory.
-            differing.append((entry.offset, entry.offset + entry.length + DESCRIPTOR.size))
-            differing.append((lines[other], lines[other] + 4))
+            behind = DESCRIPTOR.size if flags & CRC_FOLLOWS else 0
+            differing.append((entry.offset, entry.offset + entry.length + behind))
+            differing.append((crc_at, crc_at + 4))
         edges = sorted([(0, 0), *differing, (len(blob), len(blob))])
         same = tuple((before, after) for (_, before), (after, _) in pairwise(edges) if after > before)
         content = b"".join([blob[begin:end] for begin, end in same])
-        self._forms[len(blob)] = _Form(same, content, dtype, sizes, entries[name], lines[name])
+        self._forms[len(blob)] = _Form(same, content, dtype, sizes, entries[name], lines[name][0])
 
 
-def _lines(blob: memoryview) -> dict[str, int]:
-    """Where the directory has the CRC of each entry; nothing if the archive is not of the simple kind."""
+def _lines(blob: memoryview) -> dict[str, tuple[int, int]]:
+    """Where the directory has each CRC, and the flags of the entry; nothing if the archive is of no simple kind."""
     start = len(blob) - END.size
     if start < 0 or blob[start : start + 4] != END_MAGIC:
         return {}
@@ -97,6 +108,6 @@ def _lines(blob: memoryview) -> dict[str, int]:
         header = CENTRAL.unpack_from(blob, at)
         names, extras, comments = header[10:13]
         name = bytes(blob[at + CENTRAL.size : at + CENTRAL.size + names])
-        found[name.partition(b"/")[2].decode("latin-1")] = at + _CRC_IN_LINE
+        found[name.partition(b"/")[2].decode("latin-1")] = at + _CRC_IN_LINE, header[3]
         at += CENTRAL.size + names + extras + comments
     return found

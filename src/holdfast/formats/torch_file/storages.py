@@ -1,7 +1,7 @@
 """Whether the storages that a ``torch.save`` file describes are as large as the entries that hold them.
 
-Mapped into memory they are cut out of the file by the size that the description claims, which torch does not compare:
-a wrong one would show bytes of something else as elements.
+Elements are read from the file by the size that the description claims, which torch does not compare: a wrong one would
+show bytes of something else as elements.
 """
 
 from __future__ import annotations
