@@ -323,3 +323,18 @@ def save_and_load():
     command = [sys.executable, "-c", program, str(tmp_path / "saved")]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ended.stdout == "True\n", ended.stderr
+
+
+def test_a_tensor_that_loses_its_memory_to_a_hook_is_not_passed_over(tmp_path):
+    class Greedy(nn.Linear):
+        """Frees what it does not need while it is asked for its state."""
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            tensor.untyped_storage().resize_(0)
+            return super().state_dict(*args, **kwargs)
+
+    hf.save({"first": torch.ones(2), "t": torch.ones(3), "greedy": nn.Linear(2, 2)}, tmp_path / "saved")
+    first, tensor = torch.zeros(2), torch.zeros(3)
+    with pytest.raises(UnsupportedTensorError, match="'t' has lost its memory"):
+        hf.load({"first": first, "t": tensor, "greedy": Greedy(2, 2)}, tmp_path / "saved")
+    assert not first.any()

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from holdfast.errors import UnsupportedTensorError
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.torch_elements import torch_dtype
 from holdfast.planning.small_tensors import has_its_memory
@@ -85,11 +86,11 @@ class DenseFills:
     def reads(self) -> WholeReads:
         """Where all of them go, when there are no more to come. The tensors must stay alive until that is done."""
         count = len(self.targets)
-        return WholeReads(
-            [ref.key for ref in self.refs],
-            np.fromiter((tensor.data_ptr() for tensor in self.targets), np.int64, count),
-            np.fromiter((tensor.nbytes for tensor in self.targets), np.int64, count),
-        )
+        addresses = np.fromiter((tensor.data_ptr() for tensor in self.targets), np.int64, count)
+        if not addresses.all():
+            raise _lost_memory(self.keys[int(np.argmin(addresses))])
+        nbytes = np.fromiter((tensor.nbytes for tensor in self.targets), np.int64, count)
+        return WholeReads([ref.key for ref in self.refs], addresses, nbytes)
 
     @property
     def elements(self) -> int:
@@ -99,6 +100,15 @@ class DenseFills:
     def count_change(self) -> None:
         """Let autograd know that they were changed."""
         torch.autograd.graph.increment_version([tensor for tensor in self.targets if not tensor.is_inference()])
+
+
+def _lost_memory(key: str) -> UnsupportedTensorError:
+    return UnsupportedTensorError(
+        f"'{key}' has lost its memory while the state was being looked at, perhaps to a hook of another object's "
+        "state_dict. Nothing was changed.",
+        key=key,
+        kind="a tensor whose memory was given back",
+    )
 
 
 def sharing(begin: Numbers, end: Numbers, others: Sequence[tuple[int, int]]) -> list[int]:
