@@ -36,6 +36,8 @@ from holdfast.errors import (
     UnsupportedValueError,
 )
 from holdfast.formats.safetensors.torch_dtypes import BY_NAME
+from holdfast.storage import hf_reader
+from holdfast.storage.byte_ranges import StreamRanges
 from tests.dcp.states import bits, blank, differing, of_bytes
 
 INDEX = "model.safetensors.index.json"
@@ -350,15 +352,13 @@ def test_a_reader_tells_which_save_it_sees(tmp_path: Path) -> None:
 def test_only_the_slices_that_are_needed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save({"big": torch.arange(1 << 20), "w": torch.ones(3)}, tmp_path)
     read: list[int] = []
-    from holdfast.storage import region_reads
+    original = StreamRanges.read_into
 
-    original = region_reads.read_exactly
+    def counting(self: StreamRanges, begin: int, buffer: Any) -> None:
+        read.append(memoryview(buffer).nbytes)
+        original(self, begin, buffer)
 
-    def counting(stream: Any, start: int, into: memoryview, **names: str) -> None:
-        read.append(into.nbytes)
-        original(stream, start, into, **names)
-
-    monkeypatch.setattr(region_reads, "read_exactly", counting)
+    monkeypatch.setattr(StreamRanges, "read_into", counting)
     state = {"w": torch.zeros(3)}
     load(state, tmp_path)
 
@@ -463,16 +463,14 @@ def test_a_read_error_in_any_thread_is_the_error_of_the_load(
 ) -> None:
     state = {f"w{n}": torch.ones(3) for n in range(4)}
     save(state, tmp_path, fqn_to_index_mapping={key: n + 1 for n, key in enumerate(state)})
-    from holdfast.storage import region_reads
+    original = hf_reader.read_region
 
-    original = region_reads.read_exactly
-
-    def failing(stream: Any, start: int, into: memoryview, *, source: str, key: str) -> None:
+    def failing(*args: Any, key: str, **names: Any) -> None:
         if key == "w2":
             raise OSError(5, "Input/output error")
-        original(stream, start, into, source=source, key=key)
+        original(*args, key=key, **names)
 
-    monkeypatch.setattr(region_reads, "read_exactly", failing)
+    monkeypatch.setattr(hf_reader, "read_region", failing)
     with pytest.raises(CheckpointException, match=r"Input/output error.*item\(s\) of this rank"):
         loaded(state, tmp_path, thread_count=threads)
 

@@ -24,7 +24,7 @@ from holdfast.dcp._consolidate_hf_safetensors import (
 from holdfast.dcp.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidPlanError
 from holdfast.formats.safetensors.torch_dtypes import BY_NAME
-from holdfast.storage import filling, hf_model_files, region_reads
+from holdfast.storage import chunk_reads, filling, hf_model_files
 from tests.dcp.states import differing, of_bytes
 from tests.ranks import RankPool
 
@@ -108,9 +108,8 @@ def test_any_tiling_comes_together_with_any_buffer(
         write_parts(path, number + 1, {"w": (part, list(offsets))})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf_model_files, "BUFFER_BYTES", buffer)
-        patch.setattr(region_reads, "BUFFER_BYTES", buffer)
-        patch.setattr(region_reads, "WORTH_SKIPPING", gap)
+        patch.setattr(hf_model_files, "ROOM_BYTES", buffer)
+        patch.setattr(chunk_reads, "MERGE_GAP", gap)
         consolidate_safetensors_files(path, path / "whole")
 
     assert torch.equal(whole(path / "whole")["w"], full)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from holdfast.boxes import Box
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 from holdfast.storage.filling import narrowed
-from holdfast.storage.region_reads import byte_strides, read_region, readable_parts
+from holdfast.storage.readable_parts import byte_strides, readable_parts
+from holdfast.storage.region_reads import read_region
 
 
 class Counting(io.BytesIO):

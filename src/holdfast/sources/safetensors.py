@@ -11,7 +11,6 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from holdfast.boxes import Box, overlaps
-from holdfast.errors import DamagedCheckpointError
 from holdfast.formats.native.dtypes import dtype_named, name_of
 from holdfast.formats.native.names import generation_of
 from holdfast.formats.native.refs import TensorRef
@@ -24,6 +23,7 @@ from holdfast.storage.hf_folder import Contents, StoredChunk, read_contents, rea
 from holdfast.storage.hf_names import COMMIT_NAME, INDEX_NAME, SUFFIX
 from holdfast.storage.hf_opening import opened_as_described
 from holdfast.storage.read_steps import read_size
+from holdfast.storage.region_reads import refuse_short_chunk
 from holdfast.stores.local import FileSystem
 
 
@@ -133,16 +133,7 @@ def _read_chunk(stream: Any, parts: Sequence[_Part], most: int) -> int:
     file = StreamRanges(stream, chunk.file)
     wanted = [Wanted(part.region, ArrayPlace(part.into)) for part in parts]
     reading = ChunkRead(file, chunk.position, chunk.sizes, parts[0].into.itemsize, wanted, most=most)
-    if chunk.position + reading.nbytes > file.size:
-        raise DamagedCheckpointError(
-            f"{chunk.file} ends too early: '{key}' needs {reading.nbytes} bytes at {chunk.position}, and there are "
-            f"{max(0, file.size - chunk.position)}. The file was cut off or replaced meanwhile; copy it again, or load "
-            "another one.",
-            file=chunk.file,
-            key=key,
-            expected=reading.nbytes,
-            found=max(0, file.size - chunk.position),
-        )
+    refuse_short_chunk(file, chunk.position, reading.nbytes, chunk.file, key)
     for run in reading.stretches():
         reading.read(run, summed=False)
     return reading.bytes_read

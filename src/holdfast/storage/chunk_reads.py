@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from holdfast.boxes import Box, overlap, place_of
 from holdfast.storage.byte_ranges import Ranges, read_with_crc
-from holdfast.storage.region_reads import byte_strides, readable_parts
+from holdfast.storage.readable_parts import byte_strides, readable_parts
 from holdfast.tuning import MERGE_GAP, READ_BYTES
 
 _ANY_LENGTH = 1 << 62

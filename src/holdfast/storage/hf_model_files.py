@@ -20,9 +20,11 @@ from holdfast.storage.hf_folder import Contents, StoredChunk, StoredKey
 from holdfast.storage.hf_names import file_name
 from holdfast.storage.hf_notes import FileNotes, notes_of_whole_tensors
 from holdfast.storage.hf_opening import opened_as_described
-from holdfast.storage.region_reads import BUFFER_BYTES, read_region, readable_parts
+from holdfast.storage.readable_parts import readable_parts
+from holdfast.storage.region_reads import read_region
 from holdfast.stores.durability import flush_to_disk
 from holdfast.stores.filesystem import FileSystemBase
+from holdfast.tuning import ROOM_BYTES
 
 _MOST_OPEN = 32
 
@@ -69,7 +71,7 @@ def write_model_files(folder: Folder, files: Mapping[str, list[str]], contents: 
 
 def _write_model_file(folder: Folder, name: str, keys: Mapping[str, StoredKey], save_id: str | None) -> None:
     entries = [(key, *to_safetensors(key, stored.dtype, stored.size)) for key, stored in keys.items()]
-    buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
+    buffer = torch.empty(ROOM_BYTES, dtype=torch.uint8)
     with folder.fs.create_stream(folder.at(name), "wb") as stream, _OpenFiles(folder.fs) as sources:
         writer = SafetensorsWriter(stream, entries, notes_of_whole_tensors(FileNotes(save_id)))
         for key in writer.header.tensors:

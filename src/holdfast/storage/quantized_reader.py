@@ -24,7 +24,8 @@ from holdfast.storage.hf_files import _HFStorageInfo
 from holdfast.storage.hf_opening import opened_as_described
 from holdfast.storage.hf_reader import HuggingFaceStorageReader
 from holdfast.storage.quantized_weights import BlockScaled, Mxfp4, QuantizedWeight
-from holdfast.storage.region_reads import read_region, readable_parts
+from holdfast.storage.readable_parts import readable_parts
+from holdfast.storage.region_reads import read_region
 from holdfast.stores.filesystem import AnyPath
 
 _PART = 1 << 20
