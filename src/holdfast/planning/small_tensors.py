@@ -51,7 +51,7 @@ def has_its_memory(tensor: torch.Tensor) -> bool:
     torch's own making never have any.
 
     >>> tensor = torch.zeros(2, 3)
-    >>> tensor.untyped_storage().resize_(0) and None
+    >>> _ = tensor.untyped_storage().resize_(0)
     >>> has_its_memory(tensor)
     False
     """
