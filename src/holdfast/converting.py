@@ -199,7 +199,9 @@ class _Export:
         """Write tensors that are read together. ``keys`` are those of the entries."""
         places = self.planner.state_dict
         stand_ins = {key: places[key] for key in keys.values()}
-        places.update((key, torch.empty(tensor.shape, dtype=tensor.dtype)) for key, tensor in stand_ins.items())
+        places.update(
+            (key, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")) for key, tensor in stand_ins.items()
+        )
         try:
             self._read([item for key in stand_ins for item in self.tensor_items[key]])
             for name, key in keys.items():

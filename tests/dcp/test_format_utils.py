@@ -475,3 +475,19 @@ def test_with_the_smallest_budget_the_result_is_the_same(tmp_path: Path, saved_b
         assert archive.testzip() is None
     for folder in ("again", "from them"):
         assert outline(_load_state_dict_from_keys(checkpoint_id=tmp_path / folder)) == expected
+
+
+def test_conversions_do_not_mind_that_programs_make_tensors_on_the_meta_device(tmp_path: Path) -> None:
+    saved = {"w": torch.randn(30, 40), "turned": torch.randn(20, 30).T, "empty": torch.empty(0, 3)}
+    torch.save(saved, tmp_path / "saved.pt")
+
+    with torch.device("meta"):
+        torch_save_to_dcp(tmp_path / "saved.pt", tmp_path / "dcp")
+        dcp_to_torch_save(tmp_path / "dcp", tmp_path / "again.pt")
+
+    state = {key: torch.zeros_like(tensor) for key, tensor in saved.items()}
+    stock.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    again = torch.load(tmp_path / "again.pt")
+    for key, tensor in saved.items():
+        assert torch.equal(state[key], tensor)
+        assert torch.equal(again[key], tensor)

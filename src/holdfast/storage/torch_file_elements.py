@@ -19,7 +19,7 @@ class TorchFileElements(Elements):
     def __init__(self, file: OpenTorchFile, memory: int) -> None:
         self._file = file
         self._memory = memory
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._until_next = ExitStack()
 
     def slab_bytes(self, tensor: torch.Tensor) -> int | None:
@@ -48,7 +48,7 @@ class TorchFileElements(Elements):
             return view
         nbytes = view.numel() * view.dtype.itemsize
         if self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         piece = self._buffer[:nbytes].view(view.dtype).view(view.shape)
         StridedArray(file, position, view.dtype, arrangement).read(
             Box((0,) * view.dim(), tuple(view.shape)), piece, "a tensor of the file"
