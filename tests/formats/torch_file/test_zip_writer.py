@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,47 @@ def test_every_entry_comes_back_with_the_right_crc_and_aligned(entries: list[tup
         for info, (name, content) in zip(found.infolist(), entries, strict=True):
             assert found.read(f"archive/{name}") == content
             assert content_position(stream.getvalue(), info) % ALIGNMENT == 0
+
+
+class Rooms(io.BytesIO):
+    """Lends memory of any size for what comes next."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.lent = bytearray()
+
+    def room(self) -> memoryview:
+        self.lent = bytearray(self.sizes[self.tell() % len(self.sizes)])
+        return memoryview(self.lent)
+
+    def advance(self, count: int) -> None:
+        self.write(self.lent[:count])
+
+
+@given(st.lists(st.binary(max_size=300), max_size=4), st.none() | st.lists(st.integers(1, 99), min_size=1))
+def test_entries_that_are_made_in_pieces_are_like_others(contents: list[bytes], rooms: list[int] | None) -> None:
+    stream = io.BytesIO() if rooms is None else Rooms(rooms)
+    archive = ZipWriter(stream)
+    for number, content in enumerate(contents):
+
+        def fill(begin: int, memory: memoryview, crc: int, content: bytes = content) -> int:
+            memory[:] = content[begin : begin + len(memory)]
+            return zlib.crc32(memory, crc)
+
+        archive.add_in_pieces(f"data/{number}", len(content), fill)
+        archive.add(f"known {number}", content)
+    archive.add("version", b"3\n")
+    archive.close()
+
+    with zipfile.ZipFile(stream) as found:
+        assert found.testzip() is None
+        for number, content in enumerate(contents):
+            for name in (f"archive/data/{number}", f"archive/known {number}"):
+                assert found.read(name) == content
+                assert content_position(stream.getvalue(), found.getinfo(name)) % ALIGNMENT == 0
+    reader: Any = torch._C.PyTorchFileReader(io.BytesIO(stream.getvalue()))
+    assert [reader.get_record(f"data/{number}") for number in range(len(contents))] == contents
 
 
 def content_position(data: bytes, info: zipfile.ZipInfo) -> int:
@@ -84,7 +126,7 @@ def test_an_entry_larger_than_4_gib_is_read_by_others(tmp_path: Path) -> None:
     size = GIB_4 + (1 << 20)
     stream: Any = Sparse(path)
     archive = ZipWriter(stream)
-    archive.add("large", memoryview(bytearray(size)))
+    archive.add_in_pieces("large", size, lambda begin, memory, crc: zlib.crc32(memory, crc))
     archive.add("after", b"it")
     archive.add("version", b"3\n")
     archive.close()
