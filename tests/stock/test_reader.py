@@ -66,6 +66,22 @@ def test_it_loads_what_holdfast_saved_ties_arrays_and_values_included(tmp_path):
     assert same(loaded, state | {"steps": {"a": 1}})
 
 
+def test_a_planner_may_use_the_same_memory_for_all_items(tmp_path):
+    saved = {f"t{number}": torch.full((3,), float(number)) for number in range(4)}
+    hf.save(saved, tmp_path / "c")
+
+    class Borrowing(DefaultLoadPlanner):
+        room = torch.empty(3)
+
+        def resolve_tensor(self, read_item):
+            return self.room
+
+        def commit_tensor(self, read_item, tensor):
+            super().resolve_tensor(read_item).copy_(tensor)
+
+    assert same(load({key: torch.zeros(3) for key in saved}, tmp_path / "c", planner=Borrowing()), saved)
+
+
 def save_training_by_holdfast(path):
     model, optimizer = trained(seed=1)
     hf.save({"model": model, "optimizer": optimizer, "step": 7}, path)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -149,7 +150,9 @@ class HoldfastReader(StorageReader):
         checkpoint = self._checkpoint()
         items = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
         values = self._values(items, checkpoint)
-        for batch in _batches(plan.items, checkpoint.state):
+        # A planner that does something in ``commit_tensor`` may use the same memory for all items.
+        at_once = BATCH_BYTES if type(planner).commit_tensor is DefaultLoadPlanner.commit_tensor else 0
+        for batch in _batches(plan.items, checkpoint.state, at_once):
             targets = [planner.resolve_tensor(item).detach() for item in batch]
             regions = [_region(item, target, checkpoint) for item, target in zip(batch, targets, strict=True)]
             read_regions(regions, checkpoint.source, verify=self.verify)
@@ -202,14 +205,14 @@ def _described(source: Source, state: FlatState, *, paths: bool) -> Metadata:
     )
 
 
-def _batches(items: Iterable[ReadItem], state: FlatState) -> Iterator[list[ReadItem]]:
+def _batches(items: Iterable[ReadItem], state: FlatState, most: int) -> Iterator[list[ReadItem]]:
     batch: list[ReadItem] = []
     nbytes = 0
     for item in items:
         if item.type is LoadItemType.BYTE_IO:
             continue
         size = volume(item.lengths) * state.leaves[item.storage_index.fqn].dtype.itemsize
-        if batch and nbytes + size > BATCH_BYTES:
+        if batch and nbytes + size > most:
             yield batch
             batch, nbytes = [], 0
         batch.append(item)
