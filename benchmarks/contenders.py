@@ -21,9 +21,10 @@ OURS_DCP = "holdfast.dcp"
 STOCK = "stock DCP"
 STOCK_VARIANTS = ("stock DCP, 2 threads", "stock DCP, 4 threads", "stock DCP, a file per tensor")
 PEERS = ("torch.save", "safetensors", "torch_checkpointing", "torchsnapshot")
+PLAIN_LOAD, MAPPED_LOAD = "torch.load", "torch.load, mapped"
+LOADING_PEERS = (PLAIN_LOAD, MAPPED_LOAD, *PEERS[1:])
 SLOW_PEERS = ("torch_checkpointing", "torchsnapshot")
 """With many small tensors."""
-MAPPED_PEER = "torch.load, mapped"
 
 
 class Contender(Protocol):
@@ -176,7 +177,7 @@ MAKERS: dict[str, Callable[[], Contender]] = {
     STOCK_VARIANTS[1]: lambda: StockDcp(thread_count=4),
     STOCK_VARIANTS[2]: lambda: StockDcp(single_file_per_rank=False, thread_count=2),
     "torch.save": TorchSave,
-    MAPPED_PEER: lambda: TorchSave(mapped=True),
+    MAPPED_LOAD: lambda: TorchSave(mapped=True),
     "safetensors": Safetensors,
     "torch_checkpointing": TorchCheckpointing,
     "torchsnapshot": Torchsnapshot,

@@ -11,8 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report
 from benchmarks.plot import draw
-from benchmarks.report import as_markdown, contenders_as_markdown, summary
+from benchmarks.rounds import Measure
+from benchmarks.rows import fill_in
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", "docs/performance.md")
@@ -29,16 +31,30 @@ def main() -> None:
 
 def write_documents(results: dict[str, Any], root: Path) -> None:
     """Rewrite the marked parts of all documents, and the plot."""
-    parts = {
-        "summary": as_markdown(results["rows"], short=True),
-        "table": as_markdown(results["rows"]),
-        "contenders": contenders_as_markdown(results["measures"]),
-        "machine": _machine(results),
-    }
+    measures = {key: Measure(**measure) for key, measure in results["measures"].items()}
+    parts = _parts(results, measures)
     for name in DOCUMENTS:
         document = root / name
         document.write_text(_with_parts(document.read_text(), parts))
-    (root / PLOT).write_text(draw(results["measures"]))
+    (root / PLOT).write_text(draw(measures))
+
+
+def _parts(results: dict[str, Any], measures: dict[str, Measure]) -> dict[str, str]:
+    rows = fill_in(measures, results["facts"])
+    sizes = {
+        name: measures[f"{name} save"].nbytes for name in ("transformer", "huge tensor") if f"{name} save" in measures
+    }
+    return {
+        "short_ratios": report.short_ratios(rows),
+        "short_amounts": report.short_amounts(rows),
+        "ratios": report.ratios(rows, with_target=True),
+        "other_ratios": report.ratios(rows, with_target=False),
+        "amounts": report.amounts(rows),
+        "contenders": report.contenders(measures),
+        "machine": report.machine(results, sizes),
+        "sizes": report.sizes_in_short(results, sizes),
+        "summary": f"{report.summary(rows)}.",
+    }
 
 
 def _with_parts(text: str, parts: dict[str, str]) -> str:
@@ -49,20 +65,6 @@ def _with_parts(text: str, parts: dict[str, str]) -> str:
         return f"<!-- bench:{name} -->\n{parts[name]}\n<!-- /bench -->"
 
     return re.sub(r"<!-- bench:(?P<name>\w+) -->.*?<!-- /bench -->", rewritten, text, flags=re.DOTALL)
-
-
-def _machine(results: dict[str, Any]) -> str:
-    machine = results["machine"]
-    disk = machine["disk"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
-    return (
-        f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB of memory, "
-        f"{disk['file_system']} ({disk.get('options', '')}) on {disk.get('device', 'an unknown device')}, "
-        f"Linux {machine['kernel']}, Python {machine['python']}, {versions}. "
-        f"Holdfast {machine['holdfast']['version']} at {machine['holdfast']['commit']}. "
-        f"Begun {results['began']}, {results['seconds']:.0f} s, scale “{results['scale']['name']}”, "
-        f"load average before it {machine['load_average_before']}. {summary(results['rows'])}."
-    )
 
 
 if __name__ == "__main__":

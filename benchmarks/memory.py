@@ -1,97 +1,177 @@
-"""How much memory a save and a load take beyond the state itself, in a process of its own.
+"""How much memory saves, loads and conversions take beyond the state itself: each in a process that does nothing else.
 
 The kernel's high-water mark of the process counts everything: buffers, threads, objects of Python, mapped files.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Sequence
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks import states
-from benchmarks.contenders import OURS, STOCK
-from benchmarks.quiet import silence
-from benchmarks.scales import MIB, SCALES, Scale
-from benchmarks.suite import Suite
+import torch
 
-ROOT = Path(__file__).parent.parent
+from benchmarks.contenders import OURS, STOCK
+from benchmarks.quiet import quietly
+from benchmarks.rounds import one_line
+from benchmarks.scales import MIB, SCALES
+from benchmarks.states import WORKLOADS, few_bytes, filled, room_for
+from benchmarks.suite import Suite, remove
+
+BUDGET = 64 * MIB
+"""What Holdfast is given. The others have no such argument."""
+
+LONGEST_JOB, LONGEST_RUN = 120.0, 600.0
+
+SAVE, LOAD, CAST, DCP_LOAD, DCP_CAST, CONVERSION = (
+    "save",
+    "load",
+    "load with a cast",
+    "load of DCP files",
+    "load of DCP files with a cast",
+    "conversion of DCP files",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process does."""
+
+    contender: str
+    verb: str
+    workload: str
+
+
+SAVES = [Job(OURS, SAVE, name) for name in WORKLOADS] + [Job(STOCK, SAVE, name) for name in WORKLOADS]
+"""First of all: others read what these have written."""
+
+READS = [
+    *(Job(name, LOAD, workload) for workload in WORKLOADS for name in (OURS, STOCK)),
+    *(Job(OURS, DCP_LOAD, workload) for workload in WORKLOADS),
+    Job(OURS, CAST, "huge tensor"),
+    Job(OURS, DCP_CAST, "huge tensor"),
+    Job(OURS, CONVERSION, "huge tensor"),
+    Job(OURS, CONVERSION, "small tensors"),
+    Job(STOCK, CONVERSION, "huge tensor"),
+]
+
+
+Found = dict[Job, int | str]
+"""For each job how many bytes, or why it is not known."""
 
 
 def measure_memory(suite: Suite) -> None:
-    """Of Holdfast against its limit, and of stock DCP for comparison."""
+    """Of Holdfast against its limit, and of stock DCP for comparison. What fails is left out, with its reason."""
     suite.log("memory")
-    command = [sys.executable, "-m", "benchmarks.memory", "--scale", suite.scale.name, "--folder", str(suite.folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RuntimeError(f"the process that measures memory failed: {last}")
-    suite.facts |= json.loads(done.stdout.splitlines()[-1])
+    folder = suite.place("memory")
+    folder.mkdir()
+    facts: dict[str, dict[str, Any]] = {OURS: {"budget": BUDGET}, STOCK: {"budget": None}}
+    for job, extra in _in_a_clean_process(suite.scale.name, folder).items():
+        if isinstance(extra, str):
+            suite.problems[f"memory of {job.contender}: {job.verb}, {job.workload}"] = extra
+        else:
+            facts[job.contender].setdefault(job.verb, {})[job.workload] = extra
+    suite.facts |= {f"memory {name}": fact for name, fact in facts.items()}
+    remove(folder)
 
 
-def main() -> None:
-    """In the process of its own: print the extra bytes of each workload."""
-    parser = argparse.ArgumentParser(description="Measure the memory that saves and loads take beyond the state.")
-    parser.add_argument("--scale", choices=list(SCALES), default="quick")
-    parser.add_argument("--folder", type=Path, default=Path.cwd())
-    args = parser.parse_args()
-    silence()
-    scale = SCALES[args.scale]
-    with tempfile.TemporaryDirectory(prefix="memory-", dir=args.folder) as folder:
-        # Many small objects first: memory that they leave to the process would hide the growth of those after them.
-        ours = _extra_bytes(OURS, scale, Path(folder), [states.small_tensors, states.huge_tensor, states.transformer])
-        stock = _extra_bytes(STOCK, scale, Path(folder), [states.huge_tensor, states.transformer])
-    print(json.dumps({f"memory {OURS}": ours, f"memory {STOCK}": stock}))
+def _in_a_clean_process(scale_name: str, folder: Path) -> Found:
+    """One that has done nothing yet, and that the processes of all jobs are copies of: each need not import torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.checkpoint"])  # unless the ranks have been started before
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_all_jobs, args=(sending, scale_name, folder))
+    process.start()
+    sending.close()
+    try:
+        if not receiving.poll(LONGEST_RUN):
+            raise TimeoutError(f"the jobs that measure memory still run after {LONGEST_RUN:g} s")
+        found: Found = receiving.recv()
+        return found
+    finally:
+        process.terminate()
+        process.join()
 
 
-def _extra_bytes(
-    name: str, scale: Scale, folder: Path, makers: Sequence[Callable[[Scale], states.State]]
-) -> dict[str, Any]:
-    save, load, budget = _calls(name)
-    few = states.few_bytes()
-    save(few, folder / name / "first")  # imports what it needs
-    load(few, folder / name / "first")
-    found: dict[str, Any] = {"budget": budget, "save": {}, "load": {}}
-    for make in makers:
-        workload = make.__name__.replace("_", " ")
-        state = make(scale)
-        gc.collect()
-        before = _status("VmRSS")
-        found["save"][workload] = _peak(before, save, state, folder / name / workload)
-        found["load"][workload] = _peak(before, load, state, folder / name / workload)
-        del state
-    return found
-
-
-def _calls(name: str) -> tuple[Callable[..., Any], Callable[..., Any], int | None]:
-    """Save, load, and the memory budget that they are given."""
-    if name == STOCK:
-        import torch.distributed.checkpoint as dcp
-
-        return (
-            lambda state, path: dcp.save(state, checkpoint_id=path),
-            lambda state, path: dcp.load(state, checkpoint_id=path),
-            None,
-        )
-    import holdfast as hf
-
-    budget = 64 * MIB
-    return (
-        lambda state, path: hf.save(state, path, memory_budget=budget),
-        lambda state, path: hf.load(state, path, memory_budget=budget),
-        budget,
-    )
-
-
-def _peak(before: int, call: Callable[..., Any], *arguments: Any) -> int:
-    """How far the process grew beyond what it had when there was nothing but the state."""
+def _all_jobs(sending: Connection, scale_name: str, folder: Path) -> None:
+    """A new process for each job, two at a time."""
+    _ours(), _stock()  # so that they are imported
     gc.collect()
+    gc.freeze()  # the collector of a copy need not touch what was imported
+    found: Found = {}
+    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+        for jobs in (SAVES, READS):
+            wanted = [job for job in jobs if job.workload in SCALES[scale_name].memory_workloads]
+            running = [(job, pool.apply_async(extra_bytes, (job, scale_name, folder))) for job in wanted]
+            for job, result in running:
+                try:
+                    found[job] = result.get(LONGEST_JOB)
+                except Exception as error:
+                    found[job] = one_line(error)
+    sending.send(found)
+
+
+def extra_bytes(job: Job, scale_name: str, folder: Path) -> int:
+    """In the process of a job: how far it grows beyond what it has when there is nothing but the state."""
+    calls = _stock() if job.contender == STOCK else _ours()
+    saved_by = STOCK if "DCP" in job.verb else job.contender
+    path = folder / f"{saved_by} {job.workload}"
+    shapes = WORKLOADS[job.workload](SCALES[scale_name])
+    with quietly():
+        _first_calls(calls, job, folder)
+        if job.verb == SAVE:
+            return _growth(calls[SAVE], filled(shapes), path)
+        if job.verb == CONVERSION:
+            return _growth(calls[CONVERSION], path, folder / f"{job.contender} {job.workload}.pt")
+        dtype = torch.bfloat16 if "cast" in job.verb else torch.float32
+        return _growth(calls[LOAD], room_for(shapes, dtype), path)
+
+
+Calls = dict[str, Callable[[Any, Path], object]]
+
+
+def _ours() -> Calls:
+    import holdfast as hf
+    from holdfast.dcp.format_utils import dcp_to_torch_save
+
+    return {
+        SAVE: lambda state, path: hf.save(state, path, memory_budget=BUDGET),
+        LOAD: lambda state, path: hf.load(state, path, memory_budget=BUDGET, cast=True),
+        CONVERSION: lambda source, path: dcp_to_torch_save(source, path, memory_budget=BUDGET),
+    }
+
+
+def _stock() -> Calls:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    return {
+        SAVE: lambda state, path: dcp.save(state, checkpoint_id=path),
+        LOAD: lambda state, path: dcp.load(state, checkpoint_id=path),
+        CONVERSION: dcp_to_torch_save,
+    }
+
+
+def _first_calls(calls: Calls, job: Job, folder: Path) -> None:
+    """Import what is needed."""
+    path = folder / f"first {job.contender} {job.verb} {job.workload}"
+    state = few_bytes()
+    if job.verb == CONVERSION:
+        _stock()[SAVE](state, path)
+        calls[CONVERSION](path, path / "all.pt")
+    else:
+        calls[SAVE](state, path)
+        if job.verb != SAVE:
+            calls[LOAD](state, path)
+
+
+def _growth(call: Callable[..., object], *arguments: Any) -> int:
+    gc.collect()
+    before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     call(*arguments)
     return max(0, _status("VmHWM") - before)
@@ -103,7 +183,3 @@ def _status(name: str) -> int:
         if key == name:
             return int(value.split()[0]) * 1024
     raise KeyError(name)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import states
+import torch.distributed as dist
+
 from benchmarks.contenders import OURS, OURS_DCP, STOCK
-from benchmarks.rounds import Measure, one_line
-from benchmarks.scales import Scale
-from benchmarks.states import State
+from benchmarks.quiet import quietly
+from benchmarks.rounds import Allowance, Measure, Turn, measure
+from benchmarks.scales import SCALES
+from benchmarks.states import WORKLOADS, State, few_bytes, filled
 from benchmarks.suite import Suite, remove
 
 NOTHING = "probe: nothing in the background"
@@ -23,33 +25,63 @@ NOTHING = "probe: nothing in the background"
 Save = Callable[[State, Path], Callable[[], object]]
 """Begins a save, and returns what waits for its end."""
 
-WORKLOADS: dict[str, Callable[[Scale], State]] = {"small": states.small_tensors, "huge": states.huge_tensor}
-
 
 def measure_pauses(suite: Suite) -> None:
     """The longest pause of each save, by turns."""
-    for workload, make in WORKLOADS.items():
-        suite.log(f"pauses, {make.__name__.replace('_', ' ')}")
-        state = make(suite.scale)
-        title = f"{make.__name__.replace('_', ' ')}: longest pause of other threads during a save"
-        result = Measure(title, 0, {name: [] for name in CONTENDERS})
-        for _ in range(suite.scale.fewest_rounds):
-            for name, save in CONTENDERS.items():
-                if name not in result.failed:
-                    _take_turn(name, save, state, suite.place(f"pauses {name}"), result)
-        suite.measures[f"pauses {workload}"] = result
+    folder, scale = suite.place("pauses"), suite.scale.name
+    for workload in ("small tensors", "huge tensor"):
+        suite.log(f"pauses, {workload}")
+        suite.measures[f"pauses {workload}"] = _measure(folder, f"{workload}: {_TITLE}", workload, scale)
+    suite.log("pauses, two processes")
+    title = f"small tensors, saved by two processes: {_TITLE}"
+    by_rank = suite.ranks(2).run(_measure, folder, title, "small tensors", scale, deadline=300.0)
+    suite.measures["pauses small tensors by 2"] = by_rank[0]  # the coordinator, which has the most to do
 
 
-def _take_turn(name: str, save: Save, state: State, folder: Path, result: Measure) -> None:
-    try:
-        result.samples[name].append(longest_pause(save(state, folder)))
-    except Exception as error:
-        result.failed[name] = f"failed: {one_line(error)}"
-    finally:
-        remove(folder)
+_TITLE = "longest pause of other threads during a save"
 
 
-def longest_pause(wait: Callable[[], object]) -> float:
+def _measure(folder: Path, title: str, workload: str, scale_name: str) -> Measure:
+    """In this process, or in all processes of a group."""
+    scale = SCALES[scale_name]
+    state = filled(WORKLOADS[workload](scale))
+
+    def remove_it() -> None:
+        _meet()
+        if _rank() == 0:
+            remove(folder)
+        _meet()
+
+    turns = [
+        Turn(
+            name,
+            timed=_pause_of(save, state, folder),
+            after=remove_it,
+            most_rounds=scale.fewest_rounds if name == STOCK else None,
+        )
+        for name, save in CONTENDERS.items()
+    ]
+    with quietly():
+        for save in CONTENDERS.values():  # the first calls, which set up what they need
+            save(few_bytes(), folder)()
+            remove_it()
+        return measure(title, 0, turns, Allowance(0, scale.rounds, scale.rounds, scale.rounds))
+
+
+def _pause_of(save: Save, state: State, folder: Path) -> Callable[[], float]:
+    return lambda: longest_pause(save(state, folder), looking=_rank() == 0)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def longest_pause(wait: Callable[[], object], *, looking: bool = True) -> float:
     """Do nothing but look at the clock until ``wait`` returns in another thread; the longest time between two looks."""
     done = threading.Event()
     failed: list[BaseException] = []
@@ -65,17 +97,18 @@ def longest_pause(wait: Callable[[], object]) -> float:
     threading.Thread(target=wait_for_it).start()
     longest = 0.0
     last = time.perf_counter()
-    while not done.is_set():
+    while looking and not done.is_set():
         now = time.perf_counter()
         longest = max(longest, now - last)
         last = now
+    done.wait()
     if failed:
         raise failed[0]
     return longest
 
 
 def _nothing(_: State, __: Path) -> Callable[[], object]:
-    return lambda: time.sleep(1)
+    return lambda: time.sleep(0.3)
 
 
 def _ours(state: State, folder: Path) -> Callable[[], object]:

@@ -1,69 +1,85 @@
-"""The plot in ``docs/``: plain SVG, in colours that can be read on light and on dark pages."""
+"""The plot in ``docs/``: plain SVG, with a ground of its own and so readable on light and on dark pages."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+
+from benchmarks.rounds import Measure
 
 PANELS = {
     "transformer save": "Durable save of a transformer with Adam state",
-    "transformer warm": "Load of the same, from the page cache",
-    "transformer cold": "Load of the same, from the disk",
-    "small save": "Durable save of many tensors of 1 KB",
-    "small warm": "Load of the same, from the page cache",
+    "transformer warm": "Load of the same from the page cache",
+    "transformer cold": "Load of the same from the disk",
+    "small tensors save": "Durable save of many tensors of 1 KB",
+    "small tensors warm": "Load of the same from the page cache",
 }
 
-_WIDTH, _LABELS, _BAR, _STEP, _TITLE = 860, 250, 16, 24, 44
-_OURS, _PROBE, _OTHERS = "#2f9e6e", "#8a8f98", "#5b8def"
+_WIDTH, _LABELS, _VALUES, _MARGIN = 880, 268, 90, 20
+_BAR, _STEP, _TITLE, _BETWEEN = 16, 23, 34, 22
 _STYLE = """
-  text { font: 13px system-ui, sans-serif; fill: #6b7280; }
-  .title { font-weight: 600; font-size: 15px; }
-  .spread { stroke: #6b7280; stroke-width: 1.5; }
-  @media (prefers-color-scheme: dark) { text { fill: #a7adb8; } .spread { stroke: #d0d4db; } }
+  .ground { fill: #ffffff; }
+  text { font: 13px system-ui, sans-serif; fill: #57606a; }
+  .title { font-weight: 600; font-size: 15px; fill: #1f2328; }
+  .ours text { font-weight: 700; fill: #116329; }
+  .ours rect { fill: #1a9d54; }
+  .others rect { fill: #9db4d3; }
+  .probes rect { fill: #d4d9df; }
+  .spread { stroke: #57606a; stroke-width: 1.2; }
+  @media (prefers-color-scheme: dark) {
+    .ground { fill: #0d1117; }
+    text { fill: #a9b3be; }
+    .title { fill: #e6edf3; }
+    .ours text { fill: #56d386; }
+    .ours rect { fill: #2ea96a; }
+    .others rect { fill: #48688f; }
+    .probes rect { fill: #3d444d; }
+    .spread { stroke: #c9d1d9; }
+  }
 """
 
 
-def draw(measures: Mapping[str, Mapping[str, Any]]) -> str:
-    """One panel for each measure: medians as bars, ranges as lines. Shorter is better."""
-    parts: list[str] = []
-    top = 8
+def draw(measures: Mapping[str, Measure]) -> str:
+    """One group for each measure: medians as bars, the fastest and the slowest sample as the ends of a line."""
+    parts = [_text(_MARGIN, 26, "Seconds; shorter is better. Grey: what the hardware does with as many bytes")]
+    top = 44
     for key, title in PANELS.items():
         if key in measures:
             panel, height = _panel(measures[key], title, top)
             parts += panel
-            top += height
+            top += height + _BETWEEN
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top}" role="img">'
-    return "\n".join([head, f"<style>{_STYLE}</style>", *parts, "</svg>", ""])
+    ground = f'<rect class="ground" width="{_WIDTH}" height="{top}" rx="8"/>'
+    return "\n".join([head, f"<style>{_STYLE}</style>", ground, *parts, "</svg>", ""])
 
 
-def _panel(measure: Mapping[str, Any], title: str, top: int) -> tuple[list[str], int]:
-    taken = {name: samples for name, samples in measure["samples"].items() if samples}
+def _panel(measure: Measure, title: str, top: int) -> tuple[list[str], int]:
+    taken = {name: samples for name, samples in measure.samples.items() if samples}
     names = sorted(taken, key=lambda name: statistics.median(taken[name]))
     longest = max((max(samples) for samples in taken.values()), default=1.0)
-    scale = (_WIDTH - _LABELS - 90) / longest
-    parts = [_text(8, top + 20, f"{title}: seconds, shorter is better", "title")]
+    scale = (_WIDTH - _LABELS - _VALUES) / longest
+    parts = [_text(_MARGIN, top + 16, title, "title")]
     for number, name in enumerate(names):
-        parts += _bar(name, taken[name], scale, top + _TITLE - 10 + number * _STEP)
-    below = top + _TITLE + len(names) * _STEP
-    for reason in (f"{name}: {reason}" for name, reason in measure["failed"].items()):
-        parts.append(_text(8, below, reason))
-        below += _STEP
-    return parts, below - top + 12
+        parts += _bar(name, taken[name], scale, top + _TITLE + number * _STEP)
+    for number, (name, reason) in enumerate(measure.failed.items(), len(names)):
+        parts.append(_text(_MARGIN, top + _TITLE + number * _STEP + 13, f"{name}: {reason}"))
+    return parts, _TITLE + (len(names) + len(measure.failed)) * _STEP
 
 
 def _bar(name: str, samples: Sequence[float], scale: float, top: int) -> list[str]:
     median = statistics.median(samples)
-    colour = _OURS if name.startswith("holdfast") else _PROBE if name.startswith("probe") else _OTHERS
+    kind = "ours" if name.startswith("holdfast") else "probes" if name.startswith("probe") else "others"
     middle = top + _BAR / 2
     low, high = _LABELS + min(samples) * scale, _LABELS + max(samples) * scale
-    length = max(1.0, median * scale)
+    length = max(2.0, median * scale)
     return [
-        _text(8, top + 13, name),
-        f'<rect x="{_LABELS}" y="{top}" width="{length:.1f}" height="{_BAR}" rx="3" fill="{colour}"/>',
+        f'<g class="{kind}">',
+        _text(_MARGIN, top + 13, name.removeprefix("probe: ")),
+        f'<rect x="{_LABELS}" y="{top}" width="{length:.1f}" height="{_BAR}" rx="3"/>',
         f'<line class="spread" x1="{low:.1f}" y1="{middle}" x2="{high:.1f}" y2="{middle}"/>',
-        _text(round(high + 8), top + 13, f"{median:.2f}" if median >= 0.1 else f"{median:.3f}"),
+        _text(round(max(high, _LABELS + length) + 8), top + 13, f"{median:.2f}" if median >= 0.1 else f"{median:.3f}"),
+        "</g>",
     ]
 
 

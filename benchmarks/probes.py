@@ -6,9 +6,9 @@ import functools
 import mmap
 import os
 import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -67,22 +67,25 @@ def read_buffered(path: Path, place: State, readers: int) -> None:
 
 
 def read_directly(path: Path, readers: int) -> None:
-    """All bytes of the file past the page cache, into aligned memory that each reader uses again and again."""
+    """All bytes of the file past the page cache, into aligned memory that the readers use again and again."""
     size = path.stat().st_size
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    own = threading.local()
-    try:
+    with ExitStack() as cleanup:
+        cleanup.callback(os.close, descriptor)
+        free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+        for _ in range(readers):
+            free.put(cleanup.enter_context(mmap.mmap(-1, READ_BYTES)))
 
         def read(begin: int) -> None:
-            if not hasattr(own, "memory"):
-                own.memory = mmap.mmap(-1, READ_BYTES)
+            memory = free.get()
             count = min(READ_BYTES, size - begin)
-            if os.preadv(descriptor, [memoryview(own.memory)[:count]], begin) != count:
+            with memoryview(memory) as view, view[:count] as part:
+                found = os.preadv(descriptor, [part], begin)
+            free.put(memory)
+            if found != count:
                 raise OSError(f"{path} gave fewer bytes than it was asked for")
 
         _run([_bound(read, begin) for begin in range(0, size, READ_BYTES)], readers)
-    finally:
-        os.close(descriptor)
 
 
 @functools.cache

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
-def silence() -> None:
+@contextmanager
+def quietly() -> Iterator[None]:
     """Show no warnings and no log lines."""
-    warnings.simplefilter("ignore")
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

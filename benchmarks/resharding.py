@@ -17,100 +17,72 @@ import torch.distributed as dist
 
 from benchmarks import page_cache
 from benchmarks.contenders import OURS, STOCK
-from benchmarks.counting import DIGEST_BLOCK, CountingStore, bytes_in, bytes_twice, separate_ranges
+from benchmarks.counting import DIGEST_BLOCK, CountingLocalStore, bytes_in, bytes_twice, separate_ranges
+from benchmarks.quiet import quietly
 from benchmarks.rounds import Measure, one_line
 from benchmarks.suite import Suite, remove
 
 Span = tuple[float, float]
 """When a process began and when it ended, on the clock that all processes share."""
 
+Spans = dict[str, list[Span | str]]
+"""Those of each contender, one for each round, or what went wrong."""
+
+NAMES = (OURS, STOCK)
+
 
 def measure_resharding(suite: Suite) -> None:
     """All pairs of world sizes."""
-    from tests.ranks import RankPool  # the processes that the tests use, too
-
-    sizes = suite.scale.world_sizes
-    pairs = list(itertools.permutations(sizes, 2))
-    names = [*(f"save by {size}" for size in sizes), *(f"{before} to {after}" for before, after in pairs)]
-    results = {
-        name: Measure(f"resharding: {name}", suite.scale.resharded_bytes, {OURS: [], STOCK: []}) for name in names
-    }
-    suite.measures |= {f"resharding {name}": result for name, result in results.items()}
+    scale, ranks = suite.scale, suite.ranks
+    what = (suite.folder, scale.resharded_bytes, scale.resharded_tensors)
     suite.log("resharding")
-    allowance = suite.allowance(0.1)
-    end = time.monotonic() + allowance.seconds
-    longest = 0.0
-    pool = RankPool()
     try:
-        for number in range(allowance.most_rounds):
-            began = time.monotonic()
-            if number >= min(2, allowance.fewest_rounds) and began + longest > end:
-                break
-            order = (OURS, STOCK) if number % 2 else (STOCK, OURS)
-            for size in sizes:
-                _job(pool, size, _save, suite, order, results[f"save by {size}"], size)
-            for before, after in pairs:
-                _job(pool, after, _load, suite, order, results[f"{before} to {after}"], before)
-            longest = max(longest, time.monotonic() - began)
-        for before, after in pairs:
-            suite.facts[f"resharding {before} to {after}"] = _bytes(pool, suite, before, after)
+        for size in scale.world_sizes:
+            suite.measures[f"resharding save by {size}"] = _combined(
+                f"resharding: save by {size}",
+                scale.resharded_bytes,
+                ranks(size).run(_save, *what, scale.fewest_rounds, deadline=300.0),
+            )
+        for before, after in itertools.permutations(scale.world_sizes, 2):
+            suite.measures[f"resharding {before} to {after}"] = _combined(
+                f"resharding: {before} to {after}",
+                scale.resharded_bytes,
+                ranks(after).run(_load, *what, scale.fewest_rounds, before, deadline=300.0),
+            )
+            suite.facts[f"resharding {before} to {after}"] = _sum(ranks(after).run(_load_and_count, *what, before))
     finally:
-        pool.close()
-        for size in sizes:
-            for name in (OURS, STOCK):
+        for size in scale.world_sizes:
+            for name in NAMES:
                 remove(_folder(suite.folder, name, size))
 
 
-def _job(
-    pool: Any,
-    world_size: int,
-    body: Callable[..., dict[str, Span | str]],
-    suite: Suite,
-    order: tuple[str, ...],
-    result: Measure,
-    written_by: int,
-) -> None:
-    """Have all processes do something with each contender, and note what the slowest of them took."""
-    order = tuple(name for name in order if name not in result.failed)
-    scale = suite.scale
-    try:
-        spans = pool(world_size).run(
-            body, suite.folder, order, written_by, scale.resharded_bytes, scale.resharded_tensors
-        )
-    except Exception as error:
-        result.failed |= {name: f"failed: {one_line(error)}" for name in order}
-        return
-    for name in order:
-        answers = [span[name] for span in spans]
-        reasons = [answer for answer in answers if isinstance(answer, str)]
-        if reasons:
-            result.failed[name] = f"failed: {reasons[0]}"
-        else:
-            result.samples[name].append(max(end for _, end in answers) - min(begin for begin, _ in answers))
+def _combined(title: str, nbytes: int, by_rank: list[Spans]) -> Measure:
+    """A round lasts until the slowest process is done."""
+    result = Measure(title, nbytes, {name: [] for name in NAMES})
+    for name in NAMES:
+        for answers in zip(*(spans[name] for spans in by_rank), strict=True):
+            reasons = [answer for answer in answers if isinstance(answer, str)]
+            if reasons:
+                result.failed[name] = f"failed: {reasons[0]}"
+            else:
+                result.samples[name].append(max(end for _, end in answers) - min(begin for begin, _ in answers))
+        if name in result.failed:
+            result.samples[name].clear()
+    return result
 
 
-def _bytes(pool: Any, suite: Suite, before: int, after: int) -> dict[str, Any]:
-    scale = suite.scale
-    by_rank = pool(after).run(
-        _load_and_count, _folder(suite.folder, OURS, before), scale.resharded_bytes, scale.resharded_tensors
-    )
-    return {
-        "needed": sum(rank["needed"] for rank in by_rank),
-        "read": sum(rank["read"] for rank in by_rank),
-        "read_twice": sum(rank["read_twice"] for rank in by_rank),
-        "ranges": sum(rank["ranges"] for rank in by_rank),
-        "digest_block": DIGEST_BLOCK,
-    }
+def _sum(by_rank: list[dict[str, int]]) -> dict[str, int]:
+    return {key: sum(rank[key] for rank in by_rank) for key in by_rank[0]} | {"digest_block": DIGEST_BLOCK}
 
 
 # --- what runs in the processes ---
 
 
-def _first_calls(folder: Path, order: tuple[str, ...]) -> None:
+def _first_calls(folder: Path) -> None:
     """Save and load a few bytes with each contender. The first calls with a process group, which is a new one for every
     job here and lasts as long as the training elsewhere, set up what they need."""
     state = _state(1 << 16, 2, filled=True)
-    for name in order:
+    for name in NAMES:
         path = _folder(folder, f"first {name}", dist.get_world_size())
         _saver(name)(state, path)
         _loader(name)(state, path)
@@ -119,50 +91,61 @@ def _first_calls(folder: Path, order: tuple[str, ...]) -> None:
             shutil.rmtree(path)
 
 
-def _save(folder: Path, order: tuple[str, ...], size: int, nbytes: int, tensors: int) -> dict[str, Span | str]:
-    """Save with each contender, to a folder that is new."""
-    _first_calls(folder, order)
+def _save(folder: Path, nbytes: int, tensors: int, rounds: int) -> Spans:
+    """Save with each contender by turns, each time to a folder that is new."""
     state = _state(nbytes, tensors, filled=True)
-    spans: dict[str, Span | str] = {}
-    for name in order:
-        path = _folder(folder, name, size)
+
+    def turn(name: str) -> Span | str:
+        path = _folder(folder, name, dist.get_world_size())
         if dist.get_rank() == 0:
             remove(path)
-        spans[name] = _timed(_saver(name), state, path)
-    return spans
+        return _timed(_saver(name), state, path)
+
+    return _by_turns(folder, rounds, turn)
 
 
-def _load(folder: Path, order: tuple[str, ...], written_by: int, nbytes: int, tensors: int) -> dict[str, Span | str]:
-    """Load with each contender what it has saved, from the page cache."""
-    _first_calls(folder, order)
+def _load(folder: Path, nbytes: int, tensors: int, rounds: int, written_by: int) -> Spans:
+    """Load with each contender by turns what it has saved, from the page cache."""
     state = _state(nbytes, tensors, filled=False)
     expected = _state(nbytes, tensors, filled=True)
-    spans: dict[str, Span | str] = {}
-    for name in order:
+
+    def turn(name: str) -> Span | str:
         path = _folder(folder, name, written_by)
         if dist.get_rank() == 0:
             page_cache.fill(path)
         for tensor in state.values():
             tensor.to_local().zero_()
-        spans[name] = _timed(_loader(name), state, path)
+        span = _timed(_loader(name), state, path)
         if any(not torch.equal(state[key].to_local(), expected[key].to_local()) for key in state):
-            spans[name] = "loaded something else than was saved"
+            return span if isinstance(span, str) else "loaded something else than was saved"
+        return span
+
+    return _by_turns(folder, rounds, turn)
+
+
+def _by_turns(folder: Path, rounds: int, turn: Callable[[str], Span | str]) -> Spans:
+    spans: Spans = {name: [] for name in NAMES}
+    with quietly():
+        _first_calls(folder)
+        for number in range(rounds):
+            for name in NAMES if number % 2 else reversed(NAMES):
+                spans[name].append(turn(name))
     return spans
 
 
-def _load_and_count(path: Path, nbytes: int, tensors: int) -> dict[str, int]:
+def _load_and_count(folder: Path, nbytes: int, tensors: int, written_by: int) -> dict[str, int]:
     """Load with Holdfast, and count what this process reads."""
     import holdfast as hf
 
     state = _state(nbytes, tensors, filled=False)
-    store = CountingStore(path)
+    store = CountingLocalStore(_folder(folder, OURS, written_by))
     hf.load(state, store)
-    ranges = store.data_ranges()
+    reads = store.data_reads()
     return {
         "needed": sum(tensor.to_local().nbytes for tensor in state.values()),
-        "read": bytes_in(ranges),
-        "read_twice": bytes_twice(ranges),
-        "ranges": separate_ranges(ranges),
+        "read": bytes_in(reads),
+        "read_twice": bytes_twice(reads),
+        "ranges": separate_ranges(reads),
     }
 
 

@@ -5,24 +5,23 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.contenders import MAPPED_PEER, OURS, OURS_DCP, PEERS, STOCK, STOCK_VARIANTS
+from benchmarks import memory
+from benchmarks.contenders import LOADING_PEERS, OURS, OURS_DCP, PEERS, STOCK, STOCK_VARIANTS
 from benchmarks.pauses import NOTHING
 from benchmarks.rounds import Measure
 from benchmarks.scales import FULL, MIB
-from benchmarks.whole_states import (
-    CACHED_READ,
-    COLD_PROBES,
-    DIRECT_WRITES,
-    OURS_DCP_FROM_STOCK,
-    OURS_FROM_STOCK,
-)
+from benchmarks.whole_states import CACHED_READ, COLD_PROBES, DIRECT_WRITES, OURS_DCP_FROM_STOCK, OURS_FROM_STOCK
 
 MEMORY_MARGIN = 64 * MIB
+
 LONGEST_PAUSE = 0.01
-"""Python itself lets a thread that computes go on for 5 ms before another one may run."""
+"""Python lets a thread compute for 5 ms before another one may run, and the system takes some more until it does. With
+nothing at all in the background the longest pause is a few milliseconds as well: the probe shows it."""
+
+NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True)
@@ -34,19 +33,25 @@ class Row:
     value: str
     """What was measured, as people read it."""
     target: str
-    reached: bool | None
+    reached: bool | None = None
     """None if there is no target, or nothing to compare."""
-    ours: str
-    other: str
-    ratio: float | None = None
+    ours: str = ""
+    other: str = ""
+    """The two that the value comes from, or what stock DCP takes, in short."""
+    details: str = ""
+    """The same with ranges, and who is missing."""
+    is_ratio: bool = False
+    """Whether the value tells how many times faster Holdfast is."""
 
 
-Rule = Callable[[Mapping[str, Measure], Mapping[str, Mapping[str, Any]]], Row]
+Measures = Mapping[str, Measure]
+Facts = Mapping[str, Mapping[str, Any]]
+Rule = Callable[[Measures, Facts], Row]
 
 
-def fill_in(measures: Mapping[str, Measure], facts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def fill_in(measures: Measures, facts: Facts) -> list[Row]:
     """All rows, also those for which something is missing."""
-    return [asdict(rule(measures, facts)) for rule in RULES]
+    return [rule(measures, facts) for rule in RULES]
 
 
 # --- seconds ---
@@ -63,35 +68,55 @@ def speed(
     aim: float | None = None,
 ) -> Rule:
     """How many times faster than the best of some others. A probe is usually faster: then it is less than 1."""
-    target = "" if at_least is None else f"at least {at_least:g}x" + (f", aim {aim:g}x" if aim else "")
+    target = "" if at_least is None else f"{at_least:g}x" + (f", better {aim:g}x" if aim else "")
 
-    def rule(measures: Mapping[str, Measure], _: Mapping[str, Mapping[str, Any]]) -> Row:
+    def rule(measures: Measures, _: Facts) -> Row:
         measure = measures.get(key)
         if measure is None:
-            return Row(section, title, "not measured", target, None, "", "")
+            return Row(section, title, NOT_MEASURED, target, is_ratio=True)
         own = measure.samples.get(ours) or []
         found = {name: samples for name in others if (samples := measure.samples.get(name))}
-        missing = "; ".join(f"{name} {measure.failed[name]}" for name in others if name in measure.failed)
-        own_text = describe(own, measure.nbytes) if own else measure.failed.get(ours, "not measured")
+        missing = [f"{name} {measure.failed[name]}" for name in (ours, *others) if name in measure.failed]
         if not own or not found:
-            return Row(section, title, "not measured", target, None, own_text, missing or "not measured")
+            return Row(section, title, NOT_MEASURED, target, details="; ".join(missing), is_ratio=True)
         best = min(found, key=lambda name: statistics.median(found[name]))
         ratio = statistics.median(found[best]) / statistics.median(own)
-        other_text = f"{best}: {describe(found[best], measure.nbytes)}" + (f" ({missing})" if missing else "")
-        reached = None if at_least is None else ratio >= at_least
-        return Row(section, title, f"{ratio:.2f}x", target, reached, own_text, other_text, ratio)
+        compared = [
+            f"{name}: {describe(samples, measure.nbytes)}" for name, samples in ((ours, own), (best, found[best]))
+        ]
+        return Row(
+            section,
+            title,
+            f"{ratio:.2f}x",
+            target,
+            None if at_least is None else ratio >= at_least,
+            seconds(statistics.median(own)),
+            f"{best.removeprefix('probe: ')} {seconds(statistics.median(found[best]))}",
+            "; ".join([*compared, *missing]),
+            is_ratio=True,
+        )
 
     return rule
 
 
 def describe(samples: Sequence[float], nbytes: int) -> str:
-    """The median, the range, and the speed."""
+    """The median, the range, the speed, and of how many samples."""
     median = statistics.median(samples)
-    rate = f", {nbytes / median / 1e9:.2f} GB/s" if nbytes >= 64 * MIB else ""
-    return f"{_seconds(median)} ({_seconds(min(samples))}..{_seconds(max(samples))}{rate})"
+    return f"{seconds(median)} ({spread(samples)}{rate(median, nbytes, ', ')}, n={len(samples)})"
 
 
-def _seconds(value: float) -> str:
+def spread(samples: Sequence[float]) -> str:
+    """From the fastest to the slowest."""
+    return f"{seconds(min(samples))} to {seconds(max(samples))}"
+
+
+def rate(median: float, nbytes: int, before: str = "") -> str:
+    """Nothing if there are so few bytes that they do not matter."""
+    return f"{before}{nbytes / median / 1e9:.2f} GB/s" if nbytes >= 64 * MIB else ""
+
+
+def seconds(value: float) -> str:
+    """As people read it."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.{0 if value >= 0.1 else 1}f} ms"
 
 
@@ -100,24 +125,24 @@ def _seconds(value: float) -> str:
 
 def contiguous_bytes(title: str, key_begin: str) -> Rule:
     """At most a tenth more than is needed, and a digest block at each end of each range. File headers are ranges."""
-    target = "at most 1.1, and a digest block at each end of a range"
+    target = "1.1 of it, and a digest block at each end of a range"
 
-    def rule(_: Mapping[str, Measure], facts: Mapping[str, Mapping[str, Any]]) -> Row:
+    def rule(_: Measures, facts: Facts) -> Row:
         found = [fact for key, fact in facts.items() if key.startswith(key_begin)]
         if not found:
-            return Row("bytes read", title, "not measured", target, None, "", "")
+            return Row("bytes read", title, NOT_MEASURED, target)
         allowed = [1.1 * fact["needed"] + 2 * fact["digest_block"] * fact["ranges"] for fact in found]
         worst = max(found, key=lambda fact: fact["read"] / fact["needed"])
-        ratio = worst["read"] / worst["needed"]
+        stock = worst.get("read_by_stock")
         return Row(
             "bytes read",
             title,
-            f"{ratio:.3f}",
+            f"{worst['read'] / worst['needed']:.3f} of what is needed",
             target,
             all(fact["read"] <= most for fact, most in zip(found, allowed, strict=True)),
-            f"{worst['read']:,} read of {worst['needed']:,} needed",
-            f"stock DCP: {worst['read_by_stock']:,}" if "read_by_stock" in worst else "",
-            ratio,
+            f"{worst['read'] / 1e6:.1f} MB",
+            "" if stock is None else f"{stock / worst['needed']:.3f} of it",
+            f"{worst['read']:,} bytes read, {worst['needed']:,} needed",
         )
 
     return rule
@@ -125,49 +150,47 @@ def contiguous_bytes(title: str, key_begin: str) -> Rule:
 
 def column_bytes(title: str, key: str) -> Rule:
     """Nothing twice, and never more than the rows that are touched: their digest blocks, and those of file headers."""
-    target = "no byte twice, at most the rows it touches"
+    target = "no byte twice, no more than the rows that it touches"
 
-    def rule(_: Mapping[str, Measure], facts: Mapping[str, Mapping[str, Any]]) -> Row:
+    def rule(_: Measures, facts: Facts) -> Row:
         fact = facts.get(key)
         if fact is None:
-            return Row("bytes read", title, "not measured", target, None, "", "")
+            return Row("bytes read", title, NOT_MEASURED, target)
         most = fact["rows_touched"] + (2 + fact["files"]) * fact["digest_block"]
         return Row(
             "bytes read",
             title,
-            f"{fact['read'] / fact['rows_touched']:.3f} of the rows",
+            f"{fact['read'] / fact['rows_touched']:.3f} of the rows, {fact['read_twice']:,} bytes twice",
             target,
             fact["read_twice"] == 0 and fact["read"] <= most,
-            f"{fact['read']:,} read, {fact['read_twice']:,} twice; {fact['needed']:,} needed, "
-            f"{fact['rows_touched']:,} in the rows",
-            f"stock DCP: {fact['read_by_stock']:,}",
-            fact["read"] / fact["rows_touched"],
+            f"{fact['read'] / 1e6:.1f} MB",
+            f"{fact['read_by_stock'] / fact['rows_touched']:.3f} of the rows",
+            f"{fact['read']:,} bytes read, {fact['needed']:,} needed, {fact['rows_touched']:,} in the rows",
         )
 
     return rule
 
 
-def extra_memory(title: str, verb: str) -> Rule:
+def extra_memory(title: str, verb: str, *, stock_verb: str | None = None) -> Rule:
     """The highest of all workloads against the budget."""
-    margin = MEMORY_MARGIN // MIB
-    target = f"at most memory_budget + {margin} MiB"
+    target = f"memory_budget + {MEMORY_MARGIN // MIB} MiB"
 
-    def rule(_: Mapping[str, Measure], facts: Mapping[str, Mapping[str, Any]]) -> Row:
+    def rule(_: Measures, facts: Facts) -> Row:
         fact = facts.get(f"memory {OURS}")
-        if fact is None:
-            return Row("memory", title, "not measured", target, None, "", "")
+        if fact is None or not fact.get(verb):
+            return Row("peak extra memory", title, NOT_MEASURED, target)
         peak = max(fact[verb].values())
-        stock = facts.get(f"memory {STOCK}")
+        stock = facts.get(f"memory {STOCK}", {}).get(stock_verb or verb)
+        each = "; ".join(f"{name} {extra / MIB:.0f} MiB" for name, extra in fact[verb].items())
         return Row(
-            "memory",
+            "peak extra memory",
             title,
-            f"{peak / MIB:.0f} MiB",
+            f"{peak / MIB:.0f} MiB, of {(fact['budget'] + MEMORY_MARGIN) / MIB:.0f}",
             target,
             peak <= fact["budget"] + MEMORY_MARGIN,
-            "; ".join(f"{name} {extra / MIB:.0f} MiB" for name, extra in fact[verb].items())
-            + f"; budget {fact['budget'] // MIB} MiB",
-            "" if stock is None else f"stock DCP: {max(stock[verb].values()) / MIB:,.0f} MiB",
-            peak / (fact["budget"] + MEMORY_MARGIN),
+            f"{peak / MIB:.0f} MiB",
+            f"{max(stock.values()) / MIB:,.0f} MiB" if stock else "",
+            f"{each}; budget {fact['budget'] // MIB} MiB",
         )
 
     return rule
@@ -180,21 +203,23 @@ def pause(title: str, key: str, ours: str) -> Rule:
     """The longest time that another thread was kept waiting."""
     target = f"a few milliseconds ({LONGEST_PAUSE * 1e3:.0f} at most)"
 
-    def rule(measures: Mapping[str, Measure], _: Mapping[str, Mapping[str, Any]]) -> Row:
+    def rule(measures: Measures, _: Facts) -> Row:
         measure = measures.get(key)
         own = [] if measure is None else measure.samples.get(ours) or []
         if measure is None or not own:
-            return Row("pauses", title, "not measured", target, None, "", "")
+            return Row("pauses of other threads", title, NOT_MEASURED, target)
         median = statistics.median(own)
+        stock = measure.samples.get(STOCK)
         others = [name for name in (NOTHING, STOCK) if measure.samples.get(name)]
         return Row(
-            "pauses",
+            "pauses of other threads",
             title,
-            _seconds(median),
+            seconds(median),
             target,
             median <= LONGEST_PAUSE,
-            describe(own, 0),
-            "; ".join(f"{name}: {describe(measure.samples[name], 0)}" for name in others),
+            seconds(median),
+            seconds(statistics.median(stock)) if stock else "",
+            "; ".join(f"{name}: {describe(measure.samples[name], 0)}" for name in (ours, *others)),
         )
 
     return rule
@@ -206,12 +231,11 @@ _SAVE = "durable save"
 _WARM = "warm load"
 _COLD = "cold load"
 _DCP = "files of DCP"
-_SMALL = "20,000 tensors of 1 KB"
+_SMALL = "small tensors"
 _HUGE = "one huge tensor"
 _SLICES = "slices"
 _RESHARDING = "resharding"
 _BEST_STOCK = (STOCK, *STOCK_VARIANTS)
-_LOADING_PEERS = (*PEERS, MAPPED_PEER)
 
 
 def _saved_by(size: int) -> Rule:
@@ -230,10 +254,10 @@ RULES: list[Rule] = [
     speed(_SAVE, "native save vs best other peer", "transformer save", PEERS, at_least=1.6),
     speed(_WARM, "native load vs cached-read probe", "transformer warm", (CACHED_READ,), at_least=0.6, aim=0.8),
     speed(_WARM, "native load vs stock DCP", "transformer warm", (STOCK,), at_least=4, aim=8),
-    speed(_WARM, "native load vs best other peer", "transformer warm", _LOADING_PEERS),
+    speed(_WARM, "native load vs best other peer", "transformer warm", LOADING_PEERS),
     speed(_COLD, "native load vs cold-read probe", "transformer cold", COLD_PROBES, at_least=0.8),
     speed(_COLD, "native load vs stock DCP", "transformer cold", (STOCK,), at_least=2),
-    speed(_COLD, "native load vs best other peer", "transformer cold", _LOADING_PEERS, at_least=1.2),
+    speed(_COLD, "native load vs best other peer", "transformer cold", LOADING_PEERS, at_least=1.2),
     speed(_DCP, "holdfast.dcp save vs stock DCP", "transformer save", (STOCK,), ours=OURS_DCP, at_least=1.6),
     speed(
         _DCP,
@@ -253,15 +277,15 @@ RULES: list[Rule] = [
         at_least=3,
         aim=5,
     ),
-    speed(_SMALL, "native save vs stock DCP", "small save", (STOCK,), at_least=20),
-    speed(_SMALL, "native load vs stock DCP", "small warm", (STOCK,), at_least=20),
-    speed(_SMALL, "native save vs best other peer", "small save", PEERS),
-    speed(_SMALL, "native load vs best other peer", "small warm", PEERS),
-    speed(_SMALL, "holdfast.dcp save vs stock DCP", "small save", (STOCK,), ours=OURS_DCP),
+    speed(_SMALL, "native save vs stock DCP", "small tensors save", (STOCK,), at_least=20),
+    speed(_SMALL, "native load vs stock DCP", "small tensors warm", (STOCK,), at_least=20),
+    speed(_SMALL, "native save vs best other peer", "small tensors save", PEERS),
+    speed(_SMALL, "native load vs best other peer", "small tensors warm", LOADING_PEERS),
+    speed(_SMALL, "holdfast.dcp save vs stock DCP", "small tensors save", (STOCK,), ours=OURS_DCP),
     speed(
         _SMALL,
         "holdfast.dcp load of what stock DCP wrote vs stock DCP",
-        "small warm",
+        "small tensors warm",
         (STOCK,),
         ours=OURS_DCP_FROM_STOCK,
     ),
@@ -269,16 +293,22 @@ RULES: list[Rule] = [
     contiguous_bytes("resharded loads vs bytes needed (the worst)", "resharding "),
     column_bytes("a few columns of some rows", "slice few columns"),
     column_bytes("half of the columns of some rows", "slice half of the columns"),
-    extra_memory("peak extra memory of a save", "save"),
-    extra_memory("peak extra memory of a load", "load"),
-    pause("other threads during a save of 20,000 tensors", "pauses small", OURS),
-    pause("other threads during a save of one huge tensor", "pauses huge", OURS),
-    pause("other threads during holdfast.dcp.async_save of 20,000 tensors", "pauses small", OURS_DCP),
-    pause("other threads during holdfast.dcp.async_save of one huge tensor", "pauses huge", OURS_DCP),
-    speed(_HUGE, "native save vs direct-write probe", "huge save", tuple(DIRECT_WRITES)),
-    speed(_HUGE, "native save vs stock DCP", "huge save", (STOCK,)),
-    speed(_HUGE, "native load, warm, vs cached-read probe", "huge warm", (CACHED_READ,)),
-    speed(_HUGE, "native load, warm, vs stock DCP", "huge warm", (STOCK,)),
+    extra_memory("save", memory.SAVE),
+    extra_memory("load", memory.LOAD),
+    extra_memory("load with a cast", memory.CAST),
+    extra_memory("load of what stock DCP wrote", memory.DCP_LOAD, stock_verb=memory.LOAD),
+    extra_memory("load of what stock DCP wrote, with a cast", memory.DCP_CAST),
+    extra_memory("conversion of DCP files to torch.save", memory.CONVERSION),
+    pause("native save of small tensors", "pauses small tensors", OURS),
+    pause("native save of small tensors by two processes", "pauses small tensors by 2", OURS),
+    pause("native save of one huge tensor", "pauses huge tensor", OURS),
+    pause("holdfast.dcp.async_save of small tensors", "pauses small tensors", OURS_DCP),
+    pause("holdfast.dcp.async_save of small tensors by two processes", "pauses small tensors by 2", OURS_DCP),
+    pause("holdfast.dcp.async_save of one huge tensor", "pauses huge tensor", OURS_DCP),
+    speed(_HUGE, "native save vs direct-write probe", "huge tensor save", tuple(DIRECT_WRITES)),
+    speed(_HUGE, "native save vs stock DCP", "huge tensor save", (STOCK,)),
+    speed(_HUGE, "native load, warm, vs cached-read probe", "huge tensor warm", (CACHED_READ,)),
+    speed(_HUGE, "native load, warm, vs stock DCP", "huge tensor warm", (STOCK,)),
     speed(_SLICES, "rows of a tensor, warm, vs stock DCP", "slice: rows", (STOCK,)),
     speed(_SLICES, "a few columns of some rows, warm, vs stock DCP", "slice: few columns", (STOCK,)),
     speed(_SLICES, "half of the columns of some rows, warm, vs stock DCP", "slice: half of the columns", (STOCK,)),

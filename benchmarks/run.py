@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,16 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.memory import measure_memory
 from benchmarks.pauses import measure_pauses
-from benchmarks.quiet import silence
+from benchmarks.quiet import quietly
 from benchmarks.report import on_terminal
 from benchmarks.resharding import measure_resharding
 from benchmarks.rounds import one_line
-from benchmarks.rows import fill_in
+from benchmarks.rows import Row, fill_in
 from benchmarks.scales import SCALES, Scale
 from benchmarks.slices import measure_slices
 from benchmarks.suite import Suite
 from benchmarks.whole_states import measure_huge_tensor, measure_small_tensors, measure_transformer
+from tests.ranks import RankPool
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,28 +42,31 @@ PARTS: dict[str, Callable[[Suite], None]] = {
 }
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(argv: Sequence[str] | None = None, ranks: RankPool | None = None) -> None:
+    args = parse_arguments(argv)
     scale = SCALES[args.scale]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # being stopped leaves no checkpoints behind
-    silence()
     refuse_small_disk(args.folder, scale)
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=args.folder) as folder:
-        results = run(Suite(Path(folder), scale, args.minutes or scale.minutes), args.parts)
-    print(on_terminal(results["rows"], results["problems"]))
+    pool = ranks or RankPool()
+    try:
+        with quietly(), tempfile.TemporaryDirectory(prefix=".bench-", dir=args.folder) as folder:
+            results = run(Suite(Path(folder), scale, args.minutes or scale.minutes, pool), args.parts)
+    finally:
+        if ranks is None:
+            pool.close()
+    print(on_terminal([Row(**row) for row in results["rows"]], results["problems"]))
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(results, indent=1) + "\n")
     print(f"\nevery sample: {args.json}")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure Holdfast against the hardware, stock DCP and other peers.")
     parser.add_argument("--scale", choices=list(SCALES), default="full", help="how much to measure (default: full)")
     parser.add_argument("--minutes", type=float, help="about how long all of it may take")
     parser.add_argument("--folder", type=Path, default=ROOT, help="where to write; must be on a disk, not in memory")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "bench.json", help="where every sample goes")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="only some parts")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def refuse_small_disk(folder: Path, scale: Scale) -> None:
@@ -89,7 +93,7 @@ def run(suite: Suite, parts: list[str]) -> dict[str, Any]:
         "seconds": round(time.monotonic() - suite.started, 1),
         "scale": asdict(suite.scale),
         "machine": facts | {"load_average_after": round(os.getloadavg()[0], 2)},
-        "rows": fill_in(suite.measures, suite.facts),
+        "rows": [asdict(row) for row in fill_in(suite.measures, suite.facts)],
         "measures": {key: asdict(measure) for key, measure in suite.measures.items()},
         "facts": suite.facts,
         "problems": suite.problems,
@@ -102,4 +106,5 @@ def _clear(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # being stopped leaves no checkpoints behind
     main()

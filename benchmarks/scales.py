@@ -13,9 +13,13 @@ class Scale:
 
     name: str
     minutes: float
-    """All of it takes about that long; the number of rounds is chosen accordingly."""
+    """All of it takes about that long, on a quiet machine."""
     fewest_rounds: int
+    """That everybody takes part in."""
+    rounds: int
+    """For all that a row with a target compares."""
     most_rounds: int
+    """If there is time."""
     layers: int
     width: int
     vocabulary: int
@@ -29,6 +33,7 @@ class Scale:
     resharded_tensors: int
     world_sizes: tuple[int, ...]
     """All of them save, and all others load that."""
+    memory_workloads: tuple[str, ...] = ("transformer", "small tensors", "huge tensor")
 
     @property
     def transformer_bytes(self) -> int:
@@ -40,9 +45,10 @@ FULL = Scale(
     name="full",
     minutes=10,
     fewest_rounds=3,
-    most_rounds=9,
+    rounds=5,
+    most_rounds=7,
     layers=12,
-    width=960,
+    width=1_024,
     vocabulary=32_000,
     small_tensors=20_000,
     slow_peers=True,
@@ -57,15 +63,16 @@ QUICK = Scale(
     name="quick",
     minutes=1.6,
     fewest_rounds=2,
-    most_rounds=5,
+    rounds=3,
+    most_rounds=3,
     layers=8,
-    width=512,
-    vocabulary=32_000,
-    small_tensors=20_000,
+    width=448,
+    vocabulary=16_000,
+    small_tensors=5_000,
     slow_peers=False,
     huge_bytes=256 * MIB,
     sliced_shape=(512, 65_536),
-    resharded_bytes=96 * MIB,
+    resharded_bytes=64 * MIB,
     resharded_tensors=16,
     world_sizes=(1, 2, 4),
 )
@@ -74,17 +81,19 @@ TINY = Scale(
     name="tiny",
     minutes=0.05,
     fewest_rounds=1,
+    rounds=1,
     most_rounds=1,
-    layers=2,
+    layers=1,
     width=64,
     vocabulary=1_000,
-    small_tensors=200,
+    small_tensors=100,
     slow_peers=True,
-    huge_bytes=2 * MIB,
-    sliced_shape=(512, 1_024),
+    huge_bytes=MIB // 2,
+    sliced_shape=(256, 1_024),
     resharded_bytes=2 * MIB,
     resharded_tensors=4,
     world_sizes=(1, 2),
+    memory_workloads=("huge tensor",),
 )
 
 SCALES = {scale.name: scale for scale in (FULL, QUICK, TINY)}

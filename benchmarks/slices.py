@@ -20,7 +20,7 @@ from benchmarks import page_cache
 from benchmarks.contenders import OURS, STOCK
 from benchmarks.counting import (
     DIGEST_BLOCK,
-    CountingStore,
+    CountingLocalStore,
     bytes_in,
     bytes_read_by_this_process,
     bytes_twice,
@@ -52,7 +52,7 @@ def measure_slices(suite: Suite) -> None:
         suite.facts[f"slice {name}"] = _bytes(folders, box, expected, columns)
         turns = _turns(folders, box, torch.zeros_like(expected))
         title = f"slice: {name}"
-        suite.measures[title] = measure(title, expected.nbytes, turns, suite.allowance(0.01))
+        suite.measures[title] = measure(title, expected.nbytes, turns, suite.allowance(0.01, has_target=False))
     for folder in folders.values():
         remove(folder)
 
@@ -66,7 +66,7 @@ def _turns(folders: dict[str, Path], box: Box, place: torch.Tensor) -> list[Turn
 
 
 def _bytes(folders: dict[str, Path], box: Box, expected: torch.Tensor, columns: int) -> dict[str, Any]:
-    store = CountingStore(folders[OURS])
+    store = CountingLocalStore(folders[OURS])
     with hf.open(store) as checkpoint:
         before = bytes_read_by_this_process()
         found = checkpoint["model.weight"][box]
@@ -79,7 +79,7 @@ def _bytes(folders: dict[str, Path], box: Box, expected: torch.Tensor, columns: 
     stock = bytes_read_by_this_process() - before
     if not torch.equal(place, expected):
         raise AssertionError("stock DCP read another slice than it was asked for")
-    ranges = store.data_ranges()
+    ranges = store.data_reads()
     touched = len(range(*box[0].indices(1 << 60))) * columns * expected.element_size()
     return {
         "needed": expected.nbytes,

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from benchmarks.scales import Scale
 
 State = dict[str, torch.Tensor]
+Shapes = dict[str, tuple[int, ...]]
 
 
-def transformer(scale: Scale) -> State:
-    """A transformer and the two moments that Adam keeps of every parameter, all in float32."""
-    generator = torch.Generator().manual_seed(0)
+def transformer(scale: Scale) -> Shapes:
+    """A transformer and the two moments that Adam keeps of every parameter."""
     shapes = dict(_parameters(scale))
-    return {
-        f"{part}.{name}": torch.rand(shape, generator=generator)
-        for part in ("model", "exp_avg", "exp_avg_sq")
-        for name, shape in shapes.items()
-    }
+    return {f"{part}.{name}": shape for part in ("model", "exp_avg", "exp_avg_sq") for name, shape in shapes.items()}
 
 
 def _parameters(scale: Scale) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -35,31 +31,47 @@ def _parameters(scale: Scale) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "norm.weight", (width,)
 
 
-def small_tensors(scale: Scale) -> State:
+def small_tensors(scale: Scale) -> Shapes:
     """Very many tensors of 1 KB."""
-    generator = torch.Generator().manual_seed(1)
-    return {f"model.tensor{number}": torch.rand(256, generator=generator) for number in range(scale.small_tensors)}
+    return {f"model.tensor{number}": (256,) for number in range(scale.small_tensors)}
 
 
-def huge_tensor(scale: Scale) -> State:
+def huge_tensor(scale: Scale) -> Shapes:
     """A single one."""
-    generator = torch.Generator().manual_seed(2)
-    return {"model.weight": torch.rand(scale.huge_bytes // 4, generator=generator)}
+    return {"model.weight": (scale.huge_bytes // 4,)}
+
+
+WORKLOADS: dict[str, Callable[[Scale], Shapes]] = {
+    "transformer": transformer,
+    "small tensors": small_tensors,
+    "huge tensor": huge_tensor,
+}
+
+
+def filled(shapes: Shapes) -> State:
+    """A state of these shapes in float32, the same each time."""
+    generator = torch.Generator().manual_seed(len(shapes))
+    return {key: torch.rand(shape, generator=generator) for key, shape in shapes.items()}
+
+
+def room_for(shapes: Shapes, dtype: torch.dtype = torch.float32) -> State:
+    """A state to load into, whose memory has been touched: no load pays for its first use."""
+    return {key: torch.ones(shape, dtype=dtype) for key, shape in shapes.items()}
 
 
 def few_bytes() -> State:
     """For a first call, which imports and sets up whatever a contender needs."""
-    return {"model.weight": torch.ones(16, 16), "exp_avg.weight": torch.ones(16, 16)}
+    return filled({"model.weight": (16, 16), "exp_avg.weight": (16, 16)})
+
+
+def shapes_of(state: State) -> Shapes:
+    """The shapes of all tensors."""
+    return {key: tuple(tensor.shape) for key, tensor in state.items()}
 
 
 def bytes_of(state: State) -> int:
     """All bytes of all tensors."""
     return sum(tensor.nbytes for tensor in state.values())
-
-
-def place_for(state: State) -> State:
-    """A state of the same shapes, whose memory has been touched: no load pays for its first use."""
-    return {key: torch.zeros_like(tensor) for key, tensor in state.items()}
 
 
 def wipe(state: State) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rounds import Allowance, Measure
-from benchmarks.scales import Scale
+from benchmarks.scales import MIB, Scale
+from tests.ranks import RankPool  # the processes that the tests use, too
 
 
 @dataclass
@@ -20,6 +21,7 @@ class Suite:
     folder: Path
     scale: Scale
     minutes: float
+    ranks: RankPool
     measures: dict[str, Measure] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Numbers of bytes, rather than of seconds."""
@@ -27,9 +29,11 @@ class Suite:
     """Parts of the suite that failed as a whole."""
     started: float = field(default_factory=time.monotonic)
 
-    def allowance(self, share: float) -> Allowance:
-        """A share of the whole time, for one measure."""
-        return Allowance(60 * self.minutes * share, self.scale.fewest_rounds, self.scale.most_rounds)
+    def allowance(self, share: float, *, has_target: bool = True) -> Allowance:
+        """A share of the whole time, for one measure. What has no target gets as few rounds as there may be."""
+        scale = self.scale
+        rounds = scale.rounds if has_target else scale.fewest_rounds
+        return Allowance(60 * self.minutes * share, scale.fewest_rounds, rounds, scale.most_rounds)
 
     def place(self, name: str) -> Path:
         """Where a contender writes."""
@@ -43,5 +47,7 @@ class Suite:
 def remove(folder: Path) -> None:
     """Remove a checkpoint, and have the disk forget it now: freed blocks may be discarded at the next flush."""
     if folder.exists():
+        nbytes = sum(path.stat().st_size for path in folder.rglob("*"))
         shutil.rmtree(folder)
-        os.sync()
+        if nbytes > 16 * MIB:  # less is soon forgotten
+            os.sync()

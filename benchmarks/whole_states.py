@@ -8,30 +8,23 @@ from pathlib import Path
 
 from benchmarks import page_cache, probes
 from benchmarks.contenders import (
+    LOADING_PEERS,
     MAKERS,
-    MAPPED_PEER,
+    MAPPED_LOAD,
     OURS,
     OURS_DCP,
     PEERS,
+    PLAIN_LOAD,
     SLOW_PEERS,
     STOCK,
     STOCK_VARIANTS,
     Contender,
     why_missing,
 )
-from benchmarks.rounds import Turn, measure, one_line
-from benchmarks.states import (
-    State,
-    bytes_of,
-    differing_key,
-    few_bytes,
-    huge_tensor,
-    place_for,
-    small_tensors,
-    transformer,
-    wipe,
-)
+from benchmarks.rounds import Turn, measure, nothing, one_line
+from benchmarks.states import WORKLOADS, bytes_of, differing_key, few_bytes, filled, room_for, shapes_of, wipe
 from benchmarks.suite import Suite, remove
+from holdfast.tuning import READERS
 
 MEMORY_COPY = "probe: memory copy"
 DIRECT_WRITES = {f"probe: direct write, {count} at once": count for count in (1, 2)}
@@ -44,31 +37,40 @@ OURS_DCP_FROM_STOCK = "holdfast.dcp, files of stock DCP"
 COLD_PROBES = (*DIRECT_READS, BUFFERED_READ)
 
 
+RIVALS = {
+    **dict.fromkeys(STOCK_VARIANTS, "options of stock DCP"),
+    **dict.fromkeys((*PEERS, *LOADING_PEERS), "peers"),
+    **dict.fromkeys((*DIRECT_WRITES, *COLD_PROBES), "probes"),
+}
+"""Of these, rows name only the best."""
+
+
 def measure_transformer(suite: Suite) -> None:
     """Everybody, against everything that the hardware can do."""
-    run = _Run(suite, "transformer", transformer(suite.scale))
-    names = (OURS, OURS_DCP, STOCK, *STOCK_VARIANTS, *PEERS)
-    run.save(names, share=0.22, with_probes=True)
-    run.keep_only((OURS, OURS_DCP, STOCK, *PEERS))
-    run.load_cold((OURS, STOCK, *PEERS, MAPPED_PEER), share=0.15)
-    run.load_warm((OURS, OURS_FROM_STOCK, OURS_DCP_FROM_STOCK, STOCK, *PEERS, MAPPED_PEER), share=0.15)
+    run = _Run(suite, "transformer")
+    run.save((OURS, OURS_DCP, STOCK, *STOCK_VARIANTS, *PEERS), share=0.22, with_probes=True)
+    run.keep_only((OURS, STOCK, *PEERS))
+    run.load_cold((OURS, STOCK, *LOADING_PEERS), share=0.18)
+    run.load_warm((OURS, OURS_FROM_STOCK, OURS_DCP_FROM_STOCK, STOCK, *LOADING_PEERS), share=0.11)
     run.remove()
 
 
 def measure_small_tensors(suite: Suite) -> None:
     """Where only the work per tensor counts."""
-    run = _Run(suite, "small", small_tensors(suite.scale))
-    peers = PEERS if suite.scale.slow_peers else [name for name in PEERS if name not in SLOW_PEERS]
-    run.save((OURS, OURS_DCP, STOCK, *peers), share=0.09, with_probes=False)
-    run.load_warm((OURS, OURS_DCP_FROM_STOCK, STOCK, *peers), share=0.09, with_probes=False)
+    run = _Run(suite, "small tensors")
+    slow = () if suite.scale.slow_peers else SLOW_PEERS
+    savers = [name for name in PEERS if name not in slow]
+    loaders = [name for name in LOADING_PEERS if name not in (*slow, MAPPED_LOAD)]
+    run.save((OURS, OURS_DCP, STOCK, *savers), share=0.08, with_probes=False)
+    run.load_warm((OURS, OURS_DCP_FROM_STOCK, STOCK, *loaders), share=0.1, with_probes=False)
     run.remove()
 
 
 def measure_huge_tensor(suite: Suite) -> None:
     """Where only the bytes count."""
-    run = _Run(suite, "huge", huge_tensor(suite.scale))
-    run.save((OURS, OURS_DCP, STOCK), share=0.04, with_probes=True)
-    run.load_warm((OURS, OURS_DCP_FROM_STOCK, STOCK), share=0.03)
+    run = _Run(suite, "huge tensor", has_targets=False)
+    run.save((OURS, OURS_DCP, STOCK), share=0.03, with_probes=True)
+    run.load_warm((OURS, OURS_DCP_FROM_STOCK, STOCK), share=0.02)
     run.remove()
 
 
@@ -83,23 +85,26 @@ class _Way:
 _LOADS_OF_OTHERS = {
     OURS_FROM_STOCK: _Way(OURS, STOCK),
     OURS_DCP_FROM_STOCK: _Way(OURS_DCP, STOCK),
-    MAPPED_PEER: _Way(MAPPED_PEER, "torch.save"),
+    PLAIN_LOAD: _Way("torch.save", "torch.save"),
+    MAPPED_LOAD: _Way(MAPPED_LOAD, "torch.save"),
 }
 
 
 class _Run:
     """One state: first saved by everybody, then loaded from what they saved last."""
 
-    def __init__(self, suite: Suite, name: str, state: State) -> None:
+    def __init__(self, suite: Suite, workload: str, *, has_targets: bool = True) -> None:
         self._suite = suite
-        self._name = name
-        self._state = state
-        self._place = place_for(state)
-        self._nbytes = bytes_of(state)
+        self._name = workload
+        self._has_targets = has_targets
+        shapes = WORKLOADS[workload](suite.scale)
+        self._state = filled(shapes)
+        self._place = room_for(shapes)
+        self._nbytes = bytes_of(self._state)
         self._contenders: dict[str, Contender] = {}
         self._failed: dict[str, str] = {}
         self._saved: set[str] = set()
-        self._probe_file = suite.place(f"{name} probe") / "data"
+        self._probe_file = suite.place(f"{workload} probe") / "data"
 
     def save(self, names: Sequence[str], *, share: float, with_probes: bool) -> None:
         """Each save goes to a new folder. The one before it is removed outside of the measured time."""
@@ -112,6 +117,7 @@ class _Run:
                     timed=_bound(self._contenders[name].save, self._state, folder),
                     before=_bound(remove, folder),
                     after=_bound(self._saved.add, name),
+                    rivals=RIVALS.get(name, ""),
                 )
             )
         if with_probes:
@@ -123,8 +129,9 @@ class _Run:
         turns = [self._load_turn(name, page_cache.drop) for name in self._loadable(names)]
         file, place = self._probe_file, self._place
         for name, readers in DIRECT_READS.items():
-            turns.append(Turn(name, _bound(probes.read_directly, file, readers), _bound(page_cache.drop, file)))
-        turns.append(Turn(BUFFERED_READ, _bound(probes.read_buffered, file, place, 4), _bound(page_cache.drop, file)))
+            turns.append(_probe(name, _bound(probes.read_directly, file, readers), _bound(page_cache.drop, file)))
+        buffered = _bound(probes.read_buffered, file, place, 4)
+        turns.append(_probe(BUFFERED_READ, buffered, _bound(page_cache.drop, file)))
         self._measure("cold", "load from the disk", names, turns, share)
 
     def load_warm(self, names: Sequence[str], *, share: float, with_probes: bool = True) -> None:
@@ -132,11 +139,9 @@ class _Run:
         turns = [self._load_turn(name, page_cache.fill) for name in self._loadable(names)]
         if with_probes:
             file, place = self._probe_file, self._place
-            readers = _readers()
-            turns.append(
-                Turn(CACHED_READ, _bound(probes.read_buffered, file, place, readers), _bound(page_cache.fill, file))
-            )
-            turns.append(Turn(MEMORY_COPY, _bound(probes.copy_memory, self._state, place)))
+            cached = _bound(probes.read_buffered, file, place, READERS)
+            turns.append(_probe(CACHED_READ, cached, _bound(page_cache.fill, file)))
+            turns.append(_probe(MEMORY_COPY, _bound(probes.copy_memory, self._state, place)))
         self._measure("warm", "load from the page cache", names, turns, share)
 
     def keep_only(self, names: Sequence[str]) -> None:
@@ -151,7 +156,8 @@ class _Run:
 
     def _measure(self, key: str, title: str, names: Sequence[str], turns: list[Turn], share: float) -> None:
         self._suite.log(f"{self._name}: {title}")
-        result = measure(f"{self._name}: {title}", self._nbytes, turns, self._suite.allowance(share))
+        allowance = self._suite.allowance(share, has_target=self._has_targets)
+        result = measure(f"{self._name}: {title}", self._nbytes, turns, allowance)
         for name in names:
             if name not in result.samples:
                 result.failed[name] = self._failed.get(_way(name).contender) or "failed: no checkpoint to load"
@@ -165,7 +171,7 @@ class _Run:
             file.parent.mkdir()
 
         return [
-            Turn(name, timed=_bound(probes.write_directly, file, self._nbytes, writers), before=begin_anew)
+            _probe(name, _bound(probes.write_directly, file, self._nbytes, writers), begin_anew)
             for name, writers in DIRECT_WRITES.items()
         ]
 
@@ -185,7 +191,8 @@ class _Run:
                 raise AssertionError(f"{key} was not loaded as it was saved")
             checked = True
 
-        return Turn(name, _bound(self._contenders[way.contender].load, self._place, folder), before, after)
+        load = _bound(self._contenders[way.contender].load, self._place, folder)
+        return Turn(name, load, before, after, RIVALS.get(name, ""))
 
     def _loadable(self, names: Sequence[str]) -> list[str]:
         able = set(self._able(tuple(_way(name).contender for name in names)))
@@ -205,7 +212,7 @@ class _Run:
         try:
             contender = MAKERS[name]()
             state = few_bytes()
-            place = place_for(state)
+            place = room_for(shapes_of(state))
             contender.save(state, folder)
             contender.load(place, folder)
         except Exception as error:
@@ -223,11 +230,8 @@ def _way(name: str) -> _Way:
     return _LOADS_OF_OTHERS.get(name, _Way(name, name))
 
 
-def _readers() -> int:
-    """As many as Holdfast has."""
-    from holdfast import tuning
-
-    return tuning.READERS
+def _probe(name: str, timed: Callable[[], None], before: Callable[[], None] = nothing) -> Turn:
+    return Turn(name, timed, before, rivals=RIVALS.get(name, ""))
 
 
 def _bound(function: Callable[..., object], *arguments: object) -> Callable[[], None]:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,43 +14,11 @@ import holdfast as hf
 from holdfast.formats.native.record import BLOCK_BYTES as BLOCK
 from holdfast.sources.native import NativeSource
 from holdfast.sources.source import Request, WholeReads
-from holdfast.stores.memory_store import MemoryStore
+from tests.stores.counting import CountingMemoryStore, bytes_in, bytes_twice
 
 
-class CountingStore(MemoryStore):
-    """Remembers which bytes of data files were read."""
-
-    def __init__(self) -> None:
-        super().__init__(uuid.uuid4().hex)
-        self.reads: list[tuple[str, int, int]] = []
-        self.left_in_cache: list[bool] = []
-
-    @contextmanager
-    def reader(self, name: str) -> Iterator[Any]:
-        with super().reader(name) as inner:
-
-            class Counting:
-                size = inner.size
-
-                def read_into(_, begin: int, buffer: Any) -> None:  # noqa: N805 - `self` is the store
-                    if name.startswith("data-"):
-                        self.reads.append((name, begin, memoryview(buffer).nbytes))
-                        self.left_in_cache.append(False)
-                    inner.read_into(begin, buffer)
-
-                def read_shared(_, begin: int, buffer: Any) -> None:  # noqa: N805
-                    _.read_into(begin, buffer)
-                    self.left_in_cache[-1:] = [True]
-
-            yield Counting()
-
-    @property
-    def bytes_read(self) -> int:
-        return sum(nbytes for _, _, nbytes in self.reads)
-
-    def no_byte_twice(self) -> bool:
-        reads = sorted(self.reads)
-        return all(one[0] != other[0] or one[1] + one[2] <= other[1] for one, other in itertools.pairwise(reads))
+def new_store() -> CountingMemoryStore:
+    return CountingMemoryStore(uuid.uuid4().hex)
 
 
 ROWS, COLUMNS = 60, 50_000
@@ -64,14 +28,14 @@ NARROW = torch.arange(300_000 * 8, dtype=torch.int32).reshape(300_000, 8)
 
 
 @pytest.fixture(scope="module")
-def place() -> CountingStore:
-    place = CountingStore()
+def place() -> CountingMemoryStore:
+    place = new_store()
     hf.save({"before": torch.zeros(5), "wide": CONTENT, "narrow": NARROW}, place)
     return place
 
 
 @pytest.fixture
-def source(place: CountingStore) -> NativeSource:
+def source(place: CountingMemoryStore) -> NativeSource:
     """With the header of its file checked, which is done once."""
     source = NativeSource(place)
     source.read([Request("before", (0,), (5,), np.zeros(5, "<u4"))])
@@ -105,9 +69,9 @@ def test_rows_take_little_more_than_their_bytes(place, source, rows):
     read(source, "wide", [(part, slice(0, COLUMNS)) for part in rows])
     touched = set().union(*(range(part.start, part.stop) for part in rows))
     needed = len(touched) * COLUMNS * 4
-    assert place.bytes_read <= 1.1 * needed + 2 * len(rows) * BLOCK
-    assert place.no_byte_twice()
-    assert len(place.reads) <= needed // (1 << 20) + 4 * len(rows) + 2
+    assert bytes_in(place.data_reads()) <= 1.1 * needed + 2 * len(rows) * BLOCK
+    assert bytes_twice(place.data_reads()) == 0
+    assert len(place.data_reads()) <= needed // (1 << 20) + 4 * len(rows) + 2
 
 
 @FEW
@@ -115,15 +79,15 @@ def test_rows_take_little_more_than_their_bytes(place, source, rows):
 def test_columns_take_the_blocks_of_the_rows_that_they_touch_and_no_byte_twice(place, source, parts):
     place.reads.clear()
     read(source, "wide", parts)
-    assert place.no_byte_twice()
+    assert bytes_twice(place.data_reads()) == 0
     begin = min(rows.start for rows, _ in parts) * COLUMNS * 4
     end = max(rows.stop for rows, _ in parts) * COLUMNS * 4
-    assert place.bytes_read <= end - begin + 2 * BLOCK
+    assert bytes_in(place.data_reads()) <= end - begin + 2 * BLOCK
     # Each row of a part has its own blocks at most.
     blocks = sum(
         (rows.stop - rows.start) * ((columns.stop - columns.start) * 4 // BLOCK + 2) for rows, columns in parts
     )
-    assert place.bytes_read <= blocks * BLOCK
+    assert bytes_in(place.data_reads()) <= blocks * BLOCK
 
 
 @FEW
@@ -131,10 +95,10 @@ def test_columns_take_the_blocks_of_the_rows_that_they_touch_and_no_byte_twice(p
 def test_columns_of_short_rows_are_read_in_large_pieces(place, source, parts):
     place.reads.clear()
     read(source, "narrow", parts)
-    assert place.no_byte_twice()
+    assert bytes_twice(place.data_reads()) == 0
     touched = sum((rows.stop - rows.start) * 32 for rows, _ in parts)
-    assert place.bytes_read <= touched + 2 * len(parts) * BLOCK
-    assert len(place.reads) <= touched // (1 << 20) + 6 * len(parts)
+    assert bytes_in(place.data_reads()) <= touched + 2 * len(parts) * BLOCK
+    assert len(place.data_reads()) <= touched // (1 << 20) + 6 * len(parts)
 
 
 def test_a_load_of_several_parts_of_a_tensor_reads_no_byte_twice(place):
@@ -144,7 +108,7 @@ def test_a_load_of_several_parts_of_a_tensor_reads_no_byte_twice(place):
     hf.load(state, place, cast=True)
     assert torch.equal(state["wide"], CONTENT.double())
     assert torch.equal(state["narrow"], NARROW)
-    assert place.no_byte_twice()
+    assert bytes_twice(place.data_reads()) == 0
 
 
 # --- what several ranks read -------------------------------------------------------------------------------------
@@ -156,11 +120,10 @@ def test_a_load_of_several_parts_of_a_tensor_reads_no_byte_twice(place):
 )
 def test_whole_tensors_that_all_ranks_want_stay_in_the_page_cache(wholes, rows, several_ranks, left_for_others):
     """Of tensors that are spread over ranks each reads its own part, which would only fill the cache."""
-    store = CountingStore()
+    store = new_store()
     hf.save({f"t{number}": CONTENT[:20].clone() for number in range(2)} | {"spread": CONTENT}, store)
     source = NativeSource(store)
     memory = {f"t{number}": np.empty((20, COLUMNS), "<u4") for number in range(wholes)}
     parts = [Request("spread", (row, 0), (1, COLUMNS), np.empty((1, COLUMNS), "<u4")) for row in range(rows)]
     source.read_many(parts, WholeReads.into(memory), shared=several_ranks)
-    assert store.reads
-    assert set(store.left_in_cache) == {left_for_others}
+    assert {read.shared for read in store.data_reads()} == {left_for_others}
