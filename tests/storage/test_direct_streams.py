@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from holdfast.planning.save_planner import DefaultSavePlanner
 from holdfast.storage import writer as writer_module
 from holdfast.storage.direct_streams import direct_stream
 from holdfast.stores.direct_file import DirectFile
+from holdfast.stores.durability import flush_to_disk
 
 MIB = 1 << 20
 
@@ -41,9 +41,18 @@ def test_whatever_was_expected_the_file_is_what_was_written(
             assert stream.write(piece) == size
             written += piece
             piece[:] = bytes(size)  # it was taken, so that its memory can be used again
-        stream.flush()
-        os.fsync(stream.fileno())
+        flush_to_disk(stream)
+        assert path.read_bytes() == written
     assert path.read_bytes() == written
+
+
+def test_a_file_that_is_complete_takes_no_more(tmp_path: Path) -> None:
+    with direct_stream(tmp_path / "file", 4096, MIB) as stream:
+        stream.write(b"all of it")
+        stream.complete()
+        with pytest.raises(ValueError, match="file is complete, and 4 more bytes were written to it"):
+            stream.write(b"more")
+    assert (tmp_path / "file").read_bytes() == b"all of it"
 
 
 STATE = {

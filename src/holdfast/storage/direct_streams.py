@@ -21,7 +21,7 @@ def direct_stream(path: AnyPath, expected: int, memory: int) -> Iterator[DirectS
         stream = DirectStream(descriptor, name, expected, memory)
         try:
             yield stream
-            stream.flush()
+            stream.complete()
         finally:
             stream.close()
     finally:
@@ -49,8 +49,8 @@ class DirectStream:
             self._file.write(view)
         return view.nbytes
 
-    def flush(self) -> None:
-        """The file is complete. Wait until all of it is written, and give it its size."""
+    def complete(self) -> None:
+        """There is no more to come. Wait until all of it is written, and give the file its size."""
         if not self._is_complete:
             self._is_complete = True
             with naming(self._path):

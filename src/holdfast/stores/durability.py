@@ -8,8 +8,9 @@ from typing import Any
 
 
 def flush_to_disk(stream: Any) -> None:
-    """Make what was written to a stream durable."""
-    stream.flush()
+    """Make what was written to a stream durable. Nothing may be written to it afterwards."""
+    complete = getattr(stream, "complete", None)
+    (stream.flush if complete is None else complete)()
     try:
         descriptor = stream.fileno()
     except (AttributeError, io.UnsupportedOperation, OSError):
