@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from holdfast.boxes import Box, overlap, volume
+from holdfast.boxes import Box, volume
 from holdfast.errors import CheckpointNotFoundError, ReplacedCheckpointError
 from holdfast.formats.native.columns import (
     ChunkTable,
@@ -22,13 +22,14 @@ from holdfast.formats.native.columns import (
 )
 from holdfast.formats.native.damage import refuse
 from holdfast.formats.native.names import RECORD
-from holdfast.formats.native.pieces import Numbers, Pieces
-from holdfast.formats.native.reading import ReadableFile, read_all, read_size
+from holdfast.formats.native.readable_files import ReadableFile
+from holdfast.formats.native.reading import read_all
 from holdfast.formats.native.record import LARGEST_RECORD, Record, StoredFile, decode_record
 from holdfast.formats.native.refs import TensorRef
-from holdfast.formats.native.slabs import Slab, cut_into_slabs, dense_runs, row_major_strides
+from holdfast.formats.native.runs import Numbers, Runs
 from holdfast.formats.native.values import decode
-from holdfast.sources.source import Request, Source, WholeReads, check_requests, part_of
+from holdfast.sources.native_cuts import Cutter, first_keys
+from holdfast.sources.source import Request, Source, WholeReads, check_requests
 from holdfast.stores.store import Reader, Store
 
 _LARGE = 1 << 36
@@ -93,17 +94,17 @@ class NativeSource(Source):
         alone, others = self._only_chunks(wholes)
         requests = [*requests, *others.requests(self.tensors)]
         check_requests(requests, self.tensors)
-        cutter = _Cutter(self.record.block_bytes, memory)
+        cutter = Cutter(self.record.block_bytes, memory)
         for request in requests:
             if request.into.size:
                 number = self._numbers[request.key]
                 cutter.cut(request, number, self._table.of(number))
-        pieces = Pieces.joined([alone, Pieces.joined([Pieces.of(cutter.rows), *cutter.pieces])])
-        needed_for = _first_keys(pieces, cutter.slabs)
+        runs = Runs.joined([alone, Runs.joined([Runs.of(cutter.rows), *cutter.runs])])
+        needed_for = first_keys(runs, cutter.slabs)
         if verify:
-            pieces = Pieces.joined([pieces, self._headers(needed_for)])
+            runs = Runs.joined([runs, self._headers(needed_for)])
         files = self._files(needed_for, verify=verify)
-        read = read_all(pieces, cutter.slabs, self._names, files, self.record.block_bytes, memory, shared=shared)
+        read = read_all(runs, cutter.slabs, self._names, files, self.record.block_bytes, memory, shared=shared)
         if verify:
             self._checked_headers |= set(needed_for)
         return read
@@ -136,12 +137,12 @@ class NativeSource(Source):
         itemsizes = np.array([ref.dtype.itemsize for ref in tensors], np.int64)
         nbytes = chunk_volumes(columns, self.record) * itemsizes[columns.chunk_tensor]
         file, begin = columns.chunk_file, columns.chunk_begin
-        chunks = Pieces(file, begin, nbytes, np.zeros_like(begin), columns.chunk_tensor)
+        chunks = Runs(file, begin, nbytes, np.zeros_like(begin), columns.chunk_tensor)
         between = self._gaps(chunks)
-        files = self._files(_first_keys(chunks, []), verify=True)
-        return read_all(Pieces.joined([chunks, between]), [], self._names, files, self.record.block_bytes)
+        files = self._files(first_keys(chunks, []), verify=True)
+        return read_all(Runs.joined([chunks, between]), [], self._names, files, self.record.block_bytes)
 
-    def _gaps(self, chunks: Pieces) -> Pieces:
+    def _gaps(self, chunks: Runs) -> Runs:
         """The bytes of all files that belong to no chunk."""
         rows = []
         for number, file in enumerate(self.record.files):
@@ -154,7 +155,7 @@ class NativeSource(Source):
                 (number, end, begin - end, 0, len(self._names) - 1)
                 for begin, end in zip(begins[gaps].tolist(), ends[gaps].tolist(), strict=True)
             ]
-        return Pieces.of(rows)
+        return Runs.of(rows)
 
     def _ref(self, key: str) -> TensorRef:
         ref = self.tensors.get(key)
@@ -190,20 +191,20 @@ class NativeSource(Source):
         except KeyError as error:
             raise KeyError(f"there is no tensor {error} in the checkpoint") from None
 
-    def _only_chunks(self, wholes: WholeReads) -> tuple[Pieces, WholeReads]:
-        """Whole tensors that are stored as one chunk as pieces of files, and the others."""
+    def _only_chunks(self, wholes: WholeReads) -> tuple[Runs, WholeReads]:
+        """Whole tensors that are stored as one chunk as runs of files, and the others."""
         if not len(wholes.keys):
-            return Pieces.of([]), wholes
+            return Runs.of([]), wholes
         numbers = self._numbered(wholes.keys)
         alone, file, begin = self._table.only_chunks(numbers)
-        pieces = Pieces(file, begin, wholes.nbytes[alone], wholes.addresses[alone], numbers[alone])
+        runs = Runs(file, begin, wholes.nbytes[alone], wholes.addresses[alone], numbers[alone])
         others = np.flatnonzero(~alone)
         keys = [wholes.keys[position] for position in others.tolist()]
-        return pieces, WholeReads(keys, wholes.addresses[others], wholes.nbytes[others])
+        return runs, WholeReads(keys, wholes.addresses[others], wholes.nbytes[others])
 
-    def _headers(self, needed_for: Mapping[int, int]) -> Pieces:
+    def _headers(self, needed_for: Mapping[int, int]) -> Runs:
         """The headers of the files that are read, unless they were checked before."""
-        return Pieces.of(
+        return Runs.of(
             [
                 (file, 0, self._header_ends[file], 0, key)
                 for file, key in needed_for.items()
@@ -296,54 +297,3 @@ def read_record(store: Store) -> Record:
             f"no checkpoint at {store.location}: there is no {RECORD}.", path=store.location
         ) from None
     return decode_record(bytes(data), path)
-
-
-class _Cutter:
-    """Cuts requests into what can be read: runs of bytes, and slabs of what does not lie side by side."""
-
-    def __init__(self, block_bytes: int, memory: int | None) -> None:
-        self._largest = read_size(memory, block_bytes)
-        self.rows: list[tuple[int, int, int, int, int]] = []
-        self.pieces: list[Pieces] = []
-        self.slabs: list[Slab] = []
-
-    def cut(self, request: Request, number: int, chunks: Sequence[StoredChunk]) -> None:
-        """Add what is stored of a request in these chunks."""
-        itemsize = request.into.itemsize
-        for chunk in chunks:
-            shared = overlap(chunk.offsets, chunk.sizes, request.offsets, request.sizes)
-            if shared is None:
-                continue
-            start, lengths = shared
-            into = part_of(
-                request.into, [at - origin for at, origin in zip(start, request.offsets, strict=True)], lengths
-            )
-            inside = [at - origin for at, origin in zip(start, chunk.offsets, strict=True)]
-            self._cut_box(chunk, inside, row_major_strides(chunk.sizes, itemsize), into, number)
-
-    def _cut_box(
-        self, chunk: StoredChunk, start: Sequence[int], strides: tuple[int, ...], into: Any, number: int
-    ) -> None:
-        runs = dense_runs(strides, into) if isinstance(into, np.ndarray) else None
-        if runs is None:
-            self.slabs += cut_into_slabs(chunk.file, chunk.begin, strides, start, into, number, self._largest)
-            return
-        in_file, in_memory, nbytes = runs
-        begin = chunk.begin + sum(at * stride for at, stride in zip(start, strides, strict=True))
-        address = int(into.__array_interface__["data"][0])
-        if len(in_file) == 1:
-            self.rows.append((chunk.file, begin, nbytes, address, number))
-            return
-        same = np.ones_like(in_file)
-        self.pieces.append(
-            Pieces(chunk.file * same, begin + in_file, nbytes * same, address + in_memory, number * same)
-        )
-
-
-def _first_keys(pieces: Pieces, slabs: Sequence[Slab]) -> dict[int, int]:
-    """The files that are read, and what each of them is needed for first."""
-    numbers, rows = np.unique(pieces.file, return_index=True)
-    keys = dict(zip(numbers.tolist(), pieces.key[rows].tolist(), strict=True))
-    for slab in slabs:
-        keys.setdefault(slab.file, slab.key)
-    return keys

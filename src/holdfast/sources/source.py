@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.boxes import Box, place_of, volume
-from holdfast.formats.native.pieces import bytes_at
 from holdfast.formats.native.refs import TensorRef
+from holdfast.formats.native.runs import bytes_at
 
 S = TypeVar("S", bound="Source")
 

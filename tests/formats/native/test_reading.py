@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from holdfast import waiting
 from holdfast.boxes import Box
 from holdfast.errors import DamagedCheckpointError
-from holdfast.formats.native import pieces, reading, slabs, windows
+from holdfast.formats.native import reading, runs, slabs, windows
 from holdfast.formats.native.columns import digest_of, encode_columns
 from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.layout import ChunkToWrite, lay_out
@@ -46,7 +46,7 @@ def sizes(*, window: int = BLOCK, straight_from: int = BLOCK, threaded: bool = F
         mock.patch.object(reading, "SMALLEST_ROOM", BLOCK),
         mock.patch.object(reading, "CACHED_READ_BYTES", 2 * BLOCK),
         mock.patch.object(reading, "SEVERAL_READERS_FROM", 0 if threaded else 1 << 40),
-        mock.patch.object(pieces, "STRAIGHT_FROM", straight_from),
+        mock.patch.object(runs, "STRAIGHT_FROM", straight_from),
         mock.patch.object(slabs, "STRAIGHT_FROM", straight_from),
         mock.patch.object(windows, "MERGE_GAP", gap),
     ):

@@ -20,14 +20,12 @@ import numpy.typing as npt
 
 from holdfast.errors import DamagedCheckpointError
 from holdfast.formats.native.blocks import digest_blocks
-from holdfast.formats.native.pieces import Pieces, bytes_at
 from holdfast.formats.native.readable_files import FileReader, OpenFiles, ReadableFile
+from holdfast.formats.native.runs import Runs, bytes_at
 from holdfast.formats.native.slabs import Slab
 from holdfast.formats.native.windows import Stretch, Window, plan_reads, runs_of
 from holdfast.tuning import CACHED_READ_BYTES, MEMORY_BUDGET, READ_BYTES, READERS, SEVERAL_READERS_FROM, SMALLEST_ROOM
 from holdfast.waiting import some_threads, wait_for_all
-
-__all__ = ["ReadableFile", "read_all", "read_size"]
 
 _MEMORY_OF_A_READER = 2
 """So many times what it reads at once: a window can be larger than that, and files may need aligned memory."""
@@ -40,7 +38,7 @@ def read_size(memory: int | None, block_bytes: int) -> int:
 
 
 def read_all(
-    pieces: Pieces,
+    runs: Runs,
     slabs: Sequence[Slab],
     names: Sequence[str],
     files: Sequence[ReadableFile],
@@ -54,8 +52,8 @@ def read_all(
     ``names`` are those of the keys. ``shared`` if other processes of this machine are likely to want the same bytes.
     """
     size = read_size(memory, block_bytes)
-    reads = plan_reads(pieces, slabs, [file.nbytes for file in files], block_bytes, size)
-    wanted = int(pieces.nbytes.sum()) + sum(slab.into.size * slab.into.itemsize for slab in slabs)
+    reads = plan_reads(runs, slabs, [file.nbytes for file in files], block_bytes, size)
+    wanted = int(runs.nbytes.sum()) + sum(slab.into.size * slab.into.itemsize for slab in slabs)
     threads = 1
     if wanted >= SEVERAL_READERS_FROM:
         most = (MEMORY_BUDGET if memory is None else memory) // (_MEMORY_OF_A_READER * size)
@@ -253,15 +251,15 @@ class _Job:
 
 def _touched(window: Window, begin: int, end: int) -> list[int]:
     """The keys of what lies between these places."""
-    pieces = window.pieces
-    inside = (pieces.begin < end) & (pieces.begin + pieces.nbytes > begin)
-    found: list[int] = pieces.key[inside].tolist()
+    runs = window.runs
+    inside = (runs.begin < end) & (runs.begin + runs.nbytes > begin)
+    found: list[int] = runs.key[inside].tolist()
     return found + [slab.key for slab in window.slabs if slab.begin < end and slab.begin + slab.span > begin]
 
 
 def _copy_out(window: Window, view: npt.NDArray[np.uint8], begin: int) -> None:
     """Put everything where it goes."""
-    wanted = window.pieces.chosen(window.pieces.address != 0)
+    wanted = window.runs.chosen(window.runs.address != 0)
     sources = wanted.begin + (view.ctypes.data - begin)
     # There is no cheaper way from Python: a view of numpy or torch takes longer to make than a small tensor to copy.
     move = ctypes.memmove

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.formats.native.pieces import STRAIGHT_FROM, Numbers
+from holdfast.formats.native.runs import STRAIGHT_FROM, Numbers
 
 Array = npt.NDArray[Any]
 

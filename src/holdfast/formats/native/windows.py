@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.formats.native.pieces import Numbers, Pieces, cut_at, straight_and_rest
+from holdfast.formats.native.runs import Numbers, Runs, cut_at, straight_and_rest
 from holdfast.formats.native.slabs import Slab, mark_blocks
 from holdfast.tuning import MERGE_GAP
 
@@ -38,7 +38,7 @@ class Window(NamedTuple):
     first_block: int
     end: int
     """Where it ends in the file."""
-    pieces: Pieces
+    runs: Runs
     slabs: Sequence[Slab]
 
     def begin(self, block_bytes: int) -> int:
@@ -48,7 +48,7 @@ class Window(NamedTuple):
     def needed_blocks(self, block_bytes: int) -> npt.NDArray[np.bool_]:
         """Which blocks are to be read, counted from the first. Small gaps are read too, rather than to begin anew."""
         counts = np.zeros(-(-self.end // block_bytes) - self.first_block + 1, np.int32)
-        begin, end = self.pieces.begin, self.pieces.begin + self.pieces.nbytes
+        begin, end = self.runs.begin, self.runs.begin + self.runs.nbytes
         np.add.at(counts, begin // block_bytes - self.first_block, 1)
         np.add.at(counts, (end - 1) // block_bytes + 1 - self.first_block, -1)
         for slab in self.slabs:
@@ -71,13 +71,13 @@ def runs_of(chosen: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 def plan_reads(
-    pieces: Pieces, slabs: Sequence[Slab], file_bytes: Sequence[int], block_bytes: int, largest: int
+    runs: Runs, slabs: Sequence[Slab], file_bytes: Sequence[int], block_bytes: int, largest: int
 ) -> list[Stretch | Window]:
     """All that is to be read, in the order of the files. A read is of ``largest`` bytes, or little more."""
     sizes = np.array(file_bytes, np.int64)
-    straight, rest = straight_and_rest(pieces, sizes, block_bytes)
+    straight, rest = straight_and_rest(runs, sizes, block_bytes)
     straight = cut_at(straight, largest)
-    if len(pieces.file) + len(slabs) > 1:
+    if len(runs.file) + len(slabs) > 1:
         straight, rest = _apart(straight, rest, slabs, sizes, block_bytes)
     reads: list[Stretch | Window] = list(map(Stretch, *(column.tolist() for column in straight)))
     reads += _windows(rest, slabs, sizes, block_bytes, largest)
@@ -86,19 +86,17 @@ def plan_reads(
     )
 
 
-def _apart(
-    straight: Pieces, rest: Pieces, slabs: Sequence[Slab], sizes: Numbers, block_bytes: int
-) -> tuple[Pieces, Pieces]:
+def _apart(straight: Runs, rest: Runs, slabs: Sequence[Slab], sizes: Numbers, block_bytes: int) -> tuple[Runs, Runs]:
     """The same, but with nothing that shares its blocks among what is read straight.
 
-    Where there are several things that need a block, pieces are cut into single blocks: those can be copied from any
+    Where there are several things that need a block, runs are cut into single blocks: those can be copied from any
     window.
     """
     shared, too_long = _overlapping(straight, rest, slabs, sizes, block_bytes)
     if not (shared.any() or too_long.any()):
         return straight, rest
-    single = cut_at(Pieces.joined([straight.chosen(shared), rest.chosen(too_long)]), block_bytes)
-    return straight.chosen(~shared), Pieces.joined([rest.chosen(~too_long), single])
+    single = cut_at(Runs.joined([straight.chosen(shared), rest.chosen(too_long)]), block_bytes)
+    return straight.chosen(~shared), Runs.joined([rest.chosen(~too_long), single])
 
 
 class _Blocks(NamedTuple):
@@ -116,25 +114,25 @@ class _Blocks(NamedTuple):
         return cls(starts + begin // block_bytes, starts + (end - 1) // block_bytes, order)
 
 
-def _columns(pieces: Pieces, slabs: Sequence[Slab]) -> tuple[Numbers, Numbers, Numbers]:
+def _columns(runs: Runs, slabs: Sequence[Slab]) -> tuple[Numbers, Numbers, Numbers]:
     """File, begin and end of all."""
-    ends = pieces.begin + pieces.nbytes
+    ends = runs.begin + runs.nbytes
     if not slabs:
-        return pieces.file, pieces.begin, ends
+        return runs.file, runs.begin, ends
     others = np.array([(slab.file, slab.begin, slab.begin + slab.span) for slab in slabs], np.int64).T
     return (
-        np.concatenate([pieces.file, others[0]]),
-        np.concatenate([pieces.begin, others[1]]),
+        np.concatenate([runs.file, others[0]]),
+        np.concatenate([runs.begin, others[1]]),
         np.concatenate([ends, others[2]]),
     )
 
 
 def _overlapping(
-    straight: Pieces, rest: Pieces, slabs: Sequence[Slab], file_bytes: Numbers, block_bytes: int
+    straight: Runs, rest: Runs, slabs: Sequence[Slab], file_bytes: Numbers, block_bytes: int
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Which straight pieces share a block with anything, and which others share more than their first or last one."""
+    """Which straight runs share a block with anything, and which others share more than their first or last one."""
     count = len(straight.file)
-    file, begin, end = _columns(Pieces.joined([straight, rest]), slabs)
+    file, begin, end = _columns(Runs.joined([straight, rest]), slabs)
     first, last, order = _Blocks.of(file, begin, end, file_bytes, block_bytes)
     first, last = first[order], last[order]
     before = np.concatenate([[-1], np.maximum.accumulate(last)[:-1]]) if len(last) else last
@@ -146,23 +144,23 @@ def _overlapping(
 
 
 def _windows(
-    pieces: Pieces, slabs: Sequence[Slab], file_bytes: Numbers, block_bytes: int, largest: int
+    runs: Runs, slabs: Sequence[Slab], file_bytes: Numbers, block_bytes: int, largest: int
 ) -> Iterator[Window]:
-    file, begin, end = _columns(pieces, slabs)
+    file, begin, end = _columns(runs, slabs)
     first, last, order = _Blocks.of(file, begin, end, file_bytes, block_bytes)
     first, reach, file = first[order], np.maximum.accumulate(last[order]), file[order]
     edges = [0, *(np.flatnonzero(np.diff(file)) + 1).tolist(), len(order)] if len(order) else []
     for low, high in itertools.pairwise(edges):
         for start, stop in _cuts(first[low:high], reach[low:high], max(largest // block_bytes, 1)):
             rows = order[low + start : low + stop]
-            of_pieces = rows[rows < len(pieces.file)]
-            chosen = [slabs[row] for row in (rows[rows >= len(pieces.file)] - len(pieces.file)).tolist()]
+            of_runs = rows[rows < len(runs.file)]
+            chosen = [slabs[row] for row in (rows[rows >= len(runs.file)] - len(runs.file)).tolist()]
             first_block = int(begin[rows[0]]) // block_bytes
             # Whole blocks are read, so a window ends with a block, or with the file.
             blocks = int(reach[low + stop - 1] - first[low + start]) + 1
             number = int(file[low])
             window_end = min((first_block + blocks) * block_bytes, int(file_bytes[number]))
-            yield Window(number, first_block, window_end, pieces.chosen(of_pieces), chosen)
+            yield Window(number, first_block, window_end, runs.chosen(of_runs), chosen)
 
 
 def _cuts(first: Numbers, reach: Numbers, most_blocks: int) -> Iterator[tuple[int, int]]:
