@@ -57,8 +57,8 @@ def draw(measures: Mapping[str, Measure]) -> str:
 def _panel(measure: Measure, title: str, top: int) -> tuple[list[str], int]:
     taken = {name: samples for name, samples in measure.samples.items() if samples}
     names = sorted(taken, key=lambda name: statistics.median(taken[name]))
-    longest = max((max(samples) for samples in taken.values()), default=1.0)
-    scale = (_WIDTH - _LABELS - _VALUES) / longest
+    slowest = statistics.median(taken[names[-1]]) if names else 1.0
+    scale = (_WIDTH - _LABELS - _VALUES) / (1.2 * slowest)  # a single slow sample may lead out of the picture
     parts = [_text(_MARGIN, top + 16, title, "title")]
     for number, name in enumerate(names):
         parts += _bar(name, taken[name], scale, top + _TITLE + number * _STEP)
@@ -71,7 +71,7 @@ def _bar(name: str, samples: Sequence[float], scale: float, top: int) -> list[st
     median = statistics.median(samples)
     kind = "ours" if name.startswith("holdfast") else "probes" if name.startswith("probe") else "others"
     middle = top + _BAR / 2
-    low, high = _LABELS + min(samples) * scale, _LABELS + max(samples) * scale
+    low, high = (min(_LABELS + seconds * scale, _WIDTH - _VALUES) for seconds in (min(samples), max(samples)))
     length = max(2.0, median * scale)
     return [
         f'<g class="{kind}">',
