@@ -55,10 +55,12 @@ def has_its_memory(tensor: torch.Tensor) -> bool:
     >>> has_its_memory(tensor)
     False
     """
-    end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
-    if tensor.nbytes == 0:
+    nbytes = tensor.nbytes
+    if nbytes == 0:
         return True  # and nothing may lie anywhere
-    return tensor.untyped_storage().nbytes() >= end and tensor.data_ptr() != 0
+    if offset := tensor.storage_offset():
+        nbytes += offset * tensor.itemsize
+    return tensor.untyped_storage().nbytes() >= nbytes and tensor.data_ptr() != 0
 
 
 def gather(tensors: Sequence[tuple[Any, int]], first: int, room: npt.NDArray[np.uint8]) -> tuple[int, int]:
