@@ -34,6 +34,7 @@ from holdfast.sources.source import Request
 from holdfast.storage.native_files import WrittenFile, _columns
 from holdfast.stores.memory_store import MemoryStore
 from holdfast.tuning import READERS
+from tests.stores.counting import CountingMemoryStore, bytes_in
 
 BLOCK = 4096
 
@@ -53,32 +54,11 @@ def sizes(*, window: int = BLOCK, straight_from: int = BLOCK, threaded: bool = F
         yield
 
 
-class CountingStore(MemoryStore):
-    """Remembers which bytes of which file were read."""
-
-    def __init__(self) -> None:
-        super().__init__(uuid.uuid4().hex)
-        self.reads: list[tuple[str, int, int]] = []
-
-    @contextmanager
-    def reader(self, name: str) -> Iterator[Any]:
-        with super().reader(name) as inner:
-
-            class Counting:
-                size = inner.size
-
-                def read_into(_, begin: int, buffer: Any) -> None:  # noqa: N805 - `self` is the store
-                    self.reads.append((name, begin, memoryview(buffer).nbytes))
-                    inner.read_into(begin, buffer)
-
-            yield Counting()
-
-
 @dataclass
 class Stored:
     """A checkpoint in memory, with the arrays that it was made of."""
 
-    store: CountingStore
+    store: CountingMemoryStore
     arrays: dict[str, np.ndarray]
     places: dict[str, list[tuple[str, int, Box]]] = field(default_factory=dict)
     """Per tensor, for each chunk: its file, where it begins, and its box."""
@@ -106,7 +86,7 @@ class Stored:
 
 def store(arrays: dict[str, np.ndarray], boxes: dict[str, list[Box]], max_file_size: int | None) -> Stored:
     """Write a checkpoint with blocks of the smallest size."""
-    made = Stored(CountingStore(), arrays)
+    made = Stored(CountingMemoryStore(uuid.uuid4().hex), arrays)
     generation = new_generation()
     refs = [TensorRef(key, dtype_named(f"raw{array.itemsize}"), array.shape) for key, array in arrays.items()]
     chunks = [
@@ -222,13 +202,13 @@ def test_any_region_is_what_slicing_gives_and_takes_the_blocks_that_hold_it_once
 def check_reads(stored: Stored, needed: set[tuple[str, int]], total: int) -> None:
     """Each block that is needed, once, and no others."""
     blocks: list[tuple[str, int]] = []
-    for name, begin, nbytes in stored.store.reads:
+    for name, begin, end, _ in stored.store.reads:
         assert begin % BLOCK == 0
-        assert (begin + nbytes) % BLOCK == 0 or begin + nbytes == stored.store.size(name)
-        blocks.extend((name, begin // BLOCK + i) for i in range(-(-nbytes // BLOCK)))
+        assert end % BLOCK == 0 or end == stored.store.size(name)
+        blocks.extend((name, block) for block in range(begin // BLOCK, -(-end // BLOCK)))
     assert set(blocks) == needed
     assert len(blocks) == len(needed), "a block was read twice"
-    assert total == sum(nbytes for _, _, nbytes in stored.store.reads)
+    assert total == bytes_in(stored.store.reads)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -254,7 +234,7 @@ def test_everything_is_verified_block_by_block(data):
     stored.store.reads.clear()
     total = source.verify()
     sizes = [listed.size for listed in stored.store.list() if listed.name.startswith("data-")]
-    assert total == sum(sizes) == sum(nbytes for _, _, nbytes in stored.store.reads)
+    assert total == sum(sizes) == bytes_in(stored.store.reads)
 
 
 def large() -> Stored:
