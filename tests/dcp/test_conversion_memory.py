@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,14 +75,15 @@ def many() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("large")
     dcp.save({"w": CutTensor.of(large(), CUTS, dcp)}, checkpoint_id=path / "cut by us")
     stock.save({"w": CutTensor.of(large(), CUTS, stock)}, checkpoint_id=path / "cut by stock")
     stock.save({"w": turned()}, checkpoint_id=path / "turned by stock")
     torch.save({"w": turned()}, path / "turned.pt")
     torch.save(many(), path / "many.pt")
-    return path
+    yield path
+    shutil.rmtree(path)  # pytest would keep all of this for a while
 
 
 @pytest.fixture(scope="module")
