@@ -32,6 +32,18 @@ DIRECT_ALIGNMENT = 4 * KIB
 """Of memory, positions and lengths of direct reads and writes. Disks with larger sectors refuse, and are served through
 the page cache."""
 
+PIECE_BYTES = 4 * MIB
+"""Elements that are stored otherwise than they lie in memory (transposed, in another dtype, on a device) are copied so
+many bytes at a time: what is made of them is still in the processor's cache when it is digested."""
+
+SMALL_TENSOR = 64 * KIB
+"""Up to here the work for each tensor counts and not its bytes, so that small ones have a path of their own. Copies on
+it keep Python's lock, which more bytes would do for too long."""
+
+ENTRIES_AT_ONCE = 2000
+"""Rows that are pickled, or entries that are encoded as JSON, in one go, which takes a millisecond or two. Python lets
+no other thread run meanwhile."""
+
 # --- reading ---
 
 READERS = 4
@@ -50,3 +62,7 @@ is a quarter faster than with 4 MiB."""
 
 MERGE_GAP = 64 * KIB
 """Two ranges that are closer than that are read as one: a request costs more than so many bytes."""
+
+STOCK_BATCH_BYTES = 1024 * MIB
+"""Of tensors that a planner of stock DCP is asked for together. They are its state, as a rule, so that this takes no
+memory; several readers want much to do."""

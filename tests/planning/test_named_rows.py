@@ -30,7 +30,7 @@ holdings = st.builds(
 @given(st.lists(holdings, max_size=6), st.integers(1, 7))
 def test_rows_arrive_as_they_were(rows, at_once):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(named_rows, "AT_ONCE", at_once)
+        patch.setattr(named_rows, "ENTRIES_AT_ONCE", at_once)
         sent = pickle.dumps(NamedRows(rows))
     arrived = pickle.loads(sent)
     assert arrived == rows

@@ -9,7 +9,8 @@ import xxhash
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from holdfast.planning.small_tensors import SMALL, digest_of_small, gather, lies_ready
+from holdfast.planning.small_tensors import digest_of_small, gather, lies_ready
+from holdfast.tuning import SMALL_TENSOR as SMALL
 from tests.dcp.states import bits
 from tests.verbs.random_states import Drawn, tensors
 

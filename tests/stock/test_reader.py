@@ -193,7 +193,7 @@ class Doubling(DefaultLoadPlanner):
 
 @pytest.mark.parametrize("batch", [1, 1 << 30])
 def test_a_planner_may_load_into_memory_of_its_own(tmp_path, monkeypatch, batch):
-    monkeypatch.setattr("holdfast.stock.reader.BATCH_BYTES", batch)
+    monkeypatch.setattr("holdfast.stock.reader.STOCK_BATCH_BYTES", batch)
     save({"w": torch.arange(3.0), "v": torch.ones(2)}, tmp_path / "c")
 
     loaded = load({"w": torch.zeros(3), "v": torch.zeros(2)}, tmp_path / "c", planner=Doubling())

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any, TypeVar
 
-AT_ONCE = 2000
-"""Rows that are pickled in one go, which takes a few milliseconds: no other thread runs meanwhile."""
+from holdfast.tuning import ENTRIES_AT_ONCE
 
 Row = TypeVar("Row", bound=tuple[Any, ...])
 
@@ -21,7 +20,7 @@ class NamedRows(list[Row]):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        parts = [self[at : at + AT_ONCE] for at in range(0, len(self), AT_ONCE)]
+        parts = [self[at : at + ENTRIES_AT_ONCE] for at in range(0, len(self), ENTRIES_AT_ONCE)]
         return _joined, (
             type(self[0]) if self else None,
             [pickle.dumps(list(zip(*part, strict=True))) for part in parts],

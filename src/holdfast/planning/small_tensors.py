@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-SMALL = 64 << 10
-"""Bytes. What is larger is not worth a path of its own, and would hold Python's lock for long."""
+from holdfast.tuning import SMALL_TENSOR
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -59,7 +58,7 @@ def has_its_memory(tensor: torch.Tensor) -> bool:
     if nbytes == 0:
         return True  # and nothing may lie anywhere
     if offset := tensor.storage_offset():
-        nbytes += offset * tensor.itemsize
+        nbytes += int(offset) * tensor.itemsize
     return tensor.untyped_storage().nbytes() >= nbytes and tensor.data_ptr() != 0
 
 
@@ -77,7 +76,7 @@ def gather(tensors: Sequence[tuple[Any, int]], first: int, room: npt.NDArray[np.
     address, space = room.ctypes.data, room.nbytes
     for number in range(first, len(tensors)):
         tensor, nbytes = tensors[number]
-        if nbytes > SMALL or filled + nbytes > space or not lies_ready(tensor) or tensor.nbytes != nbytes:
+        if nbytes > SMALL_TENSOR or filled + nbytes > space or not lies_ready(tensor) or tensor.nbytes != nbytes:
             return number - first, filled
         _move(address + filled, tensor.data_ptr(), nbytes)
         filled += nbytes
@@ -90,6 +89,6 @@ def digest_of_small(tensor: torch.Tensor) -> bytes | None:
     >>> digest_of_small(torch.zeros(2, dtype=torch.uint8)) == xxhash.xxh3_128_digest(bytes(2))
     True
     """
-    if not lies_ready(tensor) or tensor.nbytes > SMALL:
+    if not lies_ready(tensor) or tensor.nbytes > SMALL_TENSOR:
         return None
     return xxhash.xxh3_128_digest(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))

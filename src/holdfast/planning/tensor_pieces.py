@@ -13,10 +13,9 @@ from holdfast.boxes import Box, cut, place_of
 from holdfast.formats.native.numpy_padding import has_gaps, without_gaps
 from holdfast.planning.local_bytes import as_bytes, bytes_in_place
 from holdfast.planning.small_tensors import lies_ready
+from holdfast.tuning import PIECE_BYTES
 
 Bytes = npt.NDArray[np.uint8]
-
-PIECE_BYTES = 4 << 20
 
 
 def tensor_pieces(tensor: torch.Tensor, largest: int = PIECE_BYTES, cast: torch.dtype | None = None) -> Iterator[Bytes]:

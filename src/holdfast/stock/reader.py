@@ -39,12 +39,10 @@ from holdfast.stock.writer import NOT_FLATTENED
 from holdfast.stores.places import local_path
 from holdfast.stores.store import Store
 from holdfast.tensor_handles import as_elements
+from holdfast.tuning import STOCK_BATCH_BYTES
 from holdfast.verbs.filling import Region, read_regions
 from holdfast.verbs.fills import Fill
 from holdfast.verbs.targets import why_not_fillable
-
-BATCH_BYTES = 1 << 30
-"""Of tensors that a planner has to hold at once, if it reads into memory of its own."""
 
 _MOST_SHOWN = 10
 
@@ -151,7 +149,7 @@ class HoldfastReader(StorageReader):
         items = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
         values = self._values(items, checkpoint)
         # A planner that does something in ``commit_tensor`` may use the same memory for all items.
-        at_once = BATCH_BYTES if type(planner).commit_tensor is DefaultLoadPlanner.commit_tensor else 0
+        at_once = STOCK_BATCH_BYTES if type(planner).commit_tensor is DefaultLoadPlanner.commit_tensor else 0
         for batch in _batches(plan.items, checkpoint.state, at_once):
             targets = [planner.resolve_tensor(item).detach() for item in batch]
             regions = [_region(item, target, checkpoint) for item, target in zip(batch, targets, strict=True)]

@@ -28,9 +28,8 @@ from holdfast.formats.native.writing import Gather, write_data_file
 from holdfast.garbage import no_garbage_collection
 from holdfast.planning.holdings import LocalTensor
 from holdfast.planning.small_tensors import gather
-from holdfast.planning.tensor_pieces import PIECE_BYTES
 from holdfast.stores.store import Store
-from holdfast.tuning import MEMORY_BUDGET
+from holdfast.tuning import MEMORY_BUDGET, PIECE_BYTES
 from holdfast.tuning import SMALLEST_BUDGET as SMALLEST_BUDGET
 
 logger = logging.getLogger(__name__)

@@ -23,10 +23,11 @@ values = st.recursive(
 )
 
 
-@given(value=values, at_once=st.integers(1, 12))
-def test_the_parts_make_the_whole(value, at_once):
+@given(value=values, at_once=st.integers(0, 12), small=st.integers(0, 8))
+def test_the_parts_make_the_whole(value, at_once, small):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_texts, "AT_ONCE", at_once)
+        patch.setattr(json_texts, "ENTRIES_AT_ONCE", at_once)
+        patch.setattr(json_texts, "SMALL", small)
         assert dumps(value) == json.dumps(value, separators=(",", ":"))
 
 
@@ -38,7 +39,7 @@ def test_large_trees_are_encoded_in_small_parts(monkeypatch, wrap):
     monkeypatch.setattr(json, "dumps", lambda value, **options: encoded.append(value) or original(value, **options))
     tree = wrap({f"layer{number}": {"$": "tensor", "key": f"layer{number}"} for number in range(20_000)})
     assert json.loads(dumps(tree)) == tree
-    assert max(map(len, encoded)) <= json_texts.AT_ONCE
+    assert max(map(len, encoded)) <= json_texts.ENTRIES_AT_ONCE
 
 
 def test_what_is_no_number_is_refused():

@@ -6,12 +6,17 @@ A save in the background must not stop the training that goes on beside it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-AT_ONCE = 2000
-"""Entries that are encoded in one go, which takes about a millisecond."""
+from holdfast.tuning import ENTRIES_AT_ONCE
+
+
+SMALL = 8
+"""Containers with more entries than that are looked into; what lies in smaller ones is taken to be little."""
+
+_CONTAINERS = frozenset({dict, list, tuple})
 
 
 def dumps(value: Any) -> str:
@@ -20,54 +25,51 @@ def dumps(value: Any) -> str:
     >>> dumps({"a": [1, 2.5, None], "b": {}})
     '{"a":[1,2.5,null],"b":{}}'
     """
-    if _weight(value) <= AT_ONCE:
-        return _at_once(value)
-    if type(value) is dict:
+    if type(value) is dict and _is_large(value.values()):
         return "{" + ",".join(_parts_of_dict(value)) + "}"
-    return "[" + ",".join(_parts_of_list(value)) + "]"
+    if type(value) in (list, tuple) and _is_large(value):
+        return "[" + ",".join(_parts_of_list(value)) + "]"
+    return _at_once(value)
 
 
-def _parts_of_dict(value: dict[str, Any]) -> Iterable[str]:
+def _is_large(children: Collection[Any]) -> bool:
+    return len(children) > ENTRIES_AT_ONCE or any(
+        type(child) in _CONTAINERS and len(child) > SMALL for child in children
+    )
+
+
+def _parts_of_dict(value: dict[str, Any]) -> Iterator[str]:
     batch: dict[str, Any] = {}
     weight = 0
     for key, child in value.items():
-        own = _weight(child)
-        if weight + own > AT_ONCE and batch:
+        size = len(child) if type(child) in _CONTAINERS else 0
+        if batch and (weight >= ENTRIES_AT_ONCE or size > SMALL):
             yield _at_once(batch)[1:-1]
             batch, weight = {}, 0
-        if own > AT_ONCE:
+        if size > SMALL:
             yield f"{encode_basestring_ascii(key)}:{dumps(child)}"
         else:
             batch[key] = child
-            weight += own
+            weight += 1 + size
     if batch:
         yield _at_once(batch)[1:-1]
 
 
-def _parts_of_list(value: Sequence[Any]) -> Iterable[str]:
+def _parts_of_list(value: Sequence[Any]) -> Iterator[str]:
     batch: list[Any] = []
     weight = 0
     for child in value:
-        own = _weight(child)
-        if weight + own > AT_ONCE and batch:
+        size = len(child) if type(child) in _CONTAINERS else 0
+        if batch and (weight >= ENTRIES_AT_ONCE or size > SMALL):
             yield _at_once(batch)[1:-1]
             batch, weight = [], 0
-        if own > AT_ONCE:
+        if size > SMALL:
             yield dumps(child)
         else:
             batch.append(child)
-            weight += own
+            weight += 1 + size
     if batch:
         yield _at_once(batch)[1:-1]
-
-
-def _weight(value: Any) -> int:
-    """About how much there is to encode: what lies deeper is not counted, as most of it is small."""
-    if type(value) is dict:
-        return (
-            1 + len(value) + sum(len(child) for child in value.values() if type(child) is dict or type(child) is list)
-        )
-    return 1 + len(value) if type(value) is list or type(value) is tuple else 1
 
 
 def _at_once(value: Any) -> str:
