@@ -12,7 +12,6 @@ from typing import Any
 
 from holdfast.tuning import ENTRIES_AT_ONCE
 
-
 SMALL = 8
 """Containers with more entries than that are looked into; what lies in smaller ones is taken to be little."""
 
