@@ -111,17 +111,22 @@ def write_chunks(
         with no_garbage_collection():
             layouts = lay_out(chunks, generation, max_file_size)
             gatherings = [_gathering(layout, local) for layout in layouts]
-        for number, (layout, gathering) in enumerate(zip(layouts, gatherings, strict=True)):
+            rows_of = [_rows(layout) for layout in layouts]
+        for number, (layout, gathering, rows) in enumerate(zip(layouts, gatherings, rows_of, strict=True)):
             name = data_file(generation, rank, number)
             with store.create(name, layout.nbytes) as sink:
                 digests = write_data_file(sink, layout, pieces, BLOCK_BYTES, for_rooms, gathering)
-            rows = [(chunk.tensor, position, chunk.offsets, chunk.sizes) for chunk, position in layout.chunks]
             written.append(WrittenFile(name, layout.nbytes, rows, digests))
         store.sync()
     except BaseException:
         remove_unfinished(store, [file.name for file in written])
         raise
     return written
+
+
+def _rows(layout: FileLayout) -> list[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
+    """Which chunks are where: tensor number, position, offsets, sizes."""
+    return [(tensor, position, offsets, sizes) for (tensor, _, _, _, offsets, sizes), position in layout.chunks]
 
 
 def _gathering(layout: FileLayout, local: Mapping[str, LocalTensor]) -> Gather:
