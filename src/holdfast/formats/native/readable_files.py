@@ -10,20 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast.formats.native.blocks import Digests
-
-
-class FileReader(Protocol):
-    """A file that is open for reading at any place, by several threads at once.
-
-    It may also have ``read_cached(begin, buffer) -> bool``, which reads only if that takes no waiting for a disk, and
-    ``read_shared``, which leaves the bytes where others find them quickly.
-    """
-
-    def read_into(self, begin: int, buffer: Any, /) -> None:
-        """Fill the buffer with the bytes from ``begin`` on."""
+from holdfast.stores.store import Reader
 
 
 @dataclass(frozen=True)
@@ -33,7 +23,7 @@ class ReadableFile:
     name: str
     nbytes: int
     open: Callable[[], Any]
-    """Gives a context manager for a ``FileReader``."""
+    """Gives a context manager for a ``Reader``."""
     digests: Digests | None
     """None if nobody knows them, or nobody asks for them."""
 
@@ -49,13 +39,13 @@ class OpenFiles:
         self._uses_left = Counter(uses)
         """How often the file of that number will still be asked for."""
         self._lock = threading.Lock()
-        self._opened: dict[int, tuple[FileReader, ExitStack]] = {}
+        self._opened: dict[int, tuple[Reader, ExitStack]] = {}
         for number in sorted(self._uses_left):
             with files[number].open():
                 pass
 
     @contextmanager
-    def using(self, number: int) -> Iterator[FileReader]:
+    def using(self, number: int) -> Iterator[Reader]:
         """A reader of a file, for one of its uses."""
         reader = self._reader(number)
         try:
@@ -70,7 +60,7 @@ class OpenFiles:
                 all_of_them.push(opened)
             self._opened.clear()
 
-    def _reader(self, number: int) -> FileReader:
+    def _reader(self, number: int) -> Reader:
         with self._lock:
             if number not in self._opened:
                 with ExitStack() as stack:

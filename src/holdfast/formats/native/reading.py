@@ -20,10 +20,11 @@ import numpy.typing as npt
 
 from holdfast.errors import DamagedCheckpointError
 from holdfast.formats.native.blocks import digest_blocks
-from holdfast.formats.native.readable_files import FileReader, OpenFiles, ReadableFile
+from holdfast.formats.native.readable_files import OpenFiles, ReadableFile
 from holdfast.formats.native.runs import Runs, bytes_at
 from holdfast.formats.native.slabs import Slab
 from holdfast.formats.native.windows import Stretch, Window, plan_reads, runs_of
+from holdfast.stores.store import Reader
 from holdfast.tuning import CACHED_READ_BYTES, MEMORY_BUDGET, READ_BYTES, READERS, SEVERAL_READERS_FROM, SMALLEST_ROOM
 from holdfast.waiting import some_threads, wait_for_all
 
@@ -158,7 +159,7 @@ class _Job:
                     total += self._read_window(reader, read, buffer[:needed])
         return total
 
-    def _read_stretch(self, reader: FileReader, stretch: Stretch, buffer: npt.NDArray[np.uint8]) -> int:
+    def _read_stretch(self, reader: Reader, stretch: Stretch, buffer: npt.NDArray[np.uint8]) -> int:
         if not stretch.address:
             self._fill(reader, stretch.file, stretch.begin, buffer[: stretch.nbytes], lambda begin, end: [stretch.key])
             return stretch.nbytes
@@ -170,7 +171,7 @@ class _Job:
             raise
         return stretch.nbytes
 
-    def _read_window(self, reader: FileReader, window: Window, view: npt.NDArray[np.uint8]) -> int:
+    def _read_window(self, reader: Reader, window: Window, view: npt.NDArray[np.uint8]) -> int:
         begin = window.begin(self.block_bytes)
         needed = window.needed_blocks(self.block_bytes)
         total = 0
@@ -193,7 +194,7 @@ class _Job:
         return total
 
     def _read_for_several(
-        self, reader: FileReader, window: Window, block: int, several: _BlockOfSeveral, view: npt.NDArray[np.uint8]
+        self, reader: Reader, window: Window, block: int, several: _BlockOfSeveral, view: npt.NDArray[np.uint8]
     ) -> int:
         """Get a block that other windows have as well. Returns the bytes that were read for that."""
         part = view[block * self.block_bytes : (block + 1) * self.block_bytes]
@@ -211,7 +212,7 @@ class _Job:
 
     def _fill(
         self,
-        reader: FileReader,
+        reader: Reader,
         file: int,
         begin: int,
         into: npt.NDArray[np.uint8],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from holdfast.formats.native.blocks import Digests, digest_blocks
 from holdfast.formats.native.layout import ChunkToWrite, FileLayout
+from holdfast.stores.store import Sink
 from holdfast.tuning import ROOM_BYTES
 
 Bytes = npt.NDArray[np.uint8]
@@ -21,15 +22,8 @@ Gather = Callable[[int, Bytes], tuple[int, int]]
 perhaps none. Tells how many, and how many bytes they took."""
 
 
-class Stream(Protocol):
-    """What a file is written to. It may have ``room`` and ``advance``, to be filled without another copy."""
-
-    def write(self, buffer: Any, /) -> Any:
-        """Take the next bytes, all of them."""
-
-
 def write_data_file(
-    stream: Stream,
+    sink: Sink,
     layout: FileLayout,
     pieces: Pieces,
     block_bytes: int,
@@ -41,7 +35,7 @@ def write_data_file(
     Bytes are collected in rooms of a few megabytes, so that thousands of small chunks cost few writes, and what is
     digested cannot change before it is written.
     """
-    rooms = _Rooms(stream, block_bytes, memory)
+    rooms = _Rooms(sink, block_bytes, memory)
     rooms.take(np.frombuffer(layout.header, np.uint8))
     number, count = 0, len(layout.chunks)
     while number < count:
@@ -68,8 +62,8 @@ def _write_chunk(rooms: _Rooms, chunk: ChunkToWrite, pieces: Pieces) -> None:
 class _Rooms:
     """Memory that is filled, digested block by block, and handed on."""
 
-    def __init__(self, stream: Stream, block_bytes: int, memory: int | None) -> None:
-        self._stream: Any = stream
+    def __init__(self, sink: Sink, block_bytes: int, memory: int | None) -> None:
+        self._sink: Any = sink
         self._block_bytes = block_bytes
         self._memory = memory
         self._own: Bytes | None = None
@@ -111,7 +105,7 @@ class _Rooms:
         return np.concatenate([np.empty(0, np.uint32), *self._digests])
 
     def _begin(self) -> None:
-        lent = self._stream.room(self._memory) if hasattr(self._stream, "room") else None
+        lent = self._sink.room(self._memory) if hasattr(self._sink, "room") else None
         room = np.empty(0, np.uint8) if lent is None else np.frombuffer(lent, np.uint8)
         # Digests are of whole blocks, so that a room which ends within a block is used up to its beginning.
         self._room = room[: self._whole_blocks(room.nbytes)]
@@ -129,6 +123,6 @@ class _Rooms:
         part = self._room[: self._filled]
         self._digests.append(digest_blocks(part, self._block_bytes))
         if self._room is self._own:
-            self._stream.write(part.data)
+            self._sink.write(part.data)
         else:
-            self._stream.advance(self._filled)
+            self._sink.advance(self._filled)
