@@ -32,9 +32,9 @@ def is_plain(fs: FileSystemBase) -> bool:
 
 
 @contextmanager
-def opened_ranges(fs: FileSystemBase, path: AnyPath) -> Iterator[Ranges]:
-    """Open a file for reading. Only what ``is_plain`` may be read by several threads."""
-    if is_plain(fs):
+def opened_ranges(fs: FileSystemBase, path: AnyPath, *, plainly: bool) -> Iterator[Ranges]:
+    """Open a file for reading; ``plainly`` past its file system, so that several threads may read it."""
+    if plainly:
         reader = open_file(os.fspath(path))
         try:
             yield reader

@@ -25,6 +25,7 @@ from holdfast.formats.dcp.storage_info import Seal, _StorageInfo
 from holdfast.planning.plan import LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner
 from holdfast.storage.blob_checks import refuse_short_file, wrong_crc
+from holdfast.storage.blob_contents import BlobContents
 from holdfast.storage.blob_steps import StoredItems
 from holdfast.storage.byte_ranges import Ranges, StreamRanges, read_with_crc
 from holdfast.storage.chunk_reads import boxes_of_run
@@ -310,8 +311,9 @@ class _Finding:
         begin = unpacked.seek(0, os.SEEK_END)
         with reader.fs.create_stream(chunk.source, "rb") as stream:
             stored = reader._slice_file(stream, info)
+            contents = BlobContents(reader.transforms, reader._stored_chunk)
             descriptors = info.transform_descriptors or []
-            for piece in reader._pieces_transformed_back(stored, info.length, descriptors, chunk.source, chunk.item):
+            for piece in contents.pieces_transformed_back(stored, info.length, descriptors, chunk.source, chunk.item):
                 unpacked.write(piece)
         content = replace(info, offset=begin, length=unpacked.tell() - begin, transform_descriptors=None, seal=None)
         return content, lambda: StreamRanges(unpacked, chunk.source)
