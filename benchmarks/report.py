@@ -150,7 +150,7 @@ def _cautions(results: Mapping[str, Any]) -> list[str]:
         cautions.append(f"this is the {results['scale']['name']} suite, not the full one")
     if (found["holdfast"]["commit"] or "").endswith("-dirty"):
         cautions.append("the code had changes that are in no commit")
-    if found["load_average_before"] > found["cores"] / 4:
+    if found["load_average_before"] > found["cores"] / 2:
         cautions.append("the machine was busy with other things")
     cautions += [f"{part} failed ({reason})" for part, reason in results["problems"].items()]
     return [f"**Caution: {'; '.join(cautions)}.**", ""] if cautions else []

@@ -86,7 +86,7 @@ def run(suite: Suite, parts: list[str]) -> dict[str, Any]:
             PARTS[name](suite)
         except Exception as error:
             suite.problems[name] = one_line(error)
-            suite.log(f"{name} failed: {suite.problems[name]}")
+            suite.log(f"{name} failed: {error}")
             _clear(suite.folder)
     return {
         "began": began,
