@@ -215,6 +215,62 @@ def test_damage_of_a_tensor_is_noticed_when_it_is_read(tmp_path: Path) -> None:
     assert len(whole(source, "w", verify=False)) == 400
 
 
+VIEWS = {
+    "turned": lambda whole: whole.T,
+    "every other": lambda whole: whole.flatten()[::2],
+    "every other column": lambda whole: whole[:, ::2],
+    "without the last column": lambda whole: whole[:, :-1],
+    "turned, without the first row": lambda whole: whole.T[1:],
+    "expanded": lambda whole: whole[None].expand(2, 6, 8),
+    "three dimensions": lambda whole: whole.reshape(2, 3, 8).permute(2, 0, 1),
+    "negated": lambda whole: torch._neg_view(whole),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_sound_storages_are_read_and_damage_anywhere_in_them_is_noticed(tmp_path: Path, view: str) -> None:
+    tensor = VIEWS[view](torch.arange(48, dtype=torch.int32).reshape(6, 8) + 1000)
+    torch.save({"view": tensor}, tmp_path / "file.pt")
+    assert whole(TorchFileSource(tmp_path / "file.pt"), "view") == bits(tensor)
+
+    for element in (1001, 1047):
+        torch.save({"view": tensor}, tmp_path / "file.pt")
+        with_damage(tmp_path / "file.pt", element.to_bytes(4, "little"))
+        with pytest.raises(DamagedCheckpointError, match="CRC"):
+            whole(TorchFileSource(tmp_path / "file.pt"), "view")
+
+
+def test_what_was_sound_before_is_compared_again_by_verify(tmp_path: Path) -> None:
+    torch.save({"w": torch.full((3,), 12345)}, tmp_path / "file.pt")
+    source = TorchFileSource(tmp_path / "file.pt")
+    whole(source, "w")
+    assert source.verify() >= 24
+    times = os.stat(tmp_path / "file.pt")
+    with_damage(tmp_path / "file.pt", (12345).to_bytes(8, "little"))
+    os.utime(tmp_path / "file.pt", ns=(times.st_atime_ns, times.st_mtime_ns))  # as if the disk had done it
+
+    with pytest.raises(DamagedCheckpointError, match="CRC"):
+        source.verify()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="asks Linux how much was read")
+def test_no_byte_of_a_turned_tensor_is_read_twice(tmp_path: Path) -> None:
+    tensor = torch.arange(3_000_000, dtype=torch.int32).reshape(1500, 2000).T  # 12 MB: more than is read at once
+    torch.save({"w": tensor}, tmp_path / "file.pt")
+    source = TorchFileSource(tmp_path / "file.pt")
+    before = bytes_read_by_this_process()
+
+    found = whole(source, "w")
+
+    assert bytes_read_by_this_process() - before < 1.1 * tensor.nbytes
+    assert found == bits(tensor)
+
+
+def bytes_read_by_this_process() -> int:
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"])
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_damage_of_what_is_not_read_as_a_region_is_noticed_at_once(tmp_path: Path) -> None:
     hidden = torch.quantize_per_tensor(torch.arange(40.0), 1.0, 0, torch.quint8)

@@ -73,3 +73,4 @@ def test_a_large_tensor_is_converted_and_checked_in_little_memory(tmp_path):
     rows = [line.split() for line in result.stdout.splitlines()]
     assert len(rows) == 3 * len(FORMATS)
     assert [row for row in rows if int(row[2]) > 1 + 64] == [], f"beyond the budget, of {rows}"
+    assert [row for row in rows if row[1] != "verify" and int(row[2]) > 10] == [], f"a small budget is felt, of {rows}"

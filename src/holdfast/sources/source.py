@@ -37,6 +37,10 @@ class LikeAnArray(ABC):
         """A part of it."""
 
     @abstractmethod
+    def transpose(self, order: Sequence[int], /) -> Any:
+        """The same with its dimensions in another order."""
+
+    @abstractmethod
     def __setitem__(self, place: Any, carriers: Any) -> None:
         """Take elements, perhaps from several threads at once."""
 
@@ -55,6 +59,9 @@ class Nowhere(LikeAnArray):
 
     def __getitem__(self, place: Any) -> Nowhere:
         return Nowhere(np.broadcast_to(np.zeros((), self.dtype), self.shape)[place].shape, self.dtype)
+
+    def transpose(self, order: Sequence[int], /) -> Nowhere:
+        return Nowhere([self.shape[dim] for dim in order], self.dtype)
 
     def __setitem__(self, place: Any, carriers: Any) -> None:
         pass

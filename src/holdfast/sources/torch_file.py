@@ -7,13 +7,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from holdfast.boxes import Box, cut
 from holdfast.errors import DamagedCheckpointError, RefusedPickleError, UnsupportedValueError
-from holdfast.formats.crc import combined
 from holdfast.formats.dcp.zip_layout import LOCAL_MAGIC, Entry, damaged
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.torch_elements import as_array
@@ -24,6 +23,8 @@ from holdfast.sources.source import Request, Source, check_requests, part_of
 from holdfast.storage.byte_ranges import StreamRanges, read_with_crc
 from holdfast.storage.chunk_reads import ArrayPlace, ChunkRead, Wanted
 from holdfast.storage.filling import narrowed
+from holdfast.storage.read_steps import read_size
+from holdfast.storage.strided_reads import arrangement_of
 from holdfast.stores.file_reader import FileReader, open_file
 from holdfast.tuning import READ_BYTES
 
@@ -97,8 +98,18 @@ class TorchFileSource(Source):
         total = 0
         with self._opened_again() as file:
             for request in requests:
-                total += self._read_one(file, self._tensors[request.key], request, verify=verify)
+                reading = _Reading(file, self._tensors[request.key], request, read_size(memory, at_once=1))
+                total += self._read_one(reading, verify=verify)
         return total
+
+    def verify(self) -> int:
+        """Compare every entry of the file with its CRC."""
+        if self._file is None:  # all of it was compared when it was opened
+            return super().verify()
+        with self._opened_again() as file:
+            for name, entry in self._file.entries.items():
+                _check(file, name, entry, self.location)
+        return sum(entry.length for entry in self._file.entries.values())
 
     def close(self) -> None:
         """Let go of the file."""
@@ -124,7 +135,8 @@ class TorchFileSource(Source):
                 else:
                     self._unchecked[entry.offset] = name, entry
 
-    def _read_one(self, file: FileReader, tensor: torch.Tensor, request: Request, *, verify: bool) -> int:
+    def _read_one(self, reading: _Reading, *, verify: bool) -> int:
+        file, tensor, request, _ = reading
         position = None if self._file is None else self._file.position_of(tensor)
         if self._file is None or position is None:  # it is in memory
             request.into[...] = as_array(narrowed(tensor, request.offsets, request.sizes))
@@ -133,44 +145,35 @@ class TorchFileSource(Source):
         unchecked = None
         if verify and storage is not None and request.sizes == tuple(tensor.shape):
             unchecked = self._unchecked.get(storage)
-        total = 0
-        if unchecked is not None and tensor.nbytes != unchecked[1].length:
-            # It is a part of its storage, or has elements twice: there is no CRC of just what is read.
+        chunk = reading.as_chunk(position)
+        if chunk is not None and (unchecked is None or (chunk.is_whole and chunk.nbytes == unchecked[1].length)):
+            return self._read_chunk(chunk, request, unchecked)
+        checked = 0
+        if unchecked is not None:  # there is no CRC of just what is read
             _check(file, *unchecked, self.location)
             self._unchecked.pop(unchecked[1].offset, None)
-            total, unchecked = unchecked[1].length, None
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            return total + self._read_row_major(file, position, tensor, request, unchecked)
-        if unchecked is not None:
-            _check(file, *unchecked, self.location)
-            total += unchecked[1].length
-        return total + self._read_in_parts(self._file, file, narrowed(tensor, request.offsets, request.sizes), request)
+            checked = unchecked[1].length
+        if chunk is not None:
+            return checked + self._read_chunk(chunk, request, None)
+        return checked + self._read_in_parts(
+            self._file, file, narrowed(tensor, request.offsets, request.sizes), request
+        )
 
-    def _read_row_major(
-        self,
-        file: FileReader,
-        position: int,
-        tensor: torch.Tensor,
-        request: Request,
-        unchecked: tuple[str, Entry] | None,
-    ) -> int:
-        """Read ranges straight into the memory of a request, and compare them if that is all of an unchecked entry."""
-        wanted = [Wanted(Box(request.offsets, request.sizes), ArrayPlace(request.into))]
-        reading = ChunkRead(file, position, tuple(tensor.shape), tensor.dtype.itemsize, wanted)
+    def _read_chunk(self, chunk: ChunkRead, request: Request, unchecked: tuple[str, Entry] | None) -> int:
+        """Read ranges straight into the memory of a request, and compare them if they are an unchecked entry."""
         found = 0
-        for run in reading.stretches():
-            crc = reading.read(run, summed=unchecked is not None)
-            found = combined(found, crc, run.end - run.begin)
+        for run in chunk.stretches():
+            found = chunk.read(run, summed=unchecked is not None, crc=found)
         if unchecked is not None:
             name, entry = unchecked
             if entry.crc is not None and found != entry.crc:
                 request.into[...] = 0
                 raise damaged(self.location, name, "wrong CRC-32", f"{entry.crc:08x}", f"{found:08x}")
             self._unchecked.pop(entry.offset, None)
-        return reading.bytes_read
+        return chunk.bytes_read
 
     def _read_in_parts(self, memory: ReservedFile, file: FileReader, part: torch.Tensor, request: Request) -> int:
-        """Read elements that lie in another order, through memory of bounded size."""
+        """Read elements that are more than once in the tensor, or only computed when read, some at a time."""
         for box in cut(Box((0,) * part.dim(), tuple(part.shape)), READ_BYTES // part.dtype.itemsize):
             piece = narrowed(part, *box)
             with memory.present(file, piece):
@@ -202,13 +205,37 @@ class TorchFileSource(Source):
         )
 
 
+class _Reading(NamedTuple):
+    """A request for a part of a tensor in the file."""
+
+    file: FileReader
+    tensor: torch.Tensor
+    request: Request
+    most: int
+    """What is read at once."""
+
+    def as_chunk(self, position: int) -> ChunkRead | None:
+        """The tensor as a part of a row-major array, in whatever order its elements lie; None if it is none."""
+        tensor, request = self.tensor, self.request
+        arrangement = arrangement_of(tensor.shape, tensor.stride())
+        if arrangement is None or tensor.is_conj() or tensor.is_neg():
+            return None
+        order, sizes = arrangement
+        offsets, lengths = [request.offsets[dim] for dim in order], [request.sizes[dim] for dim in order]
+        into = request.into.transpose(order)
+        if arrangement.has_steps:
+            offsets, lengths, into = [*offsets, 0], [*lengths, 1], into[..., None]
+        wanted = [Wanted(Box(tuple(offsets), tuple(lengths)), ArrayPlace(into))]
+        return ChunkRead(self.file, position, sizes, tensor.dtype.itemsize, wanted, most=self.most)
+
+
 def _check(file: FileReader, name: str, entry: Entry, source: str) -> None:
     if entry.crc is None:
         return
     found = 0
+    memory = memoryview(bytearray(min(READ_BYTES, entry.length)))
     for begin in range(entry.offset, entry.offset + entry.length, READ_BYTES):
-        piece = memoryview(bytearray(min(READ_BYTES, entry.offset + entry.length - begin)))
-        found = combined(found, read_with_crc(file, begin, piece), piece.nbytes)
+        found = read_with_crc(file, begin, memory[: entry.offset + entry.length - begin], found)
     if found != entry.crc:
         raise damaged(source, name, "wrong CRC-32", f"{entry.crc:08x}", f"{found:08x}")
 

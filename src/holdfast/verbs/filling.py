@@ -108,6 +108,10 @@ class Converted(LikeAnArray):
     def __getitem__(self, place: Any) -> Converted:
         return Converted(self._memory[place], self._ref)
 
+    def transpose(self, order: Sequence[int], /) -> Converted:
+        is_array = isinstance(self._memory, np.ndarray)
+        return Converted(self._memory.transpose(order) if is_array else self._memory.permute(order), self._ref)
+
     def __setitem__(self, place: Any, carriers: Any) -> None:
         carriers = np.asarray(carriers, self.dtype)
         if not carriers.flags.aligned:
