@@ -66,3 +66,10 @@ MERGE_GAP = 64 * KIB
 STOCK_BATCH_BYTES = 1024 * MIB
 """Of tensors that a planner of stock DCP is asked for together. They are its state, as a rule, so that this takes no
 memory; several readers want much to do."""
+
+STRAIGHT_FROM = 256 * KIB
+"""So many bytes are worth a read of their own, straight to where they belong. Neighbours of fewer are read together,
+and copied."""
+
+LARGEST_WINDOWS = 4
+"""So many times as large as wished for a window can become, where things that overlap cannot be told apart."""

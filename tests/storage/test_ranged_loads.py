@@ -37,7 +37,7 @@ MIB = 1 << 20
 def all_in_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are read as large ones are, and by several threads."""
     monkeypatch.setattr(reader_module, "MERGE_GAP", 0)
-    monkeypatch.setattr(reader_module, "_SMALL_BLOB", 0)
+    monkeypatch.setattr(reader_module, "STRAIGHT_FROM", 0)
     monkeypatch.setattr(reader_module, "SEVERAL_READERS_FROM", 0)
 
 
@@ -63,7 +63,7 @@ def test_any_region_of_any_tensor_is_read_in_ranges(
     requests = data.draw(requests_for(source))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader_module, "MERGE_GAP", 0)
-        patch.setattr(reader_module, "_SMALL_BLOB", 0)
+        patch.setattr(reader_module, "STRAIGHT_FROM", 0)
         patch.setattr(reader_module, "SEVERAL_READERS_FROM", 0)
         source.read(requests, verify=data.draw(st.booleans()))
     assert wrong(requests, KINDS) == []

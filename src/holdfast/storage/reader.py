@@ -45,10 +45,7 @@ from holdfast.storage.transforms import ReaderTransforms, TransformRegistry
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
 from holdfast.stores.local import FileSystem
 from holdfast.stores.windows import ReaderView
-from holdfast.tuning import MERGE_GAP, READ_BYTES, SEVERAL_READERS_FROM
-
-_SMALL_BLOB = 256 << 10
-"""Blobs of up to so many bytes are read together with their neighbours, and copied."""
+from holdfast.tuning import MERGE_GAP, READ_BYTES, SEVERAL_READERS_FROM, STRAIGHT_FROM
 
 
 class FileSystemReader(StorageReader):
@@ -208,7 +205,7 @@ class FileSystemReader(StorageReader):
         entry, stored = self._stored_chunk(index)
         refuse_regions_outside(items, stored.sizes)
         all_of_it = sum(item.lengths.numel() for item in items) >= stored.sizes.numel()
-        if all_of_it and (isinstance(file, StreamRanges) or info.length <= _SMALL_BLOB):
+        if all_of_it and (isinstance(file, StreamRanges) or info.length <= STRAIGHT_FROM):
             return None
         if info.seal is not None:
             elements = sealed_elements(info, entry.properties.dtype, stored)

@@ -12,10 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Numbers = npt.NDArray[np.int64]
+from holdfast.tuning import STRAIGHT_FROM
 
-STRAIGHT_FROM = 256 << 10
-"""So many bytes of whole blocks are worth a read of their own, which needs no copy; neighbours of fewer share one."""
+Numbers = npt.NDArray[np.int64]
 
 
 class Runs(NamedTuple):

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.formats.native.runs import STRAIGHT_FROM, Numbers
+from holdfast.formats.native.runs import Numbers
+from holdfast.tuning import STRAIGHT_FROM
 
 Array = npt.NDArray[Any]
 

@@ -14,10 +14,7 @@ import numpy.typing as npt
 
 from holdfast.formats.native.runs import Numbers, Runs, cut_at, straight_and_rest
 from holdfast.formats.native.slabs import Slab, mark_blocks
-from holdfast.tuning import MERGE_GAP
-
-_LARGEST_WINDOWS = 4
-"""So many times as large as wished for a window can become, where things that overlap cannot be told apart."""
+from holdfast.tuning import LARGEST_WINDOWS, MERGE_GAP
 
 
 class Stretch(NamedTuple):
@@ -174,7 +171,7 @@ def _cuts(first: Numbers, reach: Numbers, most_blocks: int) -> Iterator[tuple[in
         stop = int(can_end[at - 1]) if at else 0
         if stop <= start:
             stop = int(can_end[at])
-            furthest = int(np.searchsorted(reach, first[start] + _LARGEST_WINDOWS * most_blocks))
+            furthest = int(np.searchsorted(reach, first[start] + LARGEST_WINDOWS * most_blocks))
             stop = max(start + 1, min(stop, furthest))
         yield start, stop
         start = stop
