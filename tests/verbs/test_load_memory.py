@@ -226,6 +226,22 @@ def test_chunks_that_are_converted_in_small_parts_are_read_once(tmp_path, verify
     assert report.elements == 1_000_000
 
 
+@pytest.mark.parametrize("form", ["native", "dcp", "torch"])
+def test_arrays_without_dimensions_are_converted_too(tmp_path, form):
+    stored = {"number": torch.tensor(2.5), "row": torch.arange(3.0)}
+    path = tmp_path / form
+    if form == "native":
+        hf.save(stored, path)
+    elif form == "dcp":
+        holdfast.dcp.save(stored, checkpoint_id=path)
+    else:
+        torch.save(stored, path)
+    state = {"number": np.zeros((), np.float64), "row": np.zeros(3, np.float64)[::-1]}
+    report = hf.load(state, path, cast=True)
+    assert (state["number"], state["row"].tolist()) == (2.5, [0, 1, 2])
+    assert report.elements == 4
+
+
 class Unusual(torch.Tensor):
     """A subclass that has its elements in memory as usual, but is not a plain tensor."""
 
