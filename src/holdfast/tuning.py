@@ -73,3 +73,10 @@ and copied."""
 
 LARGEST_WINDOWS = 4
 """So many times as large as wished for a window can become, where things that overlap cannot be told apart."""
+
+MEMORY_OF_A_READER = 2
+"""So many times what it reads at once: files may need aligned memory, and windows can be larger than was wished for."""
+
+READS_UNDER_WAY = 2 * READERS
+"""Where one thread finishes in order what others have read: so many are begun before the first has to be done, so that
+no reader waits for it."""

@@ -13,20 +13,16 @@ from typing import Any, Protocol
 
 import torch
 
-from holdfast.tuning import MEMORY_BUDGET, READ_BYTES, READERS, SMALLEST_ROOM
-
-_UNDER_WAY = 2 * READERS
-_MEMORY_OF_A_READ = 2
-"""Times its bytes: they may come through aligned memory."""
+from holdfast.tuning import MEMORY_BUDGET, MEMORY_OF_A_READER, READ_BYTES, READERS, READS_UNDER_WAY, SMALLEST_ROOM
 
 
-def read_size(memory: int | None, at_once: int = _UNDER_WAY) -> int:
+def read_size(memory: int | None, at_once: int = READS_UNDER_WAY) -> int:
     """How many bytes are read by each of the reads that are under way, if all must do with so much memory.
 
     >>> read_size(64 << 20) >> 20, read_size(1 << 20) >> 10, read_size(1 << 20, at_once=1) >> 10
     (4, 64, 512)
     """
-    most = (MEMORY_BUDGET if memory is None else memory) // (_MEMORY_OF_A_READ * at_once)
+    most = (MEMORY_BUDGET if memory is None else memory) // (MEMORY_OF_A_READER * at_once)
     return max(min(READ_BYTES, most) // SMALLEST_ROOM * SMALLEST_ROOM, SMALLEST_ROOM)
 
 
@@ -58,7 +54,7 @@ def carry_out(steps: Iterable[Step], *, in_threads: bool) -> None:
         try:
             for step in steps:
                 under_way.append((step, pool.submit(read, step)))
-                if len(under_way) >= _UNDER_WAY:
+                if len(under_way) >= READS_UNDER_WAY:
                     _finish_first(under_way)
             while under_way:
                 _finish_first(under_way)

@@ -25,16 +25,21 @@ from holdfast.formats.native.runs import Runs, bytes_at
 from holdfast.formats.native.slabs import Slab
 from holdfast.formats.native.windows import Stretch, Window, plan_reads, runs_of
 from holdfast.stores.store import Reader
-from holdfast.tuning import CACHED_READ_BYTES, MEMORY_BUDGET, READ_BYTES, READERS, SEVERAL_READERS_FROM, SMALLEST_ROOM
+from holdfast.tuning import (
+    CACHED_READ_BYTES,
+    MEMORY_BUDGET,
+    MEMORY_OF_A_READER,
+    READ_BYTES,
+    READERS,
+    SEVERAL_READERS_FROM,
+    SMALLEST_ROOM,
+)
 from holdfast.waiting import some_threads, wait_for_all
-
-_MEMORY_OF_A_READER = 2
-"""So many times what it reads at once: a window can be larger than that, and files may need aligned memory."""
 
 
 def read_size(memory: int | None, block_bytes: int) -> int:
     """How many bytes are read at once, if no more memory than that may be taken."""
-    most = (MEMORY_BUDGET if memory is None else memory) // _MEMORY_OF_A_READER
+    most = (MEMORY_BUDGET if memory is None else memory) // MEMORY_OF_A_READER
     return max(min(READ_BYTES, most) // block_bytes * block_bytes, block_bytes, SMALLEST_ROOM)
 
 
@@ -57,7 +62,7 @@ def read_all(
     wanted = int(runs.nbytes.sum()) + sum(slab.into.size * slab.into.itemsize for slab in slabs)
     threads = 1
     if wanted >= SEVERAL_READERS_FROM:
-        most = (MEMORY_BUDGET if memory is None else memory) // (_MEMORY_OF_A_READER * size)
+        most = (MEMORY_BUDGET if memory is None else memory) // (MEMORY_OF_A_READER * size)
         threads = max(1, min(READERS, most, len(reads)))
     with closing(OpenFiles(files, (read.file for read in reads))) as opened:
         job = _Job(opened, files, names, block_bytes, _blocks_of_several(reads, block_bytes), fill_cache=shared)
