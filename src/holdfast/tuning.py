@@ -44,6 +44,13 @@ ENTRIES_AT_ONCE = 2000
 """Rows that are pickled, or entries that are encoded as JSON, in one go, which takes a millisecond or two. Python lets
 no other thread run meanwhile."""
 
+STREAM_BYTES = MIB
+"""What is taken of a stream at once, or handed to one: still in the processor's cache when its CRC is taken."""
+
+SHORT_WRITE = 256 * MIB
+"""A file of fewer bytes is written in a moment, during which Python's collector rests: it would mostly look at what is
+being written."""
+
 # --- reading ---
 
 READERS = 4

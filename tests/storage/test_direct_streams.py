@@ -81,7 +81,7 @@ def zeros() -> dict[str, Any]:
 def test_everything_comes_back(
     tmp_path: Path, options: dict[str, Any], reader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.storage.blobs._SLAB", 100_000)  # tensors that lie otherwise are copied in parts
+    monkeypatch.setattr("holdfast.storage.blobs.PIECE_BYTES", 100_000)  # tensors that lie otherwise are copied in parts
     made = count_direct_files(monkeypatch)
 
     dcp.save(STATE, storage_writer=FileSystemWriter(tmp_path, **options), no_dist=True)

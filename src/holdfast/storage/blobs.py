@@ -18,12 +18,7 @@ from holdfast.planning.local_bytes import as_bytes
 from holdfast.planning.plan import WriteItem
 from holdfast.storage.filling import narrowed
 from holdfast.storage.transforms import WriterTransforms
-
-# Small enough that a piece is still in the cache when it is written after its CRC was taken.
-_PIECE = 1 << 20
-_SMALL = 1 << 16
-"""A tensor of up to so many bytes is written at once."""
-_SLAB = 8 << 20
+from holdfast.tuning import PIECE_BYTES, SMALL_TENSOR, STREAM_BYTES
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ def write_blob(
 def _write_tensor(stream: Any, tensor: torch.Tensor, elements: Elements) -> WrittenBlob:
     archive = TensorArchive(tensor.dtype, tuple(tensor.shape))
     prefix, length = archive.prefix, archive.payload_length
-    if length <= _SMALL:
+    if length <= SMALL_TENSOR:
         payload = as_bytes(elements.of(tensor))
         payload_crc = crc32(payload)
         suffix = archive.suffix(payload_crc)
@@ -97,8 +92,8 @@ def _pieces(tensor: torch.Tensor, elements: Elements) -> Iterator[memoryview]:
     """The bytes of a tensor, piece by piece. No more than a slab is copied of one that lies otherwise in memory."""
     for part in cut(Box((0,) * tensor.dim(), tuple(tensor.shape)), _slab_elements(tensor, elements)):
         payload = as_bytes(elements.of(narrowed(tensor, part.offsets, part.sizes)))
-        for start in range(0, payload.nbytes, _PIECE):
-            yield payload[start : start + _PIECE]
+        for start in range(0, payload.nbytes, STREAM_BYTES):
+            yield payload[start : start + STREAM_BYTES]
 
 
 def _slab_elements(tensor: torch.Tensor, elements: Elements) -> int:
@@ -106,7 +101,7 @@ def _slab_elements(tensor: torch.Tensor, elements: Elements) -> int:
     if slab_bytes is not None:
         return max(1, slab_bytes // tensor.dtype.itemsize)
     in_place = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    return max(1, tensor.numel() if in_place else _SLAB // tensor.dtype.itemsize)
+    return max(1, tensor.numel() if in_place else PIECE_BYTES // tensor.dtype.itemsize)
 
 
 def _write_whole(

@@ -22,13 +22,10 @@ from holdfast.storage.device_copies import OverlappingCpuLoader
 from holdfast.storage.transforms import WriterTransforms
 from holdfast.stores.durability import flush_to_disk
 from holdfast.stores.filesystem import AnyPath
+from holdfast.tuning import SHORT_WRITE
 
 _ENVELOPE = 1536
 """More than what an archive puts around the bytes of an ordinary tensor."""
-
-
-_SHORT_WORK = 256 << 20
-"""So many bytes are written in moments, during which Python's collector would mostly look at what is written."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def write_file(
     """Write a file, values first; with ``sync`` its content is durable afterwards."""
     results: list[WriteResult] = []
     position = 0
-    is_short = file.expected_size() < _SHORT_WORK
+    is_short = file.expected_size() < SHORT_WRITE
     with create_stream(file.path, "wb") as stream, no_garbage_collection() if is_short else nullcontext():
         for item, data in resolved_items(file.items, planner, copy_ahead):
             result = write_item(stream, position, file.name, item, data, transforms, elements)
