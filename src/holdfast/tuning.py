@@ -87,3 +87,9 @@ MEMORY_OF_A_READER = 2
 READS_UNDER_WAY = 2 * READERS
 """Where one thread finishes in order what others have read: so many are begun before the first has to be done, so that
 no reader waits for it."""
+
+QUANTIZED_ELEMENTS = MIB
+"""Weights that are brought to their full precision at a time: 4 MiB of them, which the processor's cache can hold."""
+
+DELIVERY_BYTES = 16 * MIB
+"""What one rank that reads for all sends at a time. Each rank needs so much memory; less would be more messages."""

@@ -97,7 +97,7 @@ def test_old_files_work_too(ranks: RankPool, tmp_path: Path, zipped: bool) -> No
 
 
 def load_laid_out(path: Path, block_bytes: int) -> list[str]:
-    usual, deliveries.BLOCK_BYTES = deliveries.BLOCK_BYTES, block_bytes
+    usual, deliveries.DELIVERY_BYTES = deliveries.DELIVERY_BYTES, block_bytes
     try:
         layouts = Layouts()
         wrong = []
@@ -107,7 +107,7 @@ def load_laid_out(path: Path, block_bytes: int) -> list[str]:
             if not same_parts(target, expected):
                 wrong.append(layout)
     finally:
-        deliveries.BLOCK_BYTES = usual
+        deliveries.DELIVERY_BYTES = usual
     return wrong
 
 
@@ -197,11 +197,11 @@ def load_large_slice(path: Path) -> tuple[int, int, bool]:
     target = torch.zeros(MEGABYTES << 16, 4 // dist.get_world_size())  # columns, which do not lie together in the file
     target.fill_(-1)  # so that the memory is really there
     tensor = DTensor.from_local(target, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(1)])
-    usual, deliveries.BLOCK_BYTES = deliveries.BLOCK_BYTES, 1 << 20
+    usual, deliveries.DELIVERY_BYTES = deliveries.DELIVERY_BYTES, 1 << 20
     try:
         growth = growth_while(load, {"large": tensor}, path)
     finally:
-        deliveries.BLOCK_BYTES = usual
+        deliveries.DELIVERY_BYTES = usual
     return *growth, bool((target == dist.get_rank()).all())
 
 

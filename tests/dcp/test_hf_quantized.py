@@ -118,7 +118,7 @@ def test_any_slice_of_a_block_scaled_weight_is_right(
     offsets, sizes = data.draw(slices(shape))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantized_reader, "_PART", part)
+        patch.setattr(quantized_reader, "QUANTIZED_ELEMENTS", part)
         found = slice_of(tmp_path, "x.weight", offsets, sizes, block_size=block)
 
     assert torch.equal(found, plain[tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))])
@@ -140,7 +140,7 @@ def test_any_slice_of_four_bit_floats_is_right(
     offsets, sizes = data.draw(slices(tuple(plain.shape)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantized_reader, "_PART", part)
+        patch.setattr(quantized_reader, "QUANTIZED_ELEMENTS", part)
         found = slice_of(tmp_path, "e_blocks", offsets, sizes)
 
     assert torch.equal(found, plain[tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))])

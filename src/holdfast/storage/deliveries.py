@@ -27,10 +27,7 @@ from holdfast.planning.local_bytes import as_bytes, as_plain_cpu
 from holdfast.planning.plan import LoadItemType, ReadItem
 from holdfast.planning.planner import LoadPlanner
 from holdfast.storage.filling import fill, narrowed, resolve_target
-
-BLOCK_BYTES = 16 << 20
-"""How much of an item is sent at a time. Sender and receiver need this much memory beside the state itself."""
-
+from holdfast.tuning import DELIVERY_BYTES
 
 Present: TypeAlias = Callable[[torch.Tensor], AbstractContextManager[None]]
 """Sees to it that the elements of a view are there inside of a ``with`` block."""
@@ -159,8 +156,8 @@ class _Region(_Filling):
 
 
 def blocks(lengths: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """Cut a box into blocks of at most ``BLOCK_BYTES``, in row-major order. An empty box is one block."""
-    return _cut((0,) * len(lengths), lengths, max(1, BLOCK_BYTES // itemsize))
+    """Cut a box into blocks of at most ``DELIVERY_BYTES``, in row-major order. An empty box is one block."""
+    return _cut((0,) * len(lengths), lengths, max(1, DELIVERY_BYTES // itemsize))
 
 
 def _cut(offsets: tuple[int, ...], lengths: tuple[int, ...], most: int) -> Iterator[Box]:

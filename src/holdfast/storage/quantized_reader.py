@@ -27,9 +27,7 @@ from holdfast.storage.quantized_weights import BlockScaled, Mxfp4, QuantizedWeig
 from holdfast.storage.readable_parts import readable_parts
 from holdfast.storage.region_reads import read_region
 from holdfast.stores.filesystem import AnyPath
-
-_PART = 1 << 20
-"""Elements that are brought to their full size at a time."""
+from holdfast.tuning import QUANTIZED_ELEMENTS
 
 
 class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
@@ -166,7 +164,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         scales = self._all_scales(weight.scales)
         region = Box(tuple(item.storage_offsets), tuple(item.lengths))
         start_of_chunk = item.storage_index.offset or torch.Size(())
-        for part in readable_parts(weight.loaded_shape(info.shape), region, 1, most=_PART):
+        for part in readable_parts(weight.loaded_shape(info.shape), region, 1, most=QUANTIZED_ELEMENTS):
             at = [offset + inside for offset, inside in zip(start_of_chunk, part.offsets, strict=True)]
             values = weight.read(stream, info, part, at, scales, key)
             inside_target = [place - start for place, start in zip(part.offsets, region.offsets, strict=True)]
