@@ -36,6 +36,10 @@ PIECE_BYTES = 4 * MIB
 """Elements that are stored otherwise than they lie in memory (transposed, in another dtype, on a device) are copied so
 many bytes at a time: what is made of them is still in the processor's cache when it is digested."""
 
+SHARE_OF_ROOMS, SHARE_OF_A_PIECE = 2, 16
+"""Of the memory budget, a half is for rooms and a sixteenth for a piece, of which a conversion makes several copies.
+The rest is left to Python's objects."""
+
 SMALL_TENSOR = 64 * KIB
 """Up to here the work for each tensor counts and not its bytes, so that small ones have a path of their own. Copies on
 it keep Python's lock, which more bytes would do for too long."""
@@ -93,3 +97,6 @@ QUANTIZED_ELEMENTS = MIB
 
 DELIVERY_BYTES = 16 * MIB
 """What one rank that reads for all sends at a time. Each rank needs so much memory; less would be more messages."""
+
+COMPARED_BYTES = 16 * MIB
+"""What is read at once of tensors that are only compared with the state. Less would start readers too often."""

@@ -29,7 +29,7 @@ from holdfast.garbage import no_garbage_collection
 from holdfast.planning.holdings import LocalTensor
 from holdfast.planning.small_tensors import gather
 from holdfast.stores.store import Store
-from holdfast.tuning import MEMORY_BUDGET, PIECE_BYTES
+from holdfast.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE, SHARE_OF_ROOMS
 from holdfast.tuning import SMALLEST_BUDGET as SMALLEST_BUDGET
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def write_chunks(
     """Write this rank's chunks. Everything is durable when it returns; if it raises, nothing is left."""
     budget = MEMORY_BUDGET if memory_budget is None else memory_budget
     # Half of it is for what is being written. To fetch from a device, reorder and convert takes several copies.
-    for_rooms, converted = budget // 2, min(PIECE_BYTES, budget // 16)
+    for_rooms, converted = budget // SHARE_OF_ROOMS, min(PIECE_BYTES, budget // SHARE_OF_A_PIECE)
 
     def pieces(chunk: ChunkToWrite) -> Any:
         return local[chunk.key].pieces(Box(chunk.offsets, chunk.sizes), converted)

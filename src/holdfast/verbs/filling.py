@@ -22,10 +22,8 @@ from holdfast.formats.native.values import numpy_dtype_from
 from holdfast.metadata import MetadataIndex
 from holdfast.planning.tensors import create_chunk_list, find_tensor_shard, on_this_rank
 from holdfast.sources.source import Into, LikeAnArray, Nowhere, Request, Source
+from holdfast.tuning import COMPARED_BYTES
 from holdfast.verbs.fills import DenseFills, Fill
-
-COMPARED_BYTES = 16 << 20
-"""What is read at once of what is only compared."""
 
 
 @dataclass(frozen=True)
