@@ -305,6 +305,19 @@ def test_damage_is_noticed_when_it_is_looked_for(tmp_path: Path, library: str) -
     assert into[40] == np.float32(40).view("<u4")
 
 
+@BOTH
+def test_verify_reads_values_too(tmp_path: Path, library: str) -> None:
+    save(library, {"w": torch.ones(3), "note": "as it was saved"}, tmp_path, no_dist=True)
+    assert DcpSource(tmp_path).verify() > 12
+    (file,) = tmp_path.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[content.index(b"as it was saved")] ^= 1
+    file.write_bytes(content)
+
+    with pytest.raises(DamagedCheckpointError, match="note"):
+        DcpSource(tmp_path).verify()
+
+
 @pytest.mark.parametrize(
     ("request_", "error"),
     [

@@ -217,6 +217,7 @@ def test_damage_of_a_tensor_is_noticed_when_it_is_read(tmp_path: Path) -> None:
 
 VIEWS = {
     "turned": lambda whole: whole.T,
+    "the first rows": lambda whole: whole[:2],
     "every other": lambda whole: whole.flatten()[::2],
     "every other column": lambda whole: whole[:, ::2],
     "without the last column": lambda whole: whole[:, :-1],

@@ -72,7 +72,8 @@ class DcpSource(Source):
 
         Lists stay lists; other kinds of sequences and of keys than texts are not recorded by this format.
         """
-        values = self._read_values()
+        taking = _Taking(self._allow_pickle)
+        self._read_values(taking)
         leaves: dict[str, Any] = {}
         for key, entry in self._index.state_dict_metadata.items():
             if key in self.tensors:
@@ -80,7 +81,7 @@ class DcpSource(Source):
             elif isinstance(entry, TensorStorageMetadata):
                 leaves[key] = UnknownValue(str(entry.properties.dtype), {"shape": list(entry.size)})
             else:
-                leaves[key] = values[key]
+                leaves[key] = taking.values[key]
         return nested(leaves, self._index.planner_data)
 
     @property
@@ -118,6 +119,10 @@ class DcpSource(Source):
             items += create_read_items_for_chunk_list(key, entry, boxes)
         return self._carry_out(items, _Placing(by_key, self._index), verify=verify, memory=memory)
 
+    def verify(self) -> int:
+        """Read all tensors and values, to see whether they are undamaged. Returns how many bytes that were."""
+        return self._read_values(_Taking(self._allow_pickle)) + super().verify()
+
     def _read_index(self) -> Metadata:
         reader = self._reader()
         try:
@@ -128,15 +133,13 @@ class DcpSource(Source):
             except CheckpointNotFoundError:
                 raise not_saved_together from None
 
-    def _read_values(self) -> dict[str, Any]:
-        taking = _Taking(self._allow_pickle)
+    def _read_values(self, taking: _Taking) -> int:
         keys = [
             key
             for key, entry in self._index.state_dict_metadata.items()
             if not isinstance(entry, TensorStorageMetadata)
         ]
-        self._carry_out([create_read_item_for_bytes(key) for key in keys], taking, verify=True)
-        return taking.values
+        return self._carry_out([create_read_item_for_bytes(key) for key in keys], taking, verify=True)
 
     def _carry_out(
         self, items: list[ReadItem], planner: LoadPlanner, *, verify: bool, memory: int | None = None

@@ -53,8 +53,8 @@ class Nowhere(LikeAnArray):
 
     >>> place = Nowhere((2, 3), "<u4")
     >>> place[0:1] = [1, 2, 3]
-    >>> place[0:1].shape
-    (1, 3)
+    >>> place[0:1].shape, place.transpose((1, 0)).shape
+    ((1, 3), (3, 2))
     """
 
     def __getitem__(self, place: Any) -> Nowhere:
