@@ -26,9 +26,7 @@ from holdfast.storage.filling import narrowed
 from holdfast.storage.read_steps import read_size
 from holdfast.storage.strided_reads import arrangement_of
 from holdfast.stores.file_reader import FileReader, open_file
-from holdfast.tuning import READ_BYTES
-
-_PIECE = 1 << 20
+from holdfast.tuning import READ_BYTES, STREAM_BYTES
 
 
 class TorchFileSource(Source):
@@ -248,6 +246,6 @@ def _version_of(descriptor: int) -> tuple[int, ...]:
 def _digest(stream: BinaryIO) -> str:
     digest = hashlib.blake2b(digest_size=16)
     stream.seek(0)
-    while piece := stream.read(_PIECE):
+    while piece := stream.read(STREAM_BYTES):
         digest.update(piece)
     return digest.hexdigest()

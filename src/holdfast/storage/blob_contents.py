@@ -25,12 +25,12 @@ from holdfast.storage.load_progress import Progress
 from holdfast.storage.stored_chunks import archived_elements
 from holdfast.storage.tensor_places import destination_of
 from holdfast.storage.transforms import ReaderTransforms
+from holdfast.tuning import STREAM_BYTES
 
 Blob: TypeAlias = bytes | bytearray | memoryview
 FindChunk: TypeAlias = Callable[[MetadataIndex], tuple[TensorStorageMetadata, ChunkStorageMetadata]]
 """What the index says of a stored chunk."""
 
-_TRANSFORM_PIECE = 1 << 20
 _ENVELOPE = 1 << 20
 """More than an archive takes around the bytes of a tensor."""
 _WIDEST_ELEMENT = 16
@@ -86,7 +86,7 @@ class BlobContents:
         length = 0
         try:
             stream = self._transforms.transform_load_stream(item, descriptors, blob)
-            while length <= limit and (piece := stream.read(_TRANSFORM_PIECE)):
+            while length <= limit and (piece := stream.read(STREAM_BYTES)):
                 length += len(piece)
                 if length <= limit:
                     yield piece

@@ -18,8 +18,8 @@ from holdfast.formats.dcp.zip_layout import LOCAL_MAGIC, Entry, damaged, read_di
 from holdfast.formats.torch_file.reserved_memory import DESCRIPTION, ReservedFile
 from holdfast.formats.torch_file.storages import check_storage_sizes
 from holdfast.stores.file_reader import FileReader, open_file
+from holdfast.tuning import STREAM_BYTES
 
-_PIECE = 1 << 20
 _REFUSED = re.compile(r"(?:Unsupported (?:global|class)|GLOBAL|Trying to instantiate class)\W+(?:GLOBAL )?([\w.]+)")
 
 
@@ -179,7 +179,7 @@ def _check_archive(file: Path, *, verify: bool) -> None:
 def _crc(stream: Any, entry: Entry) -> int:
     stream.seek(entry.offset)
     crc, left = 0, entry.length
-    while left and (piece := stream.read(min(left, _PIECE))):
+    while left and (piece := stream.read(min(left, STREAM_BYTES))):
         crc = crc32(piece, crc)
         left -= len(piece)
     return crc

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from holdfast.formats.crc import crc32
 from holdfast.formats.dcp import zip_layout as layout
+from holdfast.tuning import STREAM_BYTES
 
 ALIGNMENT = 64
 _ROOT = "archive/"
 _VERSION, _VERSION64 = 20, 45
-_PIECE = 1 << 20
 
 
 class Output(Protocol):
@@ -69,7 +69,7 @@ class ZipWriter:
         crc = done = 0
         while done < size:
             room = self._room()
-            memory = (memoryview(bytearray(_PIECE)) if room is None else room)[: size - done]
+            memory = (memoryview(bytearray(STREAM_BYTES)) if room is None else room)[: size - done]
             crc = fill(done, memory, crc)
             if room is None:
                 self._output.write(memory)
