@@ -74,10 +74,6 @@ is a quarter faster than with 4 MiB."""
 MERGE_GAP = 64 * KIB
 """Two ranges that are closer than that are read as one: a request costs more than so many bytes."""
 
-STOCK_BATCH_BYTES = 1024 * MIB
-"""Of tensors that a planner of stock DCP is asked for together. They are its state, as a rule, so that this takes no
-memory; several readers want much to do."""
-
 STRAIGHT_FROM = 256 * KIB
 """So many bytes are worth a read of their own, straight to where they belong. Neighbours of fewer are read together,
 and copied."""
@@ -100,3 +96,7 @@ DELIVERY_BYTES = 16 * MIB
 
 COMPARED_BYTES = 16 * MIB
 """What is read at once of tensors that are only compared with the state. Less would start readers too often."""
+
+STOCK_BATCH_BYTES = 1024 * MIB
+"""Of tensors that a planner of stock DCP is asked for together. They are its state, as a rule, so that this takes no
+memory; several readers want much to do."""
