@@ -305,6 +305,26 @@ def test_damage_is_noticed_when_it_is_looked_for(tmp_path: Path, library: str) -
     assert into[40] == np.float32(40).view("<u4")
 
 
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1)])
+def test_chunks_that_torch_has_stored_in_another_order_are_read_in_ranges(tmp_path: Path, order: Any) -> None:
+    lies = torch.arange(3_000_000, dtype=torch.int32).reshape(100, 150, 200)
+    tensor = lies.permute(order)
+    stock.save({"w": tensor}, checkpoint_id=tmp_path, no_dist=True)
+    source = DcpSource(tmp_path)
+
+    whole = np.zeros(tensor.shape, source.tensors["w"].dtype.carrier)
+    assert source.read([Request("w", (0, 0, 0), tuple(tensor.shape), whole)]) == tensor.nbytes
+    assert np.array_equal(whole.view(np.int32), tensor.numpy())
+
+    slowest = order.index(0)
+    offsets, sizes = [3, 4, 5], [7, 20, 30]
+    offsets[slowest], sizes[slowest] = 90, 2
+    part = np.zeros(sizes, source.tensors["w"].dtype.carrier)
+    assert source.read([Request("w", tuple(offsets), tuple(sizes), part)]) < tensor.nbytes / 10
+    wanted = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+    assert np.array_equal(part.view(np.int32), tensor.numpy()[wanted])
+
+
 @BOTH
 def test_verify_reads_values_too(tmp_path: Path, library: str) -> None:
     save(library, {"w": torch.ones(3), "note": "as it was saved"}, tmp_path, no_dist=True)

@@ -27,7 +27,7 @@ TARGETS = {
     "transposed": lambda: torch.full((*reversed(SHAPE),), BEFORE).T,
     "numpy cast": lambda: np.full(SHAPE, BEFORE, np.float64),
 }
-CHECKED = ["native", "dcp", "stock", "torch", "torch, transposed"]
+CHECKED = ["native", "dcp", "stock", "stock, transposed", "torch", "torch, transposed"]
 FORMATS = [*CHECKED, "safetensors"]
 
 
@@ -43,6 +43,8 @@ def saved(form: str, folder: Path) -> Path:
             holdfast.dcp.save(state, checkpoint_id=path, no_dist=True)
         elif form == "stock":
             stock.save(state, checkpoint_id=path, no_dist=True)
+        elif form == "stock, transposed":
+            stock.save({**state, "w": CONTENT.T.contiguous().T}, checkpoint_id=path, no_dist=True)
         elif form == "torch":
             torch.save(state, path)
         elif form == "torch, transposed":

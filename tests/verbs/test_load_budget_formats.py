@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import holdfast.dcp
 
-FORMATS = ["dcp", "stock", "torch", "safetensors"]
+FORMATS = ["dcp", "stock", "stock_turned", "torch", "safetensors"]
 
 PROGRAM = """
 import sys, torch, holdfast as hf
@@ -51,6 +51,8 @@ def save(form, tensor, path):
             holdfast.dcp.save({"w": tensor}, checkpoint_id=path, no_dist=True)
         elif form == "stock":
             stock.save({"w": tensor}, checkpoint_id=path, no_dist=True)
+        elif form == "stock_turned":
+            stock.save({"w": tensor.T.contiguous().T}, checkpoint_id=path, no_dist=True)
         elif form == "torch":
             torch.save({"w": tensor}, path)
         else:

@@ -104,8 +104,8 @@ class DcpSource(Source):
         """Fill the memory of all requests, chunk by chunk; what several requests share is read once.
 
         With ``verify`` a chunk of which all is wanted is compared with its CRC. There is none for parts of chunks: of
-        those only the ranges that are wanted are read, unchecked. Chunks that were compressed, or that torch has stored
-        in another order than that of their dimensions, are in memory as a whole meanwhile, one at a time per thread.
+        those only the ranges that are wanted are read, unchecked. Chunks that were compressed are in memory as a whole
+        meanwhile, some at a time.
         """
         check_requests(requests, self.tensors)
         by_key: dict[str, list[Request]] = defaultdict(list)

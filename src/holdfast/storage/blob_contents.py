@@ -166,7 +166,7 @@ class BlobContents:
             whole = replace(info, offset=0)
             content = StreamRanges(io.BytesIO(blob), source)
             elements = archived_elements(content, whole, chunk, source=source, key=index.fqn, verify=verify)
-            if elements is not None:
+            if elements is not None and elements.order is None:
                 self._familiar.remember(blob, elements.position, elements.dtype, tuple(chunk.sizes))
         return None
 

@@ -42,6 +42,7 @@ from holdfast.storage.read_steps import Step, carry_out
 from holdfast.storage.stored_chunks import archived_elements, check_envelope, sealed_elements
 from holdfast.storage.tensor_places import destination_of
 from holdfast.storage.transforms import ReaderTransforms, TransformRegistry
+from holdfast.storage.turned_places import turned
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
 from holdfast.stores.local import FileSystem
 from holdfast.stores.windows import ReaderView
@@ -218,9 +219,11 @@ class FileSystemReader(StorageReader):
             Wanted(Box(tuple(item.storage_offsets), tuple(item.lengths)), place)
             for item, place in zip(items, places, strict=True)
         ]
-        reading = ChunkRead(
-            file, elements.position, stored.sizes, elements.dtype.itemsize, wanted, most=self.largest_read
-        )
+        sizes = tuple(stored.sizes)
+        if elements.order is not None:
+            wanted = [turned(part, elements.order) for part in wanted]
+            sizes = tuple(sizes[dim] for dim in elements.order)
+        reading = ChunkRead(file, elements.position, sizes, elements.dtype.itemsize, wanted, most=self.largest_read)
         # A part of a chunk has no CRC of its own that it could be compared with.
         checked = verify and reading.is_whole and elements.crc is not None
         if checked and info.seal is not None:

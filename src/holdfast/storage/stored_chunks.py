@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -13,16 +14,19 @@ from holdfast.formats.dcp.archive import Entry, TensorRecord, check_crc, describ
 from holdfast.formats.dcp.storage_info import Seal, _StorageInfo
 from holdfast.metadata import ChunkStorageMetadata
 from holdfast.storage.byte_ranges import Ranges
+from holdfast.storage.strided_reads import arrangement_of
 
 
 class Elements(NamedTuple):
-    """The elements of a chunk, in row-major order."""
+    """The elements of a chunk, side by side."""
 
     position: int
     """Of the first of them, in the file."""
     dtype: torch.dtype
     crc: int | None
     """Of all of them; None if the writer recorded none."""
+    order: tuple[int, ...] | None = None
+    """The dimensions of the chunk as they lie in the file, slowest first, if that is not their own order."""
 
 
 def sealed_elements(info: _StorageInfo, dtype: torch.dtype, chunk: ChunkStorageMetadata) -> Elements | None:
@@ -36,12 +40,17 @@ def sealed_elements(info: _StorageInfo, dtype: torch.dtype, chunk: ChunkStorageM
 def archived_elements(
     file: Ranges, info: _StorageInfo, chunk: ChunkStorageMetadata, *, source: str, key: str, verify: bool
 ) -> Elements | None:
-    """Where the archive says that the elements are; None if they are no plain row-major array of this machine's."""
+    """Where the archive says that the elements are; None if they are no plain array of this machine's, side by side."""
     found = archived_tensor(file, info, source=source, key=key, verify=verify)
     if found is None or not _is_all_of(*found, chunk):
         return None
     record, payload = found
-    return Elements(info.offset + payload.offset, record.dtype, payload.crc)
+    if record.is_row_major:
+        return Elements(info.offset + payload.offset, record.dtype, payload.crc)
+    arrangement = arrangement_of(record.sizes, record.strides)
+    if arrangement is None or prod(arrangement.sizes) != prod(record.sizes) or record.conj or record.neg:
+        return None
+    return Elements(info.offset + payload.offset, record.dtype, payload.crc, arrangement.order)
 
 
 def archived_tensor(
@@ -94,10 +103,7 @@ def check_envelope(file: Ranges, info: _StorageInfo, seal: Seal, source: str, ke
 
 def _is_all_of(record: TensorRecord, payload: Entry, chunk: ChunkStorageMetadata) -> bool:
     return (
-        record.is_row_major
-        and record.storage_offset == 0
-        and record.sizes == tuple(chunk.sizes)
-        and _fits(payload.length, record.dtype, chunk)
+        record.storage_offset == 0 and record.sizes == tuple(chunk.sizes) and _fits(payload.length, record.dtype, chunk)
     )
 
 
