@@ -16,7 +16,7 @@ from holdfast.storage.filling import narrowed
 @given(st.lists(st.integers(0, 9), max_size=4).map(tuple), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 300))
 def test_blocks_tile_the_region_in_order_and_are_small(lengths: tuple[int, ...], itemsize: int, most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deliveries, "BLOCK_BYTES", most)
+        patch.setattr(deliveries, "DELIVERY_BYTES", most)
         boxes = list(deliveries.blocks(lengths, itemsize))
 
     numbered = torch.arange(prod(lengths)).reshape(lengths)
