@@ -10,6 +10,7 @@ file when it was synced; and it can SIGKILL the process just before the n-th cha
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import signal
@@ -121,6 +122,7 @@ def watch(
 
 def run_and_exit(function: Callable[[], Any]) -> None:
     """End a forked process after `function`, without running what the parent has registered for its own end."""
+    gc.freeze()  # the parent's objects are not ours to destroy: those of gloo wait for threads that are not here
     code = 1
     try:
         function()
