@@ -46,7 +46,7 @@ class FileReader:
         """Fill the buffer from the page cache. False if not all of it is there, or nobody knows."""
         view = self._checked(begin, buffer)
         with naming(self._path):
-            if not self._is_cached(begin, view.nbytes):
+            if not self.is_cached(begin, view.nbytes):
                 return False
             self._read_through_cache(begin, view)
         return True
@@ -80,8 +80,8 @@ class FileReader:
                 raise too_short(self._path, self.size, begin + done)  # it was longer when it was opened
             done += count
 
-    def _is_cached(self, begin: int, size: int) -> bool | None:
-        """None if nobody knows."""
+    def is_cached(self, begin: int, size: int) -> bool | None:
+        """Whether a part of the file is in the page cache; None if nobody knows."""
         found = count_cached_pages(self.descriptor, begin, size)
         return None if found is None else found >= (begin + size - 1) // mmap.PAGESIZE - begin // mmap.PAGESIZE + 1
 
@@ -90,7 +90,7 @@ class FileReader:
 
         Only if some of it is not in the page cache, and the system tells.
         """
-        if self._is_cached(begin, view.nbytes) is not False:
+        if self.is_cached(begin, view.nbytes) is not False:
             return 0
         direct = self._direct_descriptor()
         if direct is None:

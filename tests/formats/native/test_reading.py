@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import threading
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from holdfast import waiting
 from holdfast.boxes import Box
 from holdfast.errors import DamagedCheckpointError
-from holdfast.formats.native import reading, runs, slabs, windows
+from holdfast.formats.native import readable_files, reading, runs, slabs, windows
 from holdfast.formats.native.columns import digest_of, encode_columns
 from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.layout import ChunkToWrite, lay_out
@@ -453,3 +454,28 @@ def test_what_is_cached_is_taken_in_small_steps_and_the_rest_at_once(until, stra
     assert all(begin + nbytes <= until for way, begin, nbytes in calls if way == "cached")
     # Less than a step is simply read.
     assert all(begin + nbytes > until for way, begin, nbytes in calls if way == "read" and nbytes >= 2 * BLOCK)
+
+
+class Zeros:
+    """A file of zeros."""
+
+    size = 3 * BLOCK
+
+    def __init__(self, cached: bool | None) -> None:
+        self.is_cached = lambda begin, size: cached
+
+    def read_into(self, begin: int, buffer: Any) -> None:
+        memoryview(buffer).cast("B")[:] = bytes(memoryview(buffer).nbytes)
+
+
+@pytest.mark.parametrize(
+    ("cached", "stays", "left"), [(True, False, 2), (False, False, 0), (None, False, 0), (True, True, 0)]
+)
+def test_a_thread_too_many_leaves_when_there_is_nothing_to_wait_for(cached, stays, left):
+    file = readable_files.ReadableFile("file", 3 * BLOCK, lambda: contextlib.nullcontext(Zeros(cached)), None)
+    reads = [windows.Stretch(0, number * BLOCK, BLOCK, 0, 0) for number in range(3)]
+    opened = readable_files.OpenFiles([file], [0, 0, 0])
+    todo = iter(reads)
+    job = reading._Job(opened, [file], [""], BLOCK, {}, fill_cache=False)
+    assert job.read(todo, stays=stays) == (3 - left) * BLOCK
+    assert len(list(todo)) == left

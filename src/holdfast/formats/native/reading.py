@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
@@ -24,6 +25,7 @@ from holdfast.formats.native.readable_files import OpenFiles, ReadableFile
 from holdfast.formats.native.runs import Runs, bytes_at
 from holdfast.formats.native.slabs import Slab
 from holdfast.formats.native.windows import Stretch, Window, plan_reads, runs_of
+from holdfast.processors import count_processors
 from holdfast.stores.store import Reader
 from holdfast.tuning import (
     CACHED_READ_BYTES,
@@ -75,7 +77,9 @@ def _read_by_threads(job: _Job, reads: Sequence[Stretch | Window], pool: ThreadP
     running: list[Future[int]] = []
     with pool:
         try:
-            running.extend(pool.submit(todo.until_one_fails, job.read) for _ in range(threads))
+            for number in range(threads):
+                read = partial(job.read, stays=number < count_processors())
+                running.append(pool.submit(todo.until_one_fails, read))
             return sum(thread.result() for thread in running)
         finally:
             todo.stop()  # for what interrupts this thread is nothing that the others notice
@@ -146,8 +150,12 @@ class _Job:
     fill_cache: bool
     """Whether what comes from a disk is to be left in the page cache."""
 
-    def read(self, reads: Iterable[Stretch | Window]) -> int:
-        """Read one after the other, with a buffer for all."""
+    def read(self, reads: Iterable[Stretch | Window], *, stays: bool = True) -> int:
+        """Read one after the other, with a buffer for all.
+
+        A thread that does not stay is one more than there are processors, to wait for a disk as well. Where there is
+        nothing to wait for, it would only take time from the others, and leaves them alone.
+        """
         buffer = np.empty(0, np.uint8)
         total = 0
         for read in reads:
@@ -158,11 +166,22 @@ class _Job:
             if buffer.nbytes < needed:
                 buffer = np.empty(needed, np.uint8)
             with self.opened.using(read.file) as reader:
+                leaves = not stays and self._is_cached(reader, read)
                 if isinstance(read, Stretch):
                     total += self._read_stretch(reader, read, buffer)
                 else:
                     total += self._read_window(reader, read, buffer[:needed])
+            if leaves:
+                break
         return total
+
+    def _is_cached(self, reader: Reader, read: Stretch | Window) -> bool:
+        is_cached = getattr(reader, "is_cached", None)
+        if is_cached is None:
+            return False
+        begin = read.begin if isinstance(read, Stretch) else read.begin(self.block_bytes)
+        end = begin + read.nbytes if isinstance(read, Stretch) else read.end
+        return bool(is_cached(begin, end - begin))
 
     def _read_stretch(self, reader: Reader, stretch: Stretch, buffer: npt.NDArray[np.uint8]) -> int:
         if not stretch.address:
