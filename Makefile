@@ -35,7 +35,7 @@ lint: $(READY)  ## ruff and mypy
 test-long: $(READY)  ## the tests marked long (minutes, not seconds)
 	@$(BIN)/python -m pytest -m long
 
-bench: $(READY) $(PEERS)  ## measure against the hardware, stock DCP and peers, and update docs/ (10 minutes)
+bench: $(READY) $(PEERS)  ## measure against the hardware, stock DCP and peers, and update docs/ (15 minutes)
 	@$(BIN)/python -m benchmarks.run --json docs/performance.json
 	@$(BIN)/python -m benchmarks.document
 

@@ -20,6 +20,8 @@ from benchmarks.scales import SCALES
 from benchmarks.states import WORKLOADS, State, few_bytes, filled
 from benchmarks.suite import Suite, remove
 
+_BETWEEN_LOOKS = 0.0005
+
 NOTHING = "probe: nothing in the background"
 
 Save = Callable[[State, Path], Callable[[], object]]
@@ -82,7 +84,10 @@ def _meet() -> None:
 
 
 def longest_pause(wait: Callable[[], object], *, looking: bool = True) -> float:
-    """Do nothing but look at the clock until ``wait`` returns in another thread; the longest time between two looks."""
+    """Look at the clock again and again until ``wait`` returns in another thread; the longest time between two looks.
+
+    Without the short sleeps Python's lock would go to and fro all the time, and a save take minutes.
+    """
     done = threading.Event()
     failed: list[BaseException] = []
 
@@ -98,6 +103,7 @@ def longest_pause(wait: Callable[[], object], *, looking: bool = True) -> float:
     longest = 0.0
     last = time.perf_counter()
     while looking and not done.is_set():
+        time.sleep(_BETWEEN_LOOKS)
         now = time.perf_counter()
         longest = max(longest, now - last)
         last = now

@@ -49,13 +49,11 @@ def main(argv: Sequence[str] | None = None, ranks: RankPool | None = None) -> No
     pool = ranks or RankPool()
     try:
         with quietly(), tempfile.TemporaryDirectory(prefix=".bench-", dir=args.folder) as folder:
-            results = run(Suite(Path(folder), scale, args.minutes or scale.minutes, pool), args.parts)
+            results = run(Suite(Path(folder), scale, args.minutes or scale.minutes, pool), args.parts, args.json)
     finally:
         if ranks is None:
             pool.close()
     print(on_terminal([Row(**row) for row in results["rows"]], results["problems"]))
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(results, indent=1) + "\n")
     print(f"\nevery sample: {args.json}")
 
 
@@ -77,10 +75,15 @@ def refuse_small_disk(folder: Path, scale: Scale) -> None:
         sys.exit(f"{folder} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} are needed; choose another --folder")
 
 
-def run(suite: Suite, parts: list[str]) -> dict[str, Any]:
-    """All parts, one after the other. One that fails leaves its rows empty."""
+def run(suite: Suite, parts: list[str], file: Path) -> dict[str, Any]:
+    """All parts, one after the other. One that fails leaves its rows empty.
+
+    What there is, is written after each part: it took minutes to measure.
+    """
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     facts = machine.describe(suite.folder)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
     for name in parts:
         try:
             PARTS[name](suite)
@@ -88,6 +91,12 @@ def run(suite: Suite, parts: list[str]) -> dict[str, Any]:
             suite.problems[name] = one_line(error)
             suite.log(f"{name} failed: {error}")
             _clear(suite.folder)
+        results = _results(suite, began, facts)
+        file.write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def _results(suite: Suite, began: str, facts: dict[str, Any]) -> dict[str, Any]:
     return {
         "began": began,
         "seconds": round(time.monotonic() - suite.started, 1),

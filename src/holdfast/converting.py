@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from holdfast import settings
+from holdfast.budgets import checked_budget
 from holdfast.coordination.collectives import Collectives
 from holdfast.errors import CheckpointNotFoundError, UnsupportedTensorError
 from holdfast.formats.dcp.tensor_records import QUANTIZED_DTYPES
@@ -33,7 +34,6 @@ from holdfast.planning.save_planner import DefaultSavePlanner
 from holdfast.progress import ProgressBar
 from holdfast.saving import save_state
 from holdfast.storage.blobs import Elements
-from holdfast.storage.native_files import SMALLEST_BUDGET
 from holdfast.storage.tensor_streams import StreamingReader
 from holdfast.storage.torch_file_elements import TorchFileElements
 from holdfast.storage.writer import _FileSystemWriter
@@ -57,7 +57,7 @@ def torch_file_to_dcp(
     progress: bool = False,
 ) -> None:
     """Save the dict in a ``torch.save`` file as a DCP checkpoint, from this process alone."""
-    budget = _checked_budget(memory_budget)
+    budget = checked_budget(memory_budget) or MEMORY_BUDGET
     knobs = settings.current()
     allowed = knobs.allow_pickle if allow_pickle is None else allow_pickle
     opened = open_torch_file(file, allow_pickle=allowed, verify=knobs.verify)
@@ -83,7 +83,7 @@ def dcp_to_torch_file(
     What is wrong with the checkpoint is a ``CheckpointException``, as in a load; what is wrong with the file is raised
     as it is.
     """
-    budget = _checked_budget(memory_budget)
+    budget = checked_budget(memory_budget) or MEMORY_BUDGET
     scratch = Path(os.path.realpath(file)).parent
     export = _Export(folder, scratch, allow_pickle, memory=budget // 2)
     export.plan()
@@ -92,17 +92,6 @@ def dcp_to_torch_file(
     with sink_atomically(file, expected, budget // 2) as sink, _bar("writing", progress) as bar:
         export.write(ZipWriter(sink), description, entries, bar)
     logger.info("converted %s to %s", folder, file)
-
-
-def _checked_budget(budget: Any) -> int:
-    if budget is None:
-        return MEMORY_BUDGET
-    if type(budget) is not int or budget < SMALLEST_BUDGET:
-        raise ValueError(
-            f"memory_budget must be a number of bytes, such as 64 << 20, and {SMALLEST_BUDGET} at least, not "
-            f"{budget!r}: the buffers that tensors go through take that much"
-        )
-    return budget
 
 
 class _StreamingWriter(_FileSystemWriter):

@@ -30,7 +30,6 @@ from holdfast.planning.holdings import LocalTensor
 from holdfast.planning.small_tensors import gather
 from holdfast.stores.store import Store
 from holdfast.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE, SHARE_OF_ROOMS
-from holdfast.tuning import SMALLEST_BUDGET as SMALLEST_BUDGET
 
 logger = logging.getLogger(__name__)
 
