@@ -3,6 +3,7 @@
     import holdfast as hf
 
     hf.save(state, "runs/a/step-100")            # collective with N processes, plain with one
+    pending = hf.async_save(state, "runs/a/step-200")   # the same, while training goes on
     report = hf.load(state, "runs/a/step-100")   # in place, any layout; says what it did
     ckpt = hf.open("runs/a/step-100")            # lazy: no process group, no template, no pickle
     ckpt["model.layers.0.wq"][0:128]             # reads only what that takes
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from holdfast.states.per_rank import PerRank
     from holdfast.states.rng import RngState
     from holdfast.stock import HoldfastReader, HoldfastWriter
+    from holdfast.verbs.async_save import async_save
     from holdfast.verbs.load import load
+    from holdfast.verbs.pending_save import PendingSave, SaveProgress
     from holdfast.verbs.save import save
 
 __all__ = [
@@ -39,10 +42,13 @@ __all__ = [
     "HoldfastReader",
     "HoldfastWriter",
     "LoadReport",
+    "PendingSave",
     "PerRank",
     "RngState",
+    "SaveProgress",
     "SaveReport",
     "__version__",
+    "async_save",
     "declare",
     "errors",
     "load",
@@ -53,8 +59,11 @@ __all__ = [
 _NEED_TORCH = {
     "HoldfastReader": "holdfast.stock",
     "HoldfastWriter": "holdfast.stock",
+    "PendingSave": "holdfast.verbs.pending_save",
     "PerRank": "holdfast.states.per_rank",
     "RngState": "holdfast.states.rng",
+    "SaveProgress": "holdfast.verbs.pending_save",
+    "async_save": "holdfast.verbs.async_save",
     "load": "holdfast.verbs.load",
     "save": "holdfast.verbs.save",
 }

@@ -279,3 +279,59 @@ class ReplacedCheckpointError(HoldfastError, RuntimeError):
     path: str
     opened: str
     found: str
+
+
+class TornSnapshotError(HoldfastError, RuntimeError):
+    """Something changed a tensor while a background save was copying it. Fields: ``key``."""
+
+    key: str
+
+
+class SaveInProgressError(HoldfastError, RuntimeError):
+    """A background save was asked for while an earlier one had not ended. Fields: ``pending``, how many there are."""
+
+    pending: int
+
+
+class PreflightError(HoldfastError, RuntimeError):
+    """Saves as they are asked for would not go well. Fields: ``problems`` (all that was found), ``report``."""
+
+    problems: Sequence[Any]
+    report: Any
+
+
+class StorageFullError(HoldfastError, OSError):
+    """There is no space left for a checkpoint. Nothing was committed, and what was written is removed again.
+
+    Fields: ``path``; ``rank``, the lowest of ``ranks``, which could not write; ``needed`` and ``free``, in bytes, None if
+    that is not known; ``deleted``, the checkpoints that were deleted to make room.
+    """
+
+    errno = 28  # ENOSPC, for programs that look for it
+    path: str
+    rank: int
+    ranks: Sequence[int]
+    needed: int | None
+    free: int | None
+    deleted: Sequence[str]
+
+
+class RunInUseError(HoldfastError, RuntimeError):
+    """Another job that is alive saves to the same folder. Fields: ``path``; ``host``, ``pid``, ``since`` of that job."""
+
+    path: str
+    host: str
+    pid: int
+    since: str
+
+
+class RunTakenError(HoldfastError, RuntimeError):
+    """Another job has taken over the folder that this one was saving to, so this one must not save there any more.
+
+    Fields: ``path``; ``host``, ``pid``, ``since`` of that job, None if it has ended already.
+    """
+
+    path: str
+    host: str | None
+    pid: int | None
+    since: str | None

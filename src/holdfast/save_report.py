@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,15 @@ class SaveReport:
     seconds: float = 0.0
     """By the slowest rank."""
     world_size: int = 1
+    phases: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """How many seconds each took, by rank: ``capture``, ``stage`` (the copy of a background save), ``plan``, ``write``;
+    and ``commit``, which one rank does."""
+
+    @property
+    def slowest_rank(self) -> int:
+        """The one that took longest to write."""
+        seconds = self.phases.get("write", [0.0])
+        return max(range(len(seconds)), key=seconds.__getitem__)
 
     def __str__(self) -> str:
         rate = f", {self.bytes_written / self.seconds / 1e6:,.0f} MB/s" if self.seconds > 0 else ""

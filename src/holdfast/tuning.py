@@ -100,3 +100,7 @@ COMPARED_BYTES = 16 * MIB
 STOCK_BATCH_BYTES = 1024 * MIB
 """Of tensors that a planner of stock DCP is asked for together. They are its state, as a rule, so that this takes no
 memory; several readers want much to do."""
+
+COPY_AT_ONCE = 16 * MIB
+"""What a thread copies of a state at once. A step of an optimizer that has to wait takes over what is left, in parts of
+this size."""

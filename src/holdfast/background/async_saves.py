@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from holdfast import settings
 from holdfast.background import exit as _waits_for_saves_at_exit  # noqa: F401 - imported for what it registers
+from holdfast.background import progress
 from holdfast.background.futures import SaveFuture
 from holdfast.background.lanes import Lane
 from holdfast.background.messages import Request, Work
@@ -16,6 +18,7 @@ from holdfast.background.queues import Claim
 from holdfast.background.writer_process import PackedRequest, find_main_script, idle_writer, pack_request
 from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.linked import LinkedCollectives
+from holdfast.coordination.meeting import causes_instead_of_steps, refuse_different_calls
 from holdfast.metadata import Metadata
 
 State = dict[str, Any]
@@ -23,7 +26,7 @@ State = dict[str, Any]
 
 def save_in_background(
     work: Work, staged: State | Future[State], lane: Lane, claim: Claim, *, coordinator_rank: int, in_process: bool
-) -> SaveFuture:
+) -> SaveFuture[Metadata]:
     """Queue a save of ``staged``, which must be private by now or when its future is done.
 
     Every rank of the lane must do so, in the same order. ``work`` saves; with ``in_process`` in a process of its own.
@@ -37,10 +40,10 @@ def save_in_background(
         taken = box.pop()
         return taken.result() if isinstance(taken, Future) else taken
 
-    def save_here(ranks: Collectives) -> Metadata:
+    def save_here(ranks: Collectives) -> Any:
         return work(ranks, ranks.own_error_first("plan", get_state))
 
-    def save_in_writer(ranks: Collectives) -> Metadata:
+    def save_in_writer(ranks: Collectives) -> Any:
         members = None if lane.link is None else lane.link.members
 
         def prepare() -> PackedRequest:
@@ -54,6 +57,67 @@ def save_in_background(
     return _queue(lane, save_in_writer if in_process else save_here, claim, coordinator_rank)
 
 
+Attempts = Callable[[Collectives, Callable[[], Any]], Any]
+"""Calls a save, and once more if it likes. On all ranks alike: all of them must do the same."""
+
+
+def once(ranks: Collectives, save: Callable[[], Any]) -> Any:
+    """Whatever comes of it."""
+    return save()
+
+
+def save_copy_in_background(
+    work: Work,
+    get_copy: Callable[[], State],
+    lane: Lane,
+    claim: Claim,
+    *,
+    call: str,
+    attempts: Attempts,
+    in_process: bool,
+    advance: Callable[[int], None],
+) -> SaveFuture[Any]:
+    """Queue a save of what ``get_copy`` returns, which may wait for it. As for ``save_in_background`` otherwise.
+
+    ``call`` says what is called, with all that must be the same on all ranks. ``advance`` is told of the bytes that are
+    written. Its error is the one of the rank that failed.
+    """
+    chosen = asdict(settings.current())
+    main_script = find_main_script() if in_process else {}
+
+    def save_here(ranks: Collectives) -> Any:
+        state = ranks.own_error_first("copy", get_copy)
+        refuse_different_calls(ranks.all_gather_object(call))
+        with _told(advance):
+            return attempts(ranks, lambda: work(ranks, state))
+
+    def save_in_writer(ranks: Collectives) -> Any:
+        members = None if lane.link is None else lane.link.members
+
+        def prepare() -> PackedRequest:
+            return pack_request(Request(work, get_copy(), ranks.rank, members, 0, chosen), main_script)
+
+        request = ranks.own_error_first("copy", prepare)
+        refuse_different_calls(ranks.all_gather_object(call))
+        with idle_writer() as writer:
+            return attempts(ranks, lambda: writer.save(request, lane.link, str(claim), advance))
+
+    def save(ranks: Collectives) -> Any:
+        with causes_instead_of_steps(alone=lane.link is None):
+            return (save_in_writer if in_process else save_here)(ranks)
+
+    return _queue(lane, save, claim, 0)
+
+
+@contextmanager
+def _told(advance: Callable[[int], None]) -> Iterator[None]:
+    token = progress.advance.set(advance)
+    try:
+        yield
+    finally:
+        progress.advance.reset(token)
+
+
 def give_up_in_background(error: BaseException, lane: Lane, claim: Claim, *, coordinator_rank: int) -> None:
     """Take part in a save only to tell the other ranks that this one cannot, and why."""
 
@@ -64,8 +128,8 @@ def give_up_in_background(error: BaseException, lane: Lane, claim: Claim, *, coo
     future.tell_nobody()
 
 
-def _queue(lane: Lane, save: Callable[[Collectives], Metadata], claim: Claim, coordinator_rank: int) -> SaveFuture:
-    def job() -> Metadata:
+def _queue(lane: Lane, save: Callable[[Collectives], Any], claim: Claim, coordinator_rank: int) -> SaveFuture[Any]:
+    def job() -> Any:
         if lane.link is None:
             return save(Collectives(None, False, 0))
         with lane.link.round() as link:

@@ -7,9 +7,11 @@ import os
 import threading
 import weakref
 from concurrent.futures import Future
+from typing import TypeVar
 
-from holdfast.metadata import Metadata
 from holdfast.notices import warn_caller
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +34,8 @@ _unseen: dict[int, _Outcome] = {}
 _lock = threading.RLock()  # a future may die, and take it, wherever Python collects garbage
 
 
-class SaveFuture(Future[Metadata]):
-    """The end of a background save. Its result is the checkpoint's index.
+class SaveFuture(Future[T]):
+    """The end of a background save. Its result is what the save returned.
 
     It cannot be cancelled: the other ranks count on this one.
     """
@@ -44,8 +46,8 @@ class SaveFuture(Future[Metadata]):
         self.set_running_or_notify_cancel()
         weakref.finalize(self, _log_if_unseen, self._outcome).atexit = False
 
-    def result(self, timeout: float | None = None) -> Metadata:
-        """The index, when the checkpoint is committed; raises what the save raised."""
+    def result(self, timeout: float | None = None) -> T:
+        """What the save returned, when the checkpoint is committed; raises what the save raised."""
         try:
             return super().result(timeout)
         finally:
@@ -57,6 +59,10 @@ class SaveFuture(Future[Metadata]):
             return super().exception(timeout)
         finally:
             self._was_looked_at()
+
+    def has_failed(self) -> bool:
+        """Whether the save has ended with an error. To ask this is not to look at the error."""
+        return self._outcome.error is not None
 
     def set_exception(self, exception: BaseException | None) -> None:
         """The save failed."""

@@ -16,7 +16,7 @@ from holdfast.background.queues import Claim, SaveQueue
 from holdfast.coordination.private_group import PrivateGroup, forget_private_group, private_group_of
 
 
-@dataclass
+@dataclass(eq=False)
 class Lane:
     """What the background saves of one group of ranks share. ``link`` is None for a process that saves alone."""
 

@@ -11,9 +11,8 @@ from typing import Any
 from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.failures import PackedFailure, pack_failure, unpack_failure, wrap_exception
 from holdfast.errors import CheckpointException
-from holdfast.metadata import Metadata
 
-Work = Callable[[Collectives, dict[str, Any]], Metadata]
+Work = Callable[[Collectives, dict[str, Any]], Any]
 """Saves a state with the given ranks. Must be picklable to run in a writer process."""
 
 
@@ -35,6 +34,13 @@ class Exchange:
 
     method: str
     arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Advance:
+    """So many more bytes are written. There is no answer to it."""
+
+    nbytes: int
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from holdfast.background.futures import SaveFuture
 from holdfast.errors import CheckpointException
-from holdfast.metadata import Metadata
 
-Job = Callable[[], Metadata]
+Job = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Claim:
 @dataclass
 class _Entry:
     job: Job
-    future: SaveFuture
+    future: SaveFuture[Any]
     context: contextvars.Context
 
 
@@ -52,9 +52,9 @@ class SaveQueue:
         self._changed = threading.Condition()
         self._is_working = False
 
-    def submit(self, job: Job, claim: Claim) -> SaveFuture:
+    def submit(self, job: Job, claim: Claim) -> SaveFuture[Any]:
         """Run ``job`` after all that were submitted before."""
-        future = SaveFuture(str(claim))
+        future: SaveFuture[Any] = SaveFuture(str(claim))
         with self._changed:
             self._waiting.append(_Entry(job, future, contextvars.copy_context()))
             self._claims.append(claim)
@@ -73,10 +73,11 @@ class SaveQueue:
         with self._changed:
             return not self._is_working
 
-    def wait_until_idle(self) -> None:
-        """Return when nothing is running or waiting."""
+    def wait_until_idle(self, timeout: float | None = None) -> bool:
+        """Return when nothing is running or waiting, or after ``timeout`` seconds. Whether nothing is."""
+        patience = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_working)
+            return self._changed.wait_for(lambda: not self._is_working, patience)
 
     def wait_for(self, claim: Claim) -> None:
         """Return when no save that conflicts with ``claim`` is running or waiting."""
@@ -100,12 +101,12 @@ class SaveQueue:
 
 def _run(entry: _Entry) -> None:
     try:
-        metadata = entry.context.run(entry.job)
+        result = entry.context.run(entry.job)
     except BaseException as error:  # whatever it is, it belongs to the caller
         _let_go_of_locals(error)
         entry.future.set_exception(error)
     else:
-        entry.future.set_result(metadata)
+        entry.future.set_result(result)
 
 
 def _let_go_of_locals(error: BaseException) -> None:

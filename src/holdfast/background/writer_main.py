@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from holdfast import settings
-from holdfast.background.messages import Answer, Exchange, PackedError, Request, opened
+from holdfast.background.messages import Advance, Answer, Exchange, PackedError, Request, opened
+from holdfast.background.progress import advance
 from holdfast.background.shipping import unpack
 from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.linked import LinkedCollectives
@@ -94,8 +95,19 @@ def _carry_out(request: Request, connection: Connection[Any, Any]) -> Any:
         if request.members is None
         else LinkedCollectives(_RemoteLink(connection, request.rank, request.members), request.coordinator_rank)
     )
-    with settings.override(**request.settings):
-        return request.work(ranks, request.state)
+    token = advance.set(lambda nbytes: _tell(connection, nbytes))
+    try:
+        with settings.override(**request.settings):
+            return request.work(ranks, request.state)
+    finally:
+        advance.reset(token)
+
+
+def _tell(connection: Connection[Any, Any], nbytes: int) -> None:
+    try:
+        connection.send_bytes(pickle.dumps(Advance(nbytes)))
+    except OSError as error:
+        raise _ProgramIsGone from error
 
 
 def _importer(preparation: dict[str, Any]) -> Callable[[], None]:

@@ -13,7 +13,7 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import reduction
@@ -21,11 +21,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_preparation_data
 from typing import Any, NamedTuple
 
-from holdfast.background.messages import Answer, Exchange, PackedError, Request, opened
+from holdfast.background.messages import Advance, Answer, Exchange, PackedError, Request, opened
 from holdfast.background.shipping import in_shared_memory, pack
 from holdfast.coordination.private_group import Link
 from holdfast.errors import WriterProcessError
-from holdfast.metadata import Metadata
 from holdfast.staging.arenas import Arena
 
 logger = logging.getLogger(__name__)
@@ -66,8 +65,17 @@ class WriterProcess:
         """The id of the running process, if there is one."""
         return None if self._process is None else self._process.pid
 
-    def save(self, request: PackedRequest, link: Link | None, destination: str) -> Metadata:
-        """Have the process carry out ``request``, and pass its messages to the other ranks on."""
+    def save(
+        self,
+        request: PackedRequest,
+        link: Link | None,
+        destination: str,
+        advance: Callable[[int], None] | None = None,
+    ) -> Any:
+        """Have the process carry out ``request``, and pass its messages to the other ranks on.
+
+        ``advance`` is told of the bytes that it writes.
+        """
         if self._process is not None and self._process.poll() is not None:
             logger.warning("%s; a new one is started", self._obituary())
             self.close()
@@ -81,7 +89,7 @@ class WriterProcess:
                     assert arena.descriptor is not None
                     reduction.send_handle(connection, arena.descriptor, self._process.pid)
                 connection.send_bytes(request.data)
-            return self._serve(connection, link)
+            return self._serve(connection, link, advance)
         except _ConnectionLost as lost:
             assert self._process is not None
             with suppress(subprocess.TimeoutExpired):
@@ -106,13 +114,16 @@ class WriterProcess:
                 self._process.wait()
         self._connection = self._process = None
 
-    def _serve(self, connection: Connection[Any, Any], link: Link | None) -> Metadata:
+    def _serve(self, connection: Connection[Any, Any], link: Link | None, advance: Callable[[int], None] | None) -> Any:
         while True:
             with _noticing_a_lost_connection():
                 message = opened(connection.recv_bytes())
             if isinstance(message, Answer):
-                result: Metadata = message.get()
-                return result
+                return message.get()
+            if isinstance(message, Advance):
+                if advance is not None:
+                    advance(message.nbytes)
+                continue
             assert isinstance(message, Exchange)
             assert link is not None
             try:

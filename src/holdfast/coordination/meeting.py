@@ -27,17 +27,18 @@ def meeting(call: str, process_group: dist.ProcessGroup | None = None) -> Iterat
     leave the ``with`` block with that rank's exception.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        with _cause_instead_of_step(alone=True):
+        with causes_instead_of_steps(alone=True):
             yield Collectives(None, False, 0)
         return
-    _refuse_outsider(process_group)
-    with _cause_instead_of_step(alone=False), private_group_of(process_group, "calls").round(call) as link:
+    refuse_outsider(process_group)
+    with causes_instead_of_steps(alone=False), private_group_of(process_group, "calls").round(call) as link:
         ranks = LinkedCollectives(link)
-        _refuse_different_calls(ranks.all_gather_object(call))
+        refuse_different_calls(ranks.all_gather_object(call))
         yield ranks
 
 
-def _refuse_outsider(process_group: dist.ProcessGroup | None) -> None:
+def refuse_outsider(process_group: dist.ProcessGroup | None) -> None:
+    """Raise if this rank is not in the group that was given."""
     if process_group is not None and dist.get_rank(process_group) < 0:
         raise ValueError(
             f"rank {dist.get_rank()} is not in the process group that was given. Only the ranks of the group make "
@@ -45,7 +46,8 @@ def _refuse_outsider(process_group: dist.ProcessGroup | None) -> None:
         )
 
 
-def _refuse_different_calls(calls: list[str]) -> None:
+def refuse_different_calls(calls: list[str]) -> None:
+    """Raise if the ranks are not in the same call."""
     if len(set(calls)) > 1:
         views = dict(enumerate(calls))
         raise RankDisagreementError(
@@ -56,7 +58,7 @@ def _refuse_different_calls(calls: list[str]) -> None:
 
 
 @contextmanager
-def _cause_instead_of_step(*, alone: bool) -> Iterator[None]:
+def causes_instead_of_steps(*, alone: bool) -> Iterator[None]:
     """What a user can act on is why a rank failed, so that is what is raised, and not that a step did."""
     try:
         yield

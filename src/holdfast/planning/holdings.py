@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -50,6 +50,24 @@ class Holding(NamedTuple):
     """Of the boxes, if other ranks may hold the same ones and are to be compared."""
 
 
+class HeldTensor(Protocol):
+    """What a rank writes a tensor from."""
+
+    @property
+    def value(self) -> Any:
+        """All of it, if it is in one piece."""
+
+    @property
+    def stored_dtype(self) -> torch.dtype | None:
+        """As which it is stored, if that is another one than its own."""
+
+    def pieces(self, box: Box, largest: int) -> Iterator[Bytes]:
+        """The stored form of a box that this rank holds, in order, converted in parts of ``largest`` bytes."""
+
+    def digest(self, box: Box) -> bytes:
+        """Of the content of a box as this rank has it."""
+
+
 class LocalTensor(NamedTuple):
     """A tensor or numpy array of the state, and the element type to store it as if that is another one."""
 
@@ -62,16 +80,22 @@ class LocalTensor(NamedTuple):
         if _is_plain(self.value) and box.sizes == self.value.shape:
             return tensor_pieces(self.value, largest, self.stored_dtype)
         if isinstance(self.value, np.ndarray):
-            return array_pieces(_part(self.value, box), largest)
+            return array_pieces(part_of(self.value, box), largest)
         return tensor_pieces(self._local(box), largest, self.stored_dtype)
 
     def digest(self, box: Box) -> bytes:
         """Of the content of a box as this rank has it."""
         value = self.value
         if isinstance(value, np.ndarray):
-            return _digest(array_pieces(value))
+            return digest_pieces(array_pieces(value))
         chunk = value if type(value) in _PLAIN else self._held_chunk(box)
-        return digest_of_small(chunk) or _digest(tensor_pieces(chunk))
+        return digest_of_small(chunk) or digest_pieces(tensor_pieces(chunk))
+
+    def held(self, box: Box) -> Any:
+        """One of the boxes that this rank holds, as it is in memory: a plain tensor or an array."""
+        if isinstance(self.value, np.ndarray):
+            return self.value
+        return (self.value if _is_plain(self.value) else self._held_chunk(box)).detach()
 
     def _held_chunk(self, box: Box) -> torch.Tensor:
         from holdfast.planning.tensors import find_tensor_shard
@@ -81,7 +105,7 @@ class LocalTensor(NamedTuple):
     def _local(self, box: Box) -> torch.Tensor:
         """A box of the tensor, which lies in one of the chunks that this rank holds."""
         if _is_plain(self.value):
-            return cast("torch.Tensor", _part(self.value, box))
+            return cast("torch.Tensor", part_of(self.value, box))
         from holdfast.planning.tensors import create_chunk_list, find_tensor_shard
 
         for chunk in create_chunk_list(self.value, key=self.key):
@@ -91,7 +115,7 @@ class LocalTensor(NamedTuple):
             )
             if inside:
                 held = find_tensor_shard(self.value, MetadataIndex(self.key, chunk.offsets))
-                return cast("torch.Tensor", _part(held.detach(), box, origin=chunk.offsets))
+                return cast("torch.Tensor", part_of(held.detach(), box, origin=chunk.offsets))
         raise AssertionError(f"this rank was asked for a part of {self.key!r} that it does not hold: {box}")
 
 
@@ -108,12 +132,13 @@ def hold(key: str, value: Any, *, stored_dtype: torch.dtype | None, compare: boo
         described = _describe_distributed(key, value, stored_dtype)
     if len(described.shape) > MOST_DIMENSIONS:
         raise _too_many_dimensions(described)
-    if compare and described.boxes and _others_may_have_it(value):
+    if compare and described.boxes and others_may_have_it(value):
         described = described._replace(digests=tuple(map(local.digest, described.boxes)))
     return described, local
 
 
-def _others_may_have_it(value: Any) -> bool:
+def others_may_have_it(value: Any) -> bool:
+    """Whether other ranks may hold the very same as this one."""
     if type(value) in _PLAIN or isinstance(value, np.ndarray):
         return True
     from holdfast.planning.tensors import may_be_replicated
@@ -121,7 +146,8 @@ def _others_may_have_it(value: Any) -> bool:
     return may_be_replicated(value)
 
 
-def _digest(pieces: Iterator[Bytes]) -> bytes:
+def digest_pieces(pieces: Iterator[Bytes]) -> bytes:
+    """One digest of bytes that come in pieces."""
     hasher = xxhash.xxh3_128()
     for piece in pieces:
         hasher.update(piece.data)
@@ -277,7 +303,8 @@ def _dtype(key: str, dtype: torch.dtype) -> str:
     return known.name
 
 
-def _part(array: Any, box: Box, origin: Sequence[int] | None = None) -> Any:
+def part_of(array: Any, box: Box, origin: Sequence[int] | None = None) -> Any:
+    """A box of an array or tensor whose first cell is at ``origin``."""
     if box.sizes == tuple(array.shape):
         return array
     return array[place_of(box.offsets, box.sizes, origin)]

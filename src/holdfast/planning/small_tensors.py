@@ -22,7 +22,7 @@ _REAL = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, 
 """Types that are neither complex nor quantized, so that there are questions that need not be asked."""
 
 # Unlike `ctypes.memmove` this keeps Python's lock, which takes longer to give away and to get back than the copy.
-_move = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+move_small = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
 
@@ -78,7 +78,7 @@ def gather(tensors: Sequence[tuple[Any, int]], first: int, room: npt.NDArray[np.
         tensor, nbytes = tensors[number]
         if nbytes > SMALL_TENSOR or filled + nbytes > space or not lies_ready(tensor) or tensor.nbytes != nbytes:
             return number - first, filled
-        _move(address + filled, tensor.data_ptr(), nbytes)
+        move_small(address + filled, tensor.data_ptr(), nbytes)
         filled += nbytes
     return len(tensors) - first, filled
 

@@ -12,7 +12,7 @@ import io
 import pickle
 from collections import ChainMap, OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from holdfast.staging.copies import (
     transfer,
     twin_over,
 )
+from holdfast.staging.moments import Moment
 
 _UNCHANGEABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -38,7 +39,7 @@ class Snapshot:
         self._seen: dict[tuple[Any, ...], torch.Tensor] = {}
         self._deep_copies: dict[int, Any] = {}
         self._todo: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._ready = _Moment.now()
+        self._ready = Moment.now()
         self._memory: Lease | None = pool.lend(_bytes_needed(state))
         self._used = 0
         self.state: dict[str, Any] = self._copy(state, ())
@@ -111,44 +112,6 @@ class Snapshot:
         made = copy.deepcopy(value, memo)  # type: ignore[arg-type]  # any mapping will do
         self._deep_copies.update(memo.maps[0])
         return made
-
-
-class _Moment:
-    """The moment at which a snapshot was taken, as an accelerator sees it.
-
-    Work that was submitted before must be done before elements are copied, also if another thread copies them.
-    """
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    @classmethod
-    def now(cls) -> _Moment:
-        if not torch.accelerator.is_available():
-            return cls(None)
-        event = torch.Event(torch.accelerator.current_accelerator())
-        event.record()
-        return cls(event)
-
-    def device_copies(self) -> Any:
-        """Copies inside of the ``with`` block come after this moment, and are complete at its end."""
-        return nullcontext() if self._event is None else _OnSideStream(self._event)
-
-
-class _OnSideStream:
-    """Copies that the program's own stream does not wait for."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-        self._stream = torch.Stream(torch.accelerator.current_accelerator())
-
-    def __enter__(self) -> None:
-        self._stream.wait_event(self._event)
-        self._stream.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._stream.__exit__(*error)
-        self._stream.synchronize()
 
 
 def plain_parts_of_state(state: Any) -> Iterator[torch.Tensor]:

@@ -7,7 +7,7 @@ before the commit is undone by deleting them, and whatever a kill leaves behind 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
@@ -26,7 +26,7 @@ from holdfast.formats.native.record import BLOCK_BYTES, Record, StoredFile, deco
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.writing import Gather, write_data_file
 from holdfast.garbage import no_garbage_collection
-from holdfast.planning.holdings import LocalTensor
+from holdfast.planning.holdings import HeldTensor
 from holdfast.planning.small_tensors import gather
 from holdfast.stores.store import Store
 from holdfast.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE, SHARE_OF_ROOMS
@@ -90,14 +90,18 @@ def look_before(store: Store, *, overwrite: bool) -> Before:
 def write_chunks(
     store: Store,
     chunks: Sequence[ChunkToWrite],
-    local: Mapping[str, LocalTensor],
+    local: Mapping[str, HeldTensor],
     *,
     generation: str,
     rank: int,
     max_file_size: int | None = None,
     memory_budget: int | None = None,
+    advance: Callable[[int], None] | None = None,
 ) -> list[WrittenFile]:
-    """Write this rank's chunks. Everything is durable when it returns; if it raises, nothing is left."""
+    """Write this rank's chunks. Everything is durable when it returns; if it raises, nothing is left.
+
+    ``advance`` is told of every part that is written, in bytes.
+    """
     budget = MEMORY_BUDGET if memory_budget is None else memory_budget
     # Half of it is for what is being written. To fetch from a device, reorder and convert takes several copies.
     for_rooms, converted = budget // SHARE_OF_ROOMS, min(PIECE_BYTES, budget // SHARE_OF_A_PIECE)
@@ -114,7 +118,7 @@ def write_chunks(
         for number, (layout, gathering, rows) in enumerate(zip(layouts, gatherings, rows_of, strict=True)):
             name = data_file(generation, rank, number)
             with store.create(name, layout.nbytes) as sink:
-                digests = write_data_file(sink, layout, pieces, BLOCK_BYTES, for_rooms, gathering)
+                digests = write_data_file(sink, layout, pieces, BLOCK_BYTES, for_rooms, gathering, advance)
             written.append(WrittenFile(name, layout.nbytes, rows, digests))
         store.sync()
     except BaseException:
@@ -128,7 +132,7 @@ def _rows(layout: FileLayout) -> list[tuple[int, int, tuple[int, ...], tuple[int
     return [(tensor, position, offsets, sizes) for (tensor, _, _, _, offsets, sizes), position in layout.chunks]
 
 
-def _gathering(layout: FileLayout, local: Mapping[str, LocalTensor]) -> Gather:
+def _gathering(layout: FileLayout, local: Mapping[str, HeldTensor]) -> Gather:
     """Collects the small tensors of a file."""
     ends = [*(position for _, position in layout.chunks), layout.nbytes][1:]
     tensors = [
@@ -138,7 +142,7 @@ def _gathering(layout: FileLayout, local: Mapping[str, LocalTensor]) -> Gather:
     return lambda number, room: gather(tensors, number, room)
 
 
-def _stored_as_it_is(held: LocalTensor) -> Any:
+def _stored_as_it_is(held: HeldTensor) -> Any:
     return held.value if held.stored_dtype is None else None
 
 

@@ -13,7 +13,16 @@ import torch
 from holdfast.errors import UnsupportedTensorError
 from holdfast.formats.native.values import Encoder, Path
 from holdfast.patterns import Choice, Selection
-from holdfast.planning.holdings import Holding, LocalTensor, address_of, dtype_of_whole, hold, memory_of
+from holdfast.planning.holdings import (
+    HeldTensor,
+    Holding,
+    LocalTensor,
+    address_of,
+    dtype_of_whole,
+    hold,
+    memory_of,
+    others_may_have_it,
+)
 from holdfast.states.expanding import Expanded, expand
 from holdfast.states.selecting import select
 from holdfast.verbs.save_options import SaveOptions
@@ -31,7 +40,9 @@ class Captured:
     own: Mapping[str, Any]
     """The typed values for the slots, by name."""
     holdings: list[Holding]
-    local: Mapping[str, LocalTensor]
+    local: Mapping[str, HeldTensor]
+    to_compare: frozenset[str] = frozenset()
+    """The keys whose digests are still to be taken, because other ranks may hold the same."""
 
 
 _Whose = Literal["shared", "first rank's", "own"]
@@ -58,9 +69,11 @@ class Capture:
     cast: Choice
     allow_pickle: bool
     compare_copies: bool
+    compare_later: bool = False
+    """Only note what is to be compared: taking digests takes time."""
 
     @classmethod
-    def of(cls, options: SaveOptions, rank: int, world_size: int) -> Capture:
+    def of(cls, options: SaveOptions, rank: int, world_size: int, *, compare_later: bool = False) -> Capture:
         """As a save wants it."""
         return cls(
             rank=rank,
@@ -68,6 +81,7 @@ class Capture:
             cast=options.cast,
             allow_pickle=options.allow_pickle,
             compare_copies=world_size > 1 and options.check_replicas is not False,
+            compare_later=compare_later,
         )
 
     def take(self, state: Any) -> Captured:
@@ -77,7 +91,8 @@ class Capture:
             expanded = select(expanded, self.selection, self.rank)
         encoded = self._encoded(expanded)
         holdings, local = self._held(encoded.tensors)
-        return Captured(encoded.tree, encoded.own, _with_ties(holdings, local), local)
+        to_compare = self._to_compare(encoded.tensors, holdings) if self.compare_later else frozenset()
+        return Captured(encoded.tree, encoded.own, _with_ties(holdings, local), local, to_compare)
 
     def _encoded(self, expanded: Expanded) -> _Encoded:
         """The state as typed values, and the tensors that were met on the way."""
@@ -107,7 +122,7 @@ class Capture:
         refused: list[UnsupportedTensorError] = []
         for key, value, whose in tensors:
             stored_dtype = self._stored_dtype(key, value) if self.cast else None
-            compare = self.compare_copies and whose == "shared"
+            compare = self.compare_copies and not self.compare_later and whose == "shared"
             try:
                 holding, local[key] = hold(key, value, stored_dtype=stored_dtype, compare=compare)
                 holdings.append(holding if whose == "shared" else self._marked(holding, value, whose))
@@ -116,6 +131,15 @@ class Capture:
         if refused:
             raise _all_refused(refused)
         return holdings, local
+
+    def _to_compare(self, tensors: list[_Tensor], holdings: list[Holding]) -> frozenset[str]:
+        if not self.compare_copies:
+            return frozenset()
+        return frozenset(
+            key
+            for (key, value, whose), holding in zip(tensors, holdings, strict=True)
+            if whose == "shared" and holding.boxes and others_may_have_it(value)
+        )
 
     def _marked(self, holding: Holding, value: Any, whose: _Whose) -> Holding:
         """A description that tells whose the tensor is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from holdfast.budgets import checked_budget, checked_bytes
@@ -25,6 +25,8 @@ class SaveOptions:
     allow_pickle: bool
     max_file_size: int | None
     memory_budget: int | None
+    is_everything: bool
+    """Whether no key is left out."""
 
     @classmethod
     def of(
@@ -43,6 +45,7 @@ class SaveOptions:
         """The arguments of ``save``, checked."""
         return cls(
             selection=Selection(include, exclude),
+            is_everything=include is None and exclude is None,
             cast=_checked_cast(cast),
             metadata=checked_metadata(metadata),
             overwrite=overwrite,
@@ -51,6 +54,10 @@ class SaveOptions:
             max_file_size=checked_bytes("max_file_size", max_file_size),
             memory_budget=checked_budget(memory_budget),
         )
+
+    def without_patterns(self) -> SaveOptions:
+        """For a state that is captured already. Patterns may be functions, which cannot be sent to a process."""
+        return replace(self, selection=Selection((), ()), cast=Choice({}))
 
 
 def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:

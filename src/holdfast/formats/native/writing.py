@@ -29,13 +29,14 @@ def write_data_file(
     block_bytes: int,
     memory: int | None = None,
     gather: Gather | None = None,
+    advance: Callable[[int], None] | None = None,
 ) -> Digests:
     """Write a file as it was laid out. Returns the digests of its blocks.
 
     Bytes are collected in rooms of a few megabytes, so that thousands of small chunks cost few writes, and what is
-    digested cannot change before it is written.
+    digested cannot change before it is written. ``advance`` is told of each of them.
     """
-    rooms = _Rooms(sink, block_bytes, memory)
+    rooms = _Rooms(sink, block_bytes, memory, advance)
     rooms.take(np.frombuffer(layout.header, np.uint8))
     number, count = 0, len(layout.chunks)
     while number < count:
@@ -62,8 +63,9 @@ def _write_chunk(rooms: _Rooms, chunk: ChunkToWrite, pieces: Pieces) -> None:
 class _Rooms:
     """Memory that is filled, digested block by block, and handed on."""
 
-    def __init__(self, sink: Sink, block_bytes: int, memory: int | None) -> None:
+    def __init__(self, sink: Sink, block_bytes: int, memory: int | None, advance: Callable[[int], None] | None) -> None:
         self._sink: Any = sink
+        self._advance = advance
         self._block_bytes = block_bytes
         self._memory = memory
         self._own: Bytes | None = None
@@ -126,3 +128,5 @@ class _Rooms:
             self._sink.write(part.data)
         else:
             self._sink.advance(self._filled)
+        if self._advance is not None:
+            self._advance(self._filled)

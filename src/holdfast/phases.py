@@ -1,0 +1,49 @@
+"""How long the phases of a call took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+
+class Phases:
+    """The phases of one call on one rank, in the order in which they began.
+
+    >>> phases = Phases()
+    >>> with phases.during("write"):
+    ...     pass
+    >>> list(phases.seconds)
+    ['write']
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.now: str | None = None
+        """The one that is under way."""
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """A phase, or one more part of it. Within another one it counts for itself alone in ``now``."""
+        before, self.now = self.now, name
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+            self.now = before
+
+    def elapsed(self) -> float:
+        """Seconds since the call began."""
+        return time.perf_counter() - self._began
+
+
+def by_phase(ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """The seconds of all ranks by phase, rounded to what matters.
+
+    >>> by_phase([{"write": 1.00001}, {"write": 2.0}])
+    {'write': [1.0, 2.0]}
+    """
+    names = {name: None for seconds in ranks for name in seconds}
+    return {name: [round(seconds.get(name, 0.0), 4) for seconds in ranks] for name in names}

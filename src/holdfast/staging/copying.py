@@ -1,0 +1,222 @@
+"""Brings the elements of many tensors into private memory: at once, or while the program goes on.
+
+A copy that is put off is right only as long as nobody changes its source. Whether somebody did is told by the counters
+that torch keeps of changes, and on request by digests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from holdfast.errors import TornSnapshotError
+from holdfast.planning.holdings import digest_pieces
+from holdfast.planning.small_tensors import lies_ready, move_small
+from holdfast.planning.tensor_pieces import tensor_pieces
+from holdfast.staging.arenas import ArenaPool, Lease, aligned
+from holdfast.staging.copies import bytes_of, fingerprint_of_memory, has_ordinary_memory, transfer
+from holdfast.staging.moments import Moment
+from holdfast.tuning import COPY_AT_ONCE, SMALL_TENSOR
+
+_Part = Callable[[], None]
+
+
+class Copy:
+    """One tensor on its way. ``twin`` is its copy, once there is memory for it."""
+
+    __slots__ = ("digest", "name", "source", "twin", "version")
+
+    def __init__(self, name: str, source: torch.Tensor) -> None:
+        self.name = name
+        self.source: Any = source
+        self.twin: Any = None
+        self.version = _version_of(source)
+        self.digest: bytes | None = None
+
+    def settle(self) -> None:
+        """The elements are there: make sure that they are those of the moment of the call, and forget the source."""
+        changed = self.version is not None and self.version != _version_of(self.source)
+        if not changed and self.digest is not None:
+            changed = digest_pieces(tensor_pieces(self.twin)) != self.digest
+        self.source = None
+        if changed:
+            raise TornSnapshotError(
+                f"'{self.name}' was changed while it was being copied, so this save was given up. Only the optimizers "
+                "that are given to async_save wait for the copy: give all of them, or call pending.staged.result() "
+                "before anything else changes the state.",
+                key=self.name,
+            )
+
+
+class Copies:
+    """Private copies of tensors, all in one block of memory.
+
+    First ``add`` all of them, then ``begin``, then ``copy_now`` or ``copy_later``. Tensors that are the same elements
+    are copied once.
+
+    >>> copies, weights = Copies(), torch.ones(2)
+    >>> copy = copies.add("weights", weights)
+    >>> copies.begin(ArenaPool())
+    >>> copies.copy_now(); _ = weights.zero_()
+    >>> copy.twin
+    tensor([1., 1.])
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[Any, ...], Copy] = {}
+        self._moment = Moment.now()
+        self.nbytes = 0
+        """How much memory they take."""
+        self.done: Future[None] = Future()
+        """When the program may change its tensors again."""
+        self.done.set_running_or_notify_cancel()
+        self._parts: deque[_Part] = deque()
+        self._unfinished = 0
+        self._changed = threading.Lock()
+        self._error: BaseException | None = None
+
+    def add(self, name: str, source: torch.Tensor) -> Copy:
+        """Have a tensor copied."""
+        if not has_ordinary_memory(source):
+            copy = Copy(name, source)
+            copy.twin = source.detach().to("cpu", copy=True)
+            return copy
+        known = fingerprint_of_memory(source)
+        found = self._waiting.get(known)
+        if found is None:
+            found = self._waiting[known] = Copy(name, source)
+            self.nbytes += aligned(bytes_of(source))
+        return found
+
+    def begin(self, pool: ArenaPool, *, check: bool = False) -> None:
+        """Take memory for all copies. ``check`` takes digests now, to be compared with those of the copies."""
+        memory = _Memory(pool.lend(self.nbytes), self.nbytes)
+        for copy in self._waiting.values():
+            copy.twin = memory.twin_of(copy.source)
+            if check:
+                copy.digest = digest_pieces(tensor_pieces(copy.source))
+
+    def copy_now(self, chosen: Callable[[torch.Tensor], bool] | None = None) -> None:
+        """Copy the elements, of all or of those that are chosen. They may change when this returns."""
+        now = {known: copy for known, copy in self._waiting.items() if chosen is None or chosen(copy.source)}
+        with self._moment.device_copies():
+            for copy in now.values():
+                _copy_whole(copy)
+        for known, copy in now.items():
+            copy.settle()
+            del self._waiting[known]
+        if not self._waiting:
+            self.done.set_result(None)
+
+    def copy_later(self) -> None:
+        """Copy what is not copied yet in a thread of its own."""
+        if not self.done.done():
+            self._parts.extend(_in_parts(self._waiting.values(), self._moment))
+            self._unfinished = len(self._parts)
+            threading.Thread(target=self._work, name="holdfast-stage", daemon=True).start()
+
+    def help_and_wait(self) -> None:
+        """Return when all is copied. This thread copies as well: what is waited for is done sooner."""
+        self._work()
+        with suppress(BaseException):  # it is told to whoever waits for the save
+            self.done.result()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                part = self._parts.popleft()
+            except IndexError:
+                return
+            try:
+                if self._error is None:
+                    part()
+            except BaseException as error:
+                self._error = error
+            with self._changed:
+                self._unfinished -= 1
+                is_last = self._unfinished == 0
+            if is_last:
+                self._conclude()
+
+    def _conclude(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        try:
+            if self._error is not None:
+                raise self._error
+            for copy in waiting.values():
+                copy.settle()
+        except BaseException as error:
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(None)
+
+
+class _Memory:
+    """A block of memory that tensors are put into, one behind the other."""
+
+    def __init__(self, lease: Lease, size: int) -> None:
+        self._bytes = lease.tensor(0, size)
+        self._size = size
+        self._used = 0
+        self._as: dict[torch.dtype, torch.Tensor] = {}
+
+    def twin_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor like this one, whose elements are whatever was in memory."""
+        begin, nbytes = self._used, bytes_of(tensor)
+        self._used += aligned(nbytes)
+        if nbytes == 0:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        typed = self._as.get(tensor.dtype)
+        if typed is None:
+            whole = self._size // tensor.element_size() * tensor.element_size()
+            typed = self._as[tensor.dtype] = self._bytes[:whole].view(tensor.dtype)
+        strides = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+        return typed.as_strided(tensor.size(), strides, begin // tensor.element_size())
+
+
+def _version_of(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _copy_whole(copy: Copy) -> None:
+    source = copy.source
+    if bytes_of(source) <= SMALL_TENSOR and lies_ready(source):
+        move_small(copy.twin.data_ptr(), source.data_ptr(), bytes_of(source))
+    else:
+        transfer(source, copy.twin, non_blocking=source.device.type != "cpu")
+
+
+def _in_parts(copies: Iterable[Copy], moment: Moment) -> Iterator[_Part]:
+    """What can be done one after the other, or by several threads."""
+    others: list[Copy] = []
+    for copy in copies:
+        nbytes = bytes_of(copy.source)
+        if nbytes <= SMALL_TENSOR or not lies_ready(copy.source):
+            others.append(copy)
+            continue
+        # Not by torch, which would start threads for it that the program's own work has to share processors with.
+        into, begin = copy.twin.data_ptr(), copy.source.data_ptr()
+        for at in range(0, nbytes, COPY_AT_ONCE):
+            yield _moving(into + at, begin + at, min(COPY_AT_ONCE, nbytes - at))
+
+    def copy_others() -> None:
+        with moment.device_copies():
+            for copy in others:
+                _copy_whole(copy)
+
+    if others:
+        yield copy_others
+
+
+def _moving(into: int, begin: int, nbytes: int) -> _Part:
+    def move() -> None:
+        ctypes.memmove(into, begin, nbytes)
+
+    return move

@@ -1,0 +1,272 @@
+"""``holdfast.async_save``: capture and copy, then save in the background what was copied."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from holdfast.background.async_saves import Attempts, give_up_in_background, once, save_copy_in_background
+from holdfast.background.futures import warn_of_unseen_failures
+from holdfast.background.lanes import Lane
+from holdfast.background.progress import advance
+from holdfast.background.queues import Claim
+from holdfast.budgets import checked_bytes
+from holdfast.coordination.meeting import refuse_outsider
+from holdfast.garbage import no_garbage_collection
+from holdfast.patterns import Pattern, Patterns
+from holdfast.phases import Phases
+from holdfast.save_report import SaveReport
+from holdfast.staging.arenas import ArenaPool, Memory
+from holdfast.staging.step_hooks import changed_only_by, checked_optimizers, hold_steps_back
+from holdfast.stores.memory_store import MemoryStore
+from holdfast.stores.places import in_messages, store_at
+from holdfast.stores.store import Store
+from holdfast.tuning import MEMORY_BUDGET, SMALLEST_BUDGET
+from holdfast.verbs.capturing import Capture, Captured
+from holdfast.verbs.pending_save import Counter, PendingSave
+from holdfast.verbs.save_options import SaveOptions
+from holdfast.verbs.save_run import SaveRun
+from holdfast.verbs.snapshots import Snapshot, WhenBusy, note_memory, wait_for_memory, with_digests
+
+if TYPE_CHECKING:
+    from holdfast.coordination.collectives import Collectives
+
+Writer = Literal["thread", "process"]
+
+
+def async_save(
+    state: Any,
+    path: str | os.PathLike[str] | Store,
+    *,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+    writer: Writer = "thread",
+    when_busy: WhenBusy = "wait",
+    check_tearing: bool = False,
+    overwrite: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    cast: Mapping[Pattern, Any] | None = None,
+    check_replicas: bool | Literal["warn"] = True,
+    allow_pickle: bool = False,
+    max_file_size: int | None = None,
+    memory_budget: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> PendingSave:
+    """Take a private copy of a state, and save it in the background while the program goes on.
+
+    With a process group all its ranks call this, in the same order. They do not wait for each other in the call. What
+    is saved is the state of the moment of the call, whatever happens to it later. The program waits for pending saves
+    when it ends.
+
+    Args:
+        state: what to save, and where, as for ``save``.
+        path: as for ``save``.
+        optimizers: those that change the state. If they are given, the call returns before their parameters and states
+            are copied: that goes on during forward and backward, and their next step waits for what is left of it.
+            Whatever else is in the state is copied in the call. If anything but a step of these optimizers changes
+            parameters (a moving average of weights into them, a sync of a client), call ``pending.staged.result()``
+            before it does.
+        writer: a thread of this process, or a ``"process"`` of its own, which never competes with the program for
+            Python's lock.
+        when_busy: if an earlier save is still being written, ``"wait"`` for its memory, take a second ``"copy"`` within
+            ``memory_budget``, or ``"raise"`` ``SaveInProgressError``. Saves are carried out in the order of the calls.
+        check_tearing: compare digests of the state at the call and of the copy, to find out whether something changed
+            the state while it was copied. Takes time in the call; what torch itself counts as a change is found anyway.
+        overwrite: this and all other arguments are those of ``save``.
+        metadata: as for ``save``.
+        include: as for ``save``.
+        exclude: as for ``save``.
+        cast: as for ``save``.
+        check_replicas: as for ``save``.
+        allow_pickle: as for ``save``.
+        max_file_size: as for ``save``.
+        memory_budget: bytes that may be allocated beyond the state. By default one copy of this rank's part of it, two
+            with ``when_busy="copy"``, and 64 MiB.
+        process_group: as for ``save``. It needs no backend for the CPU.
+
+    Example:
+        >>> import tempfile, torch
+        >>> import holdfast as hf
+        >>> path = tempfile.mkdtemp() + "/step-100"
+        >>> state = {"weights": torch.ones(4)}
+        >>> pending = hf.async_save(state, path)
+        >>> _ = state["weights"].zero_()                  # training goes on
+        >>> pending.wait().tensor_count                   # before it matters
+        1
+        >>> hf.open(path)["weights"][:]
+        tensor([1., 1., 1., 1.])
+    """
+    options = functools.partial(
+        SaveOptions.of,
+        include=include,
+        exclude=exclude,
+        cast=cast,
+        metadata=metadata,
+        overwrite=overwrite,
+        check_replicas=check_replicas,
+        allow_pickle=allow_pickle,
+        max_file_size=max_file_size,
+        memory_budget=None,
+    )
+    how = How(optimizers, writer, when_busy, check_tearing, memory_budget)
+    return begin_save(state, path, options, how, process_group)
+
+
+@dataclass(frozen=True)
+class How:
+    """How a background save is carried out, as the user wants it."""
+
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = ()
+    writer: Writer = "thread"
+    when_busy: WhenBusy = "wait"
+    check_tearing: bool = False
+    memory_budget: int | None = None
+    attempts: Attempts = once
+    """What to do if it fails."""
+
+    def check(self) -> None:
+        """Raise for what is not understood."""
+        if self.writer not in ("thread", "process"):
+            raise ValueError(f"writer must be 'thread' or 'process', not {self.writer!r}")
+        if self.when_busy not in ("wait", "copy", "raise"):
+            raise ValueError(f"when_busy must be 'wait', 'copy' or 'raise', not {self.when_busy!r}")
+
+
+def begin_save(
+    state: Any,
+    path: str | os.PathLike[str] | Store,
+    make_options: Callable[[], SaveOptions],
+    how: How,
+    process_group: dist.ProcessGroup | None,
+) -> PendingSave:
+    """Copy a state as far as that cannot wait, and queue the rest."""
+    warn_of_unseen_failures()
+    alone = not (dist.is_available() and dist.is_initialized())
+    if not alone:
+        refuse_outsider(process_group)
+    lane, claim = Lane.of(process_group, alone=alone), Claim(in_messages(path))
+    begun = _Begun(Phases(), Counter())
+    try:
+        with begun.stalling():
+            work = begun.prepared(state, path, make_options(), how, lane)
+    except BaseException as error:
+        # Or else the other ranks would wait for this one.
+        give_up_in_background(error, lane, claim, coordinator_rank=0)
+        raise
+    committed = save_copy_in_background(
+        work,
+        begun.copied,
+        lane,
+        claim,
+        call=f"holdfast.async_save to {claim}, overwrite={work.keywords['options'].overwrite!r}",
+        attempts=how.attempts,
+        in_process=how.writer == "process",
+        advance=begun.counter.advance,
+    )
+    note_memory(lane, committed, begun.nbytes)
+    return PendingSave(str(claim), begun.staged, committed, begun.counter)
+
+
+class _Begun:
+    """A save that is about to begin."""
+
+    def __init__(self, phases: Phases, counter: Counter) -> None:
+        self.phases = phases
+        self.counter = counter
+        self.nbytes = 0
+        self.staged: Future[None] = Future()
+        self._captured: list[Captured] = []
+
+    @contextmanager
+    def stalling(self) -> Iterator[None]:
+        """The program waits for what happens in the ``with`` block."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.counter.stall(time.perf_counter() - began)
+
+    def prepared(
+        self, state: Any, path: str | os.PathLike[str] | Store, options: SaveOptions, how: How, lane: Lane
+    ) -> functools.partial[SaveReport]:
+        """Capture and copy. Returns what is to be done with the copy."""
+        how.check()
+        optimizers = checked_optimizers(how.optimizers)
+        store = _store_for(path, how.writer)
+        with self.phases.during("capture"), no_garbage_collection():
+            rank, world_size = (0, 1) if lane.link is None else (lane.link.rank, len(lane.link.members))
+            captured = Capture.of(options, rank, world_size, compare_later=True).take(state)
+            snapshot = Snapshot.of(captured)
+        copies = snapshot.copies
+        self.nbytes, self.staged, self.counter.total_bytes = copies.nbytes, copies.done, copies.nbytes
+        options = replace(options, memory_budget=_budget_for_writing(how.memory_budget, copies.nbytes))
+        wait_for_memory(lane, copies.nbytes, how.when_busy, how.memory_budget)
+        with self.phases.during("stage"):
+            copies.begin(_pool(how.writer), check=how.check_tearing)
+            self._captured.append(snapshot.captured())
+            if optimizers:
+                is_held_back = changed_only_by(optimizers)
+                copies.copy_now(lambda tensor: not is_held_back(tensor))
+                hold_steps_back(optimizers, copies, self.counter.stall)
+                copies.copy_later()
+            else:
+                copies.copy_now()
+        return functools.partial(save_copy, store=store, options=options.without_patterns(), phases=self.phases)
+
+    def copied(self) -> dict[str, Any]:
+        """The copy, when it is complete. Given once, so that nothing keeps it alive longer than the save."""
+        captured = self._captured.pop()
+        self.staged.result()
+        return vars(captured)
+
+
+def save_copy(
+    ranks: Collectives, captured: dict[str, Any], *, store: Store, options: SaveOptions, phases: Phases
+) -> SaveReport:
+    """Save what was captured and copied, with the given ranks: in a thread, or in a writer process."""
+    with phases.during("compare"):
+        complete = ranks.all_gather_status("compare", lambda: with_digests(Captured(**captured)))
+    return SaveRun(store, ranks, options, phases, advance=advance.get()).save(complete)
+
+
+def _store_for(path: str | os.PathLike[str] | Store, writer: Writer) -> Store:
+    store = store_at(path)
+    if writer == "process" and isinstance(store, MemoryStore):
+        raise ValueError(f"{store.location} is in the memory of this process, where a writer process cannot save to")
+    return store
+
+
+def _budget_for_writing(budget: int | None, snapshot: int) -> int | None:
+    """What may be allocated for writing, of all that may be allocated beyond the state."""
+    if budget is None:
+        return None
+    rest = checked_bytes("memory_budget", budget) - snapshot  # type: ignore[operator]
+    if rest < SMALLEST_BUDGET:
+        raise ValueError(
+            f"memory_budget is {budget:,} bytes, and a background save needs {snapshot:,} for a copy of this rank's "
+            f"part of the state and {SMALLEST_BUDGET:,} to write it. Give it that much, or use holdfast.save, which "
+            "copies nothing."
+        )
+    return min(rest, MEMORY_BUDGET)
+
+
+_POOLS = {
+    "process": ArenaPool(Memory.SHARED, keep=2),
+    "thread": ArenaPool(Memory.PAGEABLE, keep=2),
+    "pinned": ArenaPool(Memory.PINNED, keep=2),
+}
+"""The memory of earlier copies, for the next ones."""
+
+
+def _pool(writer: Writer) -> ArenaPool:
+    return _POOLS["pinned" if writer == "thread" and torch.accelerator.is_available() else writer]
