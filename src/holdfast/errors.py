@@ -317,7 +317,7 @@ class StorageFullError(HoldfastError, OSError):
 
 
 class RunInUseError(HoldfastError, RuntimeError):
-    """Another job that is alive saves to the same folder. Fields: ``path``; ``host``, ``pid``, ``since`` of that job."""
+    """Another job that is alive saves to the same folder. Fields: ``path``; its ``host``, ``pid`` and ``since`` when."""
 
     path: str
     host: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 from holdfast.stores.local_store import LocalStore
 from holdfast.stores.memory_store import MemoryStore
 from holdfast.stores.places import store_at
+from holdfast.stores.roots import LocalRoot, MemoryRoot, Root, root_at
 from holdfast.stores.store import (
     Listed,
     Reader,
@@ -18,13 +19,17 @@ from holdfast.stores.store import (
 
 __all__ = [
     "Listed",
+    "LocalRoot",
     "LocalStore",
+    "MemoryRoot",
     "MemoryStore",
     "Reader",
+    "Root",
     "Sink",
     "Store",
     "checked_name",
     "conflict",
+    "root_at",
     "store_at",
     "too_short",
     "wrong_size",

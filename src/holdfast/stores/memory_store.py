@@ -21,6 +21,11 @@ class _Folder:
 _folders: dict[str, _Folder] = {}
 
 
+def folders_in_memory() -> list[str]:
+    """The names of all stores that hold an object, or will hold one that is being written."""
+    return [name for name, folder in _folders.copy().items() if folder.objects or folder.being_written]
+
+
 class MemoryStore(Store):
     """A store of this process. All stores with the same name are one; it lasts until its objects are deleted.
 

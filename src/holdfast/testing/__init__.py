@@ -1,6 +1,7 @@
 """Test suites for plug-ins: what Holdfast's own stores must do, for those who write others.
 
-``StoreConformance`` is for stores. It needs pytest; ``docs/stores.md`` shows it at work.
+``StoreConformance`` is for stores, and ``RootConformance`` for what holds the stores of a run. They need pytest;
+``docs/stores.md`` shows them at work.
 """
 
 from holdfast.errors import MissingPackageError
@@ -11,8 +12,11 @@ except ImportError as missing:
     raise MissingPackageError("holdfast.testing needs pytest: pip install pytest", install="pytest") from missing
 
 # So that a failure shows the values.
-pytest.register_assert_rewrite("holdfast.testing.store_conformance", "holdfast.testing.fast_methods")
+pytest.register_assert_rewrite(
+    "holdfast.testing.store_conformance", "holdfast.testing.fast_methods", "holdfast.testing.root_conformance"
+)
 
+from holdfast.testing.root_conformance import RootConformance  # noqa: E402
 from holdfast.testing.store_conformance import StoreConformance  # noqa: E402
 
-__all__ = ["StoreConformance"]
+__all__ = ["RootConformance", "StoreConformance"]

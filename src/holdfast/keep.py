@@ -1,0 +1,10 @@
+"""Which checkpoints of a run to keep: ``hf.keep.last(3) | hf.keep.best(1, "loss") | hf.keep.every(1000)``.
+
+``docs/retention.md`` tells what each of them keeps, and what is never deleted.
+"""
+
+from __future__ import annotations
+
+from holdfast.manager.retention import Policy, best, every, everything, last, newer_than
+
+__all__ = ["Policy", "best", "every", "everything", "last", "newer_than"]

@@ -1,0 +1,278 @@
+"""Deletes checkpoints of a run: the record first, so that a kill in between leaves nothing that looks like one.
+
+Only files that a save of this run has written are removed, and a folder only if it is empty then. What could not be
+deleted is tried again with the next ones; after a restart the run file tells what was left.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+from holdfast.errors import HoldfastError
+from holdfast.formats.native.names import RECORD, generation_of
+from holdfast.formats.native.record import decode_record
+from holdfast.manager.run_file import RunFile, RunState
+from holdfast.manager.steps import SET_ASIDE, StepInfo, identity_in, step_of
+from holdfast.sources.native import NativeSource
+from holdfast.stores.roots import Root
+from holdfast.stores.store import Store
+
+_TEMPORARY = re.compile(rf"\.(?:{re.escape(RECORD)}|{re.escape(SET_ASIDE)})\.[0-9a-f]{{8}}\.tmp")
+"""What a commit in a local folder leaves behind when it is killed."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """What became of a step that was to be deleted."""
+
+    step: int
+    path: str
+    nbytes: int
+    seconds: float
+    outcome: Literal["deleted", "would be deleted", "kept", "failed"]
+    reason: str = ""
+    """Why it was kept, or what failed."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has been deleted."""
+        return self.outcome == "deleted"
+
+
+class Deleter:
+    """Deletes steps of the run that ``token`` owns, one after the other, in one background thread.
+
+    ``on_deletion`` is called with every outcome, in the thread where it happens. With ``dry_run`` nothing is changed.
+    """
+
+    def __init__(
+        self,
+        run_file: RunFile,
+        token: str,
+        *,
+        dry_run: bool = False,
+        on_deletion: Callable[[Deletion], None] | None = None,
+    ) -> None:
+        self._root = run_file.root
+        self._run_file = run_file
+        self._token = token
+        self._dry_run = dry_run
+        self._on_deletion = on_deletion
+        self._failed: dict[str, StepInfo] = {}
+        self._deleting = threading.Lock()
+        self._folders = threading.Condition()
+        self._protected: dict[str, int] = {}
+        self._in_work: str | None = None
+        self._pool: ThreadPoolExecutor | None = None
+
+    @property
+    def failed(self) -> Sequence[StepInfo]:
+        """What could not be deleted, and will be tried again."""
+        return tuple(self._failed.values())
+
+    def submit(self, doomed: Sequence[StepInfo], *, verify_first: StepInfo | None = None) -> Future[list[Deletion]]:
+        """Delete these in the background, and what could not be deleted before.
+
+        With ``verify_first`` all of that checkpoint is read before, and nothing is deleted if it is damaged. What goes
+        wrong is logged; the future has it too.
+        """
+        job: Future[list[Deletion]]
+        try:
+            self._pool = self._pool or ThreadPoolExecutor(1, "holdfast-delete")
+            job = self._pool.submit(self._in_background, tuple(doomed), verify_first)
+        except RuntimeError:  # Python ends, and gives no new threads
+            job = Future()
+            try:
+                job.set_result(self._in_background(tuple(doomed), verify_first))
+            except Exception as error:
+                job.set_exception(error)
+        return job
+
+    def delete(self, doomed: Sequence[StepInfo]) -> list[Deletion]:
+        """Delete these now, and what could not be deleted before.
+
+        Raises ``RunTakenError`` if the run is another job's, and ``ValueError`` for what this run did not save.
+        """
+        _refuse_what_is_not_ours(doomed)
+        with self._deleting:
+            wanted = {**self._failed, **{info.name: info for info in doomed}}
+            if self._dry_run:
+                return [self._told(info, "would be deleted") for info in wanted.values()]
+            return self._delete_all(wanted) if wanted else []
+
+    def sweep(self) -> list[str]:
+        """Remove what saves and deletions of this run left in folders when they were killed. Returns those folders."""
+        with self._deleting:
+            state = self._run_file.check(self._token)
+            if self._dry_run or not state.unfinished:
+                return []
+            swept = [name for name in state.unfinished if step_of(name) is not None and self._sweep_one(name, state)]
+            unknown = [name for name in state.unfinished if step_of(name) is None]  # written by hand
+            self._run_file.end(self._token, [*swept, *unknown])
+            return swept
+
+    def protect(self, name: str) -> None:
+        """Keep off a folder that is about to be written to. If it is being deleted just now, wait for that."""
+        with self._folders:
+            self._folders.wait_for(lambda: self._in_work != name)
+            self._protected[name] = self._protected.get(name, 0) + 1
+
+    def unprotect(self, name: str) -> None:
+        """Undo one ``protect``."""
+        with self._folders:
+            left = self._protected.get(name, 0) - 1
+            if left > 0:
+                self._protected[name] = left
+            else:
+                self._protected.pop(name, None)
+
+    def close(self) -> None:
+        """Wait until everything that was submitted is done."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+
+    def _in_background(self, doomed: Sequence[StepInfo], verify_first: StepInfo | None) -> list[Deletion]:
+        try:
+            if verify_first is not None:
+                self._verify(verify_first)
+            return self.delete(doomed)
+        except Exception as error:
+            logger.warning("no checkpoint was deleted: %s", error)
+            raise
+
+    def _sweep_one(self, name: str, state: RunState) -> bool:
+        identity = state.unfinished[name]
+        if not self._take(name):
+            return False
+        try:
+            store = self._root.child(name)
+            if identity_in(store) is None:
+                _remove_files(self._root, name, identity)
+            elif not identity:
+                _remove_all_but_the_checkpoint(store)
+        except (HoldfastError, OSError) as error:
+            logger.warning("what a kill left in %s could not be removed: %s", store.location, error)
+            return False
+        finally:
+            self._give_back()
+        return True
+
+    def _verify(self, info: StepInfo) -> None:
+        source = NativeSource(self._root.child(info.name))
+        try:
+            source.verify()
+        finally:
+            source.close()
+
+    def _delete_all(self, wanted: dict[str, StepInfo]) -> list[Deletion]:
+        state = self._run_file.begin(self._token, {name: info.identity for name, info in wanted.items()})
+        deletions, done = [], []
+        for name, info in wanted.items():
+            if info.step in state.pinned:
+                deletion = self._told(info, "kept", "it was pinned meanwhile")
+            else:
+                deletion = self._delete_one(info)
+            deletions.append(deletion)
+            if deletion.outcome == "failed":
+                self._failed[name] = info
+            else:
+                self._failed.pop(name, None)
+                done.append(name)
+        gone = [info.name for info, deletion in zip(wanted.values(), deletions, strict=True) if deletion.is_gone]
+        self._run_file.end(self._token, done, gone=gone)
+        return deletions
+
+    def _delete_one(self, info: StepInfo) -> Deletion:
+        started = time.perf_counter()
+        if not self._take(info.name):
+            return self._told(info, "kept", "it is being written")
+        try:
+            store = self._root.child(info.name)
+            if identity_in(store) not in (info.identity, None):
+                return self._told(info, "kept", "another record is in its place")
+            _invalidate(store)
+            _remove_files(self._root, info.name, info.identity)
+        except Exception as error:
+            logger.warning("%s could not be deleted and will be tried again: %s", info.path, error)
+            return self._told(info, "failed", str(error), started)
+        finally:
+            self._give_back()
+        return self._told(info, "deleted", "", started)
+
+    def _told(
+        self,
+        info: StepInfo,
+        outcome: Literal["deleted", "would be deleted", "kept", "failed"],
+        reason: str = "",
+        started: float | None = None,
+    ) -> Deletion:
+        seconds = 0.0 if started is None else time.perf_counter() - started
+        deletion = Deletion(info.step, info.path, info.nbytes, seconds, outcome, reason)
+        if self._on_deletion is not None:
+            try:
+                self._on_deletion(deletion)
+            except Exception:
+                logger.exception("a callback failed when it was told about %s", info.path)
+        return deletion
+
+    def _take(self, name: str) -> bool:
+        """Begin to work on a folder. False if somebody writes to it."""
+        with self._folders:
+            if name in self._protected:
+                return False
+            self._in_work = name
+            return True
+
+    def _give_back(self) -> None:
+        with self._folders:
+            self._in_work = None
+            self._folders.notify_all()
+
+
+def _invalidate(store: Store) -> None:
+    """Take the record away, for good: a power cut must not bring it back when the files are gone."""
+    store.delete([RECORD])
+    store.sync()
+
+
+def _remove_files(root: Root, name: str, identity: str) -> None:
+    """Remove the files of a save without a record, and the folder if nothing else is in it.
+
+    If it is not known which save that was, files of all saves are removed: none of them was committed.
+    """
+    store = root.child(name)
+    store.delete([listed.name for listed in store.list() if _is_left_by(identity, listed.name)])
+    root.remove(name)
+
+
+def _remove_all_but_the_checkpoint(store: Store) -> None:
+    """Remove what a killed save left in a folder beside the checkpoint that it was to replace."""
+    record = decode_record(store.read(RECORD), store.path_of(RECORD))
+    needed = {record.index.name, *(file.name for file in record.files)}
+    names = [listed.name for listed in store.list()]
+    store.delete([name for name in names if generation_of(name) is not None and name not in needed])
+
+
+def _is_left_by(identity: str, name: str) -> bool:
+    generation = generation_of(name)
+    if generation is not None:
+        return identity in ("", generation)
+    return name == SET_ASIDE or _TEMPORARY.fullmatch(name) is not None
+
+
+def _refuse_what_is_not_ours(doomed: Collection[StepInfo]) -> None:
+    for info in doomed:
+        if not info.is_ours:
+            raise ValueError(
+                f"{info.path} was not saved by this run, so this run does not delete it. Remove the folder yourself"
+            )

@@ -1,0 +1,102 @@
+"""Which process a run belongs to, and whether that process is still alive.
+
+A number of a process is used again by another one some day, so the moment at which it started counts too. Both mean
+something only where they come from: on the same boot of the same machine, and in the same space of process numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+Life = Literal["alive", "dead", "unknown"]
+
+_START = 19
+"""Of the fields that /proc/<pid>/stat has behind the name of the program: when it started, in ticks since the boot."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A job that saves into a folder."""
+
+    token: str
+    """Drawn by the job. Two managers in one process have different ones."""
+    host: str
+    pid: int
+    started: str
+    """When the process started, as its machine counts; empty where that is not told."""
+    place: str
+    """Where such numbers can be compared."""
+    since: str
+    """When it began to own the run."""
+
+    @staticmethod
+    def this_process(token: str) -> Owner:
+        """This process, from now on.
+
+        >>> Owner.this_process("00c0ffee").life()
+        'alive'
+        """
+        pid = os.getpid()
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return Owner(token, socket.gethostname(), pid, _start_of(pid) or "", _this_place(), now)
+
+    @staticmethod
+    def from_json(stored: Any) -> Owner | None:
+        """What ``to_json`` gave; None for anything else."""
+        names = Owner.__dataclass_fields__
+        if not isinstance(stored, dict) or not names.keys() <= stored.keys():
+            return None
+        values = {name: stored[name] for name in names}
+        pid = values.pop("pid")
+        if type(pid) is not int or pid < 1 or not all(isinstance(value, str) for value in values.values()):
+            return None
+        return Owner(pid=pid, **values)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return asdict(self)
+
+    def life(self) -> Life:
+        """Whether the process is alive, as far as that can be told from here."""
+        if self.place != _this_place():
+            return "unknown"
+        if not self.started:
+            return "alive" if _answers(self.pid) else "dead"
+        return "alive" if _start_of(self.pid) == self.started else "dead"
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+def _this_place() -> str:
+    """The same for all processes that see each other under the same numbers, until the machine boots again."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+def _start_of(pid: int) -> str | None:
+    """When a process started; None if there is none, or nothing but its exit code is left of it."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name of the program comes before, and may hold anything
+    return None if fields[0] in ("Z", "X") else fields[_START]
+
+
+def _answers(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,272 @@
+"""Which checkpoints stay. Pure functions of a list of steps and a moment: nothing here touches a disk.
+
+Policies say what to keep, and are joined by ``|``. Some steps stay whatever a policy says: those that are pinned, the
+newest one, those that are set aside, and all that this run did not save.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from holdfast.manager.steps import Mode, StepInfo, by_metric
+
+
+class Policy(ABC):
+    """Says which steps to keep. A policy of one's own implements ``choose``.
+
+    Example:
+        >>> policy = last(2) | every(1000)
+        >>> steps = [StepInfo(step, f"runs/a/step-{step}", is_ours=True) for step in (500, 1000, 1500, 2000, 2500)]
+        >>> policy.kept(steps, datetime.now().astimezone())
+        {1000: 'every 1000', 2000: 'last 2, every 1000', 2500: 'newest, last 2'}
+    """
+
+    @abstractmethod
+    def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
+        """Which of these steps to keep, and why. They are usable ones of this run, by their number."""
+
+    def kept(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
+        """Which steps stay, and why: those that are chosen, and those that always stay."""
+        candidates = _candidates(steps)
+        reasons = [_not_to_be_touched(steps), always_kept(candidates), self.choose(candidates, now)]
+        return dict(sorted(_joined(reasons).items()))
+
+    def within(self, *, max_age: timedelta | None = None, max_bytes: int | None = None) -> Policy:
+        """The same, but nothing that is older, and no more bytes in all: the oldest go first.
+
+        What always stays is not affected, but its bytes count.
+
+        >>> str(last(10).within(max_bytes=10**12))
+        'last 10, at most 1000000000000 bytes'
+        """
+        return self if max_age is None and max_bytes is None else _Limited(self, max_age, max_bytes)
+
+    def __or__(self, other: Policy) -> Policy:
+        if not isinstance(other, Policy):
+            return NotImplemented
+        return _Either(self, other)
+
+
+def plan_deletions(steps: Sequence[StepInfo], policy: Policy, now: datetime) -> list[StepInfo]:
+    """What a policy has deleted, the oldest first."""
+    kept = policy.kept(steps, now)
+    return sorted((info for info in steps if info.step not in kept), key=lambda info: info.step)
+
+
+def always_kept(candidates: Sequence[StepInfo]) -> dict[int, str]:
+    """Those that no policy and no limit can have deleted.
+
+    After a return to an earlier step the one that was saved last is not the one with the highest number. Both stay.
+    """
+    if not candidates:
+        return {}
+    newest = {max(info.step for info in candidates)}
+    timed = [(info.saved_at, info.step) for info in candidates if info.saved_at is not None]
+    if timed:
+        newest.add(max(timed)[1])
+    pinned = {info.step: "pinned" for info in candidates if info.pinned}
+    return _joined([dict.fromkeys(sorted(newest), "newest"), pinned])
+
+
+def everything() -> Policy:
+    """Keep all steps.
+
+    >>> str(everything())
+    'everything'
+    """
+    return _Everything()
+
+
+def last(count: int) -> Policy:
+    """Keep the ``count`` steps with the highest numbers.
+
+    >>> str(last(3))
+    'last 3'
+    """
+    return _Last(_positive("the number of steps to keep", count))
+
+
+def best(count: int, metric: str, mode: Mode = "min") -> Policy:
+    """Keep the ``count`` steps with the smallest metric, or with ``mode="max"`` the largest; newer ones among equals.
+
+    Steps without the metric do not take part, nor do those where it is not a finite number.
+
+    >>> str(best(1, "accuracy", "max"))
+    'best 1 by accuracy'
+    """
+    by_metric([], metric, mode)  # raises if there is no such mode
+    return _Best(_positive("the number of steps to keep", count), metric, mode)
+
+
+def every(steps: int) -> Policy:
+    """Keep the first checkpoint at or after each multiple of ``steps``.
+
+    That is the multiple itself if it was saved, and it works just as well if saves happen by the clock.
+
+    >>> str(every(1000))
+    'every 1000'
+    """
+    return _Every(_positive("the distance of steps to keep", steps))
+
+
+def newer_than(age: timedelta) -> Policy:
+    """Keep what was saved less than ``age`` ago.
+
+    >>> str(newer_than(timedelta(hours=6)))
+    'newer than 6:00:00'
+    """
+    return _NewerThan(_duration("the age", age))
+
+
+@dataclass(frozen=True)
+class _Everything(Policy):
+    def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
+        return {info.step: str(self) for info in steps}
+
+    def __str__(self) -> str:
+        return "everything"
+
+
+@dataclass(frozen=True)
+class _Last(Policy):
+    count: int
+
+    def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
+        return {info.step: str(self) for info in steps[-self.count :]}
+
+    def __str__(self) -> str:
+        return f"last {self.count}"
+
+
+@dataclass(frozen=True)
+class _Best(Policy):
+    count: int
+    metric: str
+    mode: Mode
+
+    def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
+        return {info.step: str(self) for info in by_metric(steps, self.metric, self.mode)[: self.count]}
+
+    def __str__(self) -> str:
+        return f"best {self.count} by {self.metric}"
+
+
+@dataclass(frozen=True)
+class _Every(Policy):
+    distance: int
+
+    def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
+        first: dict[int, int] = {}
+        for info in steps:
+            first.setdefault(info.step // self.distance, info.step)
+        # Behind 0 there is no multiple before the first one: only step 0 itself is one.
+        return {step: str(self) for multiple, step in first.items() if multiple > 0 or step == 0}
+
+    def __str__(self) -> str:
+        return f"every {self.distance}"
+
+
+@dataclass(frozen=True)
+class _NewerThan(Policy):
+    age: timedelta
+
+    def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
+        return {info.step: str(self) for info in steps if not _is_older(info, self.age, now)}
+
+    def __str__(self) -> str:
+        return f"newer than {self.age}"
+
+
+@dataclass(frozen=True)
+class _Either(Policy):
+    one: Policy
+    other: Policy
+
+    def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
+        return _joined([self.one.choose(steps, now), self.other.choose(steps, now)])
+
+    def __str__(self) -> str:
+        return f"{self.one}, {self.other}"
+
+
+@dataclass(frozen=True)
+class _Limited(Policy):
+    policy: Policy
+    max_age: timedelta | None
+    max_bytes: int | None
+
+    def __post_init__(self) -> None:
+        if self.max_age is not None:
+            _duration("max_age", self.max_age)
+        if self.max_bytes is not None:
+            _positive("max_bytes", self.max_bytes)
+
+    def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
+        chosen = self.policy.choose(steps, now)
+        if self.max_age is not None:
+            too_old = {info.step for info in steps if _is_older(info, self.max_age, now)}
+            chosen = {step: reason for step, reason in chosen.items() if step not in too_old}
+        if self.max_bytes is not None:
+            self._drop_oldest(chosen, steps, self.max_bytes)
+        return chosen
+
+    def _drop_oldest(self, chosen: dict[int, str], steps: Sequence[StepInfo], limit: int) -> None:
+        always = always_kept(steps)
+        total = sum(info.nbytes for info in steps if info.step in chosen or info.step in always)
+        for info in steps:
+            if total <= limit:
+                return
+            if info.step in chosen and info.step not in always:
+                del chosen[info.step]
+                total -= info.nbytes
+
+    def __str__(self) -> str:
+        age = "" if self.max_age is None else f", at most {self.max_age} old"
+        size = "" if self.max_bytes is None else f", at most {self.max_bytes} bytes"
+        return f"{self.policy}{age}{size}"
+
+
+def _candidates(steps: Sequence[StepInfo]) -> list[StepInfo]:
+    return sorted((info for info in steps if info.is_ours and info.is_usable), key=lambda info: info.step)
+
+
+def _not_to_be_touched(steps: Sequence[StepInfo]) -> dict[int, str]:
+    """Those that policies are not asked about."""
+    reasons = {}
+    for info in steps:
+        if info.damage is not None:
+            reasons[info.step] = "cannot be read"
+        elif info.set_aside is not None:
+            reasons[info.step] = "set aside"
+        elif not info.is_ours:
+            reasons[info.step] = "not saved by this run"
+    return reasons
+
+
+def _joined(reasons: Sequence[Mapping[int, str]]) -> dict[int, str]:
+    joined: dict[int, str] = {}
+    for part in reasons:
+        for step, reason in part.items():
+            joined[step] = f"{joined[step]}, {reason}" if step in joined else reason
+    return joined
+
+
+def _is_older(info: StepInfo, age: timedelta, now: datetime) -> bool:
+    return info.saved_at is not None and now - info.saved_at >= age
+
+
+def _positive(what: str, number: int) -> int:
+    if type(number) is not int or number < 1:
+        raise ValueError(f"{what} is a whole number from 1 on, not {number!r}")
+    return number
+
+
+def _duration(what: str, age: timedelta) -> timedelta:
+    if not isinstance(age, timedelta):
+        raise TypeError(f"{what} is a datetime.timedelta, as in timedelta(days=2), not {age!r}")
+    if age <= timedelta(0):
+        raise ValueError(f"{what} is longer than no time, and not {age}")
+    return age

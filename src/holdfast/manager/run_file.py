@@ -1,0 +1,272 @@
+"""The run file (``holdfast-run.json``): which run the checkpoints of a folder belong to, and which job may add to it.
+
+It also holds what cannot be seen in the checkpoints themselves: which are pinned, and which folders a save or a
+deletion has begun to change. Whatever a checkpoint says is only cached here. Each change compares and replaces the
+whole file, so that none is lost when several processes make one at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from holdfast.errors import CommitConflictError, DamagedCheckpointError, RunInUseError, RunTakenError
+from holdfast.formats.json_objects import parse_json_object
+from holdfast.manager.owners import Owner
+from holdfast.stores.roots import Root
+
+RUN_FILE = "holdfast-run.json"
+
+_FORMAT = "holdfast-run"
+_VERSION = 1
+_ATTEMPTS = 100
+_LONGEST_PAUSE = 0.05
+
+logger = logging.getLogger(__name__)
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What the run file says."""
+
+    run: str = ""
+    """The id of the run, which its checkpoints carry too. Empty if there is no run yet."""
+    owner: Owner | None = None
+    pinned: frozenset[int] = frozenset()
+    unfinished: Mapping[str, str] = field(default_factory=dict)
+    """Folders that this run has begun to write or to delete, with the id of the save if it is known."""
+    rows: Mapping[str, Row] = field(default_factory=dict)
+    """What the records of checkpoints said, by folder."""
+
+
+class RunFile:
+    """The run file of a folder of checkpoints.
+
+    Example:
+        >>> from holdfast.stores import root_at
+        >>> run_file = RunFile(root_at("memory://a-run-with-a-file"))
+        >>> state = run_file.claim("token-of-this-job")
+        >>> run_file.pin(500)
+        >>> sorted(run_file.check("token-of-this-job").pinned)
+        [500]
+        >>> run_file.release("token-of-this-job")
+    """
+
+    def __init__(self, root: Root) -> None:
+        self._store = root.store
+        self.root = root
+        self.path = self._store.path_of(RUN_FILE)
+        self._last_seen: RunState | None = None
+
+    def read(self) -> RunState:
+        """What it says now; an empty state if there is none."""
+        return self._read()[1]
+
+    def claim(self, token: str, *, take_over: bool = False, run: str | None = None) -> RunState:
+        """Make this process the owner. The run goes on if there is one; ``run`` is its id, if it has to be that one.
+
+        Raises ``RunInUseError`` if the present owner is alive on this machine, unless ``take_over``. Where that cannot
+        be told, because it was on another machine, the run is taken over with a warning in the log.
+        """
+        before: Owner | None = None
+
+        def claimed(state: RunState) -> RunState:
+            nonlocal before
+            if run is not None and state.run not in ("", run):
+                raise ValueError(
+                    f"{self.root.location} holds the run {state.run!r} and not {run!r}. Choose another folder, or "
+                    "leave out the id to go on with the run that is there"
+                )
+            before = state.owner if state.owner is not None and state.owner.token != token else None
+            if before is not None and not take_over and before.life() == "alive":
+                raise self._in_use(before)
+            return replace(state, run=state.run or run or secrets.token_hex(8), owner=Owner.this_process(token))
+
+        state = self.change(claimed)
+        if before is not None:
+            self._tell_about(before)
+        return state
+
+    def check(self, token: str) -> RunState:
+        """What it says now, if this job is still the owner. Raises ``RunTakenError`` if another one took the run.
+
+        If somebody has deleted the file, it is made again.
+        """
+        content, state = self._read()
+        if content is None and self._last_seen is not None:
+            logger.warning("%s was deleted while a job was using it, and is written again", self.path)
+            return self.change(lambda state: state, token=token)
+        self._refuse_taken(state, token)
+        self._last_seen = state
+        return state
+
+    def release(self, token: str) -> None:
+        """Let others have the run. If another job has taken it already, nothing is changed."""
+        try:
+            self.change(lambda state: replace(state, owner=None), token=token)
+        except RunTakenError:
+            return
+        except OSError as error:  # when this process has ended, the next job sees that
+            logger.warning("%s still names this job as the owner: %s", self.path, error)
+        self._last_seen = None
+
+    def pin(self, *steps: int) -> None:
+        """Keep these steps, whatever the policy says. Any process may do this."""
+        self.change(lambda state: replace(state, pinned=state.pinned | frozenset(steps)))
+
+    def unpin(self, *steps: int) -> None:
+        """Let the policy decide about these steps again."""
+        self.change(lambda state: replace(state, pinned=state.pinned - frozenset(steps)))
+
+    def begin(self, token: str, folders: Mapping[str, str]) -> RunState:
+        """Note that these folders are about to change, with the id of the save in them if it is known.
+
+        If the disk is full this is not noted, and the worst that comes of it is that debris of a kill stays: deleting
+        something must be possible just then.
+        """
+        return self._noted(token, lambda state: replace(state, unfinished={**state.unfinished, **folders}))
+
+    def end(
+        self, token: str, folders: Iterable[str], *, rows: Mapping[str, Row] | None = None, gone: Iterable[str] = ()
+    ) -> RunState:
+        """Note that these folders are as they should be, what to remember of checkpoints, and what to forget."""
+        done, forgotten = set(folders), set(gone)
+
+        def ended(state: RunState) -> RunState:
+            unfinished = {name: identity for name, identity in state.unfinished.items() if name not in done}
+            kept = {name: row for name, row in state.rows.items() if name not in forgotten}
+            return replace(state, unfinished=unfinished, rows={**kept, **(rows or {})})
+
+        return self._noted(token, ended)
+
+    def change(self, change: Callable[[RunState], RunState], *, token: str | None = None) -> RunState:
+        """Replace the state by what ``change`` makes of it, which is asked again if another process was faster.
+
+        With a ``token``, only as the owner: raises ``RunTakenError`` otherwise.
+        """
+        for attempt in range(_ATTEMPTS):
+            content, state = self._read()
+            if content is None and token is not None and self._last_seen is not None:
+                state = self._last_seen
+            if token is not None:
+                self._refuse_taken(state, token)
+            changed = change(state)
+            if content is not None and changed == state:
+                return state
+            try:
+                self._store.commit(RUN_FILE, _encoded(changed), replaces=content)
+            except CommitConflictError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                time.sleep(random.uniform(0, _LONGEST_PAUSE))
+            else:
+                self._last_seen = changed
+                return changed
+        raise AssertionError("the last attempt returns or raises")
+
+    def _noted(self, token: str, change: Callable[[RunState], RunState]) -> RunState:
+        try:
+            return self.change(change, token=token)
+        except OSError as error:
+            logger.warning("%s could not be changed: %s", self.path, error)
+            return change(self.check(token))
+
+    def _read(self) -> tuple[bytes | None, RunState]:
+        try:
+            content = self._store.read(RUN_FILE)
+        except FileNotFoundError:
+            return None, RunState()
+        return content, _decoded(content, self.path)
+
+    def _refuse_taken(self, state: RunState, token: str) -> None:
+        owner = state.owner
+        if owner is not None and owner.token == token:
+            return
+        who = "another job, which has ended since," if owner is None else f"another job ({owner})"
+        raise RunTakenError(
+            f"{who} has taken over the checkpoints in {self.root.location}, so this job saves and deletes nothing "
+            "there any more. Stop this job if the other one shall go on; else stop the other one, and start this one "
+            "again.",
+            path=self.root.location,
+            host=None if owner is None else owner.host,
+            pid=None if owner is None else owner.pid,
+            since=None if owner is None else owner.since,
+        )
+
+    def _in_use(self, owner: Owner) -> RunInUseError:
+        is_this_process = owner.pid == Owner.this_process("").pid
+        who = "this process already (a manager that was not closed)" if is_this_process else f"another job: {owner}"
+        return RunInUseError(
+            f"the checkpoints in {self.root.location} are in use by {who}. Two jobs would mix up their steps: give "
+            "each a folder of its own, or stop that one. With take_over=True it is this one that goes on, and that one "
+            "cannot save there any more.",
+            path=self.root.location,
+            host=owner.host,
+            pid=owner.pid,
+            since=owner.since,
+        )
+
+    def _tell_about(self, before: Owner) -> None:
+        life = before.life()
+        if life == "dead":
+            logger.info("%s goes on with the run of a job that has ended: %s", self.root.location, before)
+            return
+        seen = "is alive" if life == "alive" else "cannot be seen from here"
+        logger.warning(
+            "%s belonged to another job (%s), which %s. This job takes over; that one cannot save there any more",
+            self.root.location,
+            before,
+            seen,
+        )
+
+
+def _encoded(state: RunState) -> bytes:
+    content = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "run": state.run,
+        "owner": None if state.owner is None else state.owner.to_json(),
+        "pinned": sorted(state.pinned),
+        "unfinished": dict(state.unfinished),
+        "steps": dict(state.rows),
+    }
+    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode("ascii")
+
+
+def _decoded(content: bytes, source: str) -> RunState:
+    """The state in a run file, which people may have edited. Nothing is guessed: pins could be lost."""
+    members = parse_json_object(content, source)
+    run, owner, pinned = members.get("run"), members.get("owner"), members.get("pinned")
+    unfinished, rows = members.get("unfinished"), members.get("steps")
+    known_owner = Owner.from_json(owner)
+    is_whole = (
+        members.get("format") == _FORMAT
+        and members.get("version") == _VERSION
+        and isinstance(run, str)
+        and (owner is None or known_owner is not None)
+        and isinstance(pinned, list)
+        and all(type(step) is int for step in pinned)
+        and isinstance(unfinished, dict)
+        and all(isinstance(identity, str) for identity in unfinished.values())
+        and isinstance(rows, dict)
+        and all(isinstance(row, dict) for row in rows.values())
+    )
+    if not is_whole:
+        raise DamagedCheckpointError(
+            f"{source} is not a run file as this version of Holdfast writes it. Put back what was there; or move it "
+            "away to begin a new run beside the checkpoints that are there: they can be loaded, but are no longer "
+            "pinned or deleted.",
+            file=source,
+            key=None,
+            expected=f"a {_FORMAT} of version {_VERSION}",
+            found=str(members)[:200],
+        )
+    return RunState(str(run), known_owner, frozenset(pinned or ()), dict(unfinished or {}), dict(rows or {}))
