@@ -6,33 +6,35 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from holdfast.watching import Call
+from holdfast.watching.calls import Phase
+
 
 class Phases:
     """The phases of one call on one rank, in the order in which they began.
 
-    >>> phases = Phases()
+    >>> phases = Phases(Call("save", "runs/a/step-500"))
     >>> with phases.during("write"):
     ...     pass
     >>> list(phases.seconds)
     ['write']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        """Whose phases these are: it tells of each."""
         self.seconds: dict[str, float] = {}
-        self.now: str | None = None
-        """The one that is under way."""
         self._began = time.perf_counter()
 
     @contextmanager
-    def during(self, name: str) -> Iterator[None]:
-        """A phase, or one more part of it. Within another one it counts for itself alone in ``now``."""
-        before, self.now = self.now, name
-        began = time.perf_counter()
+    def during(self, name: str) -> Iterator[Phase]:
+        """A phase, or one more part of it."""
+        phase = self.call.phase(name)
         try:
-            yield
+            with phase:
+                yield phase
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
-            self.now = before
+            self.seconds[name] = self.seconds.get(name, 0.0) + phase.seconds
 
     def elapsed(self) -> float:
         """Seconds since the call began."""

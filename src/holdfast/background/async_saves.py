@@ -20,6 +20,8 @@ from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.linked import LinkedCollectives
 from holdfast.coordination.meeting import causes_instead_of_steps, refuse_different_calls
 from holdfast.metadata import Metadata
+from holdfast.save_report import SaveReport
+from holdfast.watching import Call
 
 State = dict[str, Any]
 
@@ -75,12 +77,15 @@ def save_copy_in_background(
     call: str,
     attempts: Attempts,
     in_process: bool,
+    told: Call,
     advance: Callable[[int], None],
-) -> SaveFuture[Any]:
+    stalled: Callable[[], float],
+) -> SaveFuture[SaveReport]:
     """Queue a save of what ``get_copy`` returns, which may wait for it. As for ``save_in_background`` otherwise.
 
-    ``call`` says what is called, with all that must be the same on all ranks. ``advance`` is told of the bytes that are
-    written. Its error is the one of the rank that failed.
+    ``call`` says what is called, with all that must be the same on all ranks. ``told`` tells of the end, ``advance`` is
+    told of the bytes that are written, and ``stalled`` says for how long the program has waited. The error is that of
+    the rank that failed.
     """
     chosen = asdict(settings.current())
     main_script = find_main_script() if in_process else {}
@@ -100,11 +105,14 @@ def save_copy_in_background(
         request = ranks.own_error_first("copy", prepare)
         refuse_different_calls(ranks.all_gather_object(call))
         with idle_writer() as writer:
-            return attempts(ranks, lambda: writer.save(request, lane.link, str(claim), advance))
+            return attempts(ranks, lambda: writer.save(request, lane.link, str(claim), advance, told.tell))
 
-    def save(ranks: Collectives) -> Any:
-        with causes_instead_of_steps(alone=lane.link is None):
-            return (save_in_writer if in_process else save_here)(ranks)
+    def save(ranks: Collectives) -> SaveReport:
+        told.rank, told.world_size = ranks.rank, ranks.world_size
+        with told, causes_instead_of_steps(alone=lane.link is None):
+            report: SaveReport = (save_in_writer if in_process else save_here)(ranks)
+            told.finish(nbytes=report.bytes_written, slowest_rank=report.slowest_rank, stalled=stalled())
+            return report
 
     return _queue(lane, save, claim, 0)
 

@@ -11,6 +11,7 @@ from typing import Any
 from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.failures import PackedFailure, pack_failure, unpack_failure, wrap_exception
 from holdfast.errors import CheckpointException
+from holdfast.watching import Event
 
 Work = Callable[[Collectives, dict[str, Any]], Any]
 """Saves a state with the given ranks. Must be picklable to run in a writer process."""
@@ -41,6 +42,13 @@ class Advance:
     """So many more bytes are written. There is no answer to it."""
 
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Told:
+    """Something happened, for whoever watches. There is no answer to it."""
+
+    event: Event
 
 
 @dataclass(frozen=True)

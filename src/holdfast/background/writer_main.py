@@ -11,18 +11,20 @@ import pickle
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing import reduction, spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
 from holdfast import settings
-from holdfast.background.messages import Advance, Answer, Exchange, PackedError, Request, opened
+from holdfast.background.messages import Advance, Answer, Exchange, PackedError, Request, Told, opened
 from holdfast.background.progress import advance
 from holdfast.background.shipping import unpack
 from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.linked import LinkedCollectives
 from holdfast.errors import UnguardedScriptError
+from holdfast.watching import Event, emitting_to
 
 
 class _ProgramIsGone(BaseException):
@@ -95,17 +97,22 @@ def _carry_out(request: Request, connection: Connection[Any, Any]) -> Any:
         if request.members is None
         else LinkedCollectives(_RemoteLink(connection, request.rank, request.members), request.coordinator_rank)
     )
-    token = advance.set(lambda nbytes: _tell(connection, nbytes))
+    token = advance.set(lambda nbytes: _tell(connection, Advance(nbytes)))
     try:
-        with settings.override(**request.settings):
+        with settings.override(**request.settings), emitting_to(partial(_pass_on, connection)):
             return request.work(ranks, request.state)
     finally:
         advance.reset(token)
 
 
-def _tell(connection: Connection[Any, Any], nbytes: int) -> None:
+def _pass_on(connection: Connection[Any, Any], event: Event) -> None:
+    with suppress(OSError):  # if the program is gone, that is noticed soon enough
+        connection.send_bytes(pickle.dumps(Told(event)))
+
+
+def _tell(connection: Connection[Any, Any], message: Advance) -> None:
     try:
-        connection.send_bytes(pickle.dumps(Advance(nbytes)))
+        connection.send_bytes(pickle.dumps(message))
     except OSError as error:
         raise _ProgramIsGone from error
 

@@ -21,11 +21,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_preparation_data
 from typing import Any, NamedTuple
 
-from holdfast.background.messages import Advance, Answer, Exchange, PackedError, Request, opened
+from holdfast.background.messages import Advance, Answer, Exchange, PackedError, Request, Told, opened
 from holdfast.background.shipping import in_shared_memory, pack
 from holdfast.coordination.private_group import Link
 from holdfast.errors import WriterProcessError
 from holdfast.staging.arenas import Arena
+from holdfast.watching import Event
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +72,11 @@ class WriterProcess:
         link: Link | None,
         destination: str,
         advance: Callable[[int], None] | None = None,
+        hear: Callable[[Event], None] | None = None,
     ) -> Any:
         """Have the process carry out ``request``, and pass its messages to the other ranks on.
 
-        ``advance`` is told of the bytes that it writes.
+        ``advance`` is told of the bytes that it writes, and ``hear`` of events.
         """
         if self._process is not None and self._process.poll() is not None:
             logger.warning("%s; a new one is started", self._obituary())
@@ -89,7 +91,7 @@ class WriterProcess:
                     assert arena.descriptor is not None
                     reduction.send_handle(connection, arena.descriptor, self._process.pid)
                 connection.send_bytes(request.data)
-            return self._serve(connection, link, advance)
+            return self._serve(connection, link, advance, hear)
         except _ConnectionLost as lost:
             assert self._process is not None
             with suppress(subprocess.TimeoutExpired):
@@ -114,7 +116,13 @@ class WriterProcess:
                 self._process.wait()
         self._connection = self._process = None
 
-    def _serve(self, connection: Connection[Any, Any], link: Link | None, advance: Callable[[int], None] | None) -> Any:
+    def _serve(
+        self,
+        connection: Connection[Any, Any],
+        link: Link | None,
+        advance: Callable[[int], None] | None,
+        hear: Callable[[Event], None] | None,
+    ) -> Any:
         while True:
             with _noticing_a_lost_connection():
                 message = opened(connection.recv_bytes())
@@ -123,6 +131,10 @@ class WriterProcess:
             if isinstance(message, Advance):
                 if advance is not None:
                     advance(message.nbytes)
+                continue
+            if isinstance(message, Told):
+                if hear is not None:
+                    hear(message.event)
                 continue
             assert isinstance(message, Exchange)
             assert link is not None

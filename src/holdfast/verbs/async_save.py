@@ -36,6 +36,7 @@ from holdfast.verbs.pending_save import Counter, PendingSave
 from holdfast.verbs.save_options import SaveOptions
 from holdfast.verbs.save_run import SaveRun
 from holdfast.verbs.snapshots import Snapshot, WhenBusy, note_memory, wait_for_memory, with_digests
+from holdfast.watching import Call
 
 if TYPE_CHECKING:
     from holdfast.coordination.collectives import Collectives
@@ -155,7 +156,7 @@ def begin_save(
     if not alone:
         refuse_outsider(process_group)
     lane, claim = Lane.of(process_group, alone=alone), Claim(in_messages(path))
-    begun = _Begun(Phases(), Counter())
+    begun = _Begun(Phases(Call("save", claim)), Counter())
     try:
         with begun.stalling():
             work = begun.prepared(state, path, make_options(), how, lane)
@@ -171,7 +172,9 @@ def begin_save(
         call=f"holdfast.async_save to {claim}, overwrite={work.keywords['options'].overwrite!r}",
         attempts=how.attempts,
         in_process=how.writer == "process",
+        told=begun.phases.call,
         advance=begun.counter.advance,
+        stalled=lambda: begun.counter.stalled,
     )
     note_memory(lane, committed, begun.nbytes)
     return PendingSave(str(claim), begun.staged, committed, begun.counter)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.background.futures import warn_of_unseen_failures
@@ -20,11 +20,12 @@ from holdfast.stores.store import Store
 from holdfast.verbs.capturing import Capture, Captured
 from holdfast.verbs.save_options import SaveOptions
 from holdfast.verbs.save_run import SaveRun
+from holdfast.watching import Call
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-logger = logging.getLogger(__name__)
+    from holdfast.coordination.collectives import Collectives
 
 
 def save(
@@ -75,36 +76,43 @@ def save(
         >>> hf.open(path)["step"]
         100
     """
+    make_options = functools.partial(
+        SaveOptions.of,
+        include=include,
+        exclude=exclude,
+        cast=cast,
+        metadata=metadata,
+        overwrite=overwrite,
+        check_replicas=check_replicas,
+        allow_pickle=allow_pickle,
+        max_file_size=max_file_size,
+        memory_budget=memory_budget,
+    )
     place = in_messages(path)
     warn_of_unseen_failures()
     wait_for_conflicting_saves(Claim(place))
-    phases = Phases()
     call = f"holdfast.save to {place}, overwrite={overwrite!r}, check_replicas={check_replicas!r}"
-    with meeting(call, process_group) as ranks:
+    with Call("save", place) as told, meeting(call, process_group) as ranks:
+        return save_together(ranks, state, path, make_options, told)
 
-        def capture() -> tuple[SaveRun, Captured]:
-            options = SaveOptions.of(
-                include=include,
-                exclude=exclude,
-                cast=cast,
-                metadata=metadata,
-                overwrite=overwrite,
-                check_replicas=check_replicas,
-                allow_pickle=allow_pickle,
-                max_file_size=max_file_size,
-                memory_budget=memory_budget,
-            )
-            run = SaveRun(store_at(path), ranks, options, phases)
-            return run, Capture.of(options, ranks.rank, ranks.world_size).take(state)
 
-        with phases.during("capture"), no_garbage_collection():
-            run, captured = ranks.all_gather_status("capture", capture)
-        report = run.save(captured)
-    logger.info(
-        "saved %d tensors, %d bytes to %s in %.2f s",
-        report.tensor_count,
-        report.bytes_written,
-        report.path,
-        report.seconds,
-    )
+def save_together(
+    ranks: Collectives,
+    state: Any,
+    path: str | os.PathLike[str] | Store,
+    make_options: Callable[[], SaveOptions],
+    call: Call,
+) -> SaveReport:
+    """Save with ranks that are together already, and tell of it."""
+    phases = Phases(call)
+
+    def capture() -> tuple[SaveRun, Captured]:
+        options = make_options()
+        run = SaveRun(store_at(path), ranks, options, phases)
+        return run, Capture.of(options, ranks.rank, ranks.world_size).take(state)
+
+    with phases.during("capture"), no_garbage_collection():
+        run, captured = ranks.all_gather_status("capture", capture)
+    report = run.save(captured)
+    call.finish(nbytes=report.bytes_written, slowest_rank=report.slowest_rank)
     return report

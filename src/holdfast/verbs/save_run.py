@@ -70,11 +70,14 @@ class SaveRun:
     """Told of every part that is written, in bytes."""
 
     def save(self, captured: Captured) -> SaveReport:
-        """All steps."""
+        """All steps, and the event that tells of the whole."""
+        call = self.phases.call
+        call.rank, call.world_size = self.ranks.rank, self.ranks.world_size
         with self.phases.during("plan"), no_garbage_collection():
             plan = self.plan(captured)
-        with self.phases.during("write"):
+        with self.phases.during("write") as seen:
             files = self.write(plan, captured)
+            seen.nbytes = sum(file.nbytes for file in files)
         return self.commit(plan, files)
 
     def plan(self, captured: Captured) -> _Plan:
