@@ -1,0 +1,1 @@
+"""A run: many checkpoints of one training, when they are made, and which of them are kept."""
