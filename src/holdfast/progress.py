@@ -17,6 +17,8 @@ _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 class ProgressBar:
     """Shows how many of ``total`` bytes are done. It shows nothing unless ``stream`` is a terminal.
 
+    One that is ``transient`` leaves nothing behind, and what the program prints meanwhile begins where the line does.
+
     >>> with ProgressBar(100, "saving") as bar:
     ...     bar.advance(60)
     >>> bar.done
@@ -30,19 +32,27 @@ class ProgressBar:
         *,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        transient: bool = False,
     ) -> None:
         self.total = total
         self.label = label
         self.done = 0
         self._stream = sys.stderr if stream is None else stream
-        self._is_shown = _is_terminal(self._stream)
+        self._is_shown = is_terminal(self._stream)
+        self._is_transient = transient
         self._clock = clock
         self._started = clock()
         self._last_drawn: float | None = None
 
     def advance(self, nbytes: int) -> None:
         """That many more bytes are done."""
-        self.done += nbytes
+        self.show(self.done + nbytes)
+
+    def show(self, done: int, total: int | None = None, label: str | None = None) -> None:
+        """That many bytes are done now. What is not given stays."""
+        self.done = done
+        self.total = self.total if total is None else total
+        self.label = self.label if label is None else label
         now = self._clock()
         if self._is_shown and (self._last_drawn is None or now - self._last_drawn >= _PAUSE):
             self._last_drawn = now
@@ -55,14 +65,19 @@ class ProgressBar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Draw the last state and leave the line to what comes next."""
-        if self._is_shown:
+        if not self._is_shown:
+            return
+        if self._is_transient:
+            if self._last_drawn is not None:
+                self._write("\r" + " " * _columns() + "\r")
+        else:
             self._draw(self._clock())
             self._write("\n")
 
     def _draw(self, now: float) -> None:
-        columns = shutil.get_terminal_size().columns
+        columns = _columns()
         line = render(self.done, self.total, now - self._started, self.label)
-        self._write("\r" + line[: columns - 1].ljust(columns - 1))
+        self._write("\r" + line[:columns].ljust(columns) + ("\r" if self._is_transient else ""))
 
     def _write(self, text: str) -> None:
         try:
@@ -93,7 +108,7 @@ def size(nbytes: float) -> str:
     ('999 B', '1.5 MB')
     """
     unit = 0
-    while nbytes >= 1000 and unit < len(_UNITS) - 1:
+    while round(nbytes, 1) >= 1000 and unit < len(_UNITS) - 1:
         nbytes /= 1000
         unit += 1
     return f"{nbytes:.1f} {_UNITS[unit]}" if unit else f"{nbytes:.0f} B"
@@ -110,8 +125,14 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def _is_terminal(stream: TextIO) -> bool:
+def is_terminal(stream: TextIO) -> bool:
+    """Whether somebody may be looking."""
     try:
         return stream.isatty()
     except (AttributeError, ValueError):
         return False
+
+
+def _columns() -> int:
+    """How long a line may be without wrapping."""
+    return shutil.get_terminal_size().columns - 1

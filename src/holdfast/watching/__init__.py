@@ -1,0 +1,15 @@
+"""Watching what the library does: events of every phase, and what is made of them.
+
+``calls.py`` makes the events. Callbacks (``subscribers.py``), the log (``logs.py``), OpenTelemetry (``telemetry.py``)
+and trace files (``trace_file.py``) get them. Nothing here needs torch, and nothing here can make a save fail.
+"""
+
+from __future__ import annotations
+
+from holdfast.watching.calls import Call, emitting_to
+from holdfast.watching.context import about
+from holdfast.watching.event import Event
+from holdfast.watching.subscribers import Subscription, subscribe
+from holdfast.watching.trace_file import trace_to
+
+__all__ = ["Call", "Event", "Subscription", "about", "emitting_to", "subscribe", "trace_to"]

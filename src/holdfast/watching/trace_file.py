@@ -1,0 +1,130 @@
+"""Traces for Perfetto (ui.perfetto.dev) and ``chrome://tracing``: when which rank did what, drawn on a line of time.
+
+A file is complete after every event, so it can be looked at while the program runs, and after it was killed. It is JSON
+in Chrome's trace event format: an object whose ``traceEvents`` have ``ph``, ``ts`` and ``dur`` in microseconds, ``pid``
+(the rank) and ``tid`` (a row; calls that overlap have rows of their own).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.watching.event import Event
+from holdfast.watching.subscribers import Subscription, subscribe
+from holdfast.watching.trace_appending import append_to_trace, refuse_what_is_no_trace
+
+_VARIABLE = "HOLDFAST_TRACE"
+
+
+def trace_to(path: str | os.PathLike[str]) -> Subscription:
+    """Draw all saves and loads of this process into a trace file, until the ``with`` block is left or it is cancelled.
+
+    With several ranks each has a file of its own: ``trace.json`` becomes ``trace.rank-0.json`` and so on. A file that
+    is there already is continued. ``HOLDFAST_TRACE=trace.json`` in the environment does the same for the whole program.
+
+    Example:
+        >>> import json, tempfile, torch
+        >>> import holdfast as hf
+        >>> from holdfast.watching import trace_to
+        >>> folder = tempfile.mkdtemp()
+        >>> saved = hf.save({"w": torch.ones(4)}, folder + "/step-100")
+        >>> with trace_to(folder + "/trace.json"):
+        ...     loaded = hf.load({"w": torch.zeros(4)}, folder + "/step-100")
+        >>> [event["name"] for event in json.load(open(folder + "/trace.json"))["traceEvents"] if event["ph"] == "X"]
+        ['load.plan', 'load.read', 'load.apply', 'load']
+    """
+    trace = TraceFile(path)
+    trace.path.parent.mkdir(parents=True, exist_ok=True)
+    refuse_what_is_no_trace(trace.path)
+    return subscribe(trace)
+
+
+def trace_of_environment() -> Subscription | None:
+    """The trace that the environment asks for."""
+    path = os.environ.get(_VARIABLE)
+    return _kept_trace(path) if path else None
+
+
+@functools.lru_cache(maxsize=8)
+def _kept_trace(path: str) -> Subscription:
+    return Subscription(TraceFile(path))
+
+
+class TraceFile:
+    """Takes events, and writes them into the file of their rank."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self._rows: dict[int, _Rows] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            rows = self._rows.setdefault(event.rank, _Rows())
+            row, is_new = rows.row_of(event)
+        drawn = [*(_names(event.rank, row) if is_new else ()), _drawn(event, row)]
+        append_to_trace(self.file_of(event.rank, event.world_size), drawn)
+
+    def file_of(self, rank: int, world_size: int) -> Path:
+        """Where a rank writes to.
+
+        >>> TraceFile("/runs/trace.json").file_of(3, 4).name
+        'trace.rank-3.json'
+        """
+        return self.path.with_suffix(f".rank-{rank}{self.path.suffix}") if world_size > 1 else self.path
+
+
+class _Rows:
+    """Which row is whose. What is in one row must not overlap, or else it cannot be drawn."""
+
+    def __init__(self) -> None:
+        self._row_of: dict[str, int] = {}
+        self._taken_until: list[float] = []
+
+    def row_of(self, event: Event) -> tuple[int, bool]:
+        """The row of the event's call, and whether it is used for the first time."""
+        row = self._row_of.get(event.call)
+        if row is None:
+            row = next(
+                (row for row, end in enumerate(self._taken_until) if end <= event.call_began), len(self._taken_until)
+            )
+        is_new = row == len(self._taken_until)
+        if is_new:
+            self._taken_until.append(math.inf)
+        if event.is_whole:
+            self._row_of.pop(event.call, None)
+            self._taken_until[row] = event.began + event.seconds
+        else:
+            self._row_of[event.call] = row
+            self._taken_until[row] = math.inf
+        return row, is_new
+
+
+def _drawn(event: Event, row: int) -> dict[str, Any]:
+    fields = event.as_dict()
+    told = {name: fields[name] for name in ("path", "step", "nbytes", "error", "slowest_rank", "call")}
+    began, ended = (round(seconds * 1e6) for seconds in (event.began, event.began + event.seconds))
+    return {
+        "name": event.name,
+        "cat": "holdfast",
+        "ph": "X",
+        "ts": began,
+        "dur": max(0, ended - began),
+        "pid": event.rank,
+        "tid": row,
+        "args": {**fields["detail"], **{name: value for name, value in told.items() if value is not None}},
+    }
+
+
+def _names(rank: int, row: int) -> Sequence[dict[str, Any]]:
+    names = {
+        "process_name": f"rank {rank}",
+        "thread_name": "holdfast" if row == 0 else f"holdfast, at once ({row + 1})",
+    }
+    return [{"name": kind, "ph": "M", "pid": rank, "tid": row, "args": {"name": name}} for kind, name in names.items()]
