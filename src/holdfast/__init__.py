@@ -8,6 +8,10 @@
     ckpt = hf.open("runs/a/step-100")            # lazy: no process group, no template, no pickle
     ckpt["model.layers.0.wq"][0:128]             # reads only what that takes
 
+    with hf.CheckpointManager("runs/a", every_steps=500, keep_last=3) as manager:
+        restored = manager.restore(state)        # the newest that is whole; None on a fresh start
+        manager.maybe_save(step, state)          # after every step
+
 ``holdfast.dcp`` is a drop-in for ``torch.distributed.checkpoint``: change the import, keep the files.
 Importing this package needs no torch; saving and loading do.
 """
@@ -17,7 +21,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from holdfast import errors
+from holdfast import errors, keep
 from holdfast.checkpoint import Checkpoint
 from holdfast.checkpoint import open_checkpoint as open
 from holdfast.errors import CheckpointException, HoldfastError, MissingPackageError
@@ -25,8 +29,12 @@ from holdfast.formats.native.declared import declare
 from holdfast.load_report import LoadReport
 from holdfast.save_report import SaveReport
 from holdfast.version import __version__
+from holdfast.watching import Event, subscribe, trace_to
 
 if TYPE_CHECKING:
+    from holdfast.manager.manager import CheckpointManager
+    from holdfast.manager.restoring import RestoredStep
+    from holdfast.manager.steps import StepInfo
     from holdfast.states.per_rank import PerRank
     from holdfast.states.rng import RngState
     from holdfast.stock import HoldfastReader, HoldfastWriter
@@ -38,31 +46,41 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "CheckpointException",
+    "CheckpointManager",
+    "Event",
     "HoldfastError",
     "HoldfastReader",
     "HoldfastWriter",
     "LoadReport",
     "PendingSave",
     "PerRank",
+    "RestoredStep",
     "RngState",
     "SaveProgress",
     "SaveReport",
+    "StepInfo",
     "__version__",
     "async_save",
     "declare",
     "errors",
+    "keep",
     "load",
     "open",
     "save",
+    "subscribe",
+    "trace_to",
 ]
 
 _NEED_TORCH = {
+    "CheckpointManager": "holdfast.manager.manager",
     "HoldfastReader": "holdfast.stock",
     "HoldfastWriter": "holdfast.stock",
     "PendingSave": "holdfast.verbs.pending_save",
     "PerRank": "holdfast.states.per_rank",
+    "RestoredStep": "holdfast.manager.restoring",
     "RngState": "holdfast.states.rng",
     "SaveProgress": "holdfast.verbs.pending_save",
+    "StepInfo": "holdfast.manager.steps",
     "async_save": "holdfast.verbs.async_save",
     "load": "holdfast.verbs.load",
     "save": "holdfast.verbs.save",

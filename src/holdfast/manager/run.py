@@ -1,0 +1,153 @@
+"""A run as one job sees it that saves to it: the run file, the checkpoints, and what is deleted of them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from holdfast.errors import CheckpointNotFoundError
+from holdfast.manager.deleting import Deleter, Deletion
+from holdfast.manager.full_disk import next_to_go
+from holdfast.manager.retention import Policy, plan_deletions
+from holdfast.manager.run_file import RunFile, RunState
+from holdfast.manager.steps import StepInfo, folder_of, list_steps, look_at, put_back, rows_of, set_aside
+from holdfast.stores.roots import Root
+from holdfast.watching import Call
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is kept, and how carefully the rest is deleted."""
+
+    policy: Policy
+    verify: bool = False
+    """Read all of the new checkpoint before an older one goes."""
+    dry_run: bool = False
+
+
+class Run:
+    """What the coordinator does. Other ranks only look (``steps``)."""
+
+    def __init__(self, root: Root, retention: Retention) -> None:
+        self.root = root
+        self._file = RunFile(root)
+        self._token = secrets.token_hex(16)
+        self._retention = retention
+        self._deleter = Deleter(self._file, self._token, dry_run=retention.dry_run, on_deletion=_tell)
+
+    def claim(self, name: str | None, *, take_over: bool) -> str:
+        """Make this job the one that saves here. Returns the id of the run."""
+        state = self._file.claim(self._token, take_over=take_over, run=name)
+        swept = self._deleter.sweep()
+        if swept:
+            logger.info("removed what saves that were killed had left in %s: %s", self.root.location, ", ".join(swept))
+        return state.run
+
+    def steps(self) -> list[StepInfo]:
+        """All checkpoints, by their step."""
+        return list_steps(self.root, self._file.read())
+
+    def begin(self, step: int) -> None:
+        """A save to this step is about to begin. Raises if another job has taken the run."""
+        folder = folder_of(step)
+        self._deleter.protect(folder)
+        try:
+            self._file.begin(self._token, {folder: ""})
+        except BaseException:
+            self._deleter.unprotect(folder)
+            raise
+
+    def end(self, step: int, *, is_committed: bool) -> None:
+        """The save has ended. If it is committed, what is not to be kept any more is deleted in the background."""
+        folder = folder_of(step)
+        try:
+            if is_committed:
+                self._note(step)
+        except Exception as error:  # the checkpoint is there, whatever became of this
+            logger.warning(
+                "step %d is saved, but the run file or older checkpoints could not be changed: %s", step, error
+            )
+        finally:
+            self._deleter.unprotect(folder)
+
+    def _note(self, step: int) -> None:
+        store = self.root.child(folder_of(step))
+        state = self._file.check(self._token)
+        info = look_at(self.root, step, state)
+        if info is None:
+            return
+        if info.set_aside is not None:
+            put_back(store)  # what was damaged has been replaced
+        state = self._file.end(self._token, [info.name], rows=rows_of(self.root, [info], _without(state, info.name)))
+        steps = list_steps(self.root, state)
+        doomed = plan_deletions(steps, self._retention.policy, datetime.now(timezone.utc))
+        if doomed or self._deleter.failed:
+            newest = look_at(self.root, step, state) if self._retention.verify else None
+            self._deleter.submit(doomed, verify_first=newest)
+
+    def plan_deletions(self) -> list[StepInfo]:
+        """What would be deleted now."""
+        return plan_deletions(self.steps(), self._retention.policy, datetime.now(timezone.utc))
+
+    def prune(self) -> str | None:
+        """Delete the oldest checkpoint that may go, because the disk is full. Its name; None if there is none."""
+        steps = self.steps()
+        going = next_to_go(steps, spare=self._retention.policy.kept(steps, datetime.now(timezone.utc)))
+        if going is None:
+            return None
+        return going.name if all(each.is_gone for each in self._deleter.delete([going])) else None
+
+    def clean_up(self, step: int) -> None:
+        """Remove what a failed save has left of its folder."""
+        self.root.remove(folder_of(step))
+
+    def delete(self, step: int) -> None:
+        """Delete a checkpoint now."""
+        self._deleter.delete([self._found(step)])
+
+    def pin(self, step: int, *, pinned: bool) -> None:
+        """Keep a checkpoint whatever the policy says, or no more."""
+        self._found(step)
+        (self._file.pin if pinned else self._file.unpin)(step)
+
+    def set_aside(self, info: StepInfo, reason: str) -> None:
+        """Pass a damaged checkpoint over from now on."""
+        set_aside(self.root.child(info.name), reason)
+
+    def wait_for_deletions(self) -> None:
+        """Return when nothing is being deleted."""
+        self._deleter.close()
+
+    def release(self) -> None:
+        """Let other jobs save here."""
+        self._deleter.close()
+        self._file.release(self._token)
+
+    def _found(self, step: int) -> StepInfo:
+        info = look_at(self.root, step, self._file.read())
+        if info is None:
+            there = ", ".join(str(each.step) for each in self.steps()) or "none"
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint of step {step} in {self.root.location}. There are: {there}.",
+                path=self.root.child(folder_of(step)).location,
+            )
+        return info
+
+
+def _without(state: RunState, name: str) -> RunState:
+    """The state without what it remembers of a folder, which has just been written anew."""
+    rows: Mapping[str, Any] = {known: row for known, row in state.rows.items() if known != name}
+    return RunState(state.run, state.owner, state.pinned, state.unfinished, rows)
+
+
+def _tell(deletion: Deletion) -> None:
+    call = Call("delete", deletion.path, deletion.step, started=time.perf_counter() - deletion.seconds)
+    failed = deletion.reason if deletion.outcome == "failed" else None
+    call.finish(nbytes=deletion.nbytes, error=failed, outcome=deletion.outcome)
