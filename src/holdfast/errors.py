@@ -317,7 +317,7 @@ class StorageFullError(HoldfastError, OSError):
 
 
 class RunInUseError(HoldfastError, RuntimeError):
-    """Another job that is alive saves to the same folder. Fields: ``path``; its ``host``, ``pid`` and ``since`` when."""
+    """Another job that is alive saves to the same folder. Fields: ``path``; ``host``, ``pid`` and ``since`` of it."""
 
     path: str
     host: str
@@ -335,3 +335,10 @@ class RunTakenError(HoldfastError, RuntimeError):
     host: str | None
     pid: int | None
     since: str | None
+
+
+class NoUsableCheckpointError(HoldfastError, RuntimeError):
+    """A run has checkpoints, and none of them can be restored. Fields: ``path``, ``steps``."""
+
+    path: str
+    steps: Sequence[int]
