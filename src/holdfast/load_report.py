@@ -43,6 +43,8 @@ class LoadReport:
     seconds: float = 0.0
     """By the slowest rank."""
     world_size: int = 1
+    slowest_rank: int = 0
+    """The one whose reading took longest."""
 
     @classmethod
     def merged(cls, reports: Sequence[LoadReport], *, bytes_read: int, elements: int, seconds: float) -> LoadReport:

@@ -13,6 +13,7 @@ from torch import nn
 
 import holdfast as hf
 from holdfast.errors import DamagedCheckpointError, OptimizerMismatchError, StateMismatchError
+from holdfast.progress import size
 
 STORED = {
     "model": {"body.weight": torch.arange(6.0).reshape(2, 3), "head.weight": torch.ones(2), "head.bias": torch.ones(1)},
@@ -346,9 +347,11 @@ def test_what_is_no_number_cannot_be_cast(tmp_path):
 def test_a_load_is_one_line_in_the_log(path, caplog):
     with caplog.at_level("INFO", "holdfast"):
         report = hf.load(blank(), path)
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "holdfast.verbs.load"]
-    assert line.startswith(f"loaded {len(report.read)} keys, {report.bytes_read} bytes from {path} in ")
-    assert "\n" not in line
+    (record,) = [record for record in caplog.records if record.name.startswith("holdfast.")]
+    assert record.getMessage().startswith(f"loaded {size(report.bytes_read)} from {path} in ")
+    assert "\n" not in record.getMessage()
+    assert record.event["nbytes"] == report.bytes_read
+    assert record.event["detail"] == {"keys": len(report.read)}
 
 
 def test_wrong_options_are_refused(path):

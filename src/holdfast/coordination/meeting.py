@@ -37,6 +37,13 @@ def meeting(call: str, process_group: dist.ProcessGroup | None = None) -> Iterat
         yield ranks
 
 
+def own_place(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This rank and the number of ranks, before they have met."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(process_group), dist.get_world_size(process_group)
+
+
 def refuse_outsider(process_group: dist.ProcessGroup | None) -> None:
     """Raise if this rank is not in the group that was given."""
     if process_group is not None and dist.get_rank(process_group) < 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.boxes import volume
-from holdfast.coordination.meeting import meeting
+from holdfast.coordination.meeting import meeting, own_place
 from holdfast.errors import CheckpointException, HoldfastError, IncompleteLoadError
 from holdfast.garbage import no_garbage_collection
 from holdfast.load_report import LoadReport
@@ -21,16 +20,15 @@ from holdfast.sources.source import Source
 from holdfast.stores.places import in_messages
 from holdfast.stores.store import Store
 from holdfast.verbs.filling import check_regions, put, read_regions
-from holdfast.verbs.load_agreement import Agreement, agree, open_alike, reported
+from holdfast.verbs.load_agreement import Agreement, Numbers, agree, open_alike, reported
 from holdfast.verbs.load_options import LoadOptions, Rename, Transforms
 from holdfast.verbs.load_planning import LoadPlan, plan_load
+from holdfast.watching import Call, Phase
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from holdfast.coordination.collectives import Collectives
-
-logger = logging.getLogger(__name__)
 
 
 def load(
@@ -94,7 +92,11 @@ def load(
         (100, ['model.weight', 'model.bias', 'step'])
     """
     started = time.perf_counter()
-    with meeting(f"holdfast.load from {in_messages(path)}, verify={verify!r}", process_group) as ranks:
+    rank, world_size = own_place(process_group)
+    with (
+        Call("load", in_messages(path), rank=rank, world_size=world_size, started=started) as call,
+        meeting(f"holdfast.load from {call.path}, verify={verify!r}", process_group) as ranks,
+    ):
         options = ranks.all_gather_status(
             "options",
             lambda: LoadOptions.of(
@@ -111,16 +113,15 @@ def load(
             ),
         )
         with ExitStack() as stack:
-            with no_garbage_collection():
+            with call.phase("plan"), no_garbage_collection():
                 source = stack.enter_context(open_alike(ranks, lambda: open_source(path, allow_pickle=allow_pickle)))
-                run = _Load(ranks, options, source)
+                run = _Load(ranks, options, source, call)
                 plan, agreement = run.plan(state)
-            nbytes = run.read(plan)
+            reading = run.read(plan)
             run.put_in_place(plan)
-            report = run.report(plan, agreement, nbytes, started)
-    logger.info(
-        "loaded %d keys, %d bytes from %s in %.2f s", len(report.read), report.bytes_read, report.path, report.seconds
-    )
+            report = run.report(plan, agreement, reading, started)
+        call.nbytes, call.slowest_rank = report.bytes_read, report.slowest_rank
+        call.detail["keys"] = len(report.read)
     return report
 
 
@@ -131,6 +132,7 @@ class _Load:
     ranks: Collectives
     options: LoadOptions
     source: Source
+    call: Call
 
     def plan(self, state: Any) -> tuple[LoadPlan, Agreement]:
         """Match the checkpoint with the state; raises on all ranks if it does not fit on one of them."""
@@ -142,16 +144,22 @@ class _Load:
         agreement.problems.raise_if_any(self.source.location)
         return plan, agreement
 
-    def read(self, plan: LoadPlan) -> int:
-        """Read what this rank needs, straight into the tensors where that is possible; returns the bytes read."""
+    def read(self, plan: LoadPlan) -> Phase:
+        """Read what this rank needs, straight into the tensors where that is possible; returns how that went."""
         if self.options.verify == "first":
             with _remark("Nothing was changed."):
                 self.ranks.all_gather_status("verify", lambda: self._verify_first(plan))
         with _remark(_PARTLY_LOADED):
-            return self.ranks.all_gather_status("read", lambda: self._read(plan))
+            return self.ranks.all_gather_status("read", lambda: self._read_measured(plan))
 
     def _verify_first(self, plan: LoadPlan) -> None:
-        check_regions(plan.regions_to_check, self.source, self.options.memory_budget)
+        with self.call.phase("verify"):
+            check_regions(plan.regions_to_check, self.source, self.options.memory_budget)
+
+    def _read_measured(self, plan: LoadPlan) -> Phase:
+        with self.call.phase("read") as reading:
+            reading.nbytes = self._read(plan)
+        return reading
 
     def _read(self, plan: LoadPlan) -> int:
         nbytes, elements = read_regions(
@@ -178,9 +186,13 @@ class _Load:
     def put_in_place(self, plan: LoadPlan) -> None:
         """Replace values, and let live objects take over what was read."""
         with _remark(_PARTLY_LOADED):
-            self.ranks.all_gather_status("apply", plan.outcome.finish)
+            self.ranks.all_gather_status("apply", lambda: self._apply(plan))
 
-    def report(self, plan: LoadPlan, agreement: Agreement, nbytes: int, started: float) -> LoadReport:
+    def _apply(self, plan: LoadPlan) -> None:
+        with self.call.phase("apply"):
+            plan.outcome.finish()
+
+    def report(self, plan: LoadPlan, agreement: Agreement, reading: Phase, started: float) -> LoadReport:
         """What was done by all ranks together."""
         found = plan.found
         own = LoadReport(
@@ -198,7 +210,8 @@ class _Load:
             notes=[*found.notes, *(note for adapter in found.adapters for note in adapter.notes())],
             world_size=self.ranks.world_size,
         )
-        return reported(self.ranks, own, nbytes, plan.elements, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return reported(self.ranks, own, Numbers(reading.nbytes, plan.elements, reading.seconds, seconds))
 
 
 _PARTLY_LOADED = "The state is partly loaded now and must not be used."

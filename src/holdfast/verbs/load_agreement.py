@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import xxhash
@@ -100,19 +101,32 @@ class _Proposal(NamedTuple):
         )
 
 
-def reported(ranks: Collectives, lists: LoadReport, nbytes: int, elements: int, seconds: float) -> LoadReport:
+class Numbers(NamedTuple):
+    """What a load did on one rank."""
+
+    bytes_read: int
+    elements: int
+    reading: float
+    """Seconds, without those for which the rank waited for others."""
+    seconds: float
+    """All in all."""
+
+
+def reported(ranks: Collectives, lists: LoadReport, own: Numbers) -> LoadReport:
     """The report of all ranks, given the keys and the numbers of each."""
     keys = _sent_once(ranks, lists)
 
-    def merge(parts: list[tuple[LoadReport | None, int, int, float]]) -> LoadReport:
-        return LoadReport.merged(
-            [report for report, *_ in parts if report is not None],
-            bytes_read=sum(nbytes for _, nbytes, _, _ in parts),
-            elements=sum(elements for _, _, elements, _ in parts),
-            seconds=max(seconds for *_, seconds in parts),
+    def merge(parts: list[tuple[LoadReport | None, Numbers]]) -> LoadReport:
+        numbers = [own for _, own in parts]
+        report = LoadReport.merged(
+            [report for report, _ in parts if report is not None],
+            bytes_read=sum(own.bytes_read for own in numbers),
+            elements=sum(own.elements for own in numbers),
+            seconds=max(own.seconds for own in numbers),
         )
+        return replace(report, slowest_rank=max(range(len(numbers)), key=lambda rank: numbers[rank].reading))
 
-    return ranks.all_reduce("report", lambda: (keys, nbytes, elements, seconds), merge)
+    return ranks.all_reduce("report", lambda: (keys, own), merge)
 
 
 def _sent_once(ranks: Collectives, thing: T) -> T | None:

@@ -6,10 +6,10 @@ and trace files (``trace_file.py``) get them. Nothing here needs torch, and noth
 
 from __future__ import annotations
 
-from holdfast.watching.calls import Call, emitting_to
+from holdfast.watching.calls import Call, Phase, emitting_to
 from holdfast.watching.context import about
 from holdfast.watching.event import Event
 from holdfast.watching.subscribers import Subscription, subscribe
 from holdfast.watching.trace_file import trace_to
 
-__all__ = ["Call", "Event", "Subscription", "about", "emitting_to", "subscribe", "trace_to"]
+__all__ = ["Call", "Event", "Phase", "Subscription", "about", "emitting_to", "subscribe", "trace_to"]

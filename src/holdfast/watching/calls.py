@@ -55,8 +55,11 @@ class Call:
         self.step = step_around if step is None else step
         self.rank = rank
         self.world_size = world_size
+        self.nbytes = 0
+        """Of all ranks together, told at the end."""
+        self.slowest_rank: int | None = None
         self.detail = dict(detail)
-        """Told with the call as a whole, and its phases."""
+        """Told at the end, and with the phases that end after it was put there."""
         self.id = os.urandom(8).hex()
         self.is_finished = False
         self._started = now if started is None else started
@@ -71,17 +74,19 @@ class Call:
     def finish(
         self,
         *,
-        nbytes: int = 0,
+        nbytes: int | None = None,
         slowest_rank: int | None = None,
         error: BaseException | str | None = None,
         **detail: Any,
     ) -> None:
-        """Tell of the call as a whole. Only the first time counts."""
+        """Tell of the call as a whole. Only the first time counts. What is not given is taken from the fields."""
         if self.is_finished:
             return
         self.is_finished = True
         if self._is_heard(whole=True):
             seconds = time.perf_counter() - self._started
+            nbytes = self.nbytes if nbytes is None else nbytes
+            slowest_rank = self.slowest_rank if slowest_rank is None else slowest_rank
             self.tell(self._event("", self._started, seconds, nbytes, error, slowest_rank, detail))
 
     def tell(self, event: Event) -> None:
