@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from holdfast.watching import Call
@@ -24,11 +24,15 @@ class Phases:
         self.call = call
         """Whose phases these are: it tells of each."""
         self.seconds: dict[str, float] = {}
+        self.enter: Callable[[str], None] | None = None
+        """Told of each phase when it begins."""
         self._began = time.perf_counter()
 
     @contextmanager
     def during(self, name: str) -> Iterator[Phase]:
         """A phase, or one more part of it."""
+        if self.enter is not None:
+            self.enter(name)
         phase = self.call.phase(name)
         try:
             with phase:

@@ -78,14 +78,14 @@ def save_copy_in_background(
     attempts: Attempts,
     in_process: bool,
     told: Call,
-    advance: Callable[[int], None],
+    watcher: progress.Watcher,
     stalled: Callable[[], float],
 ) -> SaveFuture[SaveReport]:
     """Queue a save of what ``get_copy`` returns, which may wait for it. As for ``save_in_background`` otherwise.
 
-    ``call`` says what is called, with all that must be the same on all ranks. ``told`` tells of the end, ``advance`` is
-    told of the bytes that are written, and ``stalled`` says for how long the program has waited. The error is that of
-    the rank that failed.
+    ``call`` says what is called, with all that must be the same on all ranks. ``told`` tells of the end, ``watcher`` is
+    told how far the save is, and ``stalled`` says for how long the program has waited. The error is that of the rank
+    that failed.
     """
     chosen = asdict(settings.current())
     main_script = find_main_script() if in_process else {}
@@ -93,7 +93,7 @@ def save_copy_in_background(
     def save_here(ranks: Collectives) -> Any:
         state = ranks.own_error_first("copy", get_copy)
         refuse_different_calls(ranks.all_gather_object(call))
-        with _told(advance):
+        with _watched_by(watcher):
             return attempts(ranks, lambda: work(ranks, state))
 
     def save_in_writer(ranks: Collectives) -> Any:
@@ -105,7 +105,7 @@ def save_copy_in_background(
         request = ranks.own_error_first("copy", prepare)
         refuse_different_calls(ranks.all_gather_object(call))
         with idle_writer() as writer:
-            return attempts(ranks, lambda: writer.save(request, lane.link, str(claim), advance, told.tell))
+            return attempts(ranks, lambda: writer.save(request, lane.link, str(claim), watcher, told.tell))
 
     def save(ranks: Collectives) -> SaveReport:
         told.rank, told.world_size = ranks.rank, ranks.world_size
@@ -118,12 +118,12 @@ def save_copy_in_background(
 
 
 @contextmanager
-def _told(advance: Callable[[int], None]) -> Iterator[None]:
-    token = progress.advance.set(advance)
+def _watched_by(watcher: progress.Watcher) -> Iterator[None]:
+    token = progress.watcher.set(watcher)
     try:
         yield
     finally:
-        progress.advance.reset(token)
+        progress.watcher.reset(token)
 
 
 def give_up_in_background(error: BaseException, lane: Lane, claim: Claim, *, coordinator_rank: int) -> None:

@@ -45,6 +45,13 @@ class Advance:
 
 
 @dataclass(frozen=True)
+class Enter:
+    """A phase of the save begins. There is no answer to it."""
+
+    phase: str
+
+
+@dataclass(frozen=True)
 class Told:
     """Something happened, for whoever watches. There is no answer to it."""
 

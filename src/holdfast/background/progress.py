@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Protocol
 
-advance: ContextVar[Callable[[int], None] | None] = ContextVar("holdfast_advance", default=None)
-"""Takes the number of bytes that were written, part by part."""
+
+class Watcher(Protocol):
+    """Who wants to know."""
+
+    def advance(self, nbytes: int) -> None:
+        """So many more bytes are written."""
+
+    def enter(self, phase: str) -> None:
+        """A phase begins."""
+
+
+watcher: ContextVar[Watcher | None] = ContextVar("holdfast_watcher", default=None)
+"""Of the save that is under way here."""

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from holdfast import settings
-from holdfast.background.messages import Advance, Answer, Exchange, PackedError, Request, Told, opened
-from holdfast.background.progress import advance
+from holdfast.background.messages import Advance, Answer, Enter, Exchange, PackedError, Request, Told, opened
+from holdfast.background.progress import watcher
 from holdfast.background.shipping import unpack
 from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.linked import LinkedCollectives
@@ -60,6 +60,25 @@ class _RemoteLink:
         return answer.get()
 
 
+class _RemoteWatcher:
+    """Tells the program how far the save is."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+
+    def advance(self, nbytes: int) -> None:
+        self._tell(Advance(nbytes))
+
+    def enter(self, phase: str) -> None:
+        self._tell(Enter(phase))
+
+    def _tell(self, message: Advance | Enter) -> None:
+        try:
+            self._connection.send_bytes(pickle.dumps(message))
+        except OSError as error:
+            raise _ProgramIsGone from error
+
+
 def main(descriptor: int) -> None:
     """Serve the program at the other end of the socket ``descriptor``."""
     # Ctrl-C goes to the whole group of processes. The program decides what it means; a save goes on until it is done.
@@ -97,24 +116,17 @@ def _carry_out(request: Request, connection: Connection[Any, Any]) -> Any:
         if request.members is None
         else LinkedCollectives(_RemoteLink(connection, request.rank, request.members), request.coordinator_rank)
     )
-    token = advance.set(lambda nbytes: _tell(connection, Advance(nbytes)))
+    token = watcher.set(_RemoteWatcher(connection))
     try:
         with settings.override(**request.settings), emitting_to(partial(_pass_on, connection)):
             return request.work(ranks, request.state)
     finally:
-        advance.reset(token)
+        watcher.reset(token)
 
 
 def _pass_on(connection: Connection[Any, Any], event: Event) -> None:
     with suppress(OSError):  # if the program is gone, that is noticed soon enough
         connection.send_bytes(pickle.dumps(Told(event)))
-
-
-def _tell(connection: Connection[Any, Any], message: Advance) -> None:
-    try:
-        connection.send_bytes(pickle.dumps(message))
-    except OSError as error:
-        raise _ProgramIsGone from error
 
 
 def _importer(preparation: dict[str, Any]) -> Callable[[], None]:

@@ -21,7 +21,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_preparation_data
 from typing import Any, NamedTuple
 
-from holdfast.background.messages import Advance, Answer, Exchange, PackedError, Request, Told, opened
+from holdfast.background.messages import Advance, Answer, Enter, Exchange, PackedError, Request, Told, opened
+from holdfast.background.progress import Watcher
 from holdfast.background.shipping import in_shared_memory, pack
 from holdfast.coordination.private_group import Link
 from holdfast.errors import WriterProcessError
@@ -37,6 +38,8 @@ class PackedRequest(NamedTuple):
     data: bytes
     arenas: list[Arena]
     main_script: dict[str, Any]
+    state: dict[str, Any]
+    """What the memory is lent to. Without it, the memory would be lent again while the writer reads it."""
 
 
 _START = "from holdfast.background.writer_main import main; main({descriptor})"
@@ -71,12 +74,12 @@ class WriterProcess:
         request: PackedRequest,
         link: Link | None,
         destination: str,
-        advance: Callable[[int], None] | None = None,
+        watcher: Watcher | None = None,
         hear: Callable[[Event], None] | None = None,
     ) -> Any:
         """Have the process carry out ``request``, and pass its messages to the other ranks on.
 
-        ``advance`` is told of the bytes that it writes, and ``hear`` of events.
+        ``watcher`` is told how far it is, and ``hear`` of events.
         """
         if self._process is not None and self._process.poll() is not None:
             logger.warning("%s; a new one is started", self._obituary())
@@ -91,7 +94,7 @@ class WriterProcess:
                     assert arena.descriptor is not None
                     reduction.send_handle(connection, arena.descriptor, self._process.pid)
                 connection.send_bytes(request.data)
-            return self._serve(connection, link, advance, hear)
+            return self._serve(connection, link, watcher, hear)
         except _ConnectionLost as lost:
             assert self._process is not None
             with suppress(subprocess.TimeoutExpired):
@@ -120,7 +123,7 @@ class WriterProcess:
         self,
         connection: Connection[Any, Any],
         link: Link | None,
-        advance: Callable[[int], None] | None,
+        watcher: Watcher | None,
         hear: Callable[[Event], None] | None,
     ) -> Any:
         while True:
@@ -128,9 +131,9 @@ class WriterProcess:
                 message = opened(connection.recv_bytes())
             if isinstance(message, Answer):
                 return message.get()
-            if isinstance(message, Advance):
-                if advance is not None:
-                    advance(message.nbytes)
+            if isinstance(message, Advance | Enter):
+                if watcher is not None:
+                    _pass_on(message, watcher)
                 continue
             if isinstance(message, Told):
                 if hear is not None:
@@ -172,6 +175,13 @@ class WriterProcess:
         return f"the writer process {self._process.pid} ended with exit code {code}"
 
 
+def _pass_on(message: Advance | Enter, watcher: Watcher) -> None:
+    if isinstance(message, Advance):
+        watcher.advance(message.nbytes)
+    else:
+        watcher.enter(message.phase)
+
+
 _idle: list[WriterProcess] = []
 
 
@@ -200,7 +210,8 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 def pack_request(request: Request, main_script: dict[str, Any]) -> PackedRequest:
     """A request in the form in which it is sent. Fails if something in it cannot be pickled."""
-    return PackedRequest(*pack(replace(request, state=in_shared_memory(request.state))), main_script)
+    request = replace(request, state=in_shared_memory(request.state))
+    return PackedRequest(*pack(request), main_script, request.state)
 
 
 def find_main_script() -> dict[str, Any]:

@@ -7,18 +7,18 @@ that torch keeps of changes, and on request by digests.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 from holdfast.errors import TornSnapshotError
 from holdfast.planning.holdings import digest_pieces
-from holdfast.planning.small_tensors import lies_ready, move_small
+from holdfast.planning.small_tensors import has_its_memory, lies_ready, move_small
 from holdfast.planning.tensor_pieces import tensor_pieces
 from holdfast.staging.arenas import ArenaPool, Lease, aligned
 from holdfast.staging.copies import bytes_of, fingerprint_of_memory, has_ordinary_memory, transfer
@@ -47,12 +47,24 @@ class Copy:
             changed = digest_pieces(tensor_pieces(self.twin)) != self.digest
         self.source = None
         if changed:
-            raise TornSnapshotError(
-                f"'{self.name}' was changed while it was being copied, so this save was given up. Only the optimizers "
-                "that are given to async_save wait for the copy: give all of them, or call pending.staged.result() "
-                "before anything else changes the state.",
-                key=self.name,
-            )
+            raise self.torn()
+
+    def move(self, begin: int, nbytes: int) -> None:
+        """Copy some of the bytes of a source that lies ready."""
+        # Whoever saves memory may take that of a parameter away, and would give us no other sign of it.
+        if not has_its_memory(self.source):
+            raise self.torn()
+        # Not by torch, which would start threads for it that the program's own work has to share processors with.
+        ctypes.memmove(self.twin.data_ptr() + begin, self.source.data_ptr() + begin, nbytes)
+
+    def torn(self) -> TornSnapshotError:
+        """What to raise if the source is not what it was."""
+        return TornSnapshotError(
+            f"'{self.name}' was changed while it was being copied, so this save was given up. Only the optimizers "
+            "that are given to async_save wait for the copy: give all of them, or call pending.staged.result() "
+            "before anything else changes the state.",
+            key=self.name,
+        )
 
 
 class Copies:
@@ -120,13 +132,19 @@ class Copies:
         if not self.done.done():
             self._parts.extend(_in_parts(self._waiting.values(), self._moment))
             self._unfinished = len(self._parts)
-            threading.Thread(target=self._work, name="holdfast-stage", daemon=True).start()
+            self._start_a_thread()
 
-    def help_and_wait(self) -> None:
-        """Return when all is copied. This thread copies as well: what is waited for is done sooner."""
-        self._work()
-        with suppress(BaseException):  # it is told to whoever waits for the save
-            self.done.result()
+    def hurry(self) -> None:
+        """Return when nothing is left to copy. One more thread copies: what is waited for is done sooner.
+
+        It is not this thread itself, since Ctrl-C, which may come here, must not end a copy that others rely on.
+        """
+        if len(self._parts) > 1:
+            self._start_a_thread()
+        self.done.exception()  # is told to whoever waits for the save
+
+    def _start_a_thread(self) -> None:
+        threading.Thread(target=self._work, name="holdfast-stage", daemon=True).start()
 
     def _work(self) -> None:
         while True:
@@ -201,10 +219,8 @@ def _in_parts(copies: Iterable[Copy], moment: Moment) -> Iterator[_Part]:
         if nbytes <= SMALL_TENSOR or not lies_ready(copy.source):
             others.append(copy)
             continue
-        # Not by torch, which would start threads for it that the program's own work has to share processors with.
-        into, begin = copy.twin.data_ptr(), copy.source.data_ptr()
-        for at in range(0, nbytes, COPY_AT_ONCE):
-            yield _moving(into + at, begin + at, min(COPY_AT_ONCE, nbytes - at))
+        for begin in range(0, nbytes, COPY_AT_ONCE):
+            yield functools.partial(copy.move, begin, min(COPY_AT_ONCE, nbytes - begin))
 
     def copy_others() -> None:
         with moment.device_copies():
@@ -213,10 +229,3 @@ def _in_parts(copies: Iterable[Copy], moment: Moment) -> Iterator[_Part]:
 
     if others:
         yield copy_others
-
-
-def _moving(into: int, begin: int, nbytes: int) -> _Part:
-    def move() -> None:
-        ctypes.memmove(into, begin, nbytes)
-
-    return move

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,14 +36,15 @@ def checked_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
     Traceback (most recent call last):
     TypeError: optimizers must be torch.optim.Optimizer objects, not 7...
     """
-    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-    for each in given if isinstance(given, Iterable) else [given]:
+    one = isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Iterable)
+    given = [optimizers] if one else list(optimizers)
+    for each in given:
         if not isinstance(each, torch.optim.Optimizer):
             raise TypeError(
                 f"optimizers must be torch.optim.Optimizer objects, not {each!r}. With another kind, leave them out "
                 "and call pending.staged.result() before its step."
             )
-    return list(given)
+    return given
 
 
 def hold_steps_back(
@@ -54,35 +56,62 @@ def hold_steps_back(
             if optimizer not in _awaited:
                 _awaited[optimizer] = []
                 optimizer.register_step_pre_hook(_wait_for_copies)
-            _awaited[optimizer].append(_Awaited(copies, waited))
+            _awaited[optimizer] = [*_still_awaited_by(optimizer), _Awaited(copies, waited)]
 
 
 def _wait_for_copies(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    with _lock:
-        waiting, _awaited[optimizer] = _awaited[optimizer], []
-    for each in waiting:
-        if not each.copies.done.done():
-            began = time.perf_counter()
-            each.copies.help_and_wait()
-            each.waited(time.perf_counter() - began)
+    for each in _still_awaited_by(optimizer):
+        began = time.perf_counter()
+        each.copies.hurry()
+        each.waited(time.perf_counter() - began)
+    with _lock:  # not before: if Ctrl-C has ended the wait, the next step waits again
+        _awaited[optimizer] = _still_awaited_by(optimizer)
+
+
+def _still_awaited_by(optimizer: torch.optim.Optimizer) -> list[_Awaited]:
+    return [each for each in _awaited.get(optimizer, ()) if not each.copies.done.done()]
 
 
 def changed_only_by(optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[torch.Tensor], bool]:
-    """Tells whether a tensor is a parameter or a state of these optimizers, which nothing but a step changes."""
-    storages: set[int] = set()
+    """Tells whether a tensor is a parameter or a state of these optimizers, which nothing but a step changes.
+
+    So is a part of one, but not what else may lie in the same storage.
+    """
+    lengths: dict[int, int] = {}
     for optimizer in optimizers:
-        tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for state in optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-        storages.update(map(_storage_of, tensors))
-    storages.discard(0)
-    return lambda tensor: _storage_of(tensor) in storages
+        for tensor in _tensors_of(optimizer):
+            begin, length = _extent_of(tensor)
+            lengths[begin] = max(length, lengths.get(begin, 0))
+    lengths.pop(0, None)
+    begins = sorted(lengths)
+
+    def is_changed_by_them_alone(tensor: torch.Tensor) -> bool:
+        begin, length = _extent_of(tensor)
+        before = bisect_right(begins, begin)
+        return before > 0 and begin + length <= begins[before - 1] + lengths[begins[before - 1]]
+
+    return is_changed_by_them_alone
 
 
-def _storage_of(tensor: Any) -> int:
-    """Where the memory of a tensor begins, of this rank's part if it is spread over ranks. Zero if that is unclear."""
+def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for state in optimizer.state.values():
+        if isinstance(state, Mapping):
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _extent_of(tensor: Any) -> tuple[int, int]:
+    """Where the elements begin and how many bytes they are spread over. Of this rank's part, if there are others.
+
+    Begins at zero if there is no such place.
+    """
     local = getattr(tensor, "_local_tensor", tensor)
     try:
-        return int(local.untyped_storage().data_ptr())
+        begin = int(local.data_ptr())
+        if local.is_contiguous():
+            return begin, int(local.nbytes)
+        last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
     except (RuntimeError, NotImplementedError):
-        return 0
+        return 0, 0
+    return begin, (last + 1) * local.element_size()

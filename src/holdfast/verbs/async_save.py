@@ -17,7 +17,7 @@ import torch.distributed as dist
 from holdfast.background.async_saves import Attempts, give_up_in_background, once, save_copy_in_background
 from holdfast.background.futures import warn_of_unseen_failures
 from holdfast.background.lanes import Lane
-from holdfast.background.progress import advance
+from holdfast.background.progress import watcher
 from holdfast.background.queues import Claim
 from holdfast.budgets import checked_bytes
 from holdfast.coordination.meeting import refuse_outsider
@@ -163,17 +163,20 @@ def begin_save(
     except BaseException as error:
         # Or else the other ranks would wait for this one.
         give_up_in_background(error, lane, claim, coordinator_rank=0)
+        begun.phases.call.finish(error=error)
         raise
+    options: SaveOptions = work.keywords["options"]
     committed = save_copy_in_background(
         work,
         begun.copied,
         lane,
         claim,
-        call=f"holdfast.async_save to {claim}, overwrite={work.keywords['options'].overwrite!r}",
+        call=f"holdfast.async_save to {claim}, overwrite={options.overwrite!r}, "
+        f"check_replicas={options.check_replicas!r}",
         attempts=how.attempts,
         in_process=how.writer == "process",
         told=begun.phases.call,
-        advance=begun.counter.advance,
+        watcher=begun.counter,
         stalled=lambda: begun.counter.stalled,
     )
     note_memory(lane, committed, begun.nbytes)
@@ -211,17 +214,18 @@ class _Begun:
             captured = Capture.of(options, rank, world_size, compare_later=True).take(state)
             snapshot = Snapshot.of(captured)
         copies = snapshot.copies
-        self.nbytes, self.staged, self.counter.total_bytes = copies.nbytes, copies.done, copies.nbytes
-        options = replace(options, memory_budget=_budget_for_writing(how.memory_budget, copies.nbytes))
-        wait_for_memory(lane, copies.nbytes, how.when_busy, how.memory_budget)
+        self.nbytes, self.staged, self.counter.total_bytes = snapshot.nbytes, copies.done, snapshot.nbytes
+        for_writing, for_copies = _shares_of(how, snapshot.nbytes)
+        options = replace(options, memory_budget=for_writing)
+        wait_for_memory(lane, snapshot.nbytes, how.when_busy, for_copies)
         with self.phases.during("stage"):
             copies.begin(_pool(how.writer), check=how.check_tearing)
             self._captured.append(snapshot.captured())
             if optimizers:
                 is_held_back = changed_only_by(optimizers)
                 copies.copy_now(lambda tensor: not is_held_back(tensor))
-                hold_steps_back(optimizers, copies, self.counter.stall)
                 copies.copy_later()
+                hold_steps_back(optimizers, copies, self.counter.stall)
             else:
                 copies.copy_now()
         return functools.partial(save_copy, store=store, options=options.without_patterns(), phases=self.phases)
@@ -237,9 +241,11 @@ def save_copy(
     ranks: Collectives, captured: dict[str, Any], *, store: Store, options: SaveOptions, phases: Phases
 ) -> SaveReport:
     """Save what was captured and copied, with the given ranks: in a thread, or in a writer process."""
+    watched = watcher.get()
+    advance, phases.enter = (None, None) if watched is None else (watched.advance, watched.enter)
     with phases.during("compare"):
         complete = ranks.all_gather_status("compare", lambda: with_digests(Captured(**captured)))
-    return SaveRun(store, ranks, options, phases, advance=advance.get()).save(complete)
+    return SaveRun(store, ranks, options, phases, advance=advance).save(complete)
 
 
 def _store_for(path: str | os.PathLike[str] | Store, writer: Writer) -> Store:
@@ -249,18 +255,22 @@ def _store_for(path: str | os.PathLike[str] | Store, writer: Writer) -> Store:
     return store
 
 
-def _budget_for_writing(budget: int | None, snapshot: int) -> int | None:
-    """What may be allocated for writing, of all that may be allocated beyond the state."""
+def _shares_of(how: How, snapshot: int) -> tuple[int | None, int]:
+    """What may be allocated for writing (None for the default), and for all copies that are in use at a time."""
+    wished = 2 * snapshot if how.when_busy == "copy" else snapshot
+    budget = checked_bytes("memory_budget", how.memory_budget)
     if budget is None:
-        return None
-    rest = checked_bytes("memory_budget", budget) - snapshot  # type: ignore[operator]
-    if rest < SMALLEST_BUDGET:
+        return None, wished
+    if budget - snapshot < SMALLEST_BUDGET:
         raise ValueError(
             f"memory_budget is {budget:,} bytes, and a background save needs {snapshot:,} for a copy of this rank's "
             f"part of the state and {SMALLEST_BUDGET:,} to write it. Give it that much, or use holdfast.save, which "
             "copies nothing."
         )
-    return min(rest, MEMORY_BUDGET)
+    # More memory for writing makes it no faster than a second copy does, if there is enough for that.
+    copies = wished if budget - wished >= SMALLEST_BUDGET else snapshot
+    for_writing = min(budget - copies, MEMORY_BUDGET)
+    return for_writing, budget - for_writing
 
 
 _POOLS = {

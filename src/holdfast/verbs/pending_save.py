@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import NamedTuple
 
 from holdfast.background.futures import SaveFuture
@@ -45,7 +46,12 @@ class PendingSave:
 
     def wait(self, timeout: float | None = None) -> SaveReport:
         """What was saved, when it is committed. Raises what the save raised, or ``TimeoutError``."""
-        return self.committed.result(timeout)
+        try:
+            return self.committed.result(timeout)
+        except FutureTimeoutError:
+            if self.done():
+                raise  # it is the error of the save itself
+            raise TimeoutError(f"after {timeout:g} s the save has not ended: {self!r}. It goes on.") from None
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
@@ -53,7 +59,9 @@ class PendingSave:
 
     def progress(self) -> SaveProgress:
         """How far it is. Asks nobody and waits for nothing."""
-        return SaveProgress(self._phase(), self._counter.done_bytes, self._counter.total_bytes)
+        phase, counter = self._phase(), self._counter
+        done = counter.total_bytes if phase == "committed" else min(counter.done_bytes, counter.total_bytes)
+        return SaveProgress(phase, done, counter.total_bytes)
 
     def _phase(self) -> str:
         if self.committed.done():
@@ -65,19 +73,28 @@ class PendingSave:
         return f"<PendingSave to {self.path}: {phase}, {done:,} of {total:,} bytes>"
 
 
+_PHASES = {"compare": "planning", "plan": "planning", "write": "writing", "commit": "committing"}
+
+
 class Counter:
     """What is known of a save while it runs."""
 
     def __init__(self, total_bytes: int = 0) -> None:
         self.phase = "waiting"
+        """For the copy, for saves before this one, or for other ranks."""
         self.done_bytes = 0
         self.total_bytes = total_bytes
         self.stalled = 0.0
 
     def advance(self, nbytes: int) -> None:
         """So much more is written."""
-        self.phase = "writing"
         self.done_bytes += nbytes
+
+    def enter(self, phase: str) -> None:
+        """A phase begins, perhaps once more because the save is tried again."""
+        self.phase = _PHASES.get(phase, self.phase)
+        if self.phase == "planning":
+            self.done_bytes = 0
 
     def stall(self, seconds: float) -> None:
         """The program has waited."""

@@ -78,6 +78,8 @@ class SaveRun:
         with self.phases.during("write") as seen:
             files = self.write(plan, captured)
             seen.nbytes = sum(file.nbytes for file in files)
+        if self.phases.enter is not None:
+            self.phases.enter("commit")  # which the coordinator does, and the others wait for
         return self.commit(plan, files)
 
     def plan(self, captured: Captured) -> _Plan:

@@ -27,6 +27,8 @@ class Snapshot:
     """A state on its way into private memory."""
 
     copies: Copies
+    nbytes: int
+    """What all copies take."""
     _captured: Captured
     _parts: Mapping[str, list[tuple[Any, Copy | Any]]]
 
@@ -34,12 +36,14 @@ class Snapshot:
     def of(cls, captured: Captured) -> Snapshot:
         """Note what is to be copied. Numpy arrays are copied here and now."""
         copies = Copies()
+        others = 0
         parts: dict[str, list[tuple[Any, Any]]] = {}
         for holding in captured.holdings:
             if holding.tied_to is None:
                 local: Any = captured.local[holding.key]
-                parts[holding.key] = [(box, _noted(copies, local, box)) for box in holding.boxes]
-        return cls(copies, captured, parts)
+                noted = parts[holding.key] = [(box, _noted(copies, local, box)) for box in holding.boxes]
+                others += sum(part.nbytes for _, part in noted if isinstance(part, np.ndarray))
+        return cls(copies, copies.nbytes + others, captured, parts)
 
     def captured(self) -> Captured:
         """The state with the copies. What they hold is right when they are done."""
@@ -74,8 +78,11 @@ _pending: weakref.WeakKeyDictionary[Lane, list[tuple[Future[Any], int]]] = weakr
 _lock = threading.Lock()
 
 
-def wait_for_memory(lane: Lane, nbytes: int, when_busy: WhenBusy, budget: int | None) -> None:
-    """Return when there may be one more snapshot of so many bytes in the lane of these ranks."""
+def wait_for_memory(lane: Lane, nbytes: int, when_busy: WhenBusy, most: int) -> None:
+    """Return when there may be one more snapshot of so many bytes in the lane of these ranks.
+
+    With ``when_busy="copy"`` that is when there are not more than ``most`` bytes in all.
+    """
     while True:
         pending = _in_use(lane)
         if not pending:
@@ -86,7 +93,6 @@ def wait_for_memory(lane: Lane, nbytes: int, when_busy: WhenBusy, budget: int | 
                 "(when_busy='wait') or take memory for one more copy (when_busy='copy').",
                 pending=len(pending),
             )
-        most = (2 * nbytes if budget is None else budget) if when_busy == "copy" else nbytes
         if when_busy == "copy" and sum(size for _, size in pending) + nbytes <= most:
             return
         concurrent.futures.wait([pending[0][0]])
