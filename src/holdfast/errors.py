@@ -303,8 +303,8 @@ class PreflightError(HoldfastError, RuntimeError):
 class StorageFullError(HoldfastError, OSError):
     """There is no space left for a checkpoint. Nothing was committed, and what was written is removed again.
 
-    Fields: ``path``; ``rank``, the lowest of ``ranks``, which could not write; ``needed`` and ``free``, in bytes, None if
-    that is not known; ``deleted``, the checkpoints that were deleted to make room.
+    Fields: ``path``; ``rank``, the lowest of ``ranks``, which could not write; ``needed`` and ``free``, in bytes, None
+    if that is not known; ``deleted``, the checkpoints that were deleted to make room.
     """
 
     errno = 28  # ENOSPC, for programs that look for it
@@ -335,6 +335,13 @@ class RunTakenError(HoldfastError, RuntimeError):
     host: str | None
     pid: int | None
     since: str | None
+
+
+class NotDeletedError(HoldfastError, RuntimeError):
+    """A checkpoint that was to be deleted is still there. Fields: ``path``, ``reason``."""
+
+    path: str
+    reason: str
 
 
 class NoUsableCheckpointError(HoldfastError, RuntimeError):
