@@ -22,8 +22,10 @@ from holdfast.coordination.failures import wrap_exception
 from holdfast.coordination.meeting import meeting
 from holdfast.errors import CheckpointException, StorageFullError
 from holdfast.manager.full_disk import WhenFull, is_full, next_to_go, save_despite_full_disk
-from holdfast.manager.state_size import checkpoint_size
+from holdfast.manager.state_size import checkpoint_size, plain_options
 from holdfast.stores.roots import LocalRoot
+from holdfast.verbs.async_save import How, begin_save
+from holdfast.verbs.pending_save import PendingSave
 from tests.manager.small_disks import FullForData, find_no_space, small_disk
 from tests.ranks import RankPool
 
@@ -468,6 +470,40 @@ def save_within_a_call(places: list[Path]) -> tuple[int, list[str]]:
 def test_ranks_that_are_together_try_again_together(ranks: RankPool):
     names = [Path("step-1"), Path("step-2"), Path("step-3")]
     assert ranks(2).run(save_within_a_call, names) == [(3, ["step-1", "step-2"]), (3, [])]
+
+
+def save_in_background(root: Path) -> tuple[int, str, str]:
+    """What was written at last, and how the next save failed."""
+
+    def begin(name: str, megabytes: int) -> PendingSave:
+        place = LocalRoot(root)
+        when_full = WhenFull(
+            "prune", prune=pruner(root), free_bytes=place.free_bytes, clean_up=lambda: place.remove(name) and None
+        )
+
+        def attempts(ranks: Collectives, save: Callable[[], Any]) -> Any:
+            return save_despite_full_disk(save, str(root / name), when_full, ranks=ranks)
+
+        return begin_save(own_state(megabytes), root / name, plain_options, How(attempts=attempts), None)
+
+    saved = begin("step-8", 2).wait()
+    try:
+        begin("step-9", 3).wait()
+    except Exception as error:
+        return saved.bytes_written, type(error).__name__, str(error)
+    return saved.bytes_written, "", ""
+
+
+def test_a_save_in_the_background_makes_room_or_fails_with_the_same_error(ranks: RankPool, disk):
+    for number in (1, 2):
+        hf.save(state_of(3, number), disk / f"step-{number}")
+    outcomes = ranks(2).run(save_in_background, disk)
+    assert outcomes[0] == outcomes[1]
+    written, kind, message = outcomes[0]
+    assert written > 4 * MB
+    assert kind == "StorageFullError"
+    assert "Deleted to make room: step-2." in message
+    assert os.listdir(disk) == ["step-8"]
 
 
 def fail_alone() -> tuple[str, int]:
