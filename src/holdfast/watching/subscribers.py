@@ -72,10 +72,9 @@ def subscribe(callback: Callback) -> Subscription:
     Example:
         >>> import tempfile, torch
         >>> import holdfast as hf
-        >>> from holdfast.watching import subscribe
         >>> path = tempfile.mkdtemp() + "/step-100"
         >>> saved = hf.save({"w": torch.ones(4)}, path)
-        >>> with subscribe(lambda event: print(event.name)):
+        >>> with hf.subscribe(lambda event: print(event.name)):
         ...     loaded = hf.load({"w": torch.zeros(4)}, path)
         load.plan
         load.read

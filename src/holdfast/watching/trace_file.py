@@ -31,10 +31,9 @@ def trace_to(path: str | os.PathLike[str]) -> Subscription:
     Example:
         >>> import json, tempfile, torch
         >>> import holdfast as hf
-        >>> from holdfast.watching import trace_to
         >>> folder = tempfile.mkdtemp()
         >>> saved = hf.save({"w": torch.ones(4)}, folder + "/step-100")
-        >>> with trace_to(folder + "/trace.json"):
+        >>> with hf.trace_to(folder + "/trace.json"):
         ...     loaded = hf.load({"w": torch.zeros(4)}, folder + "/step-100")
         >>> [event["name"] for event in json.load(open(folder + "/trace.json"))["traceEvents"] if event["ph"] == "X"]
         ['load.plan', 'load.read', 'load.apply', 'load']
