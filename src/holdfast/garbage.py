@@ -1,10 +1,16 @@
-"""Python's collector of cyclic garbage, which takes its time when many small objects are made that will live on."""
+"""Python's ways to get rid of objects, which take their time, with all threads waiting, when there are very many."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from holdfast.tuning import FREED_AT_ONCE
+
+_LOOKED_AT_IN_A_MOMENT = 10_000
+"""New objects that the collector has looked at within a millisecond or so. No other thread can run meanwhile."""
 
 
 @contextmanager
@@ -26,4 +32,33 @@ def no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         if was_on:
+            _let_many_new_objects_count_as_old()
             gc.enable()
+
+
+def _let_many_new_objects_count_as_old() -> None:
+    """Spare them the look that the collector takes at all new objects as soon as it is on.
+
+    It would stop every thread for as long as that takes. Old objects have their turn when the program has made many
+    more of them. To freeze and unfreeze puts all objects among the old ones without touching any, but those that the
+    program has frozen itself must stay so.
+    """
+    if gc.get_count()[0] > _LOOKED_AT_IN_A_MOMENT and not gc.get_freeze_count():
+        gc.freeze()
+        gc.unfreeze()
+
+
+def let_go_in_parts(objects: list[Any]) -> None:
+    """Empty a list of many objects that nobody else needs, so that other threads get their turn meanwhile.
+
+    To free the last list or dict of them frees them all in one go. Who has them here too can drop those first.
+
+    >>> plan = [object() for _ in range(3)]
+    >>> leftovers = list(plan)
+    >>> del plan
+    >>> let_go_in_parts(leftovers)
+    >>> leftovers
+    []
+    """
+    while objects:
+        del objects[-FREED_AT_ONCE:]

@@ -10,12 +10,13 @@ import inspect
 import logging
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 from holdfast.coordination.collectives import Collectives
 from holdfast.errors import RankDisagreementError
 from holdfast.events import recorded_step
-from holdfast.garbage import no_garbage_collection
+from holdfast.garbage import let_go_in_parts, no_garbage_collection
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.notices import warn_caller
 from holdfast.planning.plan import SavePlan
@@ -36,6 +37,7 @@ def save_state(
     """Save ``state_dict`` with all ranks of ``ranks``; every rank gets the index of the whole checkpoint."""
     started = time.perf_counter()
     save = _Save(state_dict, writer, planner, ranks)
+    del state_dict, planner  # the save has them, and decides when they go
     try:
         metadata = save.together() if use_collectives else save.each_for_itself()
     finally:
@@ -56,6 +58,10 @@ class _Save:
         self.ranks = ranks
         self.destination: str | None = None
         self.metadata: Metadata | None = None
+        self.proposed: list[Any] = []
+        """What the plans of the ranks consist of, until they are replaced by the common one."""
+        self.used: list[Any] = []
+        """What will be left over in the end."""
         self.about: dict[str, Any] = {
             "checkpoint_id": getattr(writer, "checkpoint_id", None),
             "process_group": ranks.group,
@@ -63,7 +69,11 @@ class _Save:
 
     def let_go(self) -> None:
         """Forget the state. The traceback of an error leads here, and must not keep it alive."""
-        del self.state_dict, self.planner
+        if isinstance(self.metadata, Metadata):
+            self.used += self.metadata.state_dict_metadata.values()
+        del self.state_dict, self.planner, self.metadata
+        let_go_in_parts(self.proposed)
+        let_go_in_parts(self.used)
 
     def together(self) -> Metadata:
         """The ranks plan together and commit one index."""
@@ -116,10 +126,12 @@ class _Save:
 
     def _propose(self) -> tuple[str | None, SavePlan]:
         plan = self._plan_locally()
+        self.proposed += _members(plan)
         return self.destination, plan
 
     def _plan_for_one_destination(self, proposals: list[tuple[str | None, SavePlan]]) -> list[SavePlan]:
         """Plan for all ranks, which must have been given the same path: one index cannot describe several folders."""
+        self.proposed += (member for _, plan in proposals for member in _members(plan))
         paths = {rank: str(path) for rank, (path, _) in enumerate(proposals)}
         if len(set(paths.values())) > 1:
             raise RankDisagreementError(
@@ -133,11 +145,16 @@ class _Save:
     @no_garbage_collection()
     def _plan_globally(self, local_plans: list[SavePlan]) -> list[SavePlan]:
         plans, self.metadata = self.planner.create_global_plan(local_plans)
-        return self.writer.prepare_global_plan(plans)
+        plans = self.writer.prepare_global_plan(plans)
+        self.used += (member for plan in plans for member in _members(plan))
+        return plans
 
     @recorded_step("write_data")
     def _write(self, plan: SavePlan) -> list[WriteResult]:
-        future = self.writer.write_data(self.planner.finish_plan(plan), self.planner)
+        plan = self.planner.finish_plan(plan)
+        self.used += _members(plan)
+        let_go_in_parts(self.proposed)
+        future = self.writer.write_data(plan, self.planner)
         future.wait()
         return future.value()
 
@@ -146,6 +163,7 @@ class _Save:
     def _commit(self, results: list[list[WriteResult]]) -> Metadata:
         if self.metadata is None:
             raise AssertionError("nothing was planned")
+        self.used += (result for part in results for result in part)
         self.writer.finish(metadata=self.metadata, results=results)
         return self.metadata
 
@@ -153,6 +171,15 @@ class _Save:
         """Give all ranks' parts one id, so that parts of different saves are told apart when they are loaded."""
         save_id = self.ranks.broadcast("plan", lambda: str(uuid.uuid4()))
         call_if_present(self.writer, "share_save", save_id)
+
+
+def _members(plan: SavePlan) -> Iterator[Any]:
+    """What a plan has many of. A custom planner may make plans of a class of its own."""
+    yield from plan.items
+    yield from getattr(plan, "replica_digests", ())
+    planner_data = getattr(plan, "planner_data", None)
+    if isinstance(planner_data, dict):
+        yield from planner_data.values()
 
 
 def set_up_save_planner(

@@ -48,6 +48,13 @@ ENTRIES_AT_ONCE = 2000
 """Rows that are pickled, or entries that are encoded as JSON, in one go, which takes a millisecond or two. Python lets
 no other thread run meanwhile."""
 
+RECORDS_AT_ONCE = 500
+"""Of lists and dicts of objects that travel between ranks: what is pickled in one go. The same, for what takes longer
+than rows do."""
+
+FREED_AT_ONCE = 500
+"""Objects, with all that they are made of: a fraction of a millisecond."""
+
 STREAM_BYTES = MIB
 """What is taken of a stream at once, or handed to one: still in the processor's cache when its CRC is taken."""
 

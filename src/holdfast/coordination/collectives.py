@@ -7,7 +7,6 @@ part of the step, so that neither a result nor an exception that resists picklin
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
@@ -20,6 +19,7 @@ from holdfast.coordination.failures import (
     unpack_failure,
     wrap_exception,
 )
+from holdfast.coordination.packing import pack, unpack
 from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException
 
 Failures: TypeAlias = dict[int, WRAPPED_EXCEPTION]
@@ -62,13 +62,13 @@ def failures_of(results: list[Any]) -> Failures:
 
 
 def _pack_failures(failures: Failures) -> bytes:
-    return pickle.dumps(("failures", {rank: pack_failure(wrapped) for rank, wrapped in failures.items()}))
+    return pack(("failures", {rank: pack_failure(wrapped) for rank, wrapped in failures.items()}))
 
 
 def _pack_attempt(attempt: Attempt[Any], rank: int) -> bytes:
     """An outcome as a message. A value that does not pickle turns it into a failure of ``rank``."""
     if attempt.failure is None:
-        packing = Attempt(lambda: pickle.dumps(("value", attempt.value)))
+        packing = Attempt(lambda: pack(("value", attempt.value)))
         if packing.failure is None:
             return packing.value
         attempt.failure, attempt._interruption = packing.failure, packing._interruption
@@ -78,7 +78,7 @@ def _pack_attempt(attempt: Attempt[Any], rank: int) -> bytes:
 def _unpack(message: bytes, blamed: int) -> tuple[Any, Failures]:
     """The value of a message and the failures it reports, of which one is empty. One that does not open is one."""
     try:
-        kind, content = pickle.loads(message)  # noqa: S301 - sent by another rank of this job
+        kind, content = unpack(message)
     except Exception as error:
         return None, {blamed: wrap_exception(error)}
     if kind == "value":
@@ -183,7 +183,7 @@ class Collectives:
             results = list(reduce_fun(values))
             if len(results) != self.world_size:
                 raise ValueError(f"the step '{step}' made {len(results)} results for {self.world_size} ranks")
-            return [pickle.dumps(("value", result)) for result in results]
+            return [pack(("value", result)) for result in results]
 
         mine = Attempt(map_fun)
         decided = self._decide(mine, answers)
@@ -201,7 +201,7 @@ class Collectives:
         if not self.use_dist:
             return self._alone(step, lambda: reduce_fun([map_fun()]))
         mine = Attempt(map_fun)
-        decided = self._decide(mine, lambda values: pickle.dumps(("value", reduce_fun(values))))
+        decided = self._decide(mine, lambda values: pack(("value", reduce_fun(values))))
         reply = None
         if decided is not None:
             reply = decided.value if decided.failure is None else self._verdict(decided)

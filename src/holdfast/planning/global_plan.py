@@ -30,7 +30,7 @@ def create_default_global_save_plan(
     new_plans = []
     for plan in all_plans:
         items = [_enter(item, described, rewrite_index_hints) for item in plan.items]
-        new_plans.append(replace(plan, items=items))
+        new_plans.append(replace(plan, items=items, replica_digests={}))  # which have been compared before
     return new_plans, Metadata(described)
 
 

@@ -28,7 +28,7 @@ from holdfast.errors import (
     UnsafePathError,
     UnsupportedVersionError,
 )
-from holdfast.formats.dcp import index_shortcut
+from holdfast.formats.dcp import index_shortcut, index_writer
 from holdfast.formats.dcp.index import decode_index, encode_index
 from holdfast.formats.dcp.storage_info import Seal, _StorageInfo
 from holdfast.metadata import (
@@ -202,6 +202,12 @@ def test_a_path_object_as_checkpoint_id_is_stored_as_text(tmp_path: pathlib.Path
 
 def test_the_same_index_gives_the_same_bytes() -> None:
     assert encode_index(example()) == encode_index(copy.deepcopy(example()))
+
+
+def test_an_index_that_is_put_together_in_many_parts_has_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = [encode_index(metadata) for metadata in (example(), unusual())]
+    monkeypatch.setattr(index_writer, "_PARTS_AT_ONCE", 1)
+    assert [encode_index(metadata) for metadata in (example(), unusual())] == at_once
 
 
 def test_encoding_does_not_change_what_it_encodes() -> None:
