@@ -12,7 +12,8 @@ from holdfast.planning.save_planner import DefaultSavePlanner
 from holdfast.settings import Settings, current, override
 
 BOOLS = [knob.name for knob in fields(Settings) if isinstance(getattr(Settings, knob.name), bool)]
-STRICTNESSES = [knob.name for knob in fields(Settings) if knob.name not in BOOLS]
+NUMBERS = [knob.name for knob in fields(Settings) if isinstance(getattr(Settings, knob.name), float)]
+STRICTNESSES = [knob.name for knob in fields(Settings) if knob.name not in [*BOOLS, *NUMBERS]]
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,12 @@ def _clean_environment(monkeypatch):
 
 def test_by_default_pickles_are_refused_and_everything_is_checked():
     expected = Settings(
-        allow_pickle=False, replica_check="warn", dtype_change="warn", verify=True, keep_staging_memory=True
+        allow_pickle=False,
+        replica_check="warn",
+        dtype_change="warn",
+        verify=True,
+        keep_staging_memory=True,
+        drain_seconds=600,
     )
     assert current() == expected
 
@@ -46,6 +52,37 @@ def test_the_environment_sets_a_switch(monkeypatch, knob, text, value):
 def test_the_environment_sets_a_strictness(monkeypatch, knob, text):
     monkeypatch.setenv(f"HOLDFAST_{knob.upper()}", text)
     assert getattr(current(), knob) == text.strip().lower()
+
+
+@pytest.mark.parametrize("knob", NUMBERS)
+@pytest.mark.parametrize(("text", "value"), [("0", 0), (" 2.5\n", 2.5), ("1e3", 1000), ("inf", float("inf"))])
+def test_the_environment_sets_a_number(monkeypatch, knob, text, value):
+    monkeypatch.setenv(f"HOLDFAST_{knob.upper()}", text)
+    assert getattr(current(), knob) == value
+
+
+@pytest.mark.parametrize("knob", NUMBERS)
+@pytest.mark.parametrize("text", ["", "soon", "-1", "nan", "10 s", "true"])
+def test_a_number_that_is_not_understood_is_an_error_that_says_what_is(monkeypatch, knob, text):
+    variable = f"HOLDFAST_{knob.upper()}"
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ValueError, match=f"{variable}=.*number of seconds") as error:
+        current()
+    assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize("knob", NUMBERS)
+@pytest.mark.parametrize("value", [-0.5, float("nan"), True, "10", None])
+def test_an_override_of_a_number_with_something_else_is_an_error(knob, value):
+    with pytest.raises(ValueError, match=f"{knob}={value!r} is not understood"), override(**{knob: value}):
+        pass
+    assert current() == Settings()
+
+
+@pytest.mark.parametrize("knob", NUMBERS)
+def test_an_override_takes_whole_numbers_too(knob):
+    with override(**{knob: 3}) as inside:
+        assert getattr(inside, knob) == 3
 
 
 @pytest.mark.parametrize("knob", [*BOOLS, *STRICTNESSES])

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 Strictness = Literal["off", "warn", "error"]
 
 _PREFIX = "HOLDFAST_"
+_A_NUMBER = "a number of seconds that is not negative, such as 600 or inf"
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class Settings:
     keep_staging_memory: bool = True
     """Keep the memory of the last background save's copy for the next one: fresh memory doubles the time it takes."""
 
+    drain_seconds: float = 600.0
+    """How long the end of the program waits for background saves. Then it gives up, says which, and fails."""
+
     def __post_init__(self) -> None:
         for knob in fields(self):
             check(knob.name, getattr(self, knob.name))
@@ -44,7 +48,13 @@ class Settings:
 
 def check(name: str, value: Any) -> None:
     """Raise if the knob ``name`` does not take ``value``: a misspelt ``"error"`` must not pass for ``"off"``."""
-    accepted = (True, False) if isinstance(getattr(Settings, name), bool) else get_args(Strictness)
+    default = getattr(Settings, name)
+    if isinstance(default, float):
+        # Neither a switch, which Python takes for a number, nor "not a number", which is below nothing.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+            raise ValueError(f"{name}={value!r} is not understood; use {_A_NUMBER}")
+        return
+    accepted = (True, False) if isinstance(default, bool) else get_args(Strictness)
     if value not in accepted:
         raise ValueError(f"{name}={value!r} is not understood; use one of {list(accepted)}")
 
@@ -60,6 +70,8 @@ def _from_environment() -> Settings:
 
 def _parse(name: str, text: str, default: Any) -> Any:
     lowered = text.strip().lower()
+    if isinstance(default, float):
+        return _parse_number(name, text)
     if isinstance(default, bool):
         accepted = {
             "1": True,
@@ -76,6 +88,15 @@ def _parse(name: str, text: str, default: Any) -> Any:
     if lowered not in accepted:
         raise ValueError(f"{_PREFIX}{name.upper()}={text!r} is not understood; use one of {sorted(accepted)}")
     return accepted[lowered]
+
+
+def _parse_number(name: str, text: str) -> float:
+    try:
+        number = float(text)
+        check(name, number)
+    except ValueError:
+        raise ValueError(f"{_PREFIX}{name.upper()}={text!r} is not understood; use {_A_NUMBER}") from None
+    return number
 
 
 _overrides: ContextVar[dict[str, Any] | None] = ContextVar("holdfast_settings", default=None)

@@ -1,4 +1,4 @@
-"""The end of the program: it waits for pending saves, and its exit code tells of a failed one.
+"""The end of the program: it waits for pending saves, and its exit code tells of one that failed or took too long.
 
 Waiting happens where Python waits for threads, before anything is taken apart, so it also happens after an uncaught
 exception. The exit code can only be changed by leaving for good, which is put off until other exit functions have run.
@@ -13,11 +13,14 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 # Whoever registers later is called earlier, and pools of threads must still work when this module's function runs.
 import concurrent.futures.thread  # noqa: F401  isort: skip
 
+from holdfast import settings
 from holdfast.background.futures import has_unseen_failures, take_untold_failures
 from holdfast.background.lanes import all_lanes
 from holdfast.background.writer_process import close_idle_writers
@@ -29,19 +32,47 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 def _finish_pending_saves() -> None:
+    patience = _patience()
     try:
-        for lane in all_lanes():
-            lane.queue.wait_until_idle()
+        unfinished = _drain(patience)
     except KeyboardInterrupt:
-        pending = [str(claim) for lane in all_lanes() for claim in lane.queue.claims()]
-        sys.stderr.write(f"holdfast: interrupted; these saves were not finished: {', '.join(pending)}\n")
-        _leave(_INTERRUPTED)
+        _give_up("interrupted", _pending(), _INTERRUPTED)
+    if unfinished:
+        # At once: pools of threads, which are joined next, would wait for what these saves are stuck in.
+        _give_up(f"the program ended {patience:g} s ago (HOLDFAST_DRAIN_SECONDS)", unfinished, _FAILED)
     close_idle_writers()
     forget_private_groups()
     for told in take_untold_failures():
         sys.stderr.write(f"holdfast: {told}\n")
     if multiprocessing.parent_process() is not None:
         _leave_if_a_save_failed()  # exit functions may not be called in such a process
+
+
+def _patience() -> float:
+    try:
+        return settings.current().drain_seconds
+    except ValueError as error:  # the environment was changed since the save began, which must not be lost for it
+        sys.stderr.write(f"holdfast: {error}\n")
+        return settings.Settings.drain_seconds
+
+
+def _drain(seconds: float) -> list[str]:
+    """Wait for the saves of all lanes. Those that are not finished then."""
+    end = time.monotonic() + seconds
+    for lane in all_lanes():
+        lane.queue.wait_until_idle(max(0.0, end - time.monotonic()))
+    return _pending()
+
+
+def _pending() -> list[str]:
+    return [str(claim) for lane in all_lanes() for claim in lane.queue.claims()]
+
+
+def _give_up(why: str, unfinished: Sequence[str], code: int) -> NoReturn:
+    sys.stderr.write(f"holdfast: {why}; these saves were not finished: {', '.join(unfinished)}\n")
+    for told in take_untold_failures():
+        sys.stderr.write(f"holdfast: {told}\n")
+    _leave(code)
 
 
 def _leave_if_a_save_failed() -> None:
