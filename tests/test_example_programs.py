@@ -113,6 +113,30 @@ NATIVE = [
         processes=4,
     ),
     Program(
+        "train_with_manager.py",
+        r"Stopped after step 13, with checkpoints of 10 13\nWent on with step 14; now there are 15 20\n"
+        r"Losses without a break: (?P<losses>\d\.\d{6}( \d\.\d{6}){2})\nLosses with a break:    (?P=losses)\n",
+        under_torchrun=False,
+    ),
+    Program(
+        "fsdp2_tp_with_manager.py",
+        r"steps 1 to 12: \(2, 2\) .*\nsteps 1 to 6: \(2, 2\) .*\nsteps 7 to 12: \(4,\) \(Shard\(dim=0\),\)\n"
+        r"Losses in one layout:  (?P<losses>\d\.\d{4}( \d\.\d{4}){2})\nLosses in two layouts: (?P=losses)\n",
+        processes=4,
+    ),
+    Program(
+        "lora_finetune.py",
+        r"A checkpoint of the run has adapter.0.down, adapter.0.up, adapter.2.down, adapter.2.up\n"
+        r"It takes 1\d% of the base model, with the state of the optimizer\n",
+        under_torchrun=False,
+    ),
+    Program(
+        "async_save_by_hand.py",
+        "".join(rf"step {step}: 16 tensors, as they were when the save was called\n" for step in (2, 4, 6, 8))
+        + r"a writer process: 16 tensors; then committed\n",
+        under_torchrun=False,
+    ),
+    Program(
         "stock_trainer_native_format.py",
         r"Losses after step 5, without a break:  (?P<losses>\d\.\d{6}(, \d\.\d{6}){2})\n"
         r"Losses after step 5, of a new program: (?P=losses)\n"
