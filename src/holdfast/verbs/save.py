@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from holdfast.background.futures import warn_of_unseen_failures
 from holdfast.background.lanes import wait_for_conflicting_saves
 from holdfast.background.queues import Claim
-from holdfast.coordination.meeting import meeting
+from holdfast.coordination.meeting import meeting, own_place
 from holdfast.garbage import no_garbage_collection
 from holdfast.patterns import Pattern, Patterns
 from holdfast.phases import Phases
@@ -92,7 +92,8 @@ def save(
     warn_of_unseen_failures()
     wait_for_conflicting_saves(Claim(place))
     call = f"holdfast.save to {place}, overwrite={overwrite!r}, check_replicas={check_replicas!r}"
-    with Call("save", place) as told, meeting(call, process_group) as ranks:
+    rank, world_size = own_place(process_group)
+    with Call("save", place, rank=rank, world_size=world_size) as told, meeting(call, process_group) as ranks:
         return save_together(ranks, state, path, make_options, told)
 
 
@@ -107,12 +108,12 @@ def save_together(
     phases = Phases(call)
 
     def capture() -> tuple[SaveRun, Captured]:
-        options = make_options()
-        run = SaveRun(store_at(path), ranks, options, phases)
-        return run, Capture.of(options, ranks.rank, ranks.world_size).take(state)
+        with phases.during("capture"), no_garbage_collection():
+            options = make_options()
+            run = SaveRun(store_at(path), ranks, options, phases)
+            return run, Capture.of(options, ranks.rank, ranks.world_size).take(state)
 
-    with phases.during("capture"), no_garbage_collection():
-        run, captured = ranks.all_gather_status("capture", capture)
+    run, captured = ranks.all_gather_status("capture", capture)
     report = run.save(captured)
-    call.finish(nbytes=report.bytes_written, slowest_rank=report.slowest_rank)
+    call.nbytes, call.slowest_rank = report.bytes_written, report.slowest_rank
     return report

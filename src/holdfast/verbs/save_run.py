@@ -70,14 +70,10 @@ class SaveRun:
     """Told of every part that is written, in bytes."""
 
     def save(self, captured: Captured) -> SaveReport:
-        """All steps, and the event that tells of the whole."""
-        call = self.phases.call
-        call.rank, call.world_size = self.ranks.rank, self.ranks.world_size
+        """All steps."""
         with self.phases.during("plan"), no_garbage_collection():
             plan = self.plan(captured)
-        with self.phases.during("write") as seen:
-            files = self.write(plan, captured)
-            seen.nbytes = sum(file.nbytes for file in files)
+        files = self.write(plan, captured)
         if self.phases.enter is not None:
             self.phases.enter("commit")  # which the coordinator does, and the others wait for
         return self.commit(plan, files)
@@ -104,8 +100,8 @@ class SaveRun:
         written: list[WrittenFile] = []
 
         def write() -> None:
-            written.extend(
-                write_chunks(
+            with self.phases.during("write") as seen:  # without the time that this rank waits for others
+                files = write_chunks(
                     self.store,
                     plan.chunks,
                     captured.local,
@@ -115,7 +111,8 @@ class SaveRun:
                     memory_budget=self.options.memory_budget,
                     advance=self.advance,
                 )
-            )
+                written.extend(files)
+                seen.nbytes = sum(file.nbytes for file in files)
 
         try:
             self.ranks.all_gather_status("write", write)
