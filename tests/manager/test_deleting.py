@@ -17,7 +17,7 @@ from holdfast.formats.native.names import RECORD
 from holdfast.manager.deleting import Deleter, Deletion
 from holdfast.manager.retention import plan_deletions
 from holdfast.manager.run_file import RUN_FILE, RunFile
-from holdfast.manager.steps import SET_ASIDE, StepInfo, folder_of, set_aside
+from holdfast.manager.steps import SET_ASIDE, StepInfo, folder_of, rows_of, set_aside
 from holdfast.stores import LocalRoot, LocalStore, MemoryRoot, Root
 from tests.manager.folders import TOKEN, a_run, files_in, loads, save_step, state_of, steps_in
 from tests.ranks import RankPool
@@ -73,6 +73,14 @@ def test_a_deleted_step_is_gone_with_its_folder_and_the_others_are_whole(root):
     assert sorted(root.children()) == [folder_of(1), folder_of(3)]
     assert all(loads(root, step) for step in (1, 3))
     assert run_file.check(TOKEN).unfinished == {}
+
+
+def test_what_was_remembered_of_a_deleted_step_is_forgotten(root):
+    run_file = a_run(root, 1, 2)
+    rows = rows_of(root, list(steps_in(root).values()), run_file.read())
+    run_file.end(TOKEN, [], rows=rows)
+    delete(root, 1)
+    assert list(run_file.read().rows) == [folder_of(2)]
 
 
 def test_what_a_policy_dooms_is_deleted(root):

@@ -6,7 +6,7 @@ import math
 from datetime import datetime, timedelta, timezone
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import keep
@@ -191,6 +191,7 @@ def test_a_policy_of_ones_own():
 
 # --- properties ---------------------------------------------------------------------------------------------------
 
+examples = settings(max_examples=50)
 hours = st.none() | st.integers(-2, 30)
 infos = st.builds(
     step,
@@ -230,6 +231,7 @@ policies = st.recursive(
 )
 
 
+@examples
 @given(listings, policies)
 def test_nothing_is_deleted_that_must_stay(steps, policy):
     doomed = plan_deletions(steps, policy, NOW)
@@ -242,6 +244,7 @@ def test_nothing_is_deleted_that_must_stay(steps, policy):
         assert not timed or max(timed, key=lambda info: (info.saved_at, info.step)) in stay
 
 
+@examples
 @given(listings, policies)
 def test_every_step_is_either_kept_for_a_reason_or_deleted(steps, policy):
     kept, doomed = policy.kept(steps, NOW), plan_deletions(steps, policy, NOW)
@@ -250,6 +253,7 @@ def test_every_step_is_either_kept_for_a_reason_or_deleted(steps, policy):
     assert [info.step for info in doomed] == sorted(info.step for info in doomed)
 
 
+@examples
 @given(listings, policies)
 def test_once_all_is_deleted_there_is_nothing_more_to_delete(steps, policy):
     doomed = plan_deletions(steps, policy, NOW)
@@ -257,6 +261,7 @@ def test_once_all_is_deleted_there_is_nothing_more_to_delete(steps, policy):
     assert plan_deletions(left, policy, NOW) == []
 
 
+@examples
 @given(listings, policies, st.randoms())
 def test_the_order_of_the_list_does_not_matter(steps, policy, random):
     shuffled = steps.copy()
@@ -264,6 +269,7 @@ def test_the_order_of_the_list_does_not_matter(steps, policy, random):
     assert plan_deletions(shuffled, policy, NOW) == plan_deletions(steps, policy, NOW)
 
 
+@examples
 @given(listings, policies, policies)
 def test_a_policy_more_never_deletes_more(steps, one, other):
     joined = {info.step for info in plan_deletions(steps, one | other, NOW)}
@@ -271,6 +277,7 @@ def test_a_policy_more_never_deletes_more(steps, one, other):
     assert joined == apart[0] & apart[1]
 
 
+@examples
 @given(listings, policies, limits)
 def test_a_limit_never_keeps_more_and_is_kept(steps, policy, limit):
     before, after = policy.kept(steps, NOW), policy.within(**limit).kept(steps, NOW)
@@ -283,6 +290,7 @@ def test_a_limit_never_keeps_more_and_is_kept(steps, policy, limit):
         assert sum(info.nbytes for info in good if info.step in after) <= limit["max_bytes"]
 
 
+@examples
 @given(listings, policies, limits)
 def test_a_limit_deletes_no_more_than_it_has_to(steps, policy, limit):
     if "max_bytes" not in limit:

@@ -268,10 +268,11 @@ def test_on_a_full_disk_the_owner_can_still_act_and_others_still_cannot(tmp_path
 def test_a_file_that_was_deleted_comes_back_as_it_was(root):
     run_file = RunFile(root)
     run_file.claim("mine")
-    run_file.pin(500)
+    RunFile(root).pin(500)  # by another process
     before = run_file.check("mine")
     root.store.delete([RUN_FILE])
     assert run_file.check("mine") == before
+    assert RunFile(root).read() == before
     root.store.delete([RUN_FILE])
     run_file.begin("mine", {"step-00000001": ""})
     assert RunFile(root).read() == replace(before, unfinished={"step-00000001": ""})

@@ -111,7 +111,8 @@ def test_a_copy_of_our_checkpoint_is_not_ours(tmp_path):
     root = LocalRoot(tmp_path)
     a_run(root, 1)
     shutil.copytree(tmp_path / folder_of(1), tmp_path / folder_of(2))
-    assert [info.is_ours for info in steps_in(root).values()] == [True, False]
+    (tmp_path / folder_of(1)).rename(tmp_path / "step-1")
+    assert [info.is_ours for info in steps_in(root).values()] == [False, False]
 
 
 def test_without_a_run_nothing_is_ours(root):
@@ -169,6 +170,15 @@ def test_a_step_that_was_saved_again_is_read_again(root):
     save_step(root, 1, {"loss": 2.0}, overwrite=True)
     (info,) = list_steps(root, state)
     assert info.metrics == {"loss": 2.0}
+
+
+def test_a_remembered_record_that_was_cut_off_since_is_damage(tmp_path):
+    root = LocalRoot(tmp_path)
+    a_run(root, 1)
+    state, record = remembered(root), tmp_path / folder_of(1) / RECORD
+    record.write_bytes(record.read_bytes()[:-100])
+    (info,) = list_steps(root, state)
+    assert info.damage is not None
 
 
 @pytest.mark.parametrize("spoil", [{}, {"identity": 7}, {"nbytes": "many"}, {"metrics": None}, {"more": 1}])
