@@ -13,6 +13,7 @@ from benchmarks.contenders import LOADING_PEERS, OURS, OURS_DCP, PEERS, STOCK, S
 from benchmarks.pauses import NOTHING
 from benchmarks.rounds import Measure
 from benchmarks.scales import FULL, MIB
+from benchmarks.stalls import BY_PROCESS, COPY, NO_SAVES, OVERLAPPED
 from benchmarks.whole_states import CACHED_READ, COLD_PROBES, DIRECT_WRITES, OURS_DCP_FROM_STOCK, OURS_FROM_STOCK
 
 MEMORY_MARGIN = 64 * MIB
@@ -68,7 +69,7 @@ def speed(
     aim: float | None = None,
 ) -> Rule:
     """How many times faster than the best of some others. A probe is usually faster: then it is less than 1."""
-    target = "" if at_least is None else f"{at_least:g}x" + (f", better {aim:g}x" if aim else "")
+    target = "" if at_least is None else f"{at_least:.3g}x" + (f", better {aim:g}x" if aim else "")
 
     def rule(measures: Measures, _: Facts) -> Row:
         measure = measures.get(key)
@@ -233,6 +234,7 @@ _COLD = "cold load"
 _DCP = "files of DCP"
 _SMALL = "small tensors"
 _HUGE = "one huge tensor"
+_STALLS = "background saves"
 _SLICES = "slices"
 _RESHARDING = "resharding"
 _BEST_STOCK = (STOCK, *STOCK_VARIANTS)
@@ -305,6 +307,20 @@ RULES: list[Rule] = [
     pause("holdfast.dcp.async_save of small tensors", "pauses small tensors", OURS_DCP),
     pause("holdfast.dcp.async_save of small tensors by two processes", "pauses small tensors by 2", OURS_DCP),
     pause("holdfast.dcp.async_save of one huge tensor", "pauses huge tensor", OURS_DCP),
+    speed(_STALLS, "time in the call of async_save vs stock DCP", "stalls call", (STOCK,), at_least=5),
+    speed(_STALLS, "time in the call of async_save vs one memory copy", "stalls call", (COPY,), at_least=1 / 1.3),
+    speed(
+        _STALLS,
+        "time in the call, overlapped with training, vs one memory copy",
+        "stalls call",
+        (COPY,),
+        ours=OVERLAPPED,
+        at_least=20,
+    ),
+    speed(_STALLS, "training with overlapped saves vs without saves", "stalls loop", (NO_SAVES,), ours=OVERLAPPED),
+    speed(_STALLS, "training with overlapped saves vs stock DCP", "stalls loop", (STOCK,), ours=OVERLAPPED),
+    speed(_STALLS, "training with saves vs stock DCP", "stalls loop", (STOCK,)),
+    speed(_STALLS, "training with saves by a process vs stock DCP", "stalls loop", (STOCK,), ours=BY_PROCESS),
     speed(_HUGE, "native save vs direct-write probe", "huge tensor save", tuple(DIRECT_WRITES)),
     speed(_HUGE, "native save vs stock DCP", "huge tensor save", (STOCK,)),
     speed(_HUGE, "native load, warm, vs cached-read probe", "huge tensor warm", (CACHED_READ,)),

@@ -25,6 +25,7 @@ from benchmarks.rounds import one_line
 from benchmarks.rows import Row, fill_in
 from benchmarks.scales import SCALES, Scale
 from benchmarks.slices import measure_slices
+from benchmarks.stalls import measure_stalls
 from benchmarks.suite import Suite
 from benchmarks.whole_states import measure_huge_tensor, measure_small_tensors, measure_transformer
 from tests.ranks import RankPool
@@ -39,6 +40,7 @@ PARTS: dict[str, Callable[[Suite], None]] = {
     "resharding": measure_resharding,
     "memory": measure_memory,
     "pauses": measure_pauses,
+    "stalls": measure_stalls,
 }
 
 

@@ -33,6 +33,11 @@ class Scale:
     resharded_tensors: int
     world_sizes: tuple[int, ...]
     """All of them save, and all others load that."""
+    stalled_bytes: int
+    """Of the state whose background saves are measured."""
+    stalled_tensors: int
+    trained_bytes: int
+    """Of the state of a training loop that saves all the time."""
     memory_workloads: tuple[str, ...] = ("transformer", "small tensors", "huge tensor")
 
     @property
@@ -57,6 +62,9 @@ FULL = Scale(
     resharded_bytes=256 * MIB,
     resharded_tensors=32,
     world_sizes=(1, 2, 4),
+    stalled_bytes=1200 * MIB,
+    stalled_tensors=150,
+    trained_bytes=192 * MIB,
 )
 
 QUICK = Scale(
@@ -75,6 +83,9 @@ QUICK = Scale(
     resharded_bytes=64 * MIB,
     resharded_tensors=16,
     world_sizes=(1, 2, 4),
+    stalled_bytes=256 * MIB,
+    stalled_tensors=60,
+    trained_bytes=48 * MIB,
 )
 
 TINY = Scale(
@@ -93,6 +104,9 @@ TINY = Scale(
     resharded_bytes=2 * MIB,
     resharded_tensors=4,
     world_sizes=(1, 2),
+    stalled_bytes=MIB,
+    stalled_tensors=6,
+    trained_bytes=MIB // 4,
     memory_workloads=("huge tensor",),
 )
 
