@@ -106,6 +106,7 @@ def test_bytes_of_what_cannot_go_count_too():
     steps = [step(1, nbytes=40, pinned=True), step(2, nbytes=30), step(3, nbytes=20), step(4, nbytes=10)]
     assert deleted(keep.everything().within(max_bytes=70), steps) == [2]
     assert deleted(keep.last(1).within(max_bytes=10**9), steps) == [2, 3]
+    assert deleted(keep.last(2).within(max_bytes=60), steps) == [2, 3]
 
 
 def test_no_limit_changes_nothing():
