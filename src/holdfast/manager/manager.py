@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import functools
 import logging
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from holdfast import settings
-from holdfast.background.lanes import wait_for_conflicting_saves
-from holdfast.background.queues import Claim
-from holdfast.coordination.meeting import meeting
-from holdfast.errors import CheckpointNotFoundError
+from holdfast.coordination.meeting import meeting, own_place
+from holdfast.load_report import LoadReport
 from holdfast.manager import steps as steps_of_run
-from holdfast.manager.full_disk import OnFull, WhenFull, save_despite_full_disk
+from holdfast.manager.full_disk import OnFull
+from holdfast.manager.keep_arguments import KeepBest, joined_policy, most_kept
+from holdfast.manager.pending import OnFailure
 from holdfast.manager.preemption import USUAL_SIGNALS, Preemption
 from holdfast.manager.preflight import run_preflight
 from holdfast.manager.preflight_report import PreflightReport
 from holdfast.manager.pulse import Beat, Pulse
-from holdfast.manager.restoring import RestoredStep, restore_newest
-from holdfast.manager.retention import Policy, best, every, everything, last
+from holdfast.manager.restoring import RestoredStep, Restoring, chosen_step
+from holdfast.manager.retention import Policy
 from holdfast.manager.run import Retention, Run
+from holdfast.manager.saver import Saver, Saving, Wanted
 from holdfast.manager.steps import Mode, StepInfo, folder_of
-from holdfast.notices import warn_caller
 from holdfast.save_report import SaveReport
 from holdfast.stores.roots import Root, root_at
-from holdfast.verbs.async_save import How, Writer, begin_save
+from holdfast.verbs.async_save import How, Writer
 from holdfast.verbs.load import load
 from holdfast.verbs.pending_save import PendingSave
-from holdfast.verbs.save import save_together
-from holdfast.verbs.save_options import SaveOptions
 from holdfast.verbs.snapshots import WhenBusy
-from holdfast.watching import Call, Event, about, subscribe, trace_to
-from holdfast.watching.progress_line import ProgressLine
+from holdfast.watching import Event, about, subscribe, trace_to
 
 if TYPE_CHECKING:
     from holdfast.coordination.collectives import Collectives
@@ -49,8 +43,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-OnFailure = Literal["raise", "warn"]
 
 
 class CheckpointManager:
@@ -68,7 +60,7 @@ class CheckpointManager:
         every_minutes: float | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
-        keep_best: tuple[int, str] | tuple[int, str, Mode] | None = None,
+        keep_best: KeepBest | None = None,
         keep: Policy | None = None,
         max_age: timedelta | None = None,
         max_bytes: int | None = None,
@@ -88,6 +80,7 @@ class CheckpointManager:
         save_options: Mapping[str, Any] | None = None,
         run: str | None = None,
         take_over: bool = False,
+        read_only: bool = False,
         on_event: Callable[[Event], object] | None = None,
         trace: str | os.PathLike[str] | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -123,8 +116,11 @@ class CheckpointManager:
                 whole set.
             metadata: to be found in every checkpoint of this manager.
             save_options: other arguments of ``save``, such as ``{"exclude": "model.frozen.*", "cast": ...}``.
+                ``memory_budget`` is that of ``async_save`` if saves are in the background.
             run: the id that the run must have, or gets if it is new.
             take_over: take the run from a job that is still alive on this machine. That one can save no more.
+            read_only: only look and restore, beside the job that trains or after it: for evaluations. Nothing is
+                written, deleted or set aside, and no signal is handled.
             on_event: called with every event of saves, loads and deletions (see ``holdfast.subscribe``).
             trace: write a trace for Perfetto or Chrome to this file.
             process_group: the ranks of the run; all by default.
@@ -142,45 +138,41 @@ class CheckpointManager:
             ...     [info.step for info in manager.steps()], restored.step
             ([30, 35], 35)
         """
-        _check_choice("on_failure", on_failure, ("raise", "warn"))
         self.root = root_at(root)
-        self._group = process_group
-        self._every = (every_steps, every_minutes)
-        self._run = Run(
-            self.root,
-            Retention(
-                _policy(keep_last, keep_every, keep_best, keep).within(max_age=max_age, max_bytes=max_bytes),
-                verify_before_delete,
-                dry_run,
-            ),
-        )
-        self._most_kept = _most_kept(keep_last, keep_best, unlimited=keep is not None or keep_every is not None)
-        self._in_background = async_save
-        self._overlaps = overlap
-        self._how = How(writer=writer, when_busy=when_busy)
-        self._on_failure: OnFailure = on_failure
-        self._on_full: OnFull = on_full
-        self._saves_at_end = save_at_end
-        self._preemption = Preemption(signals, grace_seconds=grace_seconds)
-        self._parts = None if parts is None else frozenset(parts)
-        self._metadata = dict(metadata or {})
-        self._save_options = {**_NOTHING_SPECIAL, **(save_options or {})}
-        SaveOptions.of(**self._save_options, metadata=self._metadata, overwrite=True)  # raises for what is wrong
-        self._claims = (run, take_over)
-        self._watchers = (on_event, trace)
         self.run_id = ""
         """The id of the run, once it is open."""
-        self._open = ExitStack()
-        self._is_open = self._is_closed = False
-        self._pulse = Pulse()
-        self._pending: list[tuple[int, PendingSave]] = []
-        self._unsaved: tuple[int, Any, Mapping[str, Any] | None] | None = None
+        policy = joined_policy(keep_last, keep_every, keep_best, keep).within(max_age=max_age, max_bytes=max_bytes)
+        self._most_kept = most_kept(keep_last, keep_every, keep_best, keep)
+        self._run = Run(self.root, Retention(policy, verify_before_delete, dry_run))
+        self._saving = Saving(
+            async_save=async_save,
+            overlap=overlap,
+            how=How(writer=writer, when_busy=when_busy),
+            on_failure=on_failure,
+            on_full=on_full,
+            parts=parts,
+            metadata=metadata,
+            save_options=save_options,
+        )
+        self._saver = Saver(self._run, self._saving, process_group)
+        self._saves_at_end = save_at_end
+        self._every = (every_steps, every_minutes)
+        self._pulse = Pulse(every_steps=every_steps, every_minutes=every_minutes)
+        self._preemption = Preemption(signals, grace_seconds=grace_seconds)
+        self._claims = (run, take_over)
+        self._is_read_only = read_only
+        self._watchers = (on_event, trace)
+        self._group = process_group
+        self._place_at_opening: tuple[int, int] | None = None
+        self._while_open = ExitStack()
+        self._is_closed = False
+        self._unsaved: Wanted | None = None
         self._last_saved: int | None = None
 
     # Opening and closing
 
     def __enter__(self) -> CheckpointManager:
-        self._opened()
+        self._open()
         return self
 
     def __exit__(
@@ -189,7 +181,7 @@ class CheckpointManager:
         if error is None:
             self.close()
         else:
-            self._close_after(error)
+            self._close_after_an_error()
 
     def close(self) -> None:
         """Save the last step if it was not saved, wait for pending saves, and let other jobs have the run.
@@ -199,51 +191,71 @@ class CheckpointManager:
         if self._is_closed:
             return
         self._is_closed = True
-        try:
+        with self._while_open:
             if self._unsaved is not None and self._saves_at_end:
-                step, state, metrics = self._unsaved
-                self._save(step, state, metrics, None, "end", wait=True)
-            self._wait_for_pending()
-        finally:
-            self._open.close()
+                self._save(self._unsaved, "end", wait=True)
+            self._unsaved = None
+            self.wait()
 
-    def _close_after(self, error: BaseException) -> None:
-        """After an exception nothing more is saved, for nobody knows what the state is worth; what is pending is."""
+    def _close_after_an_error(self) -> None:
+        """Nothing more is saved, for nobody knows what the state is worth. What is pending is waited for.
+
+        A failure of that is not raised, since there is an error already; what nobody looks at is told of by the next
+        call of the library, and by the exit code.
+        """
         if self._is_closed:
             return
         self._is_closed = True
-        with self._open:
-            futures = [pending.committed for _, pending in self._pending]
-            unfinished = concurrent.futures.wait(futures, timeout=settings.current().drain_seconds).not_done
-            for step, pending in self._pending:
-                if pending.committed in unfinished:
-                    logger.error("the save of step %d was not finished when the program failed", step)
-                elif pending.committed.exception() is not None:
-                    logger.error("the save of step %d failed: %s", step, pending.committed.exception())
+        self._unsaved = None
+        with self._while_open:
+            for step in self._saver.pending.wait(settings.current().drain_seconds):
+                logger.error("the save of step %d was not finished when the program failed", step)
+            self._run.wait_for_deletions()
 
-    def _opened(self) -> None:
+    def _open(self) -> None:
         if self._is_closed:
             raise RuntimeError(f"the manager of {self.root.location} was closed; make a new one")
-        if self._is_open:
+        if self._place_at_opening is not None:
             return
+        place = own_place(self._group)
+        with ExitStack() as opening, self._meeting("open the run") as ranks:
+            self._run.id = self.run_id = ranks.broadcast("open the run", lambda: self._claim(opening))
+            ranks.all_gather_status("watch", lambda: self._watch(opening))
+            self._while_open = opening.pop_all()
+        every_steps, every_minutes = self._every
+        self._pulse = Pulse(
+            every_steps=every_steps,
+            every_minutes=every_minutes,
+            preemption=None if self._is_read_only else self._preemption,
+            exchange=self._exchange if dist.is_available() and dist.is_initialized() else None,
+        )
+        self._place_at_opening = place
+
+    def _claim(self, opening: ExitStack) -> str:
+        if self._is_read_only:
+            return self._run.look_up()
         run, take_over = self._claims
-        self.run_id = self._decided("open the run", lambda: self._run.claim(run, take_over=take_over))
-        self._is_open = True
-        if self._is_coordinator():
-            self._open.callback(self._run.release)
+        claimed = self._run.claim(run, take_over=take_over)
+        opening.callback(self._run.release)
+        return claimed
+
+    def _watch(self, opening: ExitStack) -> None:
         on_event, trace = self._watchers
         if on_event is not None:
-            self._open.enter_context(subscribe(on_event))
+            opening.enter_context(subscribe(on_event))
         if trace is not None:
-            self._open.enter_context(trace_to(trace))
-        self._open.enter_context(self._preemption)
-        steps, minutes = self._every
-        self._pulse = Pulse(
-            every_steps=steps,
-            every_minutes=minutes,
-            preemption=self._preemption,
-            exchange=self._exchange if _there_are_ranks() else None,
-        )
+            opening.enter_context(trace_to(trace))
+        if not self._is_read_only:
+            opening.enter_context(self._preemption)
+
+    def _open_to(self, what: str) -> None:
+        """Open the run to change something of it."""
+        self._refuse_if_read_only(what)
+        self._open()
+
+    def _refuse_if_read_only(self, what: str) -> None:
+        if self._is_read_only:
+            raise RuntimeError(f"the manager of {self.root.location} is read-only and cannot {what}; make another one")
 
     # Saving
 
@@ -265,15 +277,18 @@ class CheckpointManager:
         Costs microseconds when it is not. ``metrics`` are numbers, to be found in ``steps()`` and by ``best``; those of
         the first rank count. Tensors are looked at only if something is saved.
         """
-        self._opened()
-        if self._last_saved is None or step > self._last_saved:
-            self._unsaved = (step, state, metrics)
-        decision = self._pulse.at_step(step)
-        if decision.save is None:
-            return None
+        self._open_to("save")
+        wanted = Wanted(_checked_step(step), state, metrics, metadata)
+        is_saved = wanted.step == self._last_saved
+        if not is_saved:
+            self._unsaved = wanted.without_graph()
+        decision = self._pulse.at_step(wanted.step)
         if decision.save == "preemption":
-            logger.warning("%s: step %d is saved and the training should stop", decision.cause, step)
-        return self._save(step, state, metrics, metadata, decision.save, wait=decision.save == "preemption")
+            logger.warning("%s: step %d is saved and the training should stop", decision.cause, wanted.step)
+            return self._save(wanted, decision.save, wait=True)
+        if decision.save is None or is_saved:
+            return None
+        return self._save(wanted, decision.save, wait=not self._saving.async_save)
 
     def save(
         self,
@@ -288,102 +303,34 @@ class CheckpointManager:
 
         A checkpoint of the same step is replaced, in one step.
         """
-        self._opened()
+        self._open_to("save")
         self._pulse.restart_minutes()
-        wait = not self._in_background if wait is None else wait
-        return self._save(step, state, metrics, metadata, "asked for", wait=wait)
+        wait = not self._saving.async_save if wait is None else wait
+        return self._save(Wanted(_checked_step(step), state, metrics, metadata), "asked for", wait=wait)
 
-    def _save(
-        self,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, Any] | None,
-        metadata: Mapping[str, Any] | None,
-        reason: str,
-        *,
-        wait: bool,
-    ) -> PendingSave | SaveReport:
-        wait = wait or not self._in_background
-        if wait:
-            self._wait_for_pending()
-        else:
-            self._raise_failures()
-        noted = {"run": self.run_id, "step": step, "metrics": _numbers(metrics), "reason": reason}
-        self._refuse_other_parts(state)
-        store = self.root.child(folder_of(step))
-        make_options = functools.partial(
-            SaveOptions.of,
-            **self._save_options,
-            metadata={**self._metadata, **(metadata or {}), "holdfast": noted},
-            overwrite=True,
-        )
-        with about(step=step, reason=reason):
-            if wait:
-                saved: PendingSave | SaveReport = self._save_now(step, state, store, make_options)
-            else:
-                attempts = functools.partial(self._attempts, step)
-                optimizers = _optimizers_in(state) if self._overlaps else ()
-                how = replace(self._how, attempts=attempts, optimizers=optimizers)
-                saved = begin_save(state, store, make_options, how, self._group)
-                self._pending.append((step, saved))
-                ProgressLine(saved, f"step {step}", rank=_rank(self._group))
-        self._last_saved, self._unsaved = step, None
+    def _save(self, wanted: Wanted, reason: str, *, wait: bool) -> PendingSave | SaveReport:
+        self._refuse_other_ranks()
+        saved = self._saver.save(wanted, reason, wait=wait)
+        self._last_saved, self._unsaved = wanted.step, None
         return saved
 
-    def _save_now(self, step: int, state: Any, store: Any, make_options: Callable[[], SaveOptions]) -> SaveReport:
-        wait_for_conflicting_saves(Claim(store.location))
-        call = f"holdfast.CheckpointManager.save of step {step} to {store.location}"
-        with Call("save", store.location) as told, meeting(call, self._group) as ranks:
-            return self._attempts(step, ranks, lambda: save_together(ranks, state, store, make_options, told))
-
-    def _attempts(self, step: int, ranks: Collectives, save: Callable[[], SaveReport]) -> SaveReport:
-        """A save, around which the coordinator keeps the run in order."""
-        ranks.broadcast("begin", lambda: self._run.begin(step))
-        when_full = WhenFull(
-            self._on_full,
-            prune=self._run.prune,
-            free_bytes=self.root.free_bytes,
-            clean_up=lambda: self._run.clean_up(step),
-        )
-        path, committed = self.root.child(folder_of(step)).location, False
-        try:
-            report = save_despite_full_disk(save, path, when_full, ranks=ranks)
-            committed = True
-        finally:
-            if ranks.is_coordinator:
-                self._run.end(step, is_committed=committed)
-        return report
-
-    def _refuse_other_parts(self, state: Any) -> None:
-        if self._parts is not None and frozenset(state) != self._parts:
-            missing, more = sorted(self._parts - set(state)), sorted(set(state) - self._parts)
-            raise ValueError(
-                f"a checkpoint of this run has the parts {sorted(self._parts)}. Of the state, {missing or 'none'} are "
-                f"missing and {more or 'none'} are too many. Nothing was saved."
+    def _refuse_other_ranks(self) -> None:
+        """Without their group, the ranks would all save as if they were alone, to the same place."""
+        place = own_place(self._group)
+        if self._place_at_opening not in (None, place):
+            raise RuntimeError(
+                f"the manager of {self.root.location} was opened as rank {self._place_at_opening[0]} of "
+                f"{self._place_at_opening[1]}, and now this is rank {place[0]} of {place[1]}. Nothing was saved. Close "
+                "the manager before the process group is destroyed, and make a new one for another group."
             )
-
-    # Failures
 
     def wait(self) -> None:
         """Return when all saves are committed and older checkpoints are deleted. Raises what a save raised."""
-        self._wait_for_pending()
-        if self._is_coordinator():
+        self._saver.pending.wait()
+        try:
+            self._saver.pending.raise_own_failures()
+        finally:
             self._run.wait_for_deletions()
-
-    def _wait_for_pending(self) -> None:
-        concurrent.futures.wait([pending.committed for _, pending in self._pending])
-        self._raise_failures()
-
-    def _raise_failures(self) -> None:
-        ended = [(step, pending) for step, pending in self._pending if pending.done()]
-        self._pending = [(step, pending) for step, pending in self._pending if not pending.done()]
-        failed = [(step, pending.committed.exception()) for step, pending in ended]
-        for step, error in failed:
-            if error is None:
-                continue
-            if self._on_failure == "raise":
-                raise error
-            warn_caller(f"step {step} was not saved: {type(error).__name__}: {error}", RuntimeWarning)
 
     # Restoring
 
@@ -401,51 +348,40 @@ class CheckpointManager:
             parts: names at the top of the state; only these are loaded, and only their bytes are read.
             options: other arguments of ``load``, such as ``cast=True``.
         """
-        self._opened()
+        self._open()
+        if isinstance(parts, str):
+            raise TypeError(f"parts is a list of names, not the text {parts!r}")
         wanted = state if parts is None else {name: state[name] for name in parts}
-        candidates = self._decided("list the steps", lambda: self._candidates(step))
-
-        def load_step(info: StepInfo) -> Any:
-            with about(step=info.step):
-                return load(wanted, self.root.child(info.name), process_group=self._group, **options)
-
-        def set_aside(info: StepInfo, reason: str) -> None:
-            self._decided("set aside", lambda: self._run.set_aside(info, reason))
-
-        if step is not None:
-            info = candidates[0]
-            restored: RestoredStep | None = RestoredStep(
-                info.step, info.path, load_step(info), info.metrics, info.metadata
-            )
+        if step is None:
+            restored = self._restoring(wanted, options).newest()
         else:
-            restored = restore_newest(candidates, load_step, set_aside, place=self.root.location)
+            info = self._decided("find the step", lambda: chosen_step(self.steps(), step, self.root.location))
+            report = self._load(wanted, info, options)
+            restored = RestoredStep(info.step, info.path, report, info.metrics, info.metadata)
         if restored is not None:
             self._pulse.resume_after(restored.step)
-            self._last_saved = restored.step
+            self._last_saved, self._unsaved = restored.step, None
         return restored
 
-    def _candidates(self, step: int | None) -> list[StepInfo]:
-        """What may be restored, newest first."""
-        found = [info for info in self._run.steps() if info.set_aside is None]
-        if step is None:
-            return found[::-1]
-        chosen = [info for info in found if info.step == step]
-        if not chosen:
-            there = ", ".join(str(info.step) for info in found) or "none"
-            raise CheckpointNotFoundError(
-                f"there is no checkpoint of step {step} in {self.root.location}. There are: {there}.",
-                path=self.root.location,
-            )
-        newer = [str(info.step) for info in found if info.step > step]
-        if newer:
-            logger.warning(
-                "step %d is restored, and newer ones of %s stay: %s. Until the training is past them, a restart "
-                "restores the newest of these; delete them if they are not wanted",
-                step,
-                self.root.location,
-                ", ".join(newer),
-            )
-        return chosen
+    def _restoring(self, state: Any, options: Mapping[str, Any]) -> Restoring:
+        if options.get("allow_missing") is not None or not options.get("strict", True):
+            # What an older checkpoint does not have must not be left as a damaged newer one has made it.
+            options = {"verify": "first", **options}
+        return Restoring(
+            place=self.root.location,
+            list_steps=lambda: self._decided("list the steps", self.steps),
+            load=lambda info: self._load(state, info, options),
+            is_as_listed=lambda info: self._decided("look again", lambda: self._run.is_as_listed(info)),
+            set_aside=self._set_aside,
+        )
+
+    def _load(self, state: Any, info: StepInfo, options: Mapping[str, Any]) -> LoadReport:
+        with about(step=info.step):
+            return load(state, self.root.child(info.name), process_group=self._group, **options)
+
+    def _set_aside(self, info: StepInfo, reason: str) -> None:
+        if not self._is_read_only:
+            self._decided("set aside", lambda: self._run.set_aside(info, reason))
 
     # Looking and tidying
 
@@ -462,18 +398,24 @@ class CheckpointManager:
         return steps_of_run.best(self.steps(), metric, mode)
 
     def pin(self, step: int) -> None:
-        """Keep a checkpoint whatever the policy says. All ranks call this, or none but the first."""
-        if self._is_coordinator():
-            self._run.pin(step, pinned=True)
+        """Keep a checkpoint whatever the policy says. All ranks call this, or none but the first.
+
+        Another job may do this while one trains, if it calls nothing else that changes the run.
+        """
+        self._pin(step, pinned=True)
 
     def unpin(self, step: int) -> None:
         """Let the policy decide about a checkpoint again."""
+        self._pin(step, pinned=False)
+
+    def _pin(self, step: int, *, pinned: bool) -> None:
+        self._refuse_if_read_only("pin")
         if self._is_coordinator():
-            self._run.pin(step, pinned=False)
+            self._run.pin(step, pinned=pinned)
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint of this run, pinned or not."""
-        self._opened()
+        """Delete a checkpoint of this run, pinned or not. Raises ``NotDeletedError`` if that is not possible."""
+        self._open_to("delete")
         if self._is_coordinator():
             self._run.delete(step)
 
@@ -486,16 +428,17 @@ class CheckpointManager:
 
         All ranks call this. Raises ``PreflightError`` with all problems; prints what to expect otherwise.
         """
-        self._opened()
+        self._open_to("save")
         report = run_preflight(
             state,
             self.root,
             kept=self._most_kept,
             stored_bytes=sum(info.nbytes for info in self.steps() if info.is_ours),
-            async_save=self._in_background,
-            writer=self._how.writer,
-            copies=2 if self._how.when_busy == "copy" else 1,
-            options=SaveOptions.of(**self._save_options, metadata=self._metadata, overwrite=True),
+            async_save=self._saving.async_save,
+            writer=self._saving.how.writer,
+            copies=2 if self._saving.how.when_busy == "copy" else 1,
+            memory_budget=(self._saving.save_options or {}).get("memory_budget"),
+            options=self._saving.options(self.run_id, Wanted(0, state), "preflight"),
             process_group=self._group,
         )
         if self._is_coordinator():
@@ -506,81 +449,25 @@ class CheckpointManager:
 
     def _decided(self, what: str, decide: Callable[[], T]) -> T:
         """What the coordinator finds, on all ranks; its error, if it fails."""
-        with meeting(f"holdfast.CheckpointManager of {self.root.location}: {what}", self._group) as ranks:
+        with self._meeting(what) as ranks:
             return ranks.broadcast(what, decide)
 
     def _exchange(self, step: int, beat: Beat) -> Sequence[Beat]:
-        with meeting(f"holdfast.CheckpointManager.maybe_save at step {step}", self._group) as ranks:
+        with self._meeting(f"maybe_save at step {step}") as ranks:
             return ranks.all_gather_object(beat)
 
+    def _meeting(self, what: str) -> AbstractContextManager[Collectives]:
+        return meeting(f"holdfast.CheckpointManager of {self.root.location}: {what}", self._group)
+
     def _is_coordinator(self) -> bool:
-        return _rank(self._group) == 0
+        return own_place(self._group)[0] == 0
 
 
-_NOTHING_SPECIAL: Mapping[str, Any] = {
-    "include": None,
-    "exclude": None,
-    "cast": None,
-    "check_replicas": True,
-    "allow_pickle": False,
-    "max_file_size": None,
-    "memory_budget": None,
-}
-
-
-def _there_are_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _rank(group: dist.ProcessGroup | None) -> int:
-    return dist.get_rank(group) if _there_are_ranks() else 0
-
-
-def _policy(
-    keep_last: int | None,
-    keep_every: int | None,
-    keep_best: tuple[int, str] | tuple[int, str, Mode] | None,
-    keep: Policy | None,
-) -> Policy:
-    given = [keep] if keep is not None else []
-    if keep_last is not None:
-        given.append(last(keep_last))
-    if keep_every is not None:
-        given.append(every(keep_every))
-    if keep_best is not None:
-        given.append(best(*keep_best))
-    return functools.reduce(lambda one, other: one | other, given) if given else everything()
-
-
-def _most_kept(
-    keep_last: int | None, keep_best: tuple[int, str] | tuple[int, str, Mode] | None, *, unlimited: bool
-) -> int | None:
-    """How many checkpoints there can be, pinned ones aside; None if nobody knows."""
-    counts = [0 if keep_last is None else keep_last, 0 if keep_best is None else keep_best[0]]
-    return None if unlimited or not any(counts) else sum(counts)
-
-
-def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Metrics as plain numbers, which JSON can hold."""
-    found: dict[str, float] = {}
-    for name, value in (metrics or {}).items():
-        try:
-            found[str(name)] = float(value.detach() if isinstance(value, torch.Tensor) else value)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"the metric {name!r} must be a number, not {value!r}") from error
-    return found
-
-
-def _optimizers_in(state: Any) -> list[torch.optim.Optimizer]:
-    if isinstance(state, torch.optim.Optimizer):
-        return [state]
-    if isinstance(state, Mapping):
-        return [found for value in state.values() for found in _optimizers_in(value)]
-    if isinstance(state, (list, tuple)):
-        return [found for value in state for found in _optimizers_in(value)]
-    return []
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+def _checked_step(step: int) -> int:
+    """A step as a plain number, if it is one: those of numpy are too."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"a step is a whole number from 0 on, not {step!r}") from None
+    folder_of(number)
+    return number

@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 DAMAGE = (DamagedCheckpointError, CheckpointNotFoundError)
 """What another checkpoint can help against. Whatever else is wrong would be wrong with the next one too."""
 
+_MOST_LOOKS = 10
+"""How often a job that deletes while this one reads can have it look again."""
+
 
 @dataclass(frozen=True)
 class RestoredStep:
@@ -37,39 +40,84 @@ class RestoredStep:
         return f"restored step {self.step} from {self.path}{lost}"
 
 
-def restore_newest(
-    candidates: Sequence[StepInfo],
-    load: Callable[[StepInfo], LoadReport],
-    set_aside: Callable[[StepInfo, str], None],
-    *,
-    place: str,
-) -> RestoredStep | None:
-    """Load the first of the candidates, newest first, that is whole. All ranks together, and all the same.
+@dataclass(frozen=True)
+class Restoring:
+    """A search for the newest checkpoint that is whole. All ranks do the same, at the same time."""
 
-    None if there is no candidate. If there are some and none is whole, that is an error: to begin anew would look like
-    a fresh start, and end with the old checkpoints deleted.
-    """
-    damaged: list[StepInfo] = []
-    for info in candidates:
-        try:
-            if info.damage is not None:
-                raise DamagedCheckpointError(info.damage, file=info.path, key=None, expected=None, found=None)
-            report = load(info)
-        except DAMAGE as error:
-            logger.error("step %d of %s is damaged and is set aside: %s", info.step, place, error)  # noqa: TRY400
-            set_aside(info, str(error))
-            damaged.append(info)
-            continue
-        lost = candidates[0].step - info.step
+    place: str
+    list_steps: Callable[[], Sequence[StepInfo]]
+    """All that there are, by their step."""
+    load: Callable[[StepInfo], LoadReport]
+    is_as_listed: Callable[[StepInfo], bool]
+    """Whether a checkpoint is still the one that was listed, and not deleted or replaced meanwhile."""
+    set_aside: Callable[[StepInfo, str], None]
+
+    def newest(self) -> RestoredStep | None:
+        """Load the newest one that is whole. None if there is no checkpoint.
+
+        If there are some and none is whole, that is an error, at every start: to begin anew would look like a fresh
+        start, and a training that somebody has restarted at night would begin from nothing.
+        """
+        damaged: list[StepInfo] = []
+        for _ in range(_MOST_LOOKS):
+            steps, known = self.list_steps(), {(info.step, info.identity) for info in damaged}
+            candidates = [info for info in steps if info.set_aside is None and (info.step, info.identity) not in known]
+            found = self._first_whole(candidates[::-1], damaged)
+            if found is not None:
+                return self._told(*found, damaged)
+            if all(info in damaged for info in candidates):
+                break
+            # One was deleted while it was read, by a job that has saved a newer one.
+        if steps:
+            raise self._nothing_usable(steps)
+        return None
+
+    def _first_whole(
+        self, candidates: Sequence[StepInfo], damaged: list[StepInfo]
+    ) -> tuple[StepInfo, LoadReport] | None:
+        for info in candidates:
+            try:
+                return info, self.load(info)
+            except DAMAGE as error:
+                if not self.is_as_listed(info):
+                    logger.warning("step %d of %s was deleted or replaced while it was read", info.step, self.place)
+                    return None
+                logger.error("step %d of %s is damaged and passed over: %s", info.step, self.place, error)  # noqa: TRY400
+                self.set_aside(info, str(error))
+                damaged.append(info)
+        return None
+
+    def _told(self, info: StepInfo, report: LoadReport, damaged: Sequence[StepInfo]) -> RestoredStep:
+        lost = max([info.step, *(each.step for each in damaged)]) - info.step
         if lost:
-            logger.warning("restored step %d of %s; %d steps are lost", info.step, place, lost)
+            logger.warning("restored step %d of %s; %d steps are lost", info.step, self.place, lost)
         return RestoredStep(info.step, info.path, report, info.metrics, info.metadata, lost, tuple(damaged))
-    if damaged:
-        raise NoUsableCheckpointError(
-            f"all checkpoints in {place} are damaged: {', '.join(info.path for info in damaged)}. They are kept, each "
-            "with a note set-aside.json that says why. What was loaded of the state is not to be used. To begin anew, "
-            "choose another folder.",
-            path=place,
-            steps=[info.step for info in damaged],
+
+    def _nothing_usable(self, steps: Sequence[StepInfo]) -> NoUsableCheckpointError:
+        return NoUsableCheckpointError(
+            f"no checkpoint in {self.place} can be restored: {', '.join(info.path for info in steps)}. They are "
+            "damaged, or were set aside earlier: a note set-aside.json in the folder says why. What was loaded of the "
+            "state is not to be used. To begin anew, choose another folder, or move these away.",
+            path=self.place,
+            steps=[info.step for info in steps],
         )
-    return None
+
+
+def chosen_step(steps: Sequence[StepInfo], step: int, place: str) -> StepInfo:
+    """The one that a user asks for by its number, set aside or not."""
+    chosen = next((info for info in steps if info.step == step), None)
+    if chosen is None:
+        there = ", ".join(str(info.step) for info in steps) or "none"
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint of step {step} in {place}. There are: {there}.", path=place
+        )
+    newer = [str(info.step) for info in steps if info.step > step and info.is_usable]
+    if newer:
+        logger.warning(
+            "step %d is restored, and newer ones of %s stay: %s. Until the training is past them, a restart restores "
+            "the newest of these; delete them if they are not wanted",
+            step,
+            place,
+            ", ".join(newer),
+        )
+    return chosen

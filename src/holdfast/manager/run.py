@@ -10,12 +10,22 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from holdfast.errors import CheckpointNotFoundError
+from holdfast.errors import CheckpointNotFoundError, NotDeletedError
 from holdfast.manager.deleting import Deleter, Deletion
 from holdfast.manager.full_disk import next_to_go
 from holdfast.manager.retention import Policy, plan_deletions
 from holdfast.manager.run_file import RunFile, RunState
-from holdfast.manager.steps import StepInfo, folder_of, list_steps, look_at, put_back, rows_of, set_aside
+from holdfast.manager.steps import (
+    SET_ASIDE,
+    StepInfo,
+    folder_of,
+    identity_in,
+    list_steps,
+    look_at,
+    put_back,
+    rows_of,
+    set_aside,
+)
 from holdfast.stores.roots import Root
 from holdfast.watching import Call
 
@@ -37,15 +47,21 @@ class Run:
 
     def __init__(self, root: Root, retention: Retention) -> None:
         self.root = root
+        self.id = ""
+        """Of the run, once a manager has opened it."""
         self._file = RunFile(root)
         self._token = secrets.token_hex(16)
         self._retention = retention
-        self._deleter = Deleter(self._file, self._token, dry_run=retention.dry_run, on_deletion=_tell)
+        self._deleter = Deleter(self._file, self._token, on_deletion=_tell)
+
+    def look_up(self) -> str:
+        """The id of the run; empty if there is none yet."""
+        return self._file.read().run
 
     def claim(self, name: str | None, *, take_over: bool) -> str:
         """Make this job the one that saves here. Returns the id of the run."""
         state = self._file.claim(self._token, take_over=take_over, run=name)
-        swept = self._deleter.sweep()
+        swept = [] if self._retention.dry_run else self._deleter.sweep()
         if swept:
             logger.info("removed what saves that were killed had left in %s: %s", self.root.location, ", ".join(swept))
         return state.run
@@ -70,9 +86,12 @@ class Run:
         try:
             if is_committed:
                 self._note(step)
-        except Exception as error:  # the checkpoint is there, whatever became of this
+            else:
+                self.clean_up(step)
+        except Exception as error:  # a checkpoint that is there is there, whatever became of this
+            outcome = "is saved, but" if is_committed else "is not saved, and"
             logger.warning(
-                "step %d is saved, but the run file or older checkpoints could not be changed: %s", step, error
+                "step %d %s the run file or other checkpoints could not be changed: %s", step, outcome, error
             )
         finally:
             self._deleter.unprotect(folder)
@@ -83,12 +102,15 @@ class Run:
         info = look_at(self.root, step, state)
         if info is None:
             return
-        if info.set_aside is not None:
+        if store.size(SET_ASIDE) is not None:
             put_back(store)  # what was damaged has been replaced
         state = self._file.end(self._token, [info.name], rows=rows_of(self.root, [info], _without(state, info.name)))
         steps = list_steps(self.root, state)
         doomed = plan_deletions(steps, self._retention.policy, datetime.now(timezone.utc))
-        if doomed or self._deleter.failed:
+        if self._retention.dry_run:
+            for each in doomed:
+                _tell(Deletion(each.step, each.path, each.nbytes, 0.0, "would be deleted"))
+        elif doomed or self._deleter.failed:
             newest = look_at(self.root, step, state) if self._retention.verify else None
             self._deleter.submit(doomed, verify_first=newest)
 
@@ -98,6 +120,8 @@ class Run:
 
     def prune(self) -> str | None:
         """Delete the oldest checkpoint that may go, because the disk is full. Its name; None if there is none."""
+        if self._retention.dry_run:
+            return None
         steps = self.steps()
         going = next_to_go(steps, spare=self._retention.policy.kept(steps, datetime.now(timezone.utc)))
         if going is None:
@@ -105,17 +129,29 @@ class Run:
         return going.name if all(each.is_gone for each in self._deleter.delete([going])) else None
 
     def clean_up(self, step: int) -> None:
-        """Remove what a failed save has left of its folder."""
+        """Remove the folder of a failed save, if nothing is in it."""
         self.root.remove(folder_of(step))
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint now."""
-        self._deleter.delete([self._found(step)])
+        """Delete a checkpoint now, pinned or not. Raises if it is still there then."""
+        info = self._found(step)
+        if info.pinned:
+            self._file.unpin(step)
+        for deletion in self._deleter.delete([info]):
+            if deletion.step == step and not deletion.is_gone:
+                raise NotDeletedError(
+                    f"{info.path} was not deleted: {deletion.reason}", path=info.path, reason=deletion.reason
+                )
 
     def pin(self, step: int, *, pinned: bool) -> None:
         """Keep a checkpoint whatever the policy says, or no more."""
         self._found(step)
         (self._file.pin if pinned else self._file.unpin)(step)
+
+    def is_as_listed(self, info: StepInfo) -> bool:
+        """Whether a checkpoint is still there, and was not replaced by another."""
+        present = identity_in(self.root.child(info.name))
+        return present is not None and info.identity in ("", present)
 
     def set_aside(self, info: StepInfo, reason: str) -> None:
         """Pass a damaged checkpoint over from now on."""

@@ -1,0 +1,40 @@
+"""The ``keep`` arguments of a manager, put together."""
+
+from __future__ import annotations
+
+import functools
+
+from holdfast.manager.retention import Policy, best, every, everything, last
+from holdfast.manager.steps import Mode
+
+KeepBest = tuple[int, str] | tuple[int, str, Mode]
+
+
+def joined_policy(
+    keep_last: int | None, keep_every: int | None, keep_best: KeepBest | None, keep: Policy | None
+) -> Policy:
+    """The policy that keeps what any of these keeps; everything if none is given.
+
+    >>> str(joined_policy(3, None, (1, "loss"), None))
+    'last 3, best 1 by loss'
+    """
+    given = [keep] if keep is not None else []
+    if keep_last is not None:
+        given.append(last(keep_last))
+    if keep_every is not None:
+        given.append(every(keep_every))
+    if keep_best is not None:
+        given.append(best(*keep_best))
+    return functools.reduce(lambda one, other: one | other, given) if given else everything()
+
+
+def most_kept(
+    keep_last: int | None, keep_every: int | None, keep_best: KeepBest | None, keep: Policy | None
+) -> int | None:
+    """How many checkpoints there can be, pinned ones aside; None if nobody knows.
+
+    >>> most_kept(3, None, (1, "loss"), None), most_kept(3, 1000, None, None)
+    (4, None)
+    """
+    counts = [0 if keep_last is None else keep_last, 0 if keep_best is None else keep_best[0]]
+    return None if keep is not None or keep_every is not None or not any(counts) else sum(counts)

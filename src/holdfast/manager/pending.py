@@ -1,0 +1,128 @@
+"""The background saves of a manager, and what becomes of them. All ranks learn of a failure at the same call."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import torch.distributed as dist
+
+from holdfast.background.futures import SaveFuture
+from holdfast.coordination.meeting import meeting
+from holdfast.errors import RemoteError
+from holdfast.notices import warn_caller
+from holdfast.save_report import SaveReport
+from holdfast.verbs.pending_save import PendingSave
+
+logger = logging.getLogger(__name__)
+
+OnFailure = Literal["raise", "warn"]
+
+
+class _View(NamedTuple):
+    """What one rank knows of the saves, each of which has a number."""
+
+    ended: frozenset[int]
+    failed: Mapping[int, str]
+    """Why, of those that its program was not told of yet."""
+
+
+class _Begun(NamedTuple):
+    """A save as this rank sees it."""
+
+    step: int
+    committed: SaveFuture[SaveReport] | None
+    error: BaseException | None = None
+    """Why it has not begun here, without a future."""
+
+    def has_ended(self) -> bool:
+        return self.committed is None or self.committed.done()
+
+    def has_failed(self) -> bool:
+        return self.committed is None or self.committed.has_failed()
+
+    def failure(self) -> BaseException | None:
+        """Why it failed, once it has ended."""
+        return self.error if self.committed is None else self.committed.exception()
+
+
+class PendingSaves:
+    """Saves that have begun, in the order in which they did."""
+
+    def __init__(self, place: str, on_failure: OnFailure, process_group: dist.ProcessGroup | None) -> None:
+        if on_failure not in ("raise", "warn"):
+            raise ValueError(f"on_failure must be 'raise' or 'warn', not {on_failure!r}")
+        self._place = place
+        self._on_failure: OnFailure = on_failure
+        self._group = process_group
+        self._count = 0
+        # The same ones on all ranks: they are taken out only in exchanges, whoever has looked at one before.
+        self._begun: dict[int, _Begun] = {}
+        self._told: set[int] = set()
+
+    def add(self, step: int, begin: Callable[[], PendingSave]) -> PendingSave:
+        """Begin a save, on all ranks."""
+        number, self._count = self._count, self._count + 1
+        try:
+            pending = begin()
+        except BaseException as error:
+            # On other ranks it may have begun, to fail because of this one.
+            self._begun[number] = _Begun(step, None, error)
+            self._told.add(number)
+            raise
+        self._begun[number] = _Begun(step, pending.committed)
+        return pending
+
+    def wait(self, timeout: float | None = None) -> list[int]:
+        """Return when all have ended, well or not. The steps of those that have not, after the timeout."""
+        futures = [begun.committed for begun in self._begun.values() if begun.committed is not None]
+        unfinished = concurrent.futures.wait(futures, timeout).not_done
+        return [begun.step for begun in self._begun.values() if begun.committed in unfinished]
+
+    def raise_failures(self) -> None:
+        """Raise, or warn of, what any rank knows to have failed. All ranks call this, and all raise the same.
+
+        They do not notice the end of a save at the same moment; if only some raised, the others would wait for them in
+        the next save.
+        """
+        if not self._begun:
+            return
+        with meeting(
+            f"holdfast.CheckpointManager of {self._place}: what became of earlier saves", self._group
+        ) as ranks:
+            views = ranks.all_gather_object(self._view())
+        failed = {number: why for view in views for number, why in view.failed.items()}
+        errors = [self._error(number, failed[number]) for number in sorted(failed)]
+        over = failed.keys() | frozenset.intersection(*(view.ended for view in views))
+        self._begun = {number: begun for number, begun in self._begun.items() if number not in over}
+        self._told -= over
+        self._tell(errors)
+
+    def raise_own_failures(self) -> None:
+        """Raise, or warn of, what this rank knows to have failed."""
+        failed = self._view().failed
+        self._told.update(failed)
+        self._tell([self._error(number, why) for number, why in failed.items()])
+
+    def _view(self) -> _View:
+        ended = {number: begun for number, begun in self._begun.items() if begun.has_ended()}
+        failed = {number: begun for number, begun in ended.items() if begun.has_failed()}
+        untold = {number: repr(begun.failure()) for number, begun in failed.items() if number not in self._told}
+        return _View(frozenset(ended), untold)
+
+    def _error(self, number: int, why: str) -> tuple[int, BaseException]:
+        begun = self._begun[number]
+        told = f"the save of step {begun.step} failed on another rank: {why}"
+        return begun.step, begun.failure() or RemoteError(told, type_name=why.partition("(")[0], text=why)
+
+    def _tell(self, errors: list[tuple[int, BaseException]]) -> None:
+        if self._on_failure == "warn":
+            for step, error in errors:
+                warn_caller(f"step {step} was not saved: {type(error).__name__}: {error}", RuntimeWarning)
+            return
+        for step, error in errors[1:]:
+            logger.error("step %d was not saved either: %s: %s", step, type(error).__name__, error)
+        if errors:
+            raise errors[0][1]

@@ -1,0 +1,180 @@
+"""How a manager saves a step: now or in the background, with the run kept in order around it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast.background.lanes import wait_for_conflicting_saves
+from holdfast.background.queues import Claim
+from holdfast.coordination.meeting import meeting, own_place
+from holdfast.manager.full_disk import OnFull, WhenFull, save_despite_full_disk
+from holdfast.manager.pending import OnFailure, PendingSaves
+from holdfast.manager.run import Run
+from holdfast.manager.steps import folder_of
+from holdfast.manager.summaries import noted_metadata
+from holdfast.save_report import SaveReport
+from holdfast.stores.store import Store
+from holdfast.verbs.async_save import How, begin_save
+from holdfast.verbs.pending_save import PendingSave
+from holdfast.verbs.save import save_together
+from holdfast.verbs.save_options import SaveOptions
+from holdfast.watching import Call, about
+from holdfast.watching.progress_line import ProgressLine
+
+if TYPE_CHECKING:
+    from holdfast.coordination.collectives import Collectives
+
+_LAST_CHANCES = ("preemption", "end")
+"""What is saved whatever became of earlier saves. That is told afterwards."""
+
+_NOTHING_SPECIAL: Mapping[str, Any] = {
+    "include": None,
+    "exclude": None,
+    "cast": None,
+    "check_replicas": True,
+    "allow_pickle": False,
+    "max_file_size": None,
+    "memory_budget": None,
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be saved."""
+
+    step: int
+    state: Any
+    metrics: Mapping[str, Any] | None = None
+    metadata: Mapping[str, Any] | None = None
+
+    def without_graph(self) -> Wanted:
+        """The same, to be kept for a while: a loss would keep alive what it was computed from."""
+        metrics = self.metrics and {
+            name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in self.metrics.items()
+        }
+        return replace(self, metrics=metrics)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How steps are saved. The fields are those arguments of ``CheckpointManager``."""
+
+    async_save: bool = True
+    overlap: bool = False
+    how: How = field(default_factory=How)
+    on_failure: OnFailure = "raise"
+    on_full: OnFull = "raise"
+    parts: Sequence[str] | None = None
+    metadata: Mapping[str, Any] | None = None
+    save_options: Mapping[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raise for what is wrong."""
+        self.how.check()
+        WhenFull(self.on_full)
+        unknown = sorted(set(self.save_options or {}) - set(_NOTHING_SPECIAL))
+        if unknown:
+            raise TypeError(
+                f"save_options has {', '.join(map(repr, unknown))}, and can have: {', '.join(_NOTHING_SPECIAL)}"
+            )
+        if isinstance(self.parts, str):
+            raise TypeError(f"parts is a list of names, not the text {self.parts!r}")
+        self.options("", Wanted(0, dict.fromkeys(self.parts or ())), "")
+
+    def options(self, run: str, wanted: Wanted, reason: str) -> SaveOptions:
+        """The options for one save. Raises for a state that has other parts than it must have."""
+        self._refuse_other_parts(wanted.state)
+        metadata = {**(self.metadata or {}), **(wanted.metadata or {})}
+        noted = noted_metadata(run, wanted.step, wanted.metrics, reason, metadata)
+        return SaveOptions.of(**{**_NOTHING_SPECIAL, **(self.save_options or {})}, metadata=noted, overwrite=True)
+
+    def how_to_save(self, state: Any) -> How:
+        """How to save this state in the background."""
+        optimizers = optimizers_in(state) if self.overlap else ()
+        budget = (self.save_options or {}).get("memory_budget")
+        return replace(self.how, optimizers=optimizers, memory_budget=budget)
+
+    def _refuse_other_parts(self, state: Any) -> None:
+        if self.parts is None:
+            return
+        found = set(state) if isinstance(state, Mapping) else set()
+        missing, more = sorted(set(self.parts) - found), sorted(map(str, found - set(self.parts)))
+        if missing or more:
+            raise ValueError(
+                f"a checkpoint of this run has the parts {sorted(self.parts)}. Of the state, {missing or 'none'} are "
+                f"missing and {more or 'none'} are too many. Nothing was saved."
+            )
+
+
+class Saver:
+    """Saves steps of a run. All ranks call it alike."""
+
+    def __init__(self, run: Run, saving: Saving, process_group: dist.ProcessGroup | None) -> None:
+        saving.check()
+        self._run = run
+        self._saving = saving
+        self._group = process_group
+        self.pending = PendingSaves(run.root.location, saving.on_failure, process_group)
+
+    def save(self, wanted: Wanted, reason: str, *, wait: bool) -> PendingSave | SaveReport:
+        """Save a step, and ``wait`` until it is committed; or else in the background."""
+        store = self._run.root.child(folder_of(wanted.step))
+        if wait:
+            self.pending.wait()
+        if reason not in _LAST_CHANCES:
+            self.pending.raise_failures()
+        # Called where a rank that fails does not leave the others waiting.
+        make_options = functools.partial(self._saving.options, self._run.id, wanted, reason)
+        with about(step=wanted.step, reason=reason):
+            if wait:
+                return self._save_now(wanted, store, make_options)
+            how = self._saving.how_to_save(wanted.state)
+            how = replace(how, attempts=functools.partial(self._attempts, wanted.step))
+            pending = self.pending.add(
+                wanted.step, lambda: begin_save(wanted.state, store, make_options, how, self._group)
+            )
+        ProgressLine(pending, f"step {wanted.step}", rank=own_place(self._group)[0])
+        return pending
+
+    def _save_now(self, wanted: Wanted, store: Store, make_options: Callable[[], SaveOptions]) -> SaveReport:
+        wait_for_conflicting_saves(Claim(store.location))
+        call = f"holdfast.CheckpointManager.save of step {wanted.step} to {store.location}"
+        with Call("save", store.location) as told, meeting(call, self._group) as ranks:
+            return self._attempts(
+                wanted.step, ranks, lambda: save_together(ranks, wanted.state, store, make_options, told)
+            )
+
+    def _attempts(self, step: int, ranks: Collectives, save: Callable[[], SaveReport]) -> SaveReport:
+        """A save, around which the coordinator keeps the run in order."""
+        root, committed = self._run.root, False
+        when_full = WhenFull(
+            self._saving.on_full,
+            prune=self._run.prune,
+            free_bytes=root.free_bytes,
+            clean_up=lambda: self._run.clean_up(step),
+        )
+        ranks.broadcast("begin", lambda: self._run.begin(step))
+        try:
+            report = save_despite_full_disk(save, root.child(folder_of(step)).location, when_full, ranks=ranks)
+            committed = True
+        finally:
+            if ranks.is_coordinator:
+                self._run.end(step, is_committed=committed)
+        return report
+
+
+def optimizers_in(state: Any) -> list[torch.optim.Optimizer]:
+    """All optimizers among the values of a state, however nested."""
+    if isinstance(state, torch.optim.Optimizer):
+        return [state]
+    if isinstance(state, Mapping):
+        return [found for value in state.values() for found in optimizers_in(value)]
+    if isinstance(state, (list, tuple)):
+        return [found for value in state for found in optimizers_in(value)]
+    return []

@@ -1,0 +1,185 @@
+"""Which checkpoints of a real run stay: policies at work, metrics, pins, and deletions by hand."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+import holdfast as hf
+from holdfast import keep
+from holdfast.errors import CheckpointNotFoundError, NotDeletedError
+from holdfast.manager.steps import folder_of
+from tests.manager.managed import a_run, damage_data, restored_from, state_of, steps_in
+
+LOSSES = {1: 9.0, 2: 3.0, 3: 5.0, 4: 2.0, 5: float("nan"), 6: 8.0, 7: 7.0}
+
+
+def run_with_losses(root, **options) -> list[int]:
+    """The steps that are there after each save."""
+    with hf.CheckpointManager(root, every_steps=1, **options) as manager:
+        for step, loss in LOSSES.items():
+            manager.maybe_save(step, state_of(step), metrics={"loss": torch.tensor(loss), "gain": -loss})
+            manager.wait()
+    return steps_in(root)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"keep_last": 2}, [6, 7]),
+        ({"keep_best": (1, "loss")}, [4, 7]),
+        ({"keep_best": (2, "loss")}, [2, 4, 7]),
+        ({"keep_best": (1, "gain", "max")}, [4, 7]),
+        ({"keep_last": 2, "keep_best": (1, "loss"), "keep_every": 3}, [3, 4, 6, 7]),
+        ({"keep": keep.last(1) | keep.every(5)}, [5, 7]),
+        ({"keep": keep.every(4), "keep_last": 3}, [4, 5, 6, 7]),
+        ({"max_age": timedelta(microseconds=1)}, [7]),
+        ({"max_bytes": 1}, [7]),
+    ],
+)
+def test_policies_in_a_run(tmp_path, options, kept):
+    assert run_with_losses(tmp_path, **options) == kept
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [folder_of(step) for step in kept]
+
+
+def test_metrics_are_numbers_again_and_the_best_is_found(tmp_path):
+    run_with_losses(tmp_path)
+    manager = hf.CheckpointManager(tmp_path)
+    metrics = {info.step: info.metrics for info in manager.steps()}
+    assert metrics[2] == {"loss": 3.0, "gain": -3.0}
+    assert metrics[5]["loss"] != metrics[5]["loss"]  # not a number, and no reason not to save
+    assert (manager.best("loss").step, manager.best("loss", "max").step, manager.best("gain", "max").step) == (4, 1, 4)
+    assert manager.best("accuracy") is None
+    assert manager.latest().step == 7
+
+
+def test_metrics_that_are_no_numbers_are_refused_and_nothing_is_saved(tmp_path):
+    with hf.CheckpointManager(tmp_path, save_at_end=False) as manager:
+        for wrong in ("low", torch.ones(2), None):
+            with pytest.raises(TypeError, match="the metric 'loss' must be a number"):
+                manager.save(1, state_of(1), metrics={"loss": wrong})
+    assert steps_in(tmp_path) == []
+
+
+def test_a_better_one_that_comes_later_takes_the_place(tmp_path):
+    with hf.CheckpointManager(tmp_path, keep_best=(1, "loss"), keep_last=1) as manager:
+        seen = []
+        for step, loss in enumerate([5.0, 4.0, 6.0, 3.0, 9.0], start=1):
+            manager.save(step, state_of(step), metrics={"loss": loss})
+            manager.wait()
+            seen.append([info.step for info in manager.steps()])
+    assert seen == [[1], [2], [2, 3], [4], [4, 5]]
+
+
+def test_pinned_steps_stay_until_they_are_unpinned(tmp_path):
+    with hf.CheckpointManager(tmp_path, keep_last=1, every_steps=1) as manager:
+        manager.maybe_save(1, state_of(1))
+        manager.wait()
+        hf.CheckpointManager(tmp_path).pin(1)  # as from another program: nothing else is touched
+        manager.maybe_save(2, state_of(2))
+        manager.maybe_save(3, state_of(3))
+        manager.wait()
+        assert [(info.step, info.pinned) for info in manager.steps()] == [(1, True), (3, False)]
+        manager.unpin(1)
+        assert [info.step for info in manager.would_delete()] == [1]
+        manager.maybe_save(4, state_of(4))
+    assert steps_in(tmp_path) == [4]
+    with pytest.raises(CheckpointNotFoundError, match="There are: 4"):
+        manager.pin(1)
+
+
+def test_delete_deletes_pinned_ones_too_and_only_what_the_run_saved(tmp_path):
+    a_run(tmp_path, 1, 2, 3)
+    hf.save(state_of(5), tmp_path / folder_of(5))
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.pin(2)
+        manager.delete(2)
+        assert [info.step for info in manager.steps()] == [1, 3, 5]
+        with pytest.raises(CheckpointNotFoundError, match="There are: 1, 3, 5"):
+            manager.delete(2)
+        with pytest.raises(ValueError, match="not saved by this run"):
+            manager.delete(5)
+    assert steps_in(tmp_path) == [1, 3, 5]
+    assert not (tmp_path / folder_of(2)).exists()
+
+
+def test_what_could_not_be_deleted_is_told(tmp_path, moody, monkeypatch):
+    a_run(tmp_path, 1, 2)
+
+    def refuse(self, names):
+        raise PermissionError(13, "Permission denied", "a file")
+
+    with hf.CheckpointManager(moody) as manager:
+        monkeypatch.setattr("holdfast.stores.LocalStore.delete", refuse)
+        with pytest.raises(NotDeletedError, match=r"step-00000001 was not deleted: .*Permission denied") as raised:
+            manager.delete(1)
+        assert raised.value.path == str(tmp_path / folder_of(1))
+        monkeypatch.undo()
+        manager.delete(1)
+    assert steps_in(tmp_path) == [2]
+
+
+def test_a_dry_run_tells_and_deletes_nothing_but_by_hand(tmp_path):
+    events: list[hf.Event] = []
+    with hf.CheckpointManager(tmp_path, keep_last=1, every_steps=1, dry_run=True, on_event=events.append) as manager:
+        for step in (1, 2, 3):
+            manager.maybe_save(step, state_of(step))
+        manager.wait()
+        assert [info.step for info in manager.would_delete()] == [1, 2]
+        assert [info.step for info in manager.steps()] == [1, 2, 3]
+        manager.delete(2)
+    told = [(event.step, event.detail["outcome"]) for event in events if event.name == "delete"]
+    assert told == [(1, "would be deleted"), (1, "would be deleted"), (2, "would be deleted"), (2, "deleted")]
+    assert steps_in(tmp_path) == [1, 3]
+
+
+def test_deletions_are_told(tmp_path):
+    events: list[hf.Event] = []
+    with hf.CheckpointManager(tmp_path, keep_last=1, every_steps=1, on_event=events.append) as manager:
+        for step in (1, 2):
+            manager.maybe_save(step, state_of(step))
+    (told,) = [event for event in events if event.name == "delete"]
+    assert (told.step, told.path, told.detail["outcome"]) == (1, str(tmp_path / folder_of(1)), "deleted")
+    assert told.nbytes > 4000
+
+
+def test_nothing_is_deleted_for_a_checkpoint_that_turns_out_to_be_damaged(tmp_path, monkeypatch):
+    a_run(tmp_path, 1)
+    from holdfast.manager.run import Run
+
+    note = Run._note
+
+    def damaged_meanwhile(self, step):
+        damage_data(tmp_path, step)
+        note(self, step)
+
+    monkeypatch.setattr(Run, "_note", damaged_meanwhile)
+    with hf.CheckpointManager(tmp_path, keep_last=1, verify_before_delete=True) as manager:
+        manager.save(2, state_of(2))
+    assert steps_in(tmp_path) == [1, 2]
+    monkeypatch.undo()
+    assert restored_from(tmp_path)[0].step == 1
+
+
+def test_a_set_aside_step_stays_and_does_not_count(tmp_path):
+    a_run(tmp_path, 1, 2, 3)
+    damage_data(tmp_path, 3)
+    with hf.CheckpointManager(tmp_path, keep_last=2, every_steps=1) as manager:
+        assert manager.restore(state_of(0)).step == 2
+        manager.maybe_save(4, state_of(4))
+    assert steps_in(tmp_path) == [2, 3, 4]
+    assert hf.CheckpointManager(tmp_path).latest().step == 4
+
+
+def test_after_going_back_to_an_older_step_what_is_saved_then_stays(tmp_path):
+    with hf.CheckpointManager(tmp_path, keep_last=2, every_steps=10) as manager:
+        for step in (10, 20, 30):
+            manager.maybe_save(step, state_of(step))
+        manager.wait()
+        manager.delete(30)
+        manager.restore(state_of(0), step=20)
+        manager.save(25, state_of(25))
+    assert steps_in(tmp_path) == [20, 25]

@@ -1,0 +1,317 @@
+"""A manager on several ranks: they decide, save, restore, fail and stop together, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import holdfast as hf
+from holdfast.errors import NoUsableCheckpointError, RankDisagreementError, RunInUseError, StorageFullError
+from holdfast.manager import manager as module
+from holdfast.manager.pulse import Pulse
+from holdfast.manager.steps import folder_of
+from tests.manager.managed import MoodyRoot, steps_in
+
+SIZE = 64
+
+
+def sharded(step: float) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight = distribute_tensor(torch.arange(float(SIZE)) + step, mesh, [Shard(0)])
+    return {"model": {"weight": weight}, "seen": int(step), "mine": hf.PerRank({"rank": dist.get_rank()})}
+
+
+def is_sharded_of(state: dict[str, Any], step: int) -> bool:
+    weight = state["model"]["weight"]
+    assert isinstance(weight, DTensor)
+    whole = weight.full_tensor()
+    return state["seen"] == step and bool(torch.equal(whole, torch.arange(float(SIZE)) + step))
+
+
+# --- bodies, which run on every rank --------------------------------------------------------------------------------
+
+
+def train_and_restore(root, async_save) -> tuple:
+    with hf.CheckpointManager(root, every_steps=2, keep_last=2, async_save=async_save) as manager:
+        assert manager.restore(sharded(0)) is None
+        for step in range(1, 8):
+            manager.maybe_save(step, sharded(step), metrics={"loss": step + dist.get_rank()})
+        run = manager.run_id
+    dist.barrier()
+    state = sharded(0)
+    with hf.CheckpointManager(root) as manager:
+        restored = manager.restore(state)
+        assert is_sharded_of(state, 7)
+        assert manager.run_id == run
+        return restored.step, [(info.step, info.metrics["loss"]) for info in manager.steps()]
+
+
+def save_with_clocks_of_their_own(root) -> list[int]:
+    clock = [1000.0 * dist.get_rank()]
+    module.Pulse = functools.partial(Pulse, clock=lambda: clock[0])
+    try:
+        with hf.CheckpointManager(root, every_minutes=1, save_at_end=False) as manager:
+            saved = []
+            for step in range(1, 30):
+                clock[0] += 11 * (1 + 3 * dist.get_rank())  # rank 1's clock is faster, and counts for nothing
+                if manager.maybe_save(step, sharded(step)) is not None:
+                    saved.append(step)
+        return saved
+    finally:
+        module.Pulse = Pulse
+
+
+def stop_by_a_signal_to_one(root, who) -> tuple:
+    with hf.CheckpointManager(root) as manager:
+        for step in range(1, 10_000):
+            if step == 20 and dist.get_rank() == who:
+                os.kill(os.getpid(), signal.SIGTERM)
+            saved = manager.maybe_save(step, sharded(step))
+            if manager.should_stop:
+                there = [info.step for info in manager.steps()]
+                return step, there, isinstance(saved, hf.SaveReport)
+    raise AssertionError("nobody stopped")
+
+
+def restore_over_damage(root) -> tuple:
+    with hf.CheckpointManager(root) as manager:
+        state = sharded(0)
+        restored = manager.restore(state)
+        assert is_sharded_of(state, restored.step)
+        return restored.step, restored.lost_steps, [info.step for info in restored.set_aside]
+
+
+def save_steps(root, *steps) -> None:
+    with hf.CheckpointManager(root, save_at_end=False) as manager:
+        for step in steps:
+            manager.save(step, sharded(step))
+
+
+class FailingOnRank1(MoodyRoot):
+    """A disk that fails for step 2, if it is rank 1 that writes."""
+
+    def child(self, name):
+        if dist.get_rank() == 1:
+            self.failing = {2}
+        return super().child(name)
+
+
+def go_on_after_a_failure(root, on_failure) -> list[str]:
+    """Whatever fails is caught: the ranks must stay in step with each other."""
+    told = []
+    with hf.CheckpointManager(FailingOnRank1(root), on_failure=on_failure, save_at_end=False) as manager:
+        for step in range(1, 7):
+            # Ranks do not learn of the end of a save at the same moment.
+            if dist.get_rank() == 0:
+                time.sleep(0.05)
+            try:
+                with warnings.catch_warnings(record=True) as seen:
+                    warnings.simplefilter("always")
+                    manager.save(step, sharded(step))
+            except OSError as error:
+                told.append(f"step {step} raised {type(error).__name__}")
+            told += [f"step {step} warned" for each in seen if "step 2 was not saved" in str(each.message)]
+            if step == 2:
+                manager._saver.pending.wait()
+        manager.wait()
+    return told
+
+
+def save_where_rank_1_is_full(root) -> tuple:
+    class Full(MoodyRoot):
+        def child(self, name):
+            if dist.get_rank() == 1:
+                self.full = {2}
+            return super().child(name)
+
+    with hf.CheckpointManager(Full(root)) as manager:
+        manager.save(1, sharded(1))
+        manager.save(2, sharded(2))
+        try:
+            manager.wait()
+        except StorageFullError as error:
+            return error.rank, error.ranks
+    raise AssertionError("there was room")
+
+
+def raise_on_one_rank(root) -> None:
+    with hf.CheckpointManager(root, every_steps=2) as manager:
+        for step in range(1, 6):
+            manager.maybe_save(step, sharded(step))
+            if step == 3 and dist.get_rank() == 1:
+                raise ZeroDivisionError
+
+
+def refuse_state_on_one_rank(root, async_save) -> str:
+    with hf.CheckpointManager(root, parts=["model", "seen", "mine"], async_save=async_save) as manager:
+        state = sharded(1)
+        if dist.get_rank() == 1:
+            del state["seen"]
+        try:
+            manager.save(1, state)
+            manager.wait()
+        except ValueError as error:
+            told = str(error)
+        manager.save(2, sharded(2))
+        manager.save(3, sharded(3))
+        manager.wait()
+    return told
+
+
+def open_what_is_in_use(root) -> str:
+    with hf.CheckpointManager(root):
+        try:
+            hf.CheckpointManager(root).__enter__()
+        except RunInUseError as error:
+            return type(error).__name__
+    return "nobody was told"
+
+
+def open_different_roots(root) -> str:
+    try:
+        hf.CheckpointManager(f"{root}/{dist.get_rank()}").__enter__()
+    except RankDisagreementError:
+        return "told"
+    return "not told"
+
+
+def fail_to_trace_on_one_rank(root) -> str:
+    trace = f"{root}/no/folder/trace.json" if dist.get_rank() == 1 else None
+    if trace is not None:
+        open(f"{root}/no", "w").close()
+    try:
+        with hf.CheckpointManager(f"{root}/run", trace=trace):
+            return "opened"
+    except OSError:
+        pass
+    with hf.CheckpointManager(f"{root}/run"):
+        return "told, and the run is free"
+
+
+def train_in_two_groups(root) -> list[int]:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = groups[dist.get_rank() % 2]
+    place = f"{root}/{dist.get_rank() % 2}"
+    with hf.CheckpointManager(place, every_steps=2, process_group=mine) as manager:
+        for step in range(1, 4 + dist.get_rank() % 2):  # one group goes on for longer
+            manager.maybe_save(step, {"w": torch.full((5,), float(step)), "group": dist.get_rank() % 2})
+    dist.barrier()
+    state = {"w": torch.zeros(5), "group": None}
+    with hf.CheckpointManager(place, process_group=mine) as manager:
+        assert manager.restore(state).step == state["w"][0]
+        assert state["group"] == dist.get_rank() % 2
+        return [info.step for info in manager.steps()]
+
+
+def restore_nothing_usable(root) -> str:
+    try:
+        with hf.CheckpointManager(root) as manager:
+            manager.restore(sharded(0))
+    except NoUsableCheckpointError as error:
+        return str(error.steps)
+    return "a fresh start"
+
+
+# --- tests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_ranks_train_and_go_on_together(ranks, tmp_path, async_save):
+    assert ranks(3).run(train_and_restore, tmp_path, async_save) == [(7, [(6, 6.0), (7, 7.0)])] * 3
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(ranks, tmp_path):
+    def weights_only(step):
+        return {"model": {"weight": torch.arange(float(SIZE)) + step}, "seen": 0}
+
+    ranks(3).run(save_steps, tmp_path, 1, 2)
+    state = weights_only(0)
+    with hf.CheckpointManager(tmp_path) as manager:
+        assert manager.restore(state).step == 2
+        assert torch.equal(state["model"]["weight"], weights_only(2)["model"]["weight"])
+
+
+def test_the_minutes_are_those_of_the_first_rank(ranks, tmp_path):
+    first, second = ranks(2).run(save_with_clocks_of_their_own, tmp_path)
+    assert first == second
+    assert len(first) >= 3  # of 319 seconds; exchanges are announced some steps ahead
+    assert steps_in(tmp_path) == first
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_signal_to_one_rank_stops_all_at_one_step_which_is_committed(ranks, tmp_path, who):
+    stopped = ranks(3).run(stop_by_a_signal_to_one, tmp_path, who)
+    assert len({step for step, _, _ in stopped}) == 1
+    step = stopped[0][0]
+    assert step >= 20
+    assert stopped == [(step, [step], True)] * 3
+
+
+def test_all_ranks_walk_back_over_damage(ranks, tmp_path):
+    ranks(2).run(save_steps, tmp_path, 5, 6, 9)
+    for each in (6, 9):
+        for file in (tmp_path / folder_of(each)).glob("data-*-1-0*"):  # what only rank 1 has written
+            file.unlink()
+    assert ranks(2).run(restore_over_damage, tmp_path) == [(5, 4, [9, 6])] * 2
+
+
+def test_no_rank_begins_anew_if_nothing_is_whole(ranks, tmp_path):
+    ranks(2).run(save_steps, tmp_path, 5)
+    for file in (tmp_path / folder_of(5)).glob("data-*"):
+        file.unlink()
+    assert ranks(2).run(restore_nothing_usable, tmp_path) == ["[5]"] * 2
+
+
+def test_all_ranks_raise_a_failure_at_the_same_save(ranks, tmp_path):
+    first, second = ranks(2).run(go_on_after_a_failure, tmp_path, "raise")
+    assert first == second == ["step 3 raised OSError"]
+    assert steps_in(tmp_path) == [1, 4, 5, 6]
+
+
+def test_all_ranks_warn_of_a_failure_and_go_on(ranks, tmp_path):
+    first, second = ranks(2).run(go_on_after_a_failure, tmp_path, "warn")
+    assert first == second == ["step 3 warned"]
+    assert steps_in(tmp_path) == [1, 3, 4, 5, 6]
+
+
+def test_a_full_disk_of_one_rank_is_told_to_all(ranks, tmp_path):
+    assert ranks(2).run(save_where_rank_1_is_full, tmp_path) == [(1, [1])] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["holdfast-run.json", folder_of(1)]
+
+
+def test_a_rank_that_raises_does_not_leave_the_others_waiting(ranks, tmp_path):
+    began = time.monotonic()
+    first, second = ranks(2).run_raw(raise_on_one_rank, tmp_path, group_timeout=20)
+    assert second.error.type_name == "ZeroDivisionError"
+    assert first.error is not None
+    assert not first.error.is_fatal
+    assert time.monotonic() - began < 60
+    assert steps_in(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_state_that_one_rank_refuses_is_refused_by_all(ranks, tmp_path, async_save):
+    told = ranks(2).run(refuse_state_on_one_rank, tmp_path, async_save)
+    assert all("['seen'] are missing" in text for text in told)
+    assert steps_in(tmp_path) == [2, 3]
+
+
+def test_ranks_open_together_or_not_at_all(ranks, tmp_path):
+    assert ranks(2).run(open_what_is_in_use, tmp_path / "a") == ["RunInUseError"] * 2
+    assert ranks(2).run(open_different_roots, tmp_path / "b") == ["told"] * 2
+    (tmp_path / "c").mkdir()
+    assert ranks(2).run(fail_to_trace_on_one_rank, tmp_path / "c") == ["told, and the run is free"] * 2
+
+
+def test_groups_of_ranks_have_runs_of_their_own(ranks, tmp_path):
+    assert ranks(4).run(train_in_two_groups, tmp_path) == [[2, 3], [2, 4], [2, 3], [2, 4]]

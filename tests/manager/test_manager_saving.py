@@ -1,0 +1,308 @@
+"""How a manager saves: which parts, with which options, in which process, and what happens when a save fails."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+
+import pytest
+import torch
+
+import holdfast as hf
+from holdfast.background.futures import take_untold_failures
+from holdfast.errors import SaveInProgressError, StorageFullError
+from holdfast.manager.steps import folder_of
+from tests.manager.managed import MoodyRoot, MoodyStore, a_run, is_state_of, restored_from, state_of, steps_in, train
+
+
+def a_training() -> dict[str, object]:
+    torch.manual_seed(7)
+    model = torch.nn.Linear(64, 64)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return {"model": model, "parts": [{"optim": optim}]}
+
+
+def train_step(training) -> None:
+    optim = training["parts"][0]["optim"]
+    training["model"](torch.ones(2, 64)).square().sum().backward()
+    optim.step()
+    optim.zero_grad()
+
+
+# --- what is saved ------------------------------------------------------------------------------------------------
+
+
+def test_metadata_of_the_manager_and_of_the_call(tmp_path):
+    with hf.CheckpointManager(tmp_path, metadata={"git": "1a2b3c", "who": "all"}) as manager:
+        manager.save(1, state_of(1), metadata={"who": "me"})
+    (info,) = manager.steps()
+    assert info.metadata == {"git": "1a2b3c", "who": "me"}
+    with pytest.raises(ValueError, match="belongs to the manager"):
+        hf.CheckpointManager(tmp_path, metadata={"holdfast": 1})
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_save_options(tmp_path, async_save):
+    options = {"exclude": "*.frozen", "cast": {"model.*": torch.bfloat16}, "max_file_size": 4096}
+    with hf.CheckpointManager(tmp_path, async_save=async_save, save_options=options) as manager:
+        manager.save(1, {"model": {"w": torch.ones(8000), "frozen": torch.ones(5)}, "step": 1})
+    saved = hf.open(tmp_path / folder_of(1))
+    assert sorted(saved.keys()) == ["model.w", "step"]
+    assert saved["model.w"].dtype == torch.bfloat16
+    assert len(list((tmp_path / folder_of(1)).glob("data-*"))) == 4
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_set_of_parts_is_saved_whole_or_not_at_all(tmp_path, async_save):
+    with hf.CheckpointManager(tmp_path, parts=["model", "seen"], async_save=async_save) as manager:
+        manager.save(1, state_of(1))
+        for wrong in ({"model": {}}, {**state_of(2), "more": 1}, [1, 2]):
+            with pytest.raises(ValueError, match=r"has the parts \['model', 'seen'\].*Nothing was saved"):
+                manager.save(2, wrong)
+    assert steps_in(tmp_path) == [1]
+
+
+# --- in the background --------------------------------------------------------------------------------------------
+
+
+def test_the_state_is_that_of_the_call(tmp_path):
+    state = state_of(1)
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+        state["model"]["weight"].zero_()
+    assert is_state_of(restored_from(tmp_path)[1], 1)
+
+
+def test_with_overlap_the_optimizers_are_found_and_their_steps_wait(tmp_path):
+    training = a_training()
+    expected = {}
+    with hf.CheckpointManager(tmp_path, every_steps=1, overlap=True, when_busy="copy") as manager:
+        for step in range(1, 6):
+            train_step(training)
+            expected[step] = training["model"].weight.detach().clone()
+            pending = manager.maybe_save(step, training)
+            hooks = training["parts"][0]["optim"]._optimizer_step_pre_hooks
+            assert pending.staged.done() or hooks  # nothing changes before it is copied
+    for step, weight in expected.items():
+        assert torch.equal(hf.open(tmp_path / folder_of(step))["model.weight"][:], weight)
+
+
+def test_without_overlap_all_is_copied_in_the_call(tmp_path):
+    training = a_training()
+    with hf.CheckpointManager(tmp_path) as manager:
+        pending = manager.save(1, training)
+        assert pending.staged.done()
+        assert not training["parts"][0]["optim"]._optimizer_step_pre_hooks
+
+
+def test_a_writer_process_saves_and_the_run_is_kept_in_order(tmp_path):
+    events: list[hf.Event] = []
+    with hf.CheckpointManager(
+        tmp_path, every_steps=1, keep_last=2, writer="process", on_event=events.append
+    ) as manager:
+        train(manager, range(1, 4))
+    assert steps_in(tmp_path) == [2, 3]
+    assert [event.step for event in events if event.name == "save.write"] == [1, 2, 3]
+    assert is_state_of(restored_from(tmp_path)[1], 3)
+
+
+def test_a_writer_process_cannot_save_to_memory(tmp_path):
+    manager = hf.CheckpointManager(f"memory://{tmp_path}", writer="process")
+    with pytest.raises(ValueError, match="memory of this process"):
+        manager.save(1, state_of(1))
+    manager.close()
+
+
+class SlowRoot(MoodyRoot):
+    """A disk on which data are not written before the test lets them be."""
+
+    def __init__(self, folder) -> None:
+        super().__init__(folder)
+        self.go_on = threading.Event()
+
+    def child(self, name):
+        self.go_on.wait(60) if threading.current_thread() is not threading.main_thread() else None
+        return MoodyStore(self, name)
+
+
+def test_when_busy(tmp_path):
+    root = SlowRoot(tmp_path)
+    with hf.CheckpointManager(root, when_busy="raise") as manager:
+        manager.maybe_save(1, state_of(1))
+        first = manager.save(1, state_of(1))
+        with pytest.raises(SaveInProgressError):
+            manager.save(2, state_of(2))
+        root.go_on.set()
+        first.wait()
+        manager.save(2, state_of(2))
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_wait_returns_when_all_is_committed(tmp_path):
+    root = SlowRoot(tmp_path)
+    with hf.CheckpointManager(root) as manager:
+        pending = manager.save(1, state_of(1))
+        assert not pending.done()
+        assert manager.steps() == []
+        threading.Timer(0.2, root.go_on.set).start()
+        manager.wait()
+        assert pending.done()
+        assert [info.step for info in manager.steps()] == [1]
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_save_is_raised_by_the_next_one_and_the_run_goes_on_after_that(tmp_path, moody):
+    moody.failing = {1}
+    with hf.CheckpointManager(moody) as manager:
+        failed = manager.save(1, state_of(1))
+        with pytest.raises(OSError, match="Input/output"):
+            failed.wait()
+        with pytest.raises(OSError, match=r"Input/output error.*step-00000001"):
+            manager.save(2, state_of(2))
+        manager.save(3, state_of(3))
+        manager.wait()
+    assert steps_in(tmp_path) == [3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["holdfast-run.json", folder_of(3)]
+    assert take_untold_failures() == []
+
+
+def test_a_failed_save_is_raised_by_wait_once(moody):
+    moody.failing = {1}
+    with hf.CheckpointManager(moody) as manager:
+        manager.save(1, state_of(1))
+        with pytest.raises(OSError, match="Input/output"):
+            manager.wait()
+        manager.wait()
+        moody.failing = set()
+        manager.save(2, state_of(2))
+
+
+def test_a_failed_save_is_raised_at_the_end_and_the_last_step_is_saved(tmp_path, moody):
+    moody.failing = {2}
+    with pytest.raises(OSError, match="Input/output"), hf.CheckpointManager(moody, every_steps=2) as manager:
+        train(manager, range(1, 4))
+    assert steps_in(tmp_path) == [3]
+    assert restored_from(tmp_path)[0].step == 3  # and the run is free for others
+
+
+def test_several_failures_are_all_told(moody, caplog):
+    moody.failing = {1, 2}
+    manager = hf.CheckpointManager(moody, when_busy="copy")
+    manager.save(1, state_of(1))
+    manager._saver.pending.raise_failures = lambda: None  # as if it had not ended yet
+    manager.save(2, state_of(2))
+    with pytest.raises(OSError, match="step-00000001"):
+        manager.close()
+    assert "step 2 was not saved either: OSError" in caplog.text
+
+
+def test_failures_can_be_warnings(tmp_path, moody):
+    moody.failing = {1, 3}
+    with hf.CheckpointManager(moody, on_failure="warn") as manager:
+        manager.save(1, state_of(1)).committed.exception()
+        with pytest.warns(RuntimeWarning, match="step 1 was not saved: OSError: .*Input/output"):
+            manager.save(2, state_of(2))
+        manager.wait()
+        manager.save(3, state_of(3))
+        with pytest.warns(RuntimeWarning, match="step 3 was not saved"):
+            manager.wait()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            manager.close()
+    assert steps_in(tmp_path) == [2]
+
+
+def test_the_programs_own_error_is_not_masked_by_that_of_a_save(moody):
+    moody.failing = {1}
+
+    def program() -> None:
+        with hf.CheckpointManager(moody) as manager:
+            manager.save(1, state_of(1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        program()
+    (told,) = take_untold_failures()  # by the next call of the library, or at the end of the program
+    assert "step-00000001 failed" in told
+
+
+def test_a_failed_save_now_is_raised_now(tmp_path, moody):
+    moody.failing = {1}
+    with hf.CheckpointManager(moody, async_save=False, save_at_end=False) as manager:
+        with pytest.raises(OSError, match="Input/output"):
+            manager.save(1, state_of(1))
+        assert not (tmp_path / folder_of(1)).exists()
+        manager.save(2, state_of(2))
+    assert steps_in(tmp_path) == [2]
+
+
+def test_a_failed_replacement_leaves_the_old_one(tmp_path, moody):
+    a_run(tmp_path, 1)
+    moody.failing = {1}
+    manager = hf.CheckpointManager(moody, async_save=False)
+    with pytest.raises(OSError, match="Input/output"):
+        manager.save(1, state_of(99))
+    manager.close()
+    assert is_state_of(restored_from(tmp_path)[1], 1)
+
+
+# --- full disks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_on_a_full_disk_the_last_checkpoint_stays(tmp_path, moody, async_save):
+    a_run(tmp_path, 1, 2)
+    moody.full = {3}
+
+    def program() -> None:
+        with hf.CheckpointManager(moody, async_save=async_save) as manager:
+            manager.save(3, state_of(3))
+
+    with pytest.raises(StorageFullError, match=r"no space for .*step-00000003") as raised:
+        program()
+    assert (raised.value.path, raised.value.rank) == (str(tmp_path / folder_of(3)), 0)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [folder_of(1), folder_of(2)]
+    assert restored_from(tmp_path)[0].step == 2
+
+
+class FreedByDeletion(MoodyRoot):
+    """A disk with room for two steps."""
+
+    def child(self, name):
+        folders = [path for path in self.folder.iterdir() if path.is_dir() and path.name != name]
+        self.full = {3} if len(folders) > 1 else set()
+        return MoodyStore(self, name)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_on_a_full_disk_the_oldest_goes_if_that_is_wanted(tmp_path, async_save, caplog):
+    a_run(tmp_path, 1, 2)
+    root = FreedByDeletion(tmp_path)
+    with (
+        caplog.at_level(logging.WARNING),
+        hf.CheckpointManager(root, async_save=async_save, on_full="prune") as manager,
+    ):
+        manager.save(3, state_of(3))
+    assert root.failures == 1
+    assert steps_in(tmp_path) == [2, 3]
+    assert "step-00000001 was deleted" in caplog.text
+
+
+def test_a_dry_run_prunes_nothing(tmp_path):
+    a_run(tmp_path, 1, 2)
+    manager = hf.CheckpointManager(FreedByDeletion(tmp_path), async_save=False, on_full="prune", dry_run=True)
+    with pytest.raises(StorageFullError):
+        manager.save(3, state_of(3))
+    manager.close()
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_preflight_tells_of_this_manager(tmp_path, capsys):
+    with hf.CheckpointManager(tmp_path, keep_last=2, save_at_end=False) as manager:
+        report = manager.preflight(state_of(1))
+    assert report.tensor_count == 1
+    assert capsys.readouterr().out == f"{report}\n"
+    assert steps_in(tmp_path) == []
