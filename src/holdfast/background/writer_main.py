@@ -81,11 +81,15 @@ class _RemoteWatcher:
 
 def main(descriptor: int) -> None:
     """Serve the program at the other end of the socket ``descriptor``."""
-    # Ctrl-C goes to the whole group of processes. The program decides what it means; a save goes on until it is done.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C goes to the whole group of processes, and often so does the notice that a machine will be taken away. The
+    # program decides what it means; a save goes on until it is done, or until the program is gone.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):  # not every system has all of them
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     # Layouts of tensors arrive without process groups, which the loader of device meshes finds worth a warning.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     connection: Connection[Any, Any] = Connection(descriptor)
+    gc.freeze()  # torch and all that comes with it is not to be looked through after each save
     with suppress(EOFError, ConnectionError, _ProgramIsGone):
         while True:
             _serve(connection)

@@ -6,6 +6,7 @@ that torch keeps of changes, and on request by digests.
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import functools
 import threading
@@ -141,7 +142,9 @@ class Copies:
         """
         if len(self._parts) > 1:
             self._start_a_thread()
-        self.done.exception()  # is told to whoever waits for the save
+        # Its error is told to whoever waits for the save. A signal right before a wait is noticed after it.
+        while concurrent.futures.wait([self.done], timeout=0.5).not_done:
+            pass
 
     def _start_a_thread(self) -> None:
         threading.Thread(target=self._work, name="holdfast-stage", daemon=True).start()
@@ -207,6 +210,8 @@ def _copy_whole(copy: Copy) -> None:
     source = copy.source
     if bytes_of(source) <= SMALL_TENSOR and lies_ready(source):
         move_small(copy.twin.data_ptr(), source.data_ptr(), bytes_of(source))
+    elif bytes_of(source) and not source.untyped_storage().nbytes():
+        raise copy.torn()  # its memory was taken away, which torch does not look for
     else:
         transfer(source, copy.twin, non_blocking=source.device.type != "cpu")
 

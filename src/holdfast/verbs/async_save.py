@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -252,7 +253,19 @@ def _store_for(path: str | os.PathLike[str] | Store, writer: Writer) -> Store:
     store = store_at(path)
     if writer == "process" and isinstance(store, MemoryStore):
         raise ValueError(f"{store.location} is in the memory of this process, where a writer process cannot save to")
+    if writer == "process" and store is path:
+        _refuse_if_it_cannot_be_sent(store)
     return store
+
+
+def _refuse_if_it_cannot_be_sent(store: Store) -> None:
+    try:
+        pickle.dumps(store)
+    except Exception as error:
+        raise ValueError(
+            f"{store!r} cannot be sent to a writer process ({type(error).__name__}: {error}). Give the class a "
+            "__reduce__ or __getstate__, or save with writer='thread'."
+        ) from error
 
 
 def _shares_of(how: How, snapshot: int) -> tuple[int | None, int]:
