@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import warnings
 import weakref
 
 import numpy as np
@@ -106,7 +107,8 @@ def test_the_last_step_is_saved_once_and_a_saved_one_not_again(tmp_path):
 
 
 def test_the_save_at_the_end_has_what_came_with_the_step(tmp_path):
-    with hf.CheckpointManager(tmp_path) as manager:
+    with warnings.catch_warnings(), hf.CheckpointManager(tmp_path) as manager:
+        warnings.simplefilter("error")
         loss = torch.tensor(0.5, requires_grad=True) * 1
         manager.maybe_save(1, state_of(1), metrics={"loss": loss}, metadata={"epoch": 3})
     (info,) = manager.steps()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -28,7 +27,7 @@ from holdfast.manager.restoring import RestoredStep, Restoring, chosen_step
 from holdfast.manager.retention import Policy
 from holdfast.manager.run import Retention, Run
 from holdfast.manager.saver import Saver, Saving, Wanted
-from holdfast.manager.steps import Mode, StepInfo, folder_of
+from holdfast.manager.steps import Mode, StepInfo
 from holdfast.save_report import SaveReport
 from holdfast.stores.roots import Root, root_at
 from holdfast.verbs.async_save import How, Writer
@@ -278,10 +277,10 @@ class CheckpointManager:
         the first rank count. Tensors are looked at only if something is saved.
         """
         self._open_to("save")
-        wanted = Wanted(_checked_step(step), state, metrics, metadata)
+        wanted = Wanted.of(step, state, metrics, metadata)
         is_saved = wanted.step == self._last_saved
         if not is_saved:
-            self._unsaved = wanted.without_graph()
+            self._unsaved = wanted
         decision = self._pulse.at_step(wanted.step)
         if decision.save == "preemption":
             logger.warning("%s: step %d is saved and the training should stop", decision.cause, wanted.step)
@@ -306,7 +305,7 @@ class CheckpointManager:
         self._open_to("save")
         self._pulse.restart_minutes()
         wait = not self._saving.async_save if wait is None else wait
-        return self._save(Wanted(_checked_step(step), state, metrics, metadata), "asked for", wait=wait)
+        return self._save(Wanted.of(step, state, metrics, metadata), "asked for", wait=wait)
 
     def _save(self, wanted: Wanted, reason: str, *, wait: bool) -> PendingSave | SaveReport:
         self._refuse_other_ranks()
@@ -461,13 +460,3 @@ class CheckpointManager:
 
     def _is_coordinator(self) -> bool:
         return own_place(self._group)[0] == 0
-
-
-def _checked_step(step: int) -> int:
-    """A step as a plain number, if it is one: those of numpy are too."""
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise TypeError(f"a step is a whole number from 0 on, not {step!r}") from None
-    folder_of(number)
-    return number

@@ -184,6 +184,13 @@ def _without(state: RunState, name: str) -> RunState:
 
 
 def _tell(deletion: Deletion) -> None:
+    if deletion.outcome in ("kept", "would be deleted"):
+        why = f": {deletion.reason}" if deletion.reason else ""
+        logger.info("step %d at %s %s%s", deletion.step, deletion.path, _NOT_DELETED[deletion.outcome], why)
+        return
     call = Call("delete", deletion.path, deletion.step, started=time.perf_counter() - deletion.seconds)
     failed = deletion.reason if deletion.outcome == "failed" else None
     call.finish(nbytes=deletion.nbytes, error=failed, outcome=deletion.outcome)
+
+
+_NOT_DELETED = {"kept": "is kept", "would be deleted": "would be deleted, if this were no dry run"}

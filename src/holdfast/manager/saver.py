@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -53,12 +54,20 @@ class Wanted:
     metrics: Mapping[str, Any] | None = None
     metadata: Mapping[str, Any] | None = None
 
-    def without_graph(self) -> Wanted:
-        """The same, to be kept for a while: a loss would keep alive what it was computed from."""
-        metrics = self.metrics and {
-            name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in self.metrics.items()
+    @staticmethod
+    def of(
+        step: int, state: Any, metrics: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> Wanted:
+        """What a user gave. It may be kept for a while, and a loss would keep alive what it was computed from."""
+        try:
+            number = operator.index(step)  # those of numpy are numbers too
+        except TypeError:
+            raise TypeError(f"a step is a whole number from 0 on, not {step!r}") from None
+        folder_of(number)
+        detached = metrics and {
+            name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()
         }
-        return replace(self, metrics=metrics)
+        return Wanted(number, state, detached, metadata)
 
 
 @dataclass(frozen=True)
