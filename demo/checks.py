@@ -1,8 +1,9 @@
-"""The two claims of the demo: the loaded state is bit-identical, and training goes on from it unchanged."""
+"""The claims of the demo: loaded state is bit-identical, training goes on unchanged, no kill costs a committed step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from fingerprint import MODEL_GROUPS, Fingerprint
@@ -44,6 +45,17 @@ def right_before_loading(saved: Fingerprint, fresh: Fingerprint) -> list[str]:
         for name, digest in saved[group].items()
         if fresh[group].get(name) == digest
     ]
+
+
+def lost_steps(starts: Sequence[tuple[int | None, Set[int]]]) -> list[str]:
+    """The starts that began before a step that an earlier one had committed; given what each restored and committed."""
+    problems = []
+    newest = 0
+    for number, (restored, committed) in enumerate(starts, start=1):
+        if restored is None or restored < newest:
+            problems.append(f"start {number} of D: restored step {restored}, though step {newest} was committed")
+        newest = max(newest, *committed, 0)
+    return problems
 
 
 def loss_spread(losses: list[float]) -> float:

@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fingerprint import Fingerprint
-from plan import Job
+from plan import Job, Start
 
 WORKER = Path(__file__).with_name("train.py")
 DEADLINE_SECONDS = 120.0
@@ -52,6 +53,9 @@ class Progress:
     loss: float | None = None
     saved_in: float | None = None
     loaded_in: float | None = None
+    losses: dict[int, float] = field(default_factory=dict)
+    restored: int | None = None
+    committed: set[int] = field(default_factory=set)
 
     @property
     def seconds(self) -> float:
@@ -64,6 +68,11 @@ class Progress:
                 self.parameters = int(parameters)
             case ["::step", step, loss]:
                 self.step, self.loss = int(step), float(loss)
+                self.losses[self.step] = self.loss
+            case ["::restored", step]:
+                self.restored = int(step)
+            case ["::committed", step]:
+                self.committed.add(int(step))
             case ["::saved", seconds]:
                 self.saved_in = float(seconds)
             case ["::loaded", seconds]:
@@ -91,10 +100,38 @@ def run_job(job: Job, checkpoint: Path, on_progress: Callable[[Progress], None])
     ``on_progress`` is called often, also while the job is silent.
     """
     report = checkpoint.with_name(f"job-{job.name.lower()}.json")
+    end = _follow(job, [*job.arguments(checkpoint), "--report", str(report)], on_progress)
+    if end.returncode != 0:
+        raise JobFailed(job, _ending(end.returncode, end.progress), end.output)
+    return _read_report(report, end.progress, _remarks(end.chatter))
+
+
+def run_until_killed(job: Start, run: Path, on_progress: Callable[[Progress], None]) -> Progress:
+    """Run ``job`` until it is killed, as planned; raise `JobFailed` if it ends in any other way."""
+    end = _follow(job, [*job.arguments(run), "--report", os.devnull], on_progress)
+    # torchrun tells about a killed worker, and ends with a code of its own.
+    was_killed = end.returncode == -signal.SIGKILL or any("SIGKILL" in line for line in end.output)
+    if not was_killed:
+        raise JobFailed(job, f"was to be killed, and {_ending(end.returncode, end.progress)}", end.output)
+    return end.progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How the processes of a job ended, and what they said."""
+
+    returncode: int
+    progress: Progress
+    output: list[str]
+    chatter: list[str]
+    """Of the output, what is no progress."""
+
+
+def _follow(job: Job, arguments: list[str], on_progress: Callable[[Progress], None]) -> End:
     progress = Progress()
     output: list[str] = []
     chatter: list[str] = []
-    process = _start(job, job.arguments(checkpoint, report))
+    process = _start(job, arguments)
     lines, reader = _read_in_background(process)
     try:
         while (line := _next_line(lines)) is not _END:
@@ -110,9 +147,7 @@ def run_job(job: Job, checkpoint: Path, on_progress: Callable[[Progress], None])
     finally:
         _stop(process)
         reader.join(GRACE_SECONDS)
-    if process.returncode != 0:
-        raise JobFailed(job, _ending(process.returncode, progress), output)
-    return _read_report(report, progress, _remarks(chatter))
+    return End(returncode=process.returncode, progress=progress, output=output, chatter=chatter)
 
 
 _END = object()

@@ -1,4 +1,4 @@
-"""Who does what in the demo: three jobs, one checkpoint."""
+"""Who does what in the demo: three jobs with one checkpoint, and a job that is killed twice."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 STEPS = 20
 SAVE_AT = 10
+EVERY = 3
 AFTER_LOAD = range(SAVE_AT + 1, STEPS + 1)
 
 
@@ -32,12 +33,33 @@ class Job:
     def first_step(self) -> int:
         return 1 if self.saves else SAVE_AT + 1
 
-    def arguments(self, checkpoint: Path, report: Path) -> list[str]:
+    def arguments(self, checkpoint: Path) -> list[str]:
         """What this job asks of `train.py`."""
-        common = ["--seed", str(self.seed), "--steps", str(STEPS), "--report", str(report)]
+        common = ["--seed", str(self.seed), "--steps", str(STEPS)]
         if self.saves:
             return [*common, "--save", str(checkpoint), "--save-at", str(SAVE_AT)]
         return [*common, "--load", str(checkpoint)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(Job):
+    """One start of the job that is killed. Whatever it needs to know of earlier ones is in the folder of the run."""
+
+    die_after: int | None = None
+    die_in_save: int | None = None
+
+    @property
+    def is_doomed(self) -> bool:
+        return self.die_after is not None or self.die_in_save is not None
+
+    def arguments(self, checkpoint: Path) -> list[str]:
+        """What this start asks of `train.py`; the folder of the run is what it calls its checkpoint."""
+        common = ["--seed", str(self.seed), "--steps", str(STEPS), "--folder", str(checkpoint), "--every", str(EVERY)]
+        if self.die_after is not None:
+            return [*common, "--die-after", str(self.die_after)]
+        if self.die_in_save is not None:
+            return [*common, "--die-in-save", str(self.die_in_save)]
+        return common
 
 
 WRITER = Job(name="A", world_size=4, seed=1, saves=True)
@@ -46,3 +68,10 @@ READERS = (
     Job(name="C", world_size=1, seed=3, distributed=False),
 )
 JOBS = (WRITER, *READERS)
+
+# The first start has the seed of A, whose losses it must repeat. The others must get everything from the checkpoints.
+STARTS = (
+    Start(name="D", world_size=2, seed=WRITER.seed, die_after=8),
+    Start(name="D", world_size=1, seed=4, distributed=False, die_in_save=15),
+    Start(name="D", world_size=2, seed=5),
+)

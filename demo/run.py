@@ -1,10 +1,11 @@
-"""The demo: a checkpoint written by 4 processes continues on 2 processes and on 1, bit for bit.
+"""The demo: a checkpoint written by 4 processes continues on 2 processes and on 1, and a run survives kill -9.
 
     python demo/run.py [--out DIR]
 
 Three training jobs run one after the other (`train.py`); this script starts them, draws what happens and
-checks it. It ends with exit code 0 only if the state after loading is bit-identical to the state that was
-saved and the losses agree.
+checks it. A fourth one is killed between two steps and in the middle of a save, and started again on another number of
+processes. The demo ends with exit code 0 only if the state after loading is bit-identical to the state that was saved,
+the losses agree, and no kill has cost a committed step.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import scenes
-from checks import compare_losses, compare_states, right_before_loading
-from jobs import JobFailed, Report, run_job
-from plan import AFTER_LOAD, READERS, SAVE_AT, WRITER, Job
+from accidents import RECORD
+from checks import compare_losses, compare_states, lost_steps, right_before_loading
+from jobs import JobFailed, Progress, Report, run_job, run_until_killed
+from plan import AFTER_LOAD, READERS, SAVE_AT, STARTS, STEPS, WRITER, Job, Start
 from show import DIM, Screen
 
 
@@ -40,7 +42,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with working_directory(args.out) as directory:
         try:
-            tell_the_story(screen, directory / f"step-{SAVE_AT}")
+            tell_the_story(screen, directory)
         except JobFailed as failure:
             scenes.lament_job(screen, str(failure), failure.output)
             return 1
@@ -53,8 +55,9 @@ def main() -> int:
     return 0
 
 
-def tell_the_story(screen: Screen, checkpoint: Path) -> None:
+def tell_the_story(screen: Screen, directory: Path) -> None:
     started = time.monotonic()
+    checkpoint = directory / f"step-{SAVE_AT}"
     scenes.introduce(screen)
 
     screen.heading("Training")
@@ -65,6 +68,7 @@ def tell_the_story(screen: Screen, checkpoint: Path) -> None:
 
     scenes.show_losses(screen, reports)
     check(screen, reports)
+    kill_and_restart(screen, directory / "run", reports[WRITER.name])
     scenes.conclude(screen, reports, time.monotonic() - started)
 
 
@@ -92,6 +96,43 @@ def check(screen: Screen, reports: dict[str, Report]) -> None:
         raise CheckFailed(problems)
 
 
+def kill_and_restart(screen: Screen, run: Path, undisturbed: Report) -> None:
+    """Start a job three times, of which it survives the last one, and compare it with one that nobody killed."""
+    scenes.introduce_accidents(screen)
+    history = [start_again(screen, start, run) for start in STARTS]
+
+    curve: dict[int, float] = {}
+    problems = lost_steps([(each.restored, each.committed) for each in history])
+    for number, each in enumerate(history, start=1):
+        curve |= each.losses
+        seen = range(min(each.losses, default=1), max(each.losses, default=0) + 1)
+        problems += compare_losses({WRITER.name: undisturbed.losses, f"D, start {number}": each.losses}, seen)
+    problems += compare_losses({WRITER.name: undisturbed.losses, "D": curve}, range(1, STEPS + 1))
+    scenes.show_survival(screen, history, undisturbed.losses)
+    if problems:
+        raise CheckFailed(problems)
+
+
+def start_again(screen: Screen, start: Start, run: Path) -> Progress:
+    """One start of the job that is killed, behind a live status line."""
+
+    def show(now: Progress) -> None:
+        screen.status(scenes.running(screen, start, now))
+
+    progress = run_until_killed(start, run, show) if start.is_doomed else run_job(start, run, show).progress
+    screen.line(scenes.survived(screen, start, progress))
+    if start.die_in_save is not None:
+        left = files_of(run / f"step-{start.die_in_save:08d}")
+        scenes.show_debris(screen, start.die_in_save, left)
+        if not left or RECORD in left:
+            raise CheckFailed([f"the kill came too early or too late, and left {', '.join(left) or 'nothing'}"])
+    return progress
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*"))
+
+
 @contextmanager
 def working_directory(chosen: Path | None) -> Iterator[Path]:
     """The directory the user asked for, or one that is gone afterwards."""
@@ -104,7 +145,7 @@ def working_directory(chosen: Path | None) -> Iterator[Path]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Save on 4 processes, continue on 2 and on 1.")
+    parser = argparse.ArgumentParser(description="Save on 4 processes, continue on 2 and on 1, survive kill -9.")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the files here (default: remove them)")
     return parser.parse_args()
 

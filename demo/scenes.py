@@ -1,4 +1,4 @@
-"""What the visitor sees, scene by scene: introduction, training, checkpoint, losses, state, verdict."""
+"""What the visitor sees, scene by scene: introduction, training, checkpoint, losses, state, accidents, verdict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from checks import LOSS_TOLERANCE, GroupCheck, loss_spread
 from fingerprint import MODEL_GROUPS, VALUE_GROUPS, Fingerprint
 from jobs import Progress, Report
-from plan import AFTER_LOAD, JOBS, READERS, SAVE_AT, STEPS, WRITER, Job
+from plan import AFTER_LOAD, EVERY, JOBS, READERS, SAVE_AT, STEPS, WRITER, Job, Start
 from show import (
     BOLD,
     CHART_HEIGHT,
@@ -67,7 +67,8 @@ def finished(screen: Screen, job: Job, progress: Progress) -> str:
 
 
 def _steps(screen: Screen, job: Job, progress: Progress) -> str:
-    return screen.paint(bar(job.first_step, progress.step or 0, STEPS), JOB_COLOURS[job.name])
+    first = job.first_step if progress.restored is None else progress.restored + 1
+    return screen.paint(bar(first, progress.step or 0, STEPS), JOB_COLOURS[job.name])
 
 
 def show_checkpoint(screen: Screen, checkpoint: Path) -> None:
@@ -163,6 +164,42 @@ def _state_cell(screen: Screen, check: GroupCheck | None) -> str:
     return f"{check.total} identical ".rjust(STATE_WIDTH - 1) + screen.paint("✓", GREEN)
 
 
+def introduce_accidents(screen: Screen) -> None:
+    screen.heading("kill -9", f"job D has a CheckpointManager that saves every {EVERY} steps, in the background")
+
+
+def survived(screen: Screen, start: Start, progress: Progress) -> str:
+    """The line that a start of the killed job leaves behind."""
+    mark = screen.paint("✗", RED) if start.is_doomed else screen.paint("✓", GREEN)
+    begun = "fresh start" if not progress.restored else f"restored step {progress.restored}"
+    if start.die_after is not None:
+        end = f"kill -9 after step {start.die_after}"
+    elif start.die_in_save is not None:
+        end = f"kill -9 in the middle of saving step {start.die_in_save}"
+    else:
+        end = "finished"
+    head = f" {mark} {_label(screen, start)}{_steps(screen, start, progress)}"
+    return f"{head}  {progress.seconds:6.1f} s  {screen.paint(f'{begun}, {end}', DIM)}"
+
+
+def show_debris(screen: Screen, step: int, files: Sequence[str]) -> None:
+    what = f"of step {step} there are {len(files)} files without a record, so nobody takes them for a checkpoint"
+    screen.line(f"      {screen.paint(what, DIM)}")
+
+
+def show_survival(screen: Screen, history: Sequence[Progress], undisturbed: Mapping[int, float]) -> None:
+    """The losses of all starts beside those of the job that nobody killed."""
+    titles = [f"D · start {number}" for number in range(1, len(history) + 1)]
+    cells = "".join(screen.paint(f"{title:>{LOSS_WIDTH}}", JOB_COLOURS["D"]) for title in titles)
+    screen.line()
+    screen.line(f"   step{screen.paint(f'{WRITER.title:>{LOSS_WIDTH}}', JOB_COLOURS[WRITER.name])}{cells}")
+    ends = {step for each in history for step in (min(each.losses, default=1), max(each.losses, default=1))}
+    for step in sorted(ends):
+        losses = [undisturbed.get(step), *(each.losses.get(step) for each in history)]
+        row = "".join(f"{'' if loss is None else format(loss, '.7f'):>{LOSS_WIDTH}}" for loss in losses)
+        screen.line(f"   {step:>4}{row}".rstrip())
+
+
 def conclude(screen: Screen, reports: Mapping[str, Report], seconds: float) -> None:
     saved = reports[WRITER.name].saved
     values = sum(len(saved[group]) for group in VALUE_GROUPS)
@@ -174,6 +211,7 @@ def conclude(screen: Screen, reports: Mapping[str, Report], seconds: float) -> N
         screen.line(f" {tick} {tensors} tensors and {values} other values bit-identical on {job.processes}")
     agreement = f"within {spread:.0e} of each other (allowed: {LOSS_TOLERANCE:.0e})"
     screen.line(f" {tick} losses of steps {AFTER_LOAD[0]} to {STEPS} {agreement}")
+    screen.line(f" {tick} killed twice, with no committed step lost and the losses of the run that nobody killed")
     screen.line(f" {tick} all in {seconds:.0f} seconds")
     screen.line()
     screen.line(f" In your own program:  {screen.paint('import holdfast as hf', BOLD)}")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 BOLD, DIM, RED, GREEN = "1", "2", "31", "32"
-JOB_COLOURS = {"A": "36", "B": "35", "C": "33"}
+JOB_COLOURS = {"A": "36", "B": "35", "C": "33", "D": "34"}
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 CHART_HEIGHT = 8

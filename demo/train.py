@@ -1,7 +1,8 @@
 """One process of a training job: FSDP2 under torchrun, a plain module when started alone.
 
-The part worth reading is `Training.state`: it names the objects that have to survive a restart. `hf.save` and `hf.load`
-do the rest, whatever the number of processes. `run.py` starts this script.
+The parts worth reading are `Training.state`, which names the objects that have to survive a restart, and `train_run`, a
+loop that may be killed at any moment. `hf.save`, `hf.load` and `hf.CheckpointManager` do the rest, whatever the number
+of processes. `run.py` starts this script.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import json
 import os
 import sys
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accidents import DeadlyRoot, die
 from fingerprint import Fingerprint, fingerprint
 from model import CONTEXT, GLOBAL_BATCH, Speller, batch_slice
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,7 +63,9 @@ class World:
     def tell(self, event: str, *facts: object) -> None:
         """Report progress to the runner, once per job."""
         if self.rank == 0:
-            print("::" + event, *facts, flush=True)
+            line = " ".join(["::" + event, *map(str, facts)])
+            sys.stdout.write(line + "\n")  # at once: commits are told by another thread
+            sys.stdout.flush()
 
 
 class Training:
@@ -104,6 +110,31 @@ class Training:
         return self.world.mean(loss.detach())
 
 
+def train_run(training: Training, args: argparse.Namespace, losses: dict[int, float]) -> None:
+    """Go on with the run in a folder, wherever that is, and save every few steps in the background."""
+    world = training.world
+    root = args.folder if args.die_in_save is None else DeadlyRoot(args.folder, args.die_in_save)
+    with hf.CheckpointManager(root, every_steps=args.every, keep_last=2, async_save=True) as manager:
+        state = training.state()
+        restored = manager.restore(state)
+        training.step = state["step"]
+        world.tell("restored", restored.step if restored else 0)
+
+        while training.step < args.steps and not manager.should_stop:
+            loss = losses[training.step] = training.advance()
+            world.tell("step", training.step, loss)
+            saved = manager.maybe_save(training.step, training.state(), metrics={"loss": loss})
+            if isinstance(saved, hf.PendingSave):
+                saved.committed.add_done_callback(partial(tell_of_commit, world, training.step))
+            if training.step == args.die_after and world.rank == world.size - 1:
+                die()
+
+
+def tell_of_commit(world: World, step: int, committed: Future[hf.SaveReport]) -> None:
+    if committed.exception() is None:
+        world.tell("committed", step)
+
+
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(1)
@@ -118,6 +149,10 @@ def main() -> None:
         started = time.perf_counter()
         training.load(args.load)
         world.tell("loaded", time.perf_counter() - started)
+        report["loaded"] = training.fingerprint()
+
+    if args.folder is not None:
+        train_run(training, args, report["losses"])
         report["loaded"] = training.fingerprint()
 
     while training.step < args.steps:
@@ -143,6 +178,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save", type=Path, help="write a checkpoint here ...")
     parser.add_argument("--save-at", type=int, help="... after this step")
     parser.add_argument("--load", type=Path, help="start from this checkpoint")
+    parser.add_argument("--folder", type=Path, help="go on with the run in this folder ...")
+    parser.add_argument("--every", type=int, help="... and save every so many steps")
+    parser.add_argument("--die-after", type=int, metavar="STEP", help="the last process kills itself after this step")
+    parser.add_argument("--die-in-save", type=int, metavar="STEP", help="the first one, in the middle of this save")
     parser.add_argument("--report", type=Path, required=True, help="write losses and fingerprints here")
     return parser.parse_args()
 
