@@ -158,14 +158,18 @@ def test_ctrl_c_in_the_block_commits_what_is_pending_and_is_not_masked(tmp_path)
             train(manager, range(1, 4))
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
-        program()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            program()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert steps_in(tmp_path) == [2]
     assert restored_from(tmp_path)[0].step == 2
 
 
 def test_a_signal_saves_the_step_at_once_and_stops(tmp_path):
-    events: list[hf.Event] = []
+    before, events = signal.getsignal(signal.SIGTERM), []
     with hf.CheckpointManager(tmp_path, on_event=events.append) as manager:
         for step in range(1, 10):
             if step == 4:
@@ -176,7 +180,7 @@ def test_a_signal_saves_the_step_at_once_and_stops(tmp_path):
                 assert isinstance(saved, hf.SaveReport)  # committed by now
                 break
     assert events_of_saves(events) == [(4, "preemption")]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_the_state_is_saved_before_a_stop_even_if_a_save_before_had_failed(tmp_path, moody):

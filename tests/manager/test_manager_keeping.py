@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 import holdfast as hf
 from holdfast import keep
 from holdfast.errors import CheckpointNotFoundError, NotDeletedError
+from holdfast.manager.deleting import Deleter
+from holdfast.manager.run import Run
 from holdfast.manager.steps import folder_of
 from tests.manager.managed import a_run, damage_data, restored_from, state_of, steps_in
 
@@ -138,11 +142,26 @@ def test_a_dry_run_tells_and_deletes_nothing_but_by_hand(tmp_path, caplog):
     assert steps_in(tmp_path) == [1, 3]
 
 
-def test_deletions_are_told(tmp_path):
+@pytest.mark.parametrize("fails", [False, True])
+def test_deletions_are_told_to_the_last_one(tmp_path, monkeypatch, fails):
     events: list[hf.Event] = []
-    with hf.CheckpointManager(tmp_path, keep_last=1, every_steps=1, on_event=events.append) as manager:
-        for step in (1, 2):
-            manager.maybe_save(step, state_of(step))
+    delete = Deleter.delete
+
+    def delete_late(self, doomed):
+        time.sleep(0.2)  # the block ends before
+        return delete(self, doomed)
+
+    monkeypatch.setattr(Deleter, "delete", delete_late)
+
+    def program() -> None:
+        with hf.CheckpointManager(tmp_path, keep_last=1, every_steps=1, on_event=events.append) as manager:
+            for step in (1, 2):
+                manager.maybe_save(step, state_of(step))
+            if fails:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        program()
     (told,) = [event for event in events if event.name == "delete"]
     assert (told.step, told.path, told.detail["outcome"]) == (1, str(tmp_path / folder_of(1)), "deleted")
     assert told.nbytes > 4000
@@ -150,8 +169,6 @@ def test_deletions_are_told(tmp_path):
 
 def test_nothing_is_deleted_for_a_checkpoint_that_turns_out_to_be_damaged(tmp_path, monkeypatch):
     a_run(tmp_path, 1)
-    from holdfast.manager.run import Run
-
     note = Run._note
 
     def damaged_meanwhile(self, step):

@@ -224,7 +224,13 @@ def test_events_and_a_trace(tmp_path):
         manager.wait()
         manager.restore(state_of(0))
     hf.save(state_of(1), tmp_path / "elsewhere")  # nobody listens any more
-    assert [(event.name, event.step) for event in events if event.is_whole] == [("save", 1), ("load", 1)]
+    assert [(event.name, event.step) for event in events if event.is_whole] == [
+        ("save", 1),
+        ("load", 1),
+        ("restore", 1),
+    ]
+    assert events[-1].nbytes > 4000
+    assert events[-1].detail == {"lost_steps": 0, "damaged": []}
     assert {event.name for event in events} >= {"save.stage", "save.plan", "save.write", "save.commit", "load.read"}
     assert {event.detail.get("reason") for event in events if event.verb == "save"} == {"steps"}
     content = json.loads(trace.read_text())
@@ -257,7 +263,6 @@ def test_a_read_only_manager_restores_beside_the_job_that_trains(tmp_path):
         state = state_of(0)
         with hf.CheckpointManager(tmp_path, read_only=True, keep_last=1) as manager:
             assert manager.run_id == training.run_id
-            assert signal.getsignal(signal.SIGTERM) is not None
             restored = manager.restore(state)
             assert (restored.step, restored.lost_steps, [info.step for info in restored.set_aside]) == (2, 1, [3])
             assert is_state_of(state, 2)

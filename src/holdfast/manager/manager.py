@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
@@ -347,6 +348,7 @@ class CheckpointManager:
             parts: names at the top of the state; only these are loaded, and only their bytes are read.
             options: other arguments of ``load``, such as ``cast=True``.
         """
+        began = time.perf_counter()
         self._open()
         if isinstance(parts, str):
             raise TypeError(f"parts is a list of names, not the text {parts!r}")
@@ -360,6 +362,7 @@ class CheckpointManager:
         if restored is not None:
             self._pulse.resume_after(restored.step)
             self._last_saved, self._unsaved = restored.step, None
+            restored.tell(began, *own_place(self._group))
         return restored
 
     def _restoring(self, state: Any, options: Mapping[str, Any]) -> Restoring:

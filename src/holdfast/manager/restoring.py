@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, NoUsableCheckpointError
 from holdfast.load_report import LoadReport
 from holdfast.manager.steps import StepInfo
+from holdfast.watching import Call
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,15 @@ class RestoredStep:
     """How many steps behind the newest checkpoint this one is, because newer ones are damaged."""
     set_aside: Sequence[StepInfo] = ()
     """The damaged ones. They are kept, with a note of the reason, and passed over from now on."""
+
+    def tell(self, began: float, rank: int, world_size: int) -> None:
+        """Tell those who watch, of the whole since ``began``, with what could not be loaded."""
+        call = Call("restore", self.path, self.step, rank=rank, world_size=world_size, started=began)
+        damaged = [info.step for info in self.set_aside]
+        report = self.report
+        call.finish(
+            nbytes=report.bytes_read, slowest_rank=report.slowest_rank, lost_steps=self.lost_steps, damaged=damaged
+        )
 
     def __str__(self) -> str:
         lost = f"; {self.lost_steps} steps are lost" if self.lost_steps else ""
