@@ -17,7 +17,7 @@ CODE  := src tests benchmarks $(wildcard demo examples)
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY)  ## train on 4 processes, resume on 2 and on 1, compare
+demo: $(READY)  ## train on 4 processes, resume on 2 and on 1, compare; kill -9 and restart
 	@$(BIN)/python demo/run.py
 
 test: lint  ## lint, type-check and run the tests
