@@ -83,7 +83,7 @@ def has_ordinary_memory(tensor: torch.Tensor) -> bool:
 
 def bytes_of(tensor: torch.Tensor) -> int:
     """How much memory a copy of a plain part takes."""
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes
 
 
 def twin_over(elements: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ that torch keeps of changes, and on request by digests.
 
 from __future__ import annotations
 
+import _thread
 import concurrent.futures
 import ctypes
 import functools
@@ -25,8 +26,12 @@ from holdfast.staging.arenas import ArenaPool, Lease, aligned
 from holdfast.staging.copies import bytes_of, fingerprint_of_memory, has_ordinary_memory, transfer
 from holdfast.staging.moments import Moment
 from holdfast.tuning import COPY_AT_ONCE, SMALL_TENSOR
+from holdfast.waiting import some_threads, wait_for_all
 
 _Part = Callable[[], None]
+
+_MOST_THREADS = 8
+"""By then it is memory that takes the time."""
 
 
 class Copy:
@@ -83,7 +88,8 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[Any, ...], Copy] = {}
+        self._waiting: list[Copy] = []
+        self._by_address: dict[int, list[Copy]] = {}
         self._moment = Moment.now()
         self.nbytes = 0
         """How much memory they take."""
@@ -101,37 +107,43 @@ class Copies:
             copy = Copy(name, source)
             copy.twin = source.detach().to("cpu", copy=True)
             return copy
-        known = fingerprint_of_memory(source)
-        found = self._waiting.get(known)
-        if found is None:
-            found = self._waiting[known] = Copy(name, source)
-            self.nbytes += aligned(bytes_of(source))
-        return found
+        there = self._by_address.setdefault(source.data_ptr(), [])
+        for other in there:
+            if fingerprint_of_memory(other.source) == fingerprint_of_memory(source):
+                return other
+        copy = Copy(name, source)
+        there.append(copy)
+        self._waiting.append(copy)
+        self.nbytes += aligned(bytes_of(source))
+        return copy
 
     def begin(self, pool: ArenaPool, *, check: bool = False) -> None:
         """Take memory for all copies. ``check`` takes digests now, to be compared with those of the copies."""
+        self._by_address = {}
         memory = _Memory(pool.lend(self.nbytes), self.nbytes)
-        for copy in self._waiting.values():
+        for copy in self._waiting:
             copy.twin = memory.twin_of(copy.source)
             if check:
                 copy.digest = digest_pieces(tensor_pieces(copy.source))
 
     def copy_now(self, chosen: Callable[[torch.Tensor], bool] | None = None) -> None:
         """Copy the elements, of all or of those that are chosen. They may change when this returns."""
-        now = {known: copy for known, copy in self._waiting.items() if chosen is None or chosen(copy.source)}
-        with self._moment.device_copies():
-            for copy in now.values():
-                _copy_whole(copy)
-        for known, copy in now.items():
+        now, later = self._waiting, []
+        if chosen is not None:
+            is_now = [chosen(copy.source) for copy in self._waiting]
+            now = [copy for copy, one in zip(self._waiting, is_now, strict=True) if one]
+            later = [copy for copy, one in zip(self._waiting, is_now, strict=True) if not one]
+        _do_all(deque(_in_parts(now, self._moment)))
+        for copy in now:
             copy.settle()
-            del self._waiting[known]
-        if not self._waiting:
+        self._waiting = later
+        if not later:
             self.done.set_result(None)
 
     def copy_later(self) -> None:
         """Copy what is not copied yet in a thread of its own."""
         if not self.done.done():
-            self._parts.extend(_in_parts(self._waiting.values(), self._moment))
+            self._parts.extend(_in_parts(self._waiting, self._moment))
             self._unfinished = len(self._parts)
             self._start_a_thread()
 
@@ -147,7 +159,8 @@ class Copies:
             pass
 
     def _start_a_thread(self) -> None:
-        threading.Thread(target=self._work, name="holdfast-stage", daemon=True).start()
+        # Unlike `threading.Thread` this does not wait until the thread runs, which takes milliseconds.
+        _thread.start_new_thread(self._work, ())
 
     def _work(self) -> None:
         while True:
@@ -167,16 +180,49 @@ class Copies:
                 self._conclude()
 
     def _conclude(self) -> None:
-        waiting, self._waiting = self._waiting, {}
+        waiting, self._waiting = self._waiting, []
         try:
             if self._error is not None:
                 raise self._error
-            for copy in waiting.values():
+            for copy in waiting:
                 copy.settle()
         except BaseException as error:
             self.done.set_exception(error)
         else:
             self.done.set_result(None)
+
+
+def _do_all(parts: deque[_Part]) -> None:
+    """Return when all parts are done, by as many threads as torch would use.
+
+    Torch's own would wait for each other after every tensor, which takes long if the processors have more to do.
+    """
+    helpers = min(len(parts), torch.get_num_threads(), _MOST_THREADS) - 1
+    pool = some_threads(helpers, "holdfast-stage") if helpers > 0 else None
+    if pool is None:
+        _do(parts)
+        return
+    with pool:
+        jobs = [pool.submit(_do, parts) for _ in range(helpers)]
+        try:
+            _do(parts)
+        finally:
+            wait_for_all(jobs)
+    for job in jobs:
+        job.result()
+
+
+def _do(parts: deque[_Part]) -> None:
+    while True:
+        try:
+            part = parts.popleft()
+        except IndexError:
+            return
+        try:
+            part()
+        except BaseException:
+            parts.clear()
+            raise
 
 
 class _Memory:
