@@ -22,6 +22,7 @@ from tests.chaos.training_job import STEPS, Job
 from tests.ranks import RankPool
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+RARELY = 5
 WAYS = [
     {},
     {"overlap": True},
@@ -94,7 +95,9 @@ def run_round(seed: int, folder: Path) -> Supervisor:
         job = attempt.job(supervisor)
         ended = supervisor.attempt(job, attempt.killer(job))
         assert supervisor.attempts[1:] or not ended.is_finished, f"nobody was killed\n{supervisor.story()}"
-    supervisor.attempt(Attempt(3 - attempts[-1].world_size, attempts[-1].way).job(supervisor))
+    last = Attempt(3 - attempts[-1].world_size, attempts[-1].way).job(supervisor)
+    # Steps that are not saved again, so that what a kill has left of one stays there if nobody removes it.
+    supervisor.attempt(replace(last, options={"every_steps": RARELY}))
     supervisor.check_finished()
     return supervisor
 
