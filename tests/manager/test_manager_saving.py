@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.background.futures import take_untold_failures
+from holdfast.background.futures import forget_failures, take_untold_failures
 from holdfast.errors import SaveInProgressError, StorageFullError
 from holdfast.manager.steps import folder_of
+from holdfast.verbs.async_save import begin_save
 from tests.manager.managed import MoodyRoot, MoodyStore, a_run, is_state_of, restored_from, state_of, steps_in, train
 
 
@@ -74,16 +75,21 @@ def test_the_state_is_that_of_the_call(tmp_path):
     assert is_state_of(restored_from(tmp_path)[1], 1)
 
 
-def test_with_overlap_the_optimizers_are_found_and_their_steps_wait(tmp_path):
-    training = a_training()
+def test_with_overlap_the_optimizers_are_found_and_their_steps_wait(tmp_path, monkeypatch):
+    training, given = a_training(), []
+
+    def begin(state, store, options, how, group):
+        given.append(how.optimizers)
+        return begin_save(state, store, options, how, group)
+
+    monkeypatch.setattr("holdfast.manager.saver.begin_save", begin)
     expected = {}
     with hf.CheckpointManager(tmp_path, every_steps=1, overlap=True, when_busy="copy") as manager:
         for step in range(1, 6):
             train_step(training)
             expected[step] = training["model"].weight.detach().clone()
-            pending = manager.maybe_save(step, training)
-            hooks = training["parts"][0]["optim"]._optimizer_step_pre_hooks
-            assert pending.staged.done() or hooks  # nothing changes before it is copied
+            manager.maybe_save(step, training)
+    assert given == [[training["parts"][0]["optim"]]] * 5
     for step, weight in expected.items():
         assert torch.equal(hf.open(tmp_path / folder_of(step))["model.weight"][:], weight)
 
@@ -122,7 +128,8 @@ class SlowRoot(MoodyRoot):
         self.go_on = threading.Event()
 
     def child(self, name):
-        self.go_on.wait(60) if threading.current_thread() is not threading.main_thread() else None
+        if threading.current_thread() is not threading.main_thread():
+            self.go_on.wait(60)
         return MoodyStore(self, name)
 
 
@@ -137,6 +144,15 @@ def test_when_busy(tmp_path):
         first.wait()
         manager.save(2, state_of(2))
     assert steps_in(tmp_path) == [1, 2]
+
+
+def test_a_save_now_comes_after_those_that_are_pending(tmp_path):
+    root = SlowRoot(tmp_path)
+    with hf.CheckpointManager(root) as manager:
+        manager.save(1, state_of(1))
+        threading.Timer(0.2, root.go_on.set).start()
+        manager.save(2, state_of(2), wait=True)
+        assert [info.step for info in manager.steps()] == [1, 2]
 
 
 def test_wait_returns_when_all_is_committed(tmp_path):
@@ -227,6 +243,7 @@ def test_the_programs_own_error_is_not_masked_by_that_of_a_save(moody):
         program()
     (told,) = take_untold_failures()  # by the next call of the library, or at the end of the program
     assert "step-00000001 failed" in told
+    forget_failures()
 
 
 def test_a_failed_save_now_is_raised_now(tmp_path, moody):
