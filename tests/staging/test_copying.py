@@ -46,7 +46,7 @@ def test_copies_have_all_bits_and_share_no_memory(drawn: list[torch.Tensor], lat
 
 
 def test_a_tensor_larger_than_a_part_is_copied_by_several_threads() -> None:
-    large = torch.arange(3 * COPY_AT_ONCE // 4 + 5, dtype=torch.int32)
+    large = -1 - torch.arange(3 * COPY_AT_ONCE // 4 + 5, dtype=torch.int32)  # no byte is zero, as fresh memory is
     copies, (copy,) = copies_of(large)
     workers = set()
     move, both = Copy.move, threading.Barrier(2, timeout=60)
