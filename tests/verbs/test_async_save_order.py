@@ -50,6 +50,22 @@ def test_a_save_waits_for_background_saves_to_the_same_path(tmp_path, monkeypatc
     assert hf.open(tmp_path / "x").load() == {"n": 2}
 
 
+def test_a_load_waits_for_background_saves_to_the_same_path(tmp_path, monkeypatch) -> None:
+    store = GatedStore(tmp_path / "x")
+    pending = hf.async_save({"w": torch.arange(4.0)}, store)
+    loading = threading.Event()
+    wait_for = SaveQueue.wait_for
+    monkeypatch.setattr(SaveQueue, "wait_for", lambda *given: (loading.set(), wait_for(*given))[1])
+    into = {"w": torch.zeros(4)}
+    thread = threading.Thread(target=hf.load, args=(into, tmp_path / "x"))
+    thread.start()
+    assert loading.wait(PATIENCE)
+    store.gate.set()
+    thread.join(PATIENCE)
+    pending.wait()
+    assert into["w"].tolist() == [0, 1, 2, 3]
+
+
 def test_a_save_elsewhere_does_not_wait(tmp_path) -> None:
     store = GatedStore(tmp_path / "x")
     pending = hf.async_save({"n": torch.ones(3)}, store)

@@ -9,6 +9,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from holdfast.background.futures import warn_of_unseen_failures
+from holdfast.background.lanes import wait_for_conflicting_saves
+from holdfast.background.queues import Claim
 from holdfast.boxes import volume
 from holdfast.coordination.meeting import meeting, own_place
 from holdfast.errors import CheckpointException, HoldfastError, IncompleteLoadError
@@ -92,9 +95,12 @@ def load(
         (100, ['model.weight', 'model.bias', 'step'])
     """
     started = time.perf_counter()
+    place = in_messages(path)
+    warn_of_unseen_failures()
+    wait_for_conflicting_saves(Claim(place))
     rank, world_size = own_place(process_group)
     with (
-        Call("load", in_messages(path), rank=rank, world_size=world_size, started=started) as call,
+        Call("load", place, rank=rank, world_size=world_size, started=started) as call,
         meeting(f"holdfast.load from {call.path}, verify={verify!r}", process_group) as ranks,
     ):
         options = ranks.all_gather_status(
