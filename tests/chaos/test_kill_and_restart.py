@@ -102,6 +102,6 @@ def run_round(seed: int, folder: Path) -> Supervisor:
     return supervisor
 
 
-@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5, 50))])
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5, 55))])
 def test_a_killed_job_goes_on_from_its_newest_committed_step(ranks: RankPool, tmp_path: Path, seed: int) -> None:
     run_round(seed, tmp_path)
