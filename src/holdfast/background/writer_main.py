@@ -8,7 +8,9 @@ import importlib.util
 import logging
 import os
 import pickle
+import select
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -89,11 +91,26 @@ def main(descriptor: int) -> None:
     # Layouts of tensors arrive without process groups, which the loader of device meshes finds worth a warning.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     connection: Connection[Any, Any] = Connection(descriptor)
+    _end_with_the_program(descriptor)
     gc.freeze()  # torch and all that comes with it is not to be looked through after each save
     with suppress(EOFError, ConnectionError, _ProgramIsGone):
         while True:
             _serve(connection)
             gc.collect()  # the mapped memory of this save must not wait for the next one
+
+
+def _end_with_the_program(descriptor: int) -> None:
+    """Leave at once when the program is gone: another job may have taken its place, and swept what is being written."""
+    if not hasattr(select, "poll"):  # then it is noticed at the next message
+        return
+    gone = select.poll()
+    gone.register(descriptor, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
+
+    def wait_and_leave() -> None:
+        gone.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait_and_leave, name="holdfast-watch", daemon=True).start()
 
 
 def _serve(connection: Connection[Any, Any]) -> None:
