@@ -12,9 +12,10 @@ import torch
 
 import holdfast as hf
 from holdfast import keep
-from holdfast.errors import CheckpointNotFoundError, NotDeletedError
+from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError, NotDeletedError
 from holdfast.manager.deleting import Deleter
 from holdfast.manager.run import Run
+from holdfast.manager.run_file import RunFile
 from holdfast.manager.steps import folder_of
 from tests.manager.managed import a_run, damage_data, restored_from, state_of, steps_in
 
@@ -167,20 +168,76 @@ def test_deletions_are_told_to_the_last_one(tmp_path, monkeypatch, fails):
     assert told.nbytes > 4000
 
 
-def test_nothing_is_deleted_for_a_checkpoint_that_turns_out_to_be_damaged(tmp_path, monkeypatch):
-    a_run(tmp_path, 1)
+def damage_what_is_committed(root, monkeypatch, *steps) -> None:
     note = Run._note
 
     def damaged_meanwhile(self, step):
-        damage_data(tmp_path, step)
+        if step in steps:
+            damage_data(root, step)
         note(self, step)
 
     monkeypatch.setattr(Run, "_note", damaged_meanwhile)
-    with hf.CheckpointManager(tmp_path, keep_last=1, verify_before_delete=True) as manager:
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_nothing_is_deleted_for_a_checkpoint_that_turns_out_to_be_damaged(tmp_path, monkeypatch, async_save):
+    a_run(tmp_path, 1)
+    damage_what_is_committed(tmp_path, monkeypatch, 2)
+    manager = hf.CheckpointManager(tmp_path, keep_last=1, verify_before_delete=True, async_save=async_save)
+    with manager:
+        manager.save(2, state_of(2))
+        with pytest.raises(DamagedCheckpointError, match="step-00000002"):
+            manager.wait()
+        assert [info.step for info in manager.steps() if info.set_aside] == [2]
+        assert (manager.latest().step, steps_in(tmp_path)) == (1, [1, 2])
+        manager.save(3, state_of(3))  # it is told once
+    assert steps_in(tmp_path) == [2, 3]
+    assert restored_from(tmp_path)[0].step == 3
+
+
+def test_damage_that_is_found_before_a_deletion_is_told_by_the_next_save(tmp_path, monkeypatch):
+    a_run(tmp_path, 1)
+    damage_what_is_committed(tmp_path, monkeypatch, 2)
+    with hf.CheckpointManager(tmp_path, keep_last=1, verify_before_delete=True, async_save=False) as manager:
+        manager.save(2, state_of(2))
+        manager._run.wait_for_deletions()
+        with pytest.raises(DamagedCheckpointError, match="step-00000002"):
+            manager.save(3, state_of(3))
+        manager.save(3, state_of(3))
+    assert steps_in(tmp_path) == [2, 3]
+
+
+def test_damage_that_is_found_before_a_deletion_may_be_a_warning(tmp_path, monkeypatch):
+    a_run(tmp_path, 1)
+    damage_what_is_committed(tmp_path, monkeypatch, 2)
+    manager = hf.CheckpointManager(tmp_path, keep_last=1, verify_before_delete=True, on_failure="warn")
+    with pytest.warns(RuntimeWarning, match="step 2 was not saved: DamagedCheckpointError"), manager:
         manager.save(2, state_of(2))
     assert steps_in(tmp_path) == [1, 2]
-    monkeypatch.undo()
-    assert restored_from(tmp_path)[0].step == 1
+
+
+def test_a_checkpoint_that_this_run_did_not_save_is_not_replaced(tmp_path):
+    hf.save({"weight": torch.ones(2)}, tmp_path / folder_of(2), metadata={"by": "hand"})
+    with hf.CheckpointManager(tmp_path, save_at_end=False, async_save=False) as manager:
+        manager.save(1, state_of(1))
+        with pytest.raises(CheckpointExistsError, match=r"was not saved by this run .*Move it away"):
+            manager.save(2, state_of(2))
+        assert RunFile(manager.root).read().unfinished == {}  # or a restart would tidy up there
+        manager.save(3, state_of(3))
+    assert hf.open(tmp_path / folder_of(2)).metadata == {"by": "hand"}
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
+def test_a_damaged_checkpoint_of_others_is_not_replaced_and_one_of_ours_is(tmp_path):
+    a_run(tmp_path, 1)
+    hf.save({"weight": torch.ones(2)}, tmp_path / folder_of(2))
+    for step in (1, 2):
+        (tmp_path / folder_of(step) / "holdfast.json").write_text("{}")
+    with hf.CheckpointManager(tmp_path, save_at_end=False, async_save=False) as manager:
+        manager.save(1, state_of(1))
+        with pytest.raises(CheckpointExistsError, match="cannot be read"):
+            manager.save(2, state_of(2))
+        assert [info.step for info in manager.steps() if info.is_usable] == [1]
 
 
 def test_a_set_aside_step_stays_and_does_not_count(tmp_path):

@@ -20,8 +20,9 @@ from holdfast.errors import NoUsableCheckpointError, RankDisagreementError, RunI
 from holdfast.manager import manager as module
 from holdfast.manager.pending import PendingSaves, _View
 from holdfast.manager.pulse import Pulse
+from holdfast.manager.run import Run
 from holdfast.manager.steps import folder_of
-from tests.manager.managed import MoodyRoot, steps_in
+from tests.manager.managed import MoodyRoot, damage_data, steps_in
 
 SIZE = 64
 
@@ -224,6 +225,45 @@ def restore_nothing_usable(root) -> str:
     return "a fresh start"
 
 
+def open_with_options_of_its_own(root, options) -> str:
+    manager = hf.CheckpointManager(root, **(options if dist.get_rank() else {}))
+    with pytest.raises(RankDisagreementError, match="with different options") as raised:
+        manager.__enter__()
+    return str(raised.value.views)
+
+
+class Odd(hf.keep.Policy):
+    def choose(self, steps, now):
+        return {info.step: "odd" for info in steps if info.step % 2}
+
+
+def open_with_a_policy_of_its_own(root) -> str:
+    with hf.CheckpointManager(root, keep=Odd() | hf.keep.last(2), signals=iter(["SIGTERM"]), every_steps=2):
+        return "opened"
+
+
+def save_what_is_damaged_at_once(root) -> str:
+    note, told = Run._note, ""
+
+    def damaged_meanwhile(self, step):
+        if step == 2:
+            damage_data(root, 2)
+        note(self, step)
+
+    Run._note = damaged_meanwhile
+    try:
+        with hf.CheckpointManager(root, keep_last=1, verify_before_delete=True) as manager:
+            for step in (1, 2, 3, 4):
+                try:
+                    manager.save(step, {"model": {"weight": torch.ones(10)}}, wait=True)
+                    manager._run.wait_for_deletions()
+                except Exception as error:
+                    told = f"{type(error).__name__} at step {step}: {error}"
+        return told
+    finally:
+        Run._note = note
+
+
 # --- tests --------------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +353,48 @@ def test_ranks_open_together_or_not_at_all(ranks, tmp_path):
     assert ranks(2).run(open_different_roots, tmp_path / "b") == ["told"] * 2
     (tmp_path / "c").mkdir()
     assert ranks(2).run(fail_to_trace_on_one_rank, tmp_path / "c") == ["told, and the run is free"] * 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every_steps": 3},
+        {"every_minutes": 3},
+        {"signals": ()},
+        {"keep_last": 2},
+        {"keep_best": (1, "loss")},
+        {"async_save": False},
+        {"writer": "process"},
+        {"when_busy": "copy"},
+        {"overlap": True},
+        {"on_full": "prune"},
+        {"on_failure": "warn"},
+        {"save_at_end": False},
+        {"verify_before_delete": True},
+        {"dry_run": True},
+        {"parts": ["model"]},
+        {"read_only": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_ranks_with_different_options_are_told_when_they_open(ranks, tmp_path, options):
+    first, second = ranks(2).run(open_with_options_of_its_own, tmp_path, options)
+    assert first == second
+    (name,) = options
+    assert name.partition("_")[0] in first
+    assert first.count("=") == 2  # what is the same is not told
+    assert not any(tmp_path.iterdir())
+
+
+def test_ranks_with_the_same_options_open(ranks, tmp_path):
+    assert ranks(2).run(open_with_a_policy_of_its_own, tmp_path) == ["opened"] * 2
+
+
+def test_all_ranks_are_told_of_damage_that_is_found_before_a_deletion(ranks, tmp_path):
+    first, second = ranks(2).run(save_what_is_damaged_at_once, tmp_path)
+    assert first.startswith("DamagedCheckpointError at step 3")
+    assert second.startswith("RemoteError at step 3: the save of step 2 failed on another rank: DamagedCheckpointError")
+    assert steps_in(tmp_path) == [2, 4]
 
 
 def test_groups_of_ranks_have_runs_of_their_own(ranks, tmp_path):

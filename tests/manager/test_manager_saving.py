@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -11,8 +15,10 @@ import torch
 
 import holdfast as hf
 from holdfast.background.futures import forget_failures, take_untold_failures
-from holdfast.errors import SaveInProgressError, StorageFullError
+from holdfast.errors import NotDeletedError, PreflightError, SaveInProgressError, StorageFullError
+from holdfast.manager.run_file import RunFile
 from holdfast.manager.steps import folder_of
+from holdfast.stores import LocalRoot, root_at
 from holdfast.verbs.async_save import begin_save
 from tests.manager.managed import MoodyRoot, MoodyStore, a_run, is_state_of, restored_from, state_of, steps_in, train
 
@@ -286,11 +292,17 @@ def test_on_a_full_disk_the_last_checkpoint_stays(tmp_path, moody, async_save):
 
 
 class FreedByDeletion(MoodyRoot):
-    """A disk with room for two steps."""
+    """A disk with room for a few steps."""
+
+    def __init__(self, folder, room_for=2):
+        super().__init__(folder)
+        self.room_for = room_for
 
     def child(self, name):
-        folders = [path for path in self.folder.iterdir() if path.is_dir() and path.name != name]
-        self.full = {3} if len(folders) > 1 else set()
+        folders = [
+            path for path in self.folder.iterdir() if path.is_dir() and path.name != name and any(path.iterdir())
+        ]
+        self.full = {3} if len(folders) >= self.room_for else set()
         return MoodyStore(self, name)
 
 
@@ -308,6 +320,37 @@ def test_on_a_full_disk_the_oldest_goes_if_that_is_wanted(tmp_path, async_save, 
     assert "step-00000001 was deleted" in caplog.text
 
 
+def test_on_a_full_disk_the_best_is_the_last_to_go(tmp_path):
+    with hf.CheckpointManager(tmp_path, async_save=False) as manager:
+        for step, loss in ((1, 0.1), (2, 0.9)):
+            manager.save(step, state_of(step), metrics={"loss": loss})
+        manager.save(4, state_of(4))
+    root = FreedByDeletion(tmp_path, room_for=3)
+    options = {"keep_last": 10, "keep_best": (1, "loss"), "on_full": "prune", "async_save": False}
+    with hf.CheckpointManager(root, **options) as manager:
+        manager.save(3, state_of(3))
+    assert steps_in(tmp_path) == [1, 3, 4]
+
+
+def test_on_a_full_disk_a_deletion_that_failed_earlier_does_not_count(tmp_path, monkeypatch):
+    a_run(tmp_path, 1, 2, 4)
+    remove, broken = LocalRoot.remove, True
+
+    def no_removal(self, name):
+        if broken and name == folder_of(1):
+            raise OSError(5, "Input/output error")
+        return remove(self, name)
+
+    monkeypatch.setattr(LocalRoot, "remove", no_removal)
+    root = FreedByDeletion(tmp_path)  # of step 1 only an empty folder is left
+    with hf.CheckpointManager(root, on_full="prune", async_save=False) as manager:
+        with pytest.raises(NotDeletedError):
+            manager.delete(1)
+        manager.save(3, state_of(3))
+        broken = False
+    assert steps_in(tmp_path) == [3, 4]
+
+
 def test_a_dry_run_prunes_nothing(tmp_path):
     a_run(tmp_path, 1, 2)
     manager = hf.CheckpointManager(FreedByDeletion(tmp_path), async_save=False, on_full="prune", dry_run=True)
@@ -323,3 +366,37 @@ def test_preflight_tells_of_this_manager(tmp_path, capsys):
     assert report.tensor_count == 1
     assert capsys.readouterr().out == f"{report}\n"
     assert steps_in(tmp_path) == []
+    assert os.listdir(tmp_path) == ["holdfast-run.json"]
+    assert RunFile(root_at(tmp_path)).read().unfinished == {}
+
+
+def test_a_preflight_is_told_to_those_who_watch(tmp_path):
+    events = []
+    with hf.CheckpointManager(tmp_path, on_event=events.append) as manager:
+        manager.preflight(state_of(1))
+        with pytest.raises(PreflightError):
+            manager.preflight({"no": object()})
+    first, second = (event for event in events if event.verb == "preflight")
+    assert (first.path, first.error, first.detail["problems"]) == (str(tmp_path), None, [])
+    assert second.error.startswith("PreflightError")
+    assert len(second.detail["problems"]) == 1
+
+
+def test_what_a_killed_preflight_left_is_removed_by_the_next_job_and_nothing_else(tmp_path):
+    program = f"""
+import os, signal
+import holdfast as hf
+from holdfast.manager import preflight
+preflight._Preflight._start_writer = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+with hf.CheckpointManager({str(tmp_path)!r}) as manager:
+    manager.preflight({{}})
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    (left,) = tmp_path.glob("preflight-*")
+    assert list(left.iterdir())
+    other = tmp_path / "preflight-0123456789ab"
+    other.mkdir()
+    (other / "rank-0").write_text("not by this run")
+    with hf.CheckpointManager(tmp_path):
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["holdfast-run.json", other.name]
+    assert [path.name for path in other.iterdir()] == ["rank-0"]

@@ -12,14 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import HoldfastError
 from holdfast.formats.native.names import RECORD, generation_of
 from holdfast.formats.native.record import decode_record
+from holdfast.manager.probing import is_probe, remove_probe
 from holdfast.manager.run_file import RunFile, RunState
-from holdfast.manager.steps import SET_ASIDE, StepInfo, identity_in, step_of
+from holdfast.manager.steps import DAMAGE, SET_ASIDE, StepInfo, identity_in, set_aside, step_of
 from holdfast.sources.native import NativeSource
 from holdfast.stores.roots import Root
 from holdfast.stores.store import Store
@@ -51,7 +53,8 @@ class Deletion:
 class Deleter:
     """Deletes steps of the run that ``token`` owns, one after the other, in one background thread.
 
-    ``on_deletion`` is called with every outcome, in the thread where it happens. With ``dry_run`` nothing is changed.
+    ``on_deletion`` is called with every outcome, in the thread where it happens, and ``on_damage`` for a checkpoint
+    that was to be verified first and is damaged. With ``dry_run`` nothing is changed.
     """
 
     def __init__(
@@ -61,12 +64,14 @@ class Deleter:
         *,
         dry_run: bool = False,
         on_deletion: Callable[[Deletion], None] | None = None,
+        on_damage: Callable[[StepInfo, Exception], None] | None = None,
     ) -> None:
         self._root = run_file.root
         self._run_file = run_file
         self._token = token
         self._dry_run = dry_run
         self._on_deletion = on_deletion
+        self._on_damage = on_damage
         self._failed: dict[str, StepInfo] = {}
         self._deleting = threading.Lock()
         self._folders = threading.Condition()
@@ -82,8 +87,8 @@ class Deleter:
     def submit(self, doomed: Sequence[StepInfo], *, verify_first: StepInfo | None = None) -> Future[list[Deletion]]:
         """Delete these in the background, and what could not be deleted before.
 
-        With ``verify_first`` all of that checkpoint is read before, and nothing is deleted if it is damaged. What goes
-        wrong is logged; the future has it too.
+        With ``verify_first`` all of that checkpoint is read before. If it is damaged, nothing is deleted and it is set
+        aside. What goes wrong is logged; the future has it too.
         """
         job: Future[list[Deletion]]
         try:
@@ -115,8 +120,9 @@ class Deleter:
             state = self._run_file.check(self._token)
             if self._dry_run or not state.unfinished:
                 return []
-            swept = [name for name in state.unfinished if step_of(name) is not None and self._sweep_one(name, state)]
-            unknown = [name for name in state.unfinished if step_of(name) is None]  # written by hand
+            known = [name for name in state.unfinished if step_of(name) is not None or is_probe(name)]
+            swept = [name for name in known if self._sweep_one(name, state)]
+            unknown = [name for name in state.unfinished if name not in known]  # written by hand
             self._run_file.end(self._token, [*swept, *unknown])
             return swept
 
@@ -156,7 +162,9 @@ class Deleter:
             return False
         try:
             store = self._root.child(name)
-            if identity_in(store) is None:
+            if is_probe(name):
+                remove_probe(self._root, name)
+            elif identity_in(store) is None:
                 _remove_files(self._root, name, identity)
             elif not identity:
                 _remove_all_but_the_checkpoint(store)
@@ -168,11 +176,16 @@ class Deleter:
         return True
 
     def _verify(self, info: StepInfo) -> None:
-        source = NativeSource(self._root.child(info.name))
+        store = self._root.child(info.name)
         try:
-            source.verify()
-        finally:
-            source.close()
+            with closing(NativeSource(store)) as source:
+                source.verify()
+        except DAMAGE as error:
+            if identity_in(store) == info.identity:  # and was not deleted or replaced while it was read
+                set_aside(store, str(error))
+                if self._on_damage is not None:
+                    self._on_damage(info, error)
+            raise
 
     def _delete_all(self, wanted: dict[str, StepInfo]) -> list[Deletion]:
         state = self._run_file.begin(self._token, {name: info.identity for name, info in wanted.items()})

@@ -17,6 +17,7 @@ from holdfast import settings
 from holdfast.coordination.meeting import meeting, own_place
 from holdfast.load_report import LoadReport
 from holdfast.manager import steps as steps_of_run
+from holdfast.manager.agreement import Options, refuse_different_options
 from holdfast.manager.full_disk import OnFull
 from holdfast.manager.keep_arguments import KeepBest, joined_policy, most_kept
 from holdfast.manager.pending import OnFailure
@@ -159,6 +160,26 @@ class CheckpointManager:
         self._every = (every_steps, every_minutes)
         self._pulse = Pulse(every_steps=every_steps, every_minutes=every_minutes)
         self._preemption = Preemption(signals, grace_seconds=grace_seconds)
+        alike = {
+            "every_steps": every_steps,
+            "every_minutes": every_minutes,
+            "keep": policy,
+            "async_save": async_save,
+            "overlap": overlap,
+            "writer": writer,
+            "when_busy": when_busy,
+            "on_failure": on_failure,
+            "on_full": on_full,
+            "save_at_end": save_at_end,
+            "verify_before_delete": verify_before_delete,
+            "dry_run": dry_run,
+            "signals": self._preemption.names,
+            "parts": parts and sorted(parts),
+            "run": run,
+            "take_over": take_over,
+            "read_only": read_only,
+        }
+        self._options: Options = {name: str(value) for name, value in alike.items()}
         self._claims = (run, take_over)
         self._is_read_only = read_only
         self._watchers = (on_event, trace)
@@ -219,6 +240,7 @@ class CheckpointManager:
             return
         place = own_place(self._group)
         with ExitStack() as opening, self._meeting("open the run") as ranks:
+            refuse_different_options(self.root.location, ranks.all_gather_object(self._options))
             self._run.id = self.run_id = ranks.broadcast("open the run", lambda: self._claim(opening))
             ranks.all_gather_status("watch", lambda: self._watch(opening))
             self._while_open = opening.pop_all()
@@ -327,10 +349,8 @@ class CheckpointManager:
     def wait(self) -> None:
         """Return when all saves are committed and older checkpoints are deleted. Raises what a save raised."""
         self._saver.pending.wait()
-        try:
-            self._saver.pending.raise_own_failures()
-        finally:
-            self._run.wait_for_deletions()
+        self._run.wait_for_deletions()  # which may have found out that a new checkpoint is damaged
+        self._saver.pending.raise_own_failures()
 
     # Restoring
 
@@ -431,18 +451,20 @@ class CheckpointManager:
         All ranks call this. Raises ``PreflightError`` with all problems; prints what to expect otherwise.
         """
         self._open_to("save")
-        report = run_preflight(
-            state,
-            self.root,
-            kept=self._most_kept,
-            stored_bytes=sum(info.nbytes for info in self.steps() if info.is_ours),
-            async_save=self._saving.async_save,
-            writer=self._saving.how.writer,
-            copies=2 if self._saving.how.when_busy == "copy" else 1,
-            memory_budget=(self._saving.save_options or {}).get("memory_budget"),
-            options=self._saving.options(self.run_id, Wanted(0, state), "preflight"),
-            process_group=self._group,
-        )
+        with self._run.probes() as note:
+            report = run_preflight(
+                state,
+                self.root,
+                kept=self._most_kept,
+                stored_bytes=sum(info.nbytes for info in self.steps() if info.is_ours),
+                async_save=self._saving.async_save,
+                writer=self._saving.how.writer,
+                copies=2 if self._saving.how.when_busy == "copy" else 1,
+                memory_budget=(self._saving.save_options or {}).get("memory_budget"),
+                options=self._saving.options(self.run_id, Wanted(0, state), "preflight"),
+                note=note,
+                process_group=self._group,
+            )
         if self._is_coordinator():
             print(report)  # noqa: T201 - that is what it is for
         return report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch.distributed as dist
@@ -27,6 +27,8 @@ class _View(NamedTuple):
     ended: frozenset[int]
     failed: Mapping[int, str]
     """Why, of those that its program was not told of yet."""
+    damaged: Sequence[tuple[int, str]] = ()
+    """Steps that were committed and turned out to be damaged, and how."""
 
 
 class _Begun(NamedTuple):
@@ -51,7 +53,15 @@ class _Begun(NamedTuple):
 class PendingSaves:
     """Saves that have begun, in the order in which they did."""
 
-    def __init__(self, place: str, on_failure: OnFailure, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        place: str,
+        on_failure: OnFailure,
+        process_group: dist.ProcessGroup | None,
+        *,
+        may_be_damaged: bool = False,
+    ) -> None:
+        """With ``may_be_damaged`` some rank may ``note_damage``, and so they ask each other at every save."""
         if on_failure not in ("raise", "warn"):
             raise ValueError(f"on_failure must be 'raise' or 'warn', not {on_failure!r}")
         self._place = place
@@ -61,6 +71,8 @@ class PendingSaves:
         # The same ones on all ranks: they are taken out only in exchanges, whoever has looked at one before.
         self._begun: dict[int, _Begun] = {}
         self._told: set[int] = set()
+        self._may_be_damaged = may_be_damaged
+        self._damaged: list[tuple[int, Exception]] = []
 
     def add(self, step: int, begin: Callable[[], PendingSave]) -> PendingSave:
         """Begin a save, on all ranks."""
@@ -87,14 +99,19 @@ class PendingSaves:
         They do not notice the end of a save at the same moment; if only some raised, the others would wait for them in
         the next save.
         """
-        if not self._begun:
+        if not self._begun and not self._may_be_damaged:
             return
         with meeting(
             f"holdfast.CheckpointManager of {self._place}: what became of earlier saves", self._group
         ) as ranks:
-            views = ranks.all_gather_object(self._view())
+            own = self._view()
+            views = ranks.all_gather_object(own)
         failed = {number: why for view in views for number, why in view.failed.items()}
         errors = [self._error(number, failed[number]) for number in sorted(failed)]
+        errors += self._take_damaged(len(own.damaged))
+        errors += [
+            (step, _error_of_another_rank(step, why)) for view in views if view != own for step, why in view.damaged
+        ]
         over = failed.keys() | frozenset.intersection(*(view.ended for view in views))
         self._begun = {number: begun for number, begun in self._begun.items() if number not in over}
         self._told -= over
@@ -102,20 +119,30 @@ class PendingSaves:
 
     def raise_own_failures(self) -> None:
         """Raise, or warn of, what this rank knows to have failed."""
-        failed = self._view().failed
-        self._told.update(failed)
-        self._tell([self._error(number, why) for number, why in failed.items()])
+        own = self._view()
+        self._told.update(own.failed)
+        errors = [self._error(number, why) for number, why in own.failed.items()]
+        self._tell(errors + self._take_damaged(len(own.damaged)))
+
+    def note_damage(self, step: int, error: Exception) -> None:
+        """A step turned out to be damaged after it was committed, which is as bad as a save that failed."""
+        self._damaged.append((step, error))
 
     def _view(self) -> _View:
         ended = {number: begun for number, begun in self._begun.items() if begun.has_ended()}
         failed = {number: begun for number, begun in ended.items() if begun.has_failed()}
         untold = {number: repr(begun.failure()) for number, begun in failed.items() if number not in self._told}
-        return _View(frozenset(ended), untold)
+        damaged = [(step, repr(error)) for step, error in tuple(self._damaged)]
+        return _View(frozenset(ended), untold, damaged)
 
     def _error(self, number: int, why: str) -> tuple[int, BaseException]:
         begun = self._begun[number]
-        told = f"the save of step {begun.step} failed on another rank: {why}"
-        return begun.step, begun.failure() or RemoteError(told, type_name=why.partition("(")[0], text=why)
+        return begun.step, begun.failure() or _error_of_another_rank(begun.step, why)
+
+    def _take_damaged(self, count: int) -> list[tuple[int, BaseException]]:
+        """Those that were in a view. Another thread may have noted more since."""
+        taken, self._damaged[:count] = self._damaged[:count], []
+        return list(taken)
 
     def _tell(self, errors: list[tuple[int, BaseException]]) -> None:
         if self._on_failure == "warn":
@@ -126,3 +153,8 @@ class PendingSaves:
             logger.error("step %d was not saved either: %s: %s", step, type(error).__name__, error)
         if errors:
             raise errors[0][1]
+
+
+def _error_of_another_rank(step: int, why: str) -> BaseException:
+    told = f"the save of step {step} failed on another rank: {why}"
+    return RemoteError(told, type_name=why.partition("(")[0], text=why)

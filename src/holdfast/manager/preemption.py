@@ -65,6 +65,11 @@ class Preemption:
         self._watches: list[_Watch] = []
 
     @property
+    def names(self) -> str:
+        """The signals, as a text."""
+        return ", ".join(number.name for number in self._signals)
+
+    @property
     def is_listening(self) -> bool:
         """Whether signals are noted."""
         return bool(self._watches)
@@ -89,10 +94,9 @@ class Preemption:
 
     def __enter__(self) -> Preemption:
         if threading.current_thread() is not threading.main_thread():
-            names = ", ".join(number.name for number in self._signals)
             warn_caller(
-                f"{names} will not be noticed by this process: Python lets only the main thread handle signals, and "
-                f"this is {threading.current_thread().name}. Begin in the main thread, or call note() yourself. "
+                f"{self.names} will not be noticed by this process: Python lets only the main thread handle signals, "
+                f"and this is {threading.current_thread().name}. Begin in the main thread, or call note() yourself. "
                 "Signals that other ranks notice still stop this one.",
                 RuntimeWarning,
             )

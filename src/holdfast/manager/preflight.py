@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,19 +18,20 @@ import torch
 from holdfast import settings
 from holdfast.background.messages import Request
 from holdfast.background.writer_process import find_main_script, idle_writer, pack_request
-from holdfast.coordination.meeting import meeting
+from holdfast.coordination.meeting import meeting, own_place
 from holdfast.errors import PreflightError
 from holdfast.manager.host_memory import memory_limits
 from holdfast.manager.measuring import WriteSpeed, measure_copies, measure_writes
 from holdfast.manager.preflight_findings import Findings, HowSaved, report_of
 from holdfast.manager.preflight_report import Check, PreflightReport, Problem
-from holdfast.manager.probing import Probe
+from holdfast.manager.probing import Probe, folder_of_probe, name_of_measured
 from holdfast.manager.state_size import look_at, plain_options, share_of
 from holdfast.planning.distributed_types import is_dtensor
 from holdfast.stores.memory_store import MemoryStore
 from holdfast.stores.roots import Root, root_at
 from holdfast.verbs.capturing import Captured
 from holdfast.verbs.save_options import SaveOptions
+from holdfast.watching import Call
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -52,6 +53,7 @@ def run_preflight(
     copies: int = 1,
     memory_budget: int | None = None,
     options: SaveOptions | None = None,
+    note: Callable[[str], None] = lambda folder: None,
     process_group: dist.ProcessGroup | None = None,
 ) -> PreflightReport:
     """Find out whether saves would go well. All ranks call this together, each with its own part of the state.
@@ -68,6 +70,7 @@ def run_preflight(
         copies: of the state, at most, that background saves have at once: 2 with ``when_busy="copy"``.
         memory_budget: that of the saves.
         options: what else is said to ``save``: which keys, which dtypes.
+        note: told on the coordinator which folder is about to be made, and will be left if this process is killed.
         process_group: the ranks that save; all by default.
 
     Example:
@@ -83,10 +86,13 @@ def run_preflight(
     """
     how = HowSaved(kept, stored_bytes, async_save, writer, copies, memory_budget)
     # Not the path: if it differs between ranks, that is one of the problems to be told.
-    with meeting(f"the preflight of holdfast with {how}", process_group) as ranks:
-        report = _Preflight(root, how, options or plain_options(), ranks).run(state)
-    if report.problems:
-        raise PreflightError(f"{report}\nNothing was saved.", problems=report.problems, report=report)
+    rank, world_size = own_place(process_group)
+    with Call("preflight", getattr(root, "location", root), rank=rank, world_size=world_size) as told:
+        with meeting(f"the preflight of holdfast with {how}", process_group) as ranks:
+            report = _Preflight(root, how, options or plain_options(), ranks, note).run(state)
+        told.detail["problems"] = [str(problem) for problem in report.problems]
+        if report.problems:
+            raise PreflightError(f"{report}\nNothing was saved.", problems=report.problems, report=report)
     return report
 
 
@@ -94,18 +100,24 @@ class _Preflight:
     """A preflight on one rank. A rank that has a problem goes on, so that other problems are found too."""
 
     def __init__(
-        self, root: str | os.PathLike[str] | Root, how: HowSaved, options: SaveOptions, ranks: Collectives
+        self,
+        root: str | os.PathLike[str] | Root,
+        how: HowSaved,
+        options: SaveOptions,
+        ranks: Collectives,
+        note: Callable[[str], None],
     ) -> None:
         self._given = root
         self._how = how
         self._options = options
         self._ranks = ranks
+        self._note = note
         self._found = Findings()
 
     def run(self, state: Any) -> PreflightReport:
         """All checks, one after the other, on all ranks at the same time."""
         ranks = self._ranks
-        token = ranks.broadcast("begin", lambda: uuid.uuid4().hex[:12])
+        token = ranks.broadcast("begin", self._begin)
         captured = ranks.all_gather_status("look", lambda: self._look(state))
         probe = self._open(token)
         try:
@@ -122,6 +134,11 @@ class _Preflight:
             with suppress(OSError):
                 probe.forget()
         return ranks.all_reduce("report", lambda: self._found, lambda found: report_of(found, self._how))
+
+    def _begin(self) -> str:
+        token = uuid.uuid4().hex[:12]
+        self._note(folder_of_probe(token))
+        return token
 
     def _look(self, state: Any) -> Captured | None:
         began = time.perf_counter()
@@ -181,7 +198,7 @@ class _Preflight:
     def _measure_writes(self, probe: Probe) -> WriteSpeed:
         # All ranks write at once, and a disk that is nearly full must not be filled by looking at it.
         most = None if self._found.free is None else self._found.free // (8 * self._ranks.world_size)
-        return measure_writes(probe.store, f"measured-{self._ranks.rank}", patience=_PATIENCE, most=most)
+        return measure_writes(probe.store, name_of_measured(self._ranks.rank), patience=_PATIENCE, most=most)
 
     def _start_writer(self) -> None:
         if not self._how.async_save or self._how.writer != "process":

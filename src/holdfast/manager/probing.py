@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
@@ -9,13 +10,15 @@ from holdfast.manager.preflight_report import Problem
 from holdfast.stores.roots import Root
 
 _RECORD = "record"
+_FOLDER = re.compile(r"preflight-[0-9a-f]{12}")
+_OBJECT = re.compile(rf"{_RECORD}|(?:rank|measured)-[0-9]+|\.{_RECORD}\.[0-9a-f]{{8}}\.tmp")
 
 
 class Probe:
     """A sub-folder of a root that looks like a checkpoint and is none. Every rank writes one object to it."""
 
     def __init__(self, root: Root, token: str, rank: int) -> None:
-        self.name = f"preflight-{token}"
+        self.name = folder_of_probe(token)
         self.store = root.child(self.name)
         self._root = root
         self._token = token
@@ -58,6 +61,32 @@ class Probe:
             return self.store.read(_name(rank)) == self._content(rank)
         except (OSError, ValueError):
             return False
+
+
+def folder_of_probe(token: str) -> str:
+    """The name of the folder of a probe.
+
+    >>> folder_of_probe("0123456789ab")
+    'preflight-0123456789ab'
+    """
+    return f"preflight-{token}"
+
+
+def is_probe(folder: str) -> bool:
+    """Whether a folder is called like that of a probe."""
+    return _FOLDER.fullmatch(folder) is not None
+
+
+def remove_probe(root: Root, folder: str) -> None:
+    """Remove what a probe left when it was killed, and the folder if nothing else is in it."""
+    store = root.child(folder)
+    store.delete([listed.name for listed in store.list() if _OBJECT.fullmatch(listed.name)])
+    root.remove(folder)
+
+
+def name_of_measured(rank: int) -> str:
+    """What a rank writes to measure how fast that is."""
+    return f"measured-{rank}"
 
 
 def _name(rank: int) -> str:

@@ -7,15 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, NoUsableCheckpointError
+from holdfast.errors import CheckpointNotFoundError, NoUsableCheckpointError
 from holdfast.load_report import LoadReport
-from holdfast.manager.steps import StepInfo
+from holdfast.manager.steps import DAMAGE, StepInfo
 from holdfast.watching import Call
 
 logger = logging.getLogger(__name__)
-
-DAMAGE = (DamagedCheckpointError, CheckpointNotFoundError)
-"""What another checkpoint can help against. Whatever else is wrong would be wrong with the next one too."""
 
 _MOST_LOOKS = 10
 """How often a job that deletes while this one reads can have it look again."""

@@ -34,6 +34,18 @@ class Policy(ABC):
         reasons = [_not_to_be_touched(steps), always_kept(candidates), self.choose(candidates, now)]
         return dict(sorted(_joined(reasons).items()))
 
+    def best_of(self, steps: Sequence[StepInfo], now: datetime) -> frozenset[int]:
+        """The steps that are kept for a metric, which on a full disk go last: no later step makes up for them.
+
+        >>> steps = [StepInfo(step, "", metrics={"loss": step}, is_ours=True) for step in (1, 2, 3)]
+        >>> sorted((last(3) | best(1, "loss")).best_of(steps, datetime.now().astimezone()))
+        [1]
+        """
+        return self._best_among(_candidates(steps), now)
+
+    def _best_among(self, candidates: Sequence[StepInfo], now: datetime) -> frozenset[int]:
+        return frozenset()
+
     def within(self, *, max_age: timedelta | None = None, max_bytes: int | None = None) -> Policy:
         """The same, but nothing that is older, and no more bytes in all: the oldest go first.
 
@@ -43,6 +55,9 @@ class Policy(ABC):
         'last 10, at most 1000000000000 bytes'
         """
         return self if max_age is None and max_bytes is None else _Limited(self, max_age, max_bytes)
+
+    def __str__(self) -> str:
+        return type(self).__name__
 
     def __or__(self, other: Policy) -> Policy:
         if not isinstance(other, Policy):
@@ -150,6 +165,9 @@ class _Best(Policy):
     def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
         return {info.step: str(self) for info in by_metric(steps, self.metric, self.mode)[: self.count]}
 
+    def _best_among(self, candidates: Sequence[StepInfo], now: datetime) -> frozenset[int]:
+        return frozenset(self.choose(candidates, now))
+
     def __str__(self) -> str:
         return f"best {self.count} by {self.metric}"
 
@@ -188,6 +206,9 @@ class _Either(Policy):
     def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
         return _joined([self.one.choose(steps, now), self.other.choose(steps, now)])
 
+    def _best_among(self, candidates: Sequence[StepInfo], now: datetime) -> frozenset[int]:
+        return self.one._best_among(candidates, now) | self.other._best_among(candidates, now)
+
     def __str__(self) -> str:
         return f"{self.one}, {self.other}"
 
@@ -212,6 +233,9 @@ class _Limited(Policy):
         if self.max_bytes is not None:
             self._drop_oldest(chosen, steps, self.max_bytes)
         return chosen
+
+    def _best_among(self, candidates: Sequence[StepInfo], now: datetime) -> frozenset[int]:
+        return self.policy._best_among(candidates, now) & self.choose(candidates, now).keys()
 
     def _drop_oldest(self, chosen: dict[int, str], steps: Sequence[StepInfo], limit: int) -> None:
         always = always_kept(steps)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from holdfast.errors import CheckpointNotFoundError, NotDeletedError
+from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, NotDeletedError
 from holdfast.manager.deleting import Deleter, Deletion
 from holdfast.manager.full_disk import next_to_go
 from holdfast.manager.retention import Policy, plan_deletions
@@ -25,6 +26,7 @@ from holdfast.manager.steps import (
     put_back,
     rows_of,
     set_aside,
+    was_saved_by,
 )
 from holdfast.stores.roots import Root
 from holdfast.watching import Call
@@ -52,7 +54,19 @@ class Run:
         self._file = RunFile(root)
         self._token = secrets.token_hex(16)
         self._retention = retention
-        self._deleter = Deleter(self._file, self._token, on_deletion=_tell)
+        self.on_damage: Callable[[int, Exception], None] = lambda step, error: None
+        """Told of a step that was committed, and is damaged as it turned out before older ones were deleted."""
+        self._deleter = Deleter(
+            self._file,
+            self._token,
+            on_deletion=_tell,
+            on_damage=lambda info, error: self.on_damage(info.step, error),
+        )
+
+    @property
+    def verifies_before_deletions(self) -> bool:
+        """Whether a step may turn out to be damaged before older ones are deleted."""
+        return self._retention.verify
 
     def look_up(self) -> str:
         """The id of the run; empty if there is none yet."""
@@ -71,14 +85,30 @@ class Run:
         return list_steps(self.root, self._file.read())
 
     def begin(self, step: int) -> None:
-        """A save to this step is about to begin. Raises if another job has taken the run."""
+        """A save to this step is about to begin. Raises if another job has taken the run.
+
+        Raises as well if there is a checkpoint of this step that this run did not save: that one cannot be had again.
+        """
         folder = folder_of(step)
         self._deleter.protect(folder)
         try:
+            self._refuse_to_replace_others(step)  # before it is noted: what is noted is tidied up after a kill
             self._file.begin(self._token, {folder: ""})
         except BaseException:
             self._deleter.unprotect(folder)
             raise
+
+    def _refuse_to_replace_others(self, step: int) -> None:
+        state = self._file.check(self._token)
+        info = look_at(self.root, step, state)
+        if info is None or info.is_ours or (info.damage is not None and was_saved_by(state, info.name)):
+            return
+        what = "cannot be read" if info.damage is not None else "was not saved by this run"
+        raise CheckpointExistsError(
+            f"step {step} is not saved, because there is a checkpoint at {info.path} that {what} ({state.run}). Move "
+            "it away if this run shall save that step, or use another folder for this run.",
+            path=info.path,
+        )
 
     def end(self, step: int, *, is_committed: bool) -> None:
         """The save has ended. If it is committed, what is not to be kept any more is deleted in the background."""
@@ -123,14 +153,35 @@ class Run:
         if self._retention.dry_run:
             return None
         steps = self.steps()
-        going = next_to_go(steps, spare=self._retention.policy.kept(steps, datetime.now(timezone.utc)))
+        going = next_to_go(steps, spare=self._retention.policy.best_of(steps, datetime.now(timezone.utc)))
         if going is None:
             return None
-        return going.name if all(each.is_gone for each in self._deleter.delete([going])) else None
+        # What could not be deleted earlier is tried again on this occasion, and says nothing about this one.
+        outcomes = [each for each in self._deleter.delete([going]) if each.path == going.path]
+        return going.name if any(each.is_gone for each in outcomes) else None
 
     def clean_up(self, step: int) -> None:
         """Remove the folder of a failed save, if nothing is in it."""
         self.root.remove(folder_of(step))
+
+    @contextmanager
+    def probes(self) -> Iterator[Callable[[str], None]]:
+        """While folders that are no checkpoints are made: gives what is to be told of each, before it is.
+
+        Those that a kill leaves are removed by the next job.
+        """
+        folders: list[str] = []
+
+        def note(folder: str) -> None:
+            folders.append(folder)
+            self._file.begin(self._token, {folder: ""})
+
+        try:
+            yield note
+        finally:
+            if folders:
+                left = set(self.root.children())
+                self._file.end(self._token, [folder for folder in folders if folder not in left])
 
     def delete(self, step: int) -> None:
         """Delete a checkpoint now, pinned or not. Raises if it is still there then."""

@@ -129,7 +129,10 @@ class Saver:
         self._run = run
         self._saving = saving
         self._group = process_group
-        self.pending = PendingSaves(run.root.location, saving.on_failure, process_group)
+        self.pending = PendingSaves(
+            run.root.location, saving.on_failure, process_group, may_be_damaged=run.verifies_before_deletions
+        )
+        run.on_damage = self.pending.note_damage
 
     def save(self, wanted: Wanted, reason: str, *, wait: bool) -> PendingSave | SaveReport:
         """Save a step, and ``wait`` until it is committed; or else in the background."""

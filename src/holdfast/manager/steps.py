@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastError
 from holdfast.formats.json_objects import parse_json_object
 from holdfast.formats.native.names import RECORD
 from holdfast.formats.native.record import LARGEST_RECORD, decode_record
@@ -22,6 +22,9 @@ from holdfast.stores.store import Store
 
 SET_ASIDE = "set-aside.json"
 """The object by which a checkpoint is passed over, though it is kept."""
+
+DAMAGE = (DamagedCheckpointError, CheckpointNotFoundError)
+"""What another checkpoint can help against. Whatever else is wrong would be wrong with the next one too."""
 
 Mode = Literal["min", "max"]
 
@@ -101,6 +104,13 @@ def list_steps(root: Root, state: RunState) -> list[StepInfo]:
 def look_at(root: Root, step: int, state: RunState) -> StepInfo | None:
     """One step, if it exists under the name that a manager gives."""
     return _step(root.child(folder_of(step)), folder_of(step), step, state)
+
+
+def was_saved_by(state: RunState, name: str) -> bool:
+    """Whether the run remembers to have saved what is in a folder, of which the record cannot be read any more."""
+    row = state.rows.get(name)
+    known = None if row is None else Summary.from_json(row)
+    return known is not None and bool(state.run) and known.run == state.run
 
 
 def rows_of(root: Root, steps: Sequence[StepInfo], state: RunState) -> dict[str, Row]:
