@@ -18,6 +18,7 @@ from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.planning.plan import LoadPlan
 from holdfast.planning.planner import LoadPlanner
 from holdfast.saving import call_if_present, set_up_storage
+from holdfast.staging.copying import finish_copies
 from holdfast.storage.contract import StorageReader
 from holdfast.storage.rank_local import shared_save_id
 
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 def load_state(state_dict: STATE_DICT_TYPE, reader: StorageReader, planner: LoadPlanner, ranks: Collectives) -> None:
     """Load into ``state_dict`` with all ranks of ``ranks``."""
     started = time.perf_counter()
+    finish_copies()  # of what is going to be overwritten
     _Load(state_dict, reader, planner, ranks).run()
     logger.info("loaded in %.3f s", time.perf_counter() - started)
 

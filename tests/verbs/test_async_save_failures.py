@@ -208,3 +208,17 @@ def test_an_error_in_a_writer_process_is_the_error_of_the_save(tmp_path) -> None
         pending.wait(PATIENCE)
     assert caught.value.errno == errno.ENOSPC
     assert not list((tmp_path / "x").iterdir())
+
+
+def test_a_writer_whose_answer_was_not_awaited_is_not_asked_again(tmp_path) -> None:
+    def leave(event: hf.Event) -> None:
+        if event.name == "save.write":
+            raise SystemExit("a callback that ends the thread it is called in")
+
+    with hf.subscribe(leave):
+        first = hf.async_save({"w": torch.ones(2)}, tmp_path / "first", writer="process")
+        with pytest.raises(SystemExit):
+            first.wait()
+    second = hf.async_save({"w": torch.ones(2)}, tmp_path / "second", writer="process")
+    assert second.wait().path == str(tmp_path / "second")
+    assert hf.open(tmp_path / "second").verify()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import gc
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import holdfast as hf
+import holdfast.dcp as dcp
+from holdfast.staging import step_hooks
+from holdfast.staging.copying import finish_copies
 from tests.exact import assert_same
 from tests.verbs.overlapping import assert_same_content, held_back, scribble
 
@@ -338,3 +343,50 @@ def test_options_of_save_are_those_of_async_save(tmp_path) -> None:
         assert_same_content(tmp_path / writer, tmp_path / "now")
         assert hf.open(tmp_path / writer).metadata["note"] == 1
         assert len(list((tmp_path / writer).iterdir())) == len(list((tmp_path / "now").iterdir()))
+
+
+# --- loads ------------------------------------------------------------------------------------------------------------
+
+
+def load_natively(state: Any, path: Any) -> None:
+    hf.load(state, path)
+
+
+def load_like_dcp(state: Any, path: Any) -> None:
+    dcp.load({"m": dict(state["m"].state_dict())}, checkpoint_id=path)
+
+
+@pytest.mark.parametrize("load", [load_natively, load_like_dcp])
+def test_a_load_waits_for_the_copy_of_what_it_overwrites(tmp_path, load: Callable[..., None]) -> None:
+    model = nn.Linear(200, LARGE)
+    optimizer = adam(model)
+    before = {"m": model}
+    if load is load_natively:
+        hf.save(before, tmp_path / "before")
+    else:
+        dcp.save({"m": model.state_dict()}, checkpoint_id=tmp_path / "before")
+    backward(model)
+    optimizer.step()
+    hf.save(before, tmp_path / "now")
+    with held_back() as held:
+        pending = hf.async_save(before, tmp_path / "later", optimizers=optimizer)
+        load(before, tmp_path / "before")
+        assert held.waits == 1
+    pending.wait()
+    assert_same_content(tmp_path / "later", tmp_path / "now")
+
+
+def test_a_forked_child_does_not_wait_for_the_copies_of_its_parent(tmp_path) -> None:
+    model = nn.Linear(200, LARGE)
+    optimizer = adam(model)
+    backward(model)
+    with held_back():
+        pending = hf.async_save({"m": model}, tmp_path / "x", optimizers=optimizer)
+        child = os.fork()
+        if child == 0:
+            gc.freeze()
+            step_hooks._wait_for_copies(optimizer)  # not a step, since torch's threads are the parent's, too
+            finish_copies()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    pending.wait()

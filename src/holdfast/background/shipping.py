@@ -73,7 +73,8 @@ class _Unpacker(pickle.Unpickler):
             if not hasattr(sys.modules["__main__"], name):
                 raise UnguardedScriptError(
                     f"the state, the planner or the writer uses {name}, which the main program defines, and which a "
-                    "writer process cannot import. Move it to a module, or save with AsyncCheckpointerType.THREAD.",
+                    "writer process cannot import. Move it to a module, or save with writer='thread' "
+                    "(AsyncCheckpointerType.THREAD in holdfast.dcp).",
                     script="",
                 )
         return super().find_class(module, name)

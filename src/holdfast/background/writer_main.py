@@ -161,7 +161,8 @@ def _importer(preparation: dict[str, Any]) -> Callable[[], None]:
             raise UnguardedScriptError(
                 f"the state, the planner or the writer uses a class of the main script {script}. To get it the writer "
                 "process would have to run the script, and all of it: there is no `if __name__ == '__main__':`. Add "
-                "that, move the class to a module, or save with AsyncCheckpointerType.THREAD.",
+                "that, move the class to a module, or save with writer='thread' (AsyncCheckpointerType.THREAD in "
+                "holdfast.dcp).",
                 script=script,
             )
         spawn.prepare(preparation)

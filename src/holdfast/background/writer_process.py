@@ -94,7 +94,7 @@ class WriterProcess:
                     assert arena.descriptor is not None
                     reduction.send_handle(connection, arena.descriptor, self._process.pid)
                 connection.send_bytes(request.data)
-            return self._serve(connection, link, watcher, hear)
+            answer = self._serve(connection, link, watcher, hear)
         except _ConnectionLost as lost:
             assert self._process is not None
             with suppress(subprocess.TimeoutExpired):
@@ -106,6 +106,15 @@ class WriterProcess:
             exit_code = self._process.returncode
             self.close()
             raise WriterProcessError(message, exit_code=exit_code, path=destination) from lost.__cause__
+        except BaseException:
+            self._kill()  # what it still has to say would be taken for the answer to the next request
+            raise
+        return answer.get()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+        self.close()
 
     def close(self) -> None:
         """End the process, which has nothing to do by now."""
@@ -125,12 +134,12 @@ class WriterProcess:
         link: Link | None,
         watcher: Watcher | None,
         hear: Callable[[Event], None] | None,
-    ) -> Any:
+    ) -> Answer:
         while True:
             with _noticing_a_lost_connection():
                 message = opened(connection.recv_bytes())
             if isinstance(message, Answer):
-                return message.get()
+                return message
             if isinstance(message, Advance | Enter):
                 if watcher is not None:
                     _pass_on(message, watcher)

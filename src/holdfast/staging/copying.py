@@ -10,6 +10,7 @@ import _thread
 import concurrent.futures
 import ctypes
 import functools
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -145,6 +146,8 @@ class Copies:
         if not self.done.done():
             self._parts.extend(_in_parts(self._waiting, self._moment))
             self._unfinished = len(self._parts)
+            with _lock:
+                _under_way.add(self)
             self._start_a_thread()
 
     def hurry(self) -> None:
@@ -181,6 +184,8 @@ class Copies:
 
     def _conclude(self) -> None:
         waiting, self._waiting = self._waiting, []
+        with _lock:
+            _under_way.discard(self)
         try:
             if self._error is not None:
                 raise self._error
@@ -190,6 +195,28 @@ class Copies:
             self.done.set_exception(error)
         else:
             self.done.set_result(None)
+
+
+_under_way: set[Copies] = set()
+_lock = threading.Lock()
+
+
+def finish_copies() -> None:
+    """Return when nothing is being copied any more. For whoever is about to change tensors that somebody may copy."""
+    with _lock:
+        waiting = list(_under_way)
+    for copies in waiting:
+        copies.hurry()
+
+
+def _forget_in_forked_child() -> None:
+    """The threads that copy are the parent's."""
+    global _lock
+    _lock = threading.Lock()
+    _under_way.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_forked_child)
 
 
 def _do_all(parts: deque[_Part]) -> None:

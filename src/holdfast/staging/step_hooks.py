@@ -6,6 +6,7 @@ nothing unless something is being copied.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -75,18 +76,24 @@ def _still_awaited_by(optimizer: torch.optim.Optimizer) -> list[_Awaited]:
 def changed_only_by(optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[torch.Tensor], bool]:
     """Tells whether a tensor is a parameter or a state of these optimizers, which nothing but a step changes.
 
-    So is a part of one, but not what else may lie in the same storage.
+    So is a part of one, but not what else may lie in the same storage, or in its gaps.
     """
     lengths: dict[int, int] = {}
+    with_gaps: set[Any] = set()
     for optimizer in optimizers:
         for tensor in _tensors_of(optimizer):
             begin, length = _extent_of(tensor)
-            lengths[begin] = max(length, lengths.get(begin, 0))
+            if begin and length > _local(tensor).nbytes:
+                with_gaps.add((begin, *_layout_of(tensor)))
+            else:
+                lengths[begin] = max(length, lengths.get(begin, 0))
     lengths.pop(0, None)
     begins = sorted(lengths)
 
     def is_changed_by_them_alone(tensor: torch.Tensor) -> bool:
         begin, length = _extent_of(tensor)
+        if with_gaps and (begin, *_layout_of(tensor)) in with_gaps:
+            return True
         before = bisect_right(begins, begin)
         return before > 0 and begin + length <= begins[before - 1] + lengths[begins[before - 1]]
 
@@ -106,7 +113,7 @@ def _extent_of(tensor: Any) -> tuple[int, int]:
 
     Begins at zero if there is no such place.
     """
-    local = getattr(tensor, "_local_tensor", tensor)
+    local = _local(tensor)
     try:
         begin = int(local.data_ptr())
         if local.is_contiguous():
@@ -115,3 +122,24 @@ def _extent_of(tensor: Any) -> tuple[int, int]:
     except (RuntimeError, NotImplementedError):
         return 0, 0
     return begin, (last + 1) * local.element_size()
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _layout_of(tensor: Any) -> tuple[Any, ...]:
+    local = _local(tensor)
+    return local.dtype, local.shape, local.stride()
+
+
+def _let_steps_go_in_forked_child() -> None:
+    """The threads that copy are the parent's, and so is what they copy."""
+    global _lock
+    _lock = threading.Lock()
+    for awaited in _awaited.values():
+        awaited.clear()
+
+
+os.register_at_fork(after_in_child=_let_steps_go_in_forked_child)

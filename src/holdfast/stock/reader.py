@@ -34,6 +34,7 @@ from holdfast.formats.native.trees import children_of, refs_in, substituted
 from holdfast.notices import warn_caller
 from holdfast.sources.detect import open_source
 from holdfast.sources.source import Request, Source
+from holdfast.staging.copying import finish_copies
 from holdfast.stock.flat_states import FlatState, flat_state, is_plain, is_tensor
 from holdfast.stock.writer import NOT_FLATTENED
 from holdfast.stores.places import local_path
@@ -146,6 +147,7 @@ class HoldfastReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's part into the memory that the planner points at, and give it the values."""
         checkpoint = self._checkpoint()
+        finish_copies()  # of what is going to be overwritten
         items = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
         values = self._values(items, checkpoint)
         # A planner that does something in ``commit_tensor`` may use the same memory for all items.

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
+from holdfast import settings
 from holdfast.background.async_saves import Attempts, give_up_in_background, once, save_copy_in_background
 from holdfast.background.futures import warn_of_unseen_failures
 from holdfast.background.lanes import Lane
 from holdfast.background.progress import watcher
 from holdfast.background.queues import Claim
 from holdfast.budgets import checked_bytes
-from holdfast.coordination.meeting import refuse_outsider
+from holdfast.coordination.meeting import own_place, refuse_outsider
 from holdfast.garbage import no_garbage_collection
 from holdfast.patterns import Pattern, Patterns
 from holdfast.phases import Phases
@@ -68,7 +69,7 @@ def async_save(
 
     With a process group all its ranks call this, in the same order. They do not wait for each other in the call. What
     is saved is the state of the moment of the call, whatever happens to it later. The program waits for pending saves
-    when it ends.
+    when it ends, but not if a signal such as SIGTERM ends it: ``CheckpointManager`` handles those.
 
     Args:
         state: what to save, and where, as for ``save``.
@@ -157,7 +158,8 @@ def begin_save(
     if not alone:
         refuse_outsider(process_group)
     lane, claim = Lane.of(process_group, alone=alone), Claim(in_messages(path))
-    begun = _Begun(Phases(Call("save", claim)), Counter())
+    rank, world_size = own_place(process_group)
+    begun = _Begun(Phases(Call("save", claim, rank=rank, world_size=world_size)), Counter())
     try:
         with begun.stalling():
             work = begun.prepared(state, path, make_options(), how, lane)
@@ -295,4 +297,5 @@ _POOLS = {
 
 
 def _pool(writer: Writer) -> ArenaPool:
-    return _POOLS["pinned" if writer == "thread" and torch.accelerator.is_available() else writer]
+    pool = _POOLS["pinned" if writer == "thread" and torch.accelerator.is_available() else writer]
+    return pool if settings.current().keep_staging_memory else ArenaPool(pool.memory)

@@ -20,6 +20,7 @@ from holdfast.load_report import LoadReport
 from holdfast.patterns import Pattern, Patterns
 from holdfast.sources.detect import open_source
 from holdfast.sources.source import Source
+from holdfast.staging.copying import finish_copies
 from holdfast.stores.places import in_messages
 from holdfast.stores.store import Store
 from holdfast.verbs.filling import check_regions, put, read_regions
@@ -98,6 +99,7 @@ def load(
     place = in_messages(path)
     warn_of_unseen_failures()
     wait_for_conflicting_saves(Claim(place))
+    finish_copies()  # of what is going to be overwritten
     rank, world_size = own_place(process_group)
     with (
         Call("load", place, rank=rank, world_size=world_size, started=started) as call,

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def append_to_trace(path: Path, events: Sequence[dict[str, Any]]) -> None:
             os.ftruncate(file, end + len(_TAIL) if end else 0)
             raise
     finally:
+        _unlock(file)
         os.close(file)
 
 
@@ -94,6 +96,13 @@ def _write(file: int, position: int, content: bytes) -> None:
     os.lseek(file, position, os.SEEK_SET)
     while content:
         content = content[os.write(file, content) :]
+
+
+def _unlock(file: int) -> None:
+    """To close the file is not enough if a child was forked meanwhile."""
+    if sys.platform != "win32":
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _lock(file: int) -> None:
