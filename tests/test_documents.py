@@ -18,10 +18,23 @@ def what_a_program_has() -> dict[str, Any]:
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    model(torch.randn(3, 4)).sum().backward()
-    optimizer.step()
-    scheduler.step()
-    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 100}
+
+    def train_step() -> torch.Tensor:
+        loss = model(torch.randn(3, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        return loss
+
+    train_step()
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "step": 100,
+        "total": 102,
+        "train_step": train_step,
+    }
 
 
 def examples_in(document: str) -> list[str]:
