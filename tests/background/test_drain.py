@@ -71,6 +71,19 @@ PROGRAMS = {
         os.environ["HOLDFAST_DRAIN_SECONDS"] = "inf"
         dcp.async_save(state, storage_writer=Held(folder))
     """,
+    "thread that lives on": """
+        def save_later():
+            until_the_main_thread_is_over()
+            hf.async_save(state, folder)
+        threading.Thread(target=save_later).start()
+    """,
+    "exit function": """
+        atexit.register(hf.async_save, state, folder, optimizers=optimizer)
+    """,
+    "exit function, fails": """
+        open(folder, "w").close()
+        atexit.register(hf.async_save, state, folder)
+    """,
     "setting broken meanwhile": """
         dcp.async_save(state, storage_writer=Held(folder))
         writing.wait()
@@ -79,7 +92,7 @@ PROGRAMS = {
 }
 
 RUNNER = """
-import json, os, signal, sys, threading, traceback
+import atexit, json, os, signal, sys, threading, traceback
 from concurrent.futures import ThreadPoolExecutor
 import torch
 import holdfast as hf
@@ -90,6 +103,9 @@ def until_the_program_ends():
     main = threading.main_thread().ident
     while "wait_until_idle" not in "".join(traceback.format_stack(sys._current_frames()[main])):
         threading.Event().wait(0.01)
+
+def until_the_main_thread_is_over():
+    threading.main_thread().join()
 
 def for_ever():
     with ThreadPoolExecutor(1) as pool:  # Python waits for its threads, whatever they wait for
@@ -121,6 +137,7 @@ class StuckStore(LocalStore):
         for_ever()
 
 state = {"n": torch.tensor(1)}
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
 programs, root = json.loads(sys.argv[1]), sys.argv[2]
 children = {}
 for name, program in programs.items():
@@ -214,3 +231,38 @@ def test_a_setting_that_was_broken_meanwhile_costs_no_save(ended) -> None:
     program = ended["setting broken meanwhile"]
     assert "HOLDFAST_DRAIN_SECONDS='soon' is not understood" in program.err
     assert saved_number(program.folder) == 1
+
+
+@pytest.mark.parametrize("name", ["thread that lives on", "exit function"])
+def test_saves_that_begin_when_the_program_has_ended_are_finished(ended, name: str) -> None:
+    program = ended[name]
+    assert program.code == 0, program.err
+    state = {"n": torch.tensor(0)}
+    hf.load(state, program.folder)
+    assert int(state["n"]) == 1
+
+
+def test_a_failure_of_such_a_save_is_told(ended) -> None:
+    program = ended["exit function, fails"]
+    assert program.code == 1
+    assert program.err.count("failed: NotAFolderError") == 1
+
+
+FIRST_USE = """
+import sys, threading
+import torch, holdfast as hf
+
+def save():
+    threading.main_thread().join()
+    hf.async_save({"n": torch.tensor(1)}, sys.argv[1])
+
+threading.Thread(target=save).start()
+"""
+
+
+def test_a_program_may_save_for_the_first_time_when_it_has_ended(tmp_path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", FIRST_USE, str(tmp_path / "x")]
+    done = subprocess.run(command, text=True, env=environment, capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert hf.open(tmp_path / "x").verify()

@@ -66,6 +66,37 @@ def test_a_load_waits_for_background_saves_to_the_same_path(tmp_path, monkeypatc
     assert into["w"].tolist() == [0, 1, 2, 3]
 
 
+def load_again(path: str) -> None:
+    hf.load({"w": torch.zeros(2)}, path)
+
+
+def save_again(path: str) -> None:
+    hf.save({"w": torch.ones(2)}, path, overwrite=True)
+
+
+def save_a_copy(path: str) -> None:
+    hf.async_save({"w": torch.ones(2)}, f"{path}-copy")
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+@pytest.mark.parametrize("act", [load_again, save_again, save_a_copy])
+def test_a_callback_does_not_wait_for_the_save_that_calls_it(tmp_path, act: Any, writer: Any) -> None:
+    done = []
+
+    def on_event(event: hf.Event) -> None:
+        if event.is_whole and event.path == str(tmp_path / "x"):
+            act(event.path)
+            done.append(event.name)
+
+    with hf.subscribe(on_event):
+        pending = hf.async_save({"w": torch.ones(2)}, tmp_path / "x", writer=writer)
+        pending.wait(PATIENCE)
+        hf.async_save({"w": torch.ones(2)}, tmp_path / "last").wait(PATIENCE)
+    assert done == ["save"]
+    assert all(hf.open(folder).verify() for folder in tmp_path.iterdir())
+    assert (tmp_path / "x-copy").exists() == (act is save_a_copy)
+
+
 def test_a_save_elsewhere_does_not_wait(tmp_path) -> None:
     store = GatedStore(tmp_path / "x")
     pending = hf.async_save({"n": torch.ones(3)}, store)

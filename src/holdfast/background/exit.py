@@ -1,7 +1,8 @@
 """The end of the program: it waits for pending saves, and its exit code tells of one that failed or took too long.
 
 Waiting happens where Python waits for threads, before anything is taken apart, so it also happens after an uncaught
-exception. The exit code can only be changed by leaving for good, which is put off until other exit functions have run.
+exception. Threads of the program and exit functions may save even later; such saves end before the call returns. The
+exit code can only be changed by leaving for good, which is put off until other exit functions have run.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import concurrent.futures.thread  # noqa: F401  isort: skip
 from holdfast import settings
 from holdfast.background.futures import has_unseen_failures, take_untold_failures
 from holdfast.background.lanes import all_lanes
+from holdfast.background.queues import use_no_more_threads
 from holdfast.background.writer_process import close_idle_writers
 from holdfast.coordination.private_group import forget_private_groups
 
@@ -33,6 +35,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 def _finish_pending_saves() -> None:
     patience = _patience()
+    use_no_more_threads()
     try:
         unfinished = _drain(patience)
     except KeyboardInterrupt:
@@ -42,8 +45,7 @@ def _finish_pending_saves() -> None:
         _give_up(f"the program ended {patience:g} s ago (HOLDFAST_DRAIN_SECONDS)", unfinished, _FAILED)
     close_idle_writers()
     forget_private_groups()
-    for told in take_untold_failures():
-        sys.stderr.write(f"holdfast: {told}\n")
+    _tell_of_failures()
     if multiprocessing.parent_process() is not None:
         _leave_if_a_save_failed()  # exit functions may not be called in such a process
 
@@ -70,12 +72,17 @@ def _pending() -> list[str]:
 
 def _give_up(why: str, unfinished: Sequence[str], code: int) -> NoReturn:
     sys.stderr.write(f"holdfast: {why}; these saves were not finished: {', '.join(unfinished)}\n")
-    for told in take_untold_failures():
-        sys.stderr.write(f"holdfast: {told}\n")
+    _tell_of_failures()
     _leave(code)
 
 
+def _tell_of_failures() -> None:
+    for told in take_untold_failures():
+        sys.stderr.write(f"holdfast: {told}\n")
+
+
 def _leave_if_a_save_failed() -> None:
+    _tell_of_failures()
     if has_unseen_failures():
         _leave(_FAILED)
 
@@ -90,5 +97,8 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-threading._register_atexit(_finish_pending_saves)  # type: ignore[attr-defined]  # typeshed leaves out private names
+try:
+    threading._register_atexit(_finish_pending_saves)  # type: ignore[attr-defined]  # typeshed leaves out private names
+except RuntimeError:  # the program is ending already, and a thread of its own saves for the first time
+    use_no_more_threads()
 atexit.register(_leave_if_a_save_failed)

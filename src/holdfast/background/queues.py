@@ -51,17 +51,31 @@ class SaveQueue:
         self._claims: deque[Claim] = deque()
         self._changed = threading.Condition()
         self._is_working = False
+        self._worker: int | None = None
 
     def submit(self, job: Job, claim: Claim) -> SaveFuture[Any]:
-        """Run ``job`` after all that were submitted before."""
+        """Run ``job`` after all that were submitted before: in a thread, or here and now if the program is ending."""
         future: SaveFuture[Any] = SaveFuture(str(claim))
         with self._changed:
             self._waiting.append(_Entry(job, future, contextvars.copy_context()))
             self._claims.append(claim)
-            if not self._is_working:
-                self._is_working = True
-                threading.Thread(target=self._work, name="holdfast-save", daemon=True).start()
+            if self._is_working:
+                return future
+            self._is_working = True
+        if not (_threads_live_on and self._start_a_thread()):
+            self._work()
         return future
+
+    def _start_a_thread(self) -> bool:
+        try:
+            threading.Thread(target=self._work, name="holdfast-save", daemon=True).start()
+        except RuntimeError:  # there are no more to be had
+            return False
+        return True
+
+    def is_worked_on_here(self) -> bool:
+        """Whether this is the thread of the save that runs, as it is in callbacks. It must not wait for that save."""
+        return self._worker == threading.get_ident()
 
     def claims(self) -> list[Claim]:
         """What the saves use that are running or waiting."""
@@ -81,14 +95,18 @@ class SaveQueue:
 
     def wait_for(self, claim: Claim) -> None:
         """Return when no save that conflicts with ``claim`` is running or waiting."""
+        if self.is_worked_on_here():
+            return
         with self._changed:
             self._changed.wait_for(lambda: not any(claim.conflicts_with(other) for other in self._claims))
 
     def _work(self) -> None:
+        self._worker = threading.get_ident()
         while True:
             with self._changed:
                 if not self._waiting:
                     self._is_working = False
+                    self._worker = None
                     self._changed.notify_all()
                     return
                 entry = self._waiting.popleft()
@@ -97,6 +115,15 @@ class SaveQueue:
             with self._changed:
                 self._claims.popleft()
                 self._changed.notify_all()
+
+
+_threads_live_on = True
+
+
+def use_no_more_threads() -> None:
+    """The program is ending: nobody will wait for a thread that is started from now on."""
+    global _threads_live_on
+    _threads_live_on = False
 
 
 def _run(entry: _Entry) -> None:

@@ -93,6 +93,8 @@ def wait_for_memory(lane: Lane, nbytes: int, when_busy: WhenBusy, most: int) -> 
                 "(when_busy='wait') or take memory for one more copy (when_busy='copy').",
                 pending=len(pending),
             )
+        if lane.queue.is_worked_on_here():
+            return  # a callback of the very save that it would wait for
         if when_busy == "copy" and sum(size for _, size in pending) + nbytes <= most:
             return
         concurrent.futures.wait([pending[0][0]])
