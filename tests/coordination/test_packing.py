@@ -177,3 +177,16 @@ def test_states_that_are_made_for_the_journey_are_told_apart():
 def test_what_does_not_pickle_is_an_error_in_long_lists_too():
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pack([lambda: None] * (packing.RECORDS_AT_ONCE + 1))
+
+
+def test_lists_that_are_too_deep_for_columns_arrive_as_well(monkeypatch) -> None:
+    monkeypatch.setattr(packing, "RECORDS_AT_ONCE", 3)
+    deep: list[Any] = []
+    for _ in range(400):
+        deep = [deep]
+    assert unpack(pack([deep, 1, 2, 3, 4])) == [deep, 1, 2, 3, 4]
+    endless: list[Any] = [1]
+    endless.append(endless)
+    arrived = unpack(pack([endless, 1, 2, 3]))
+    assert arrived[0][1] is arrived[0]
+    assert arrived[1:] == [1, 2, 3]

@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast.coordination.record_columns import from_columns, in_columns
+from holdfast.coordination.record_columns import as_they_are, from_columns, in_columns
 from holdfast.garbage import no_garbage_collection
 from holdfast.tuning import RECORDS_AT_ONCE
 
@@ -70,7 +70,10 @@ def _parts(value: list[Any] | dict[Any, Any]) -> Iterator[bytes]:
     for at in range(0, len(entries), RECORDS_AT_ONCE):
         part = entries[at : at + RECORDS_AT_ONCE]
         columns = [part] if isinstance(value, list) else [[key for key, _ in part], [entry for _, entry in part]]
-        yield pickle.dumps(list(map(in_columns, columns)))
+        try:
+            yield pickle.dumps(list(map(in_columns, columns)))
+        except RecursionError:  # lists within lists within lists, or one within itself, which only pickle can take
+            yield pickle.dumps(list(map(as_they_are, columns)))
 
 
 def _joined(kind: type, parts: list[bytes]) -> Any:

@@ -46,6 +46,11 @@ def from_columns(column: Column) -> list[Any]:
     return values
 
 
+def as_they_are(values: list[Any]) -> Column:
+    """A list as one column, whatever it consists of."""
+    return list, values
+
+
 @lru_cache(maxsize=256)
 def _column_of(kind: type) -> Callable[[type, list[Any]], Column]:
     if kind is torch.Size:
