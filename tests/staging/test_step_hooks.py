@@ -104,6 +104,17 @@ def test_which_tensors_are_changed_by_steps_alone() -> None:
     assert not answer(torch.empty(0))
 
 
+def test_what_lies_in_the_gaps_of_a_parameter_is_something_else() -> None:
+    memory = torch.zeros(100, 8)
+    columns, image = (
+        nn.Parameter(memory[:, :4]),
+        nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)),
+    )
+    answer = changed_only_by([torch.optim.SGD([columns, image])])
+    assert [answer(tensor) for tensor in (columns, columns.detach(), image, image[1])] == [True] * 4
+    assert [answer(tensor) for tensor in (memory[:-1, 4:], memory[0], memory[3, 4:])] == [False] * 3
+
+
 def test_optimizers_may_be_one_or_any_number() -> None:
     _, optimizer = make()
     for given in (optimizer, [optimizer], (optimizer,), iter([optimizer])):
