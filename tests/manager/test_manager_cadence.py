@@ -204,10 +204,20 @@ def test_steps_of_numpy_are_steps_and_others_are_refused_at_once(tmp_path):
         for wrong in (-1, 10**18):
             with pytest.raises(ValueError, match="whole number"):
                 manager.maybe_save(wrong, state_of(0))
-        for wrong in (1.0, "3", None):
+        for wrong in (1.0, "3", None, True):
             with pytest.raises(TypeError, match="whole number"):
                 manager.save(wrong, state_of(0))
     assert steps_in(tmp_path) == [5]
+    with hf.CheckpointManager(tmp_path, save_at_end=False) as manager:
+        for wrong in ("5", 5.0, True):
+            for method in (manager.pin, manager.unpin, manager.delete, lambda step: manager.restore({}, step=step)):
+                with pytest.raises(TypeError, match="whole number"):
+                    method(wrong)
+        manager.restore(state_of(0), step=np.int64(5))
+        manager.pin(np.int64(5))
+        manager.unpin(np.int64(5))
+        manager.delete(np.int64(5))
+    assert steps_in(tmp_path) == []
 
 
 def test_a_step_that_is_saved_again_is_replaced(tmp_path):

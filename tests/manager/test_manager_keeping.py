@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import threading
 import time
 from contextlib import nullcontext
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 import torch
 
 import holdfast as hf
-from holdfast import keep
+from holdfast import environment, keep
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError, NotDeletedError
+from holdfast.manager import run as run_module
 from holdfast.manager.deleting import Deleter
 from holdfast.manager.run import Run
 from holdfast.manager.run_file import RunFile
 from holdfast.manager.steps import folder_of
+from holdfast.stores import root_at
 from tests.manager.managed import a_run, damage_data, restored_from, state_of, steps_in
 
 LOSSES = {1: 9.0, 2: 3.0, 3: 5.0, 4: 2.0, 5: float("nan"), 6: 8.0, 7: 7.0}
@@ -64,7 +68,7 @@ def test_metrics_are_numbers_again_and_the_best_is_found(tmp_path):
 
 def test_metrics_that_are_no_numbers_are_refused_and_nothing_is_saved(tmp_path):
     with hf.CheckpointManager(tmp_path, save_at_end=False) as manager:
-        for wrong in ("low", torch.ones(2), None):
+        for wrong in ("low", torch.ones(2), None, 10**400):
             with pytest.raises(TypeError, match="the metric 'loss' must be a number"):
                 manager.save(1, state_of(1), metrics={"loss": wrong})
     assert steps_in(tmp_path) == []
@@ -259,3 +263,89 @@ def test_after_going_back_to_an_older_step_what_is_saved_then_stays(tmp_path):
         manager.restore(state_of(0), step=20)
         manager.save(25, state_of(25))
     assert steps_in(tmp_path) == [20, 25]
+
+
+class ClockThatIsWrong:
+    def __init__(self, hours):
+        self.hours = hours
+
+    def now(self, zone):
+        return datetime.now(zone) + timedelta(hours=self.hours)
+
+
+@pytest.mark.parametrize("hours", [-24, 0])
+def test_what_was_saved_just_now_stays_though_neither_its_number_nor_its_clock_is_the_newest(
+    tmp_path, monkeypatch, hours
+):
+    a_run(tmp_path, 10, 20, 30)
+    monkeypatch.setattr(environment, "datetime", ClockThatIsWrong(hours))
+    with hf.CheckpointManager(tmp_path, keep_last=2, save_at_end=False) as manager:
+        manager.restore(state_of(0), step=10)
+        manager.save(11, state_of(11))
+        manager.wait()
+        assert [info.step for info in manager.steps()] == [11, 20, 30]
+        assert manager.would_delete() == []
+        manager.save(12, state_of(12))
+        manager.wait()
+        assert [info.step for info in manager.steps()] == [12, 20, 30]
+
+
+def test_without_a_rule_a_save_does_not_look_at_all_that_were_saved_before(moody):
+    a_run(moody, 1, 2, 3, 4, 5)
+    with hf.CheckpointManager(moody, async_save=False) as manager:
+        moody.bytes_read.clear()
+        manager.save(6, state_of(6))
+        read_by_one = dict(moody.bytes_read)
+        for step in range(7, 20):
+            manager.save(step, state_of(step))
+        moody.bytes_read.clear()
+        manager.save(20, state_of(20))
+    assert moody.bytes_read == pytest.approx(read_by_one, rel=0.05)
+
+
+def test_a_pin_of_what_was_removed_by_hand_can_be_undone(tmp_path):
+    a_run(tmp_path, 1, 2)
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.pin(1)
+        shutil.rmtree(tmp_path / folder_of(1))
+        manager.unpin(1)
+        with pytest.raises(CheckpointNotFoundError):
+            manager.unpin(1)
+    a_run(tmp_path, 1)
+    assert [info.pinned for info in hf.CheckpointManager(tmp_path).steps()] == [False, False]
+
+
+@pytest.mark.parametrize("by_another_process", [False, True])
+def test_a_step_that_is_just_being_deleted_cannot_be_pinned(tmp_path, monkeypatch, by_another_process):
+    a_run(tmp_path, 1)
+    delete_one, deleting = Deleter._delete_one, threading.Event()
+
+    def slowly(self, info):
+        deleting.set()
+        wait_for_pin(tmp_path, 1)
+        return delete_one(self, info)
+
+    monkeypatch.setattr(Deleter, "_delete_one", slowly)
+    with hf.CheckpointManager(tmp_path, keep_last=1, async_save=False) as manager:
+        manager.save(2, state_of(2))
+        assert deleting.wait(30)
+        with pytest.raises(CheckpointNotFoundError, match="step 1"):
+            (hf.CheckpointManager(tmp_path) if by_another_process else manager).pin(1)
+    assert RunFile(manager.root).read().pinned == frozenset()
+
+
+def wait_for_pin(root, step) -> None:
+    deadline = time.monotonic() + 30
+    while step not in RunFile(root_at(root)).read().pinned:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_pin_does_not_wait_for_ever_for_a_deletion_that_was_given_up(tmp_path, monkeypatch):
+    a_run(tmp_path, 1)
+    run_file = RunFile(root_at(tmp_path))
+    run_file.claim("a job that will be killed")
+    run_file.begin("a job that will be killed", {folder_of(1): "0123456789abcdef"})
+    monkeypatch.setattr(run_module, "_LONGEST_DELETION", 0.05)
+    hf.CheckpointManager(tmp_path).pin(1)
+    assert run_file.read().pinned == {1}

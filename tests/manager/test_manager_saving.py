@@ -332,6 +332,17 @@ def test_on_a_full_disk_the_best_is_the_last_to_go(tmp_path):
     assert steps_in(tmp_path) == [1, 3, 4]
 
 
+def test_on_a_full_disk_the_one_that_was_saved_last_stays(tmp_path):
+    a_run(tmp_path, 10, 20, 30)
+    root = FreedByDeletion(tmp_path, room_for=3)
+    with hf.CheckpointManager(root, on_full="prune", async_save=False) as manager:
+        manager.restore(state_of(0), step=10)
+        manager.delete(10)
+        manager.save(2, state_of(2))
+        manager.save(3, state_of(3))
+    assert steps_in(tmp_path) == [2, 3, 30]
+
+
 def test_on_a_full_disk_a_deletion_that_failed_earlier_does_not_count(tmp_path, monkeypatch):
     a_run(tmp_path, 1, 2, 4)
     remove, broken = LocalRoot.remove, True

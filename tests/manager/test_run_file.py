@@ -15,7 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import CommitConflictError, DamagedCheckpointError, RunInUseError, RunTakenError
+from holdfast.errors import (
+    CommitConflictError,
+    DamagedCheckpointError,
+    NotAFolderError,
+    RunInUseError,
+    RunTakenError,
+    UnsupportedVersionError,
+)
 from holdfast.manager.owners import Owner
 from holdfast.manager.run_file import RUN_FILE, RunFile, RunState
 from holdfast.stores import LocalRoot, LocalStore, MemoryRoot, Root
@@ -289,9 +296,9 @@ def test_reading_where_there_is_no_run_changes_nothing(root):
         lambda text: text[: len(text) // 2],
         lambda text: "",
         lambda text: "[]",
-        lambda text: text.replace('"version": 1', '"version": 2'),
+        lambda text: text.replace('"version": 1', '"version": 0'),
         lambda text: text.replace('"holdfast-run"', '"something"'),
-        lambda text: text.replace('"pinned": [\n  500\n ]', '"pinned": ["500"]'),
+        lambda text: text.replace('"pinned": [500]', '"pinned": ["500"]'),
         lambda text: text.replace('"pinned"', '"nailed"'),
         lambda text: json.dumps({**json.loads(text), "owner": {"pid": 1}}),
         lambda text: json.dumps({**json.loads(text), "owner": {**json.loads(text)["owner"], "pid": "1"}}),
@@ -309,6 +316,37 @@ def test_a_spoilt_file_is_told_and_not_guessed_at(root, spoil):
     spoilt = spoil(before.decode()).encode()
     assert spoilt != before
     root.store.commit(RUN_FILE, spoilt, replaces=before)
-    with pytest.raises(DamagedCheckpointError, match=RUN_FILE):
+    with pytest.raises(DamagedCheckpointError, match=rf"{RUN_FILE} is not a run file .* move it away"):
         run_file.claim("mine")
     assert root.store.read(RUN_FILE) == spoilt
+
+
+def test_a_file_of_a_newer_version_is_not_taken_for_damage(root):
+    run_file = RunFile(root)
+    run_file.claim("mine")
+    before = root.store.read(RUN_FILE)
+    newer = before.replace(b'"version": 1', b'"version": 2')
+    root.store.commit(RUN_FILE, newer, replaces=before)
+    with pytest.raises(UnsupportedVersionError, match="newer version of Holdfast"):
+        run_file.claim("mine")
+    assert root.store.read(RUN_FILE) == newer
+
+
+def test_a_file_where_the_folder_should_be_is_named(tmp_path):
+    (tmp_path / "file").write_text("notes")
+    for place in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(NotAFolderError, match="a file, or below one"):
+            RunFile(LocalRoot(place)).claim("mine")
+
+
+def test_people_can_read_it(root):
+    run_file = RunFile(root)
+    run_file.claim("mine", run="a")
+    run_file.pin(7, 500)
+    rows = {f"step-{step}": {"metrics": {"loss": 0.5}} for step in (1, 2)}
+    run_file.end("mine", [], rows=rows)
+    lines = root.store.read(RUN_FILE).decode("ascii").splitlines()
+    assert ' "run": "a",' in lines
+    assert ' "pinned": [7, 500],' in lines
+    assert '  "step-1": {"metrics": {"loss": 0.5}},' in lines
+    assert RunFile(root).read().rows == rows

@@ -102,14 +102,15 @@ class _Step(Protocol):
 S = TypeVar("S", bound=_Step)
 
 
-def next_to_go(steps: Iterable[S], spare: Collection[int] = ()) -> S | None:
+def next_to_go(steps: Iterable[S], spare: Collection[int] = (), saved_last: int | None = None) -> S | None:
     """The checkpoint to delete first on a full disk: the oldest that may go, those of ``spare`` only after all others.
 
-    The newest that can be restored stays whatever happens. So do pinned ones, those that were set aside, and what
-    others put there.
+    The newest that can be restored stays whatever happens, and so does the one that was ``saved_last``: after a return
+    to an earlier step it has not the highest number. So do pinned ones, those that were set aside, and what others put
+    there.
     """
     good = sorted((step for step in steps if step.is_ours and step.set_aside is None), key=lambda step: step.step)
-    may_go = [step for step in good[:-1] if not step.pinned]
+    may_go = [step for step in good[:-1] if not step.pinned and step.step != saved_last]
     return min(may_go, key=lambda step: (step.step in spare, step.step), default=None)
 
 

@@ -29,7 +29,7 @@ from holdfast.manager.restoring import RestoredStep, Restoring, chosen_step
 from holdfast.manager.retention import Policy
 from holdfast.manager.run import Retention, Run
 from holdfast.manager.saver import Saver, Saving, Wanted
-from holdfast.manager.steps import Mode, StepInfo
+from holdfast.manager.steps import Mode, StepInfo, step_number
 from holdfast.save_report import SaveReport
 from holdfast.stores.roots import Root, root_at
 from holdfast.verbs.async_save import How, Writer
@@ -376,7 +376,8 @@ class CheckpointManager:
         if step is None:
             restored = self._restoring(wanted, options).newest()
         else:
-            info = self._decided("find the step", lambda: chosen_step(self.steps(), step, self.root.location))
+            number = step_number(step)
+            info = self._decided("find the step", lambda: chosen_step(self.steps(), number, self.root.location))
             report = self._load(wanted, info, options)
             restored = RestoredStep(info.step, info.path, report, info.metrics, info.metadata)
         if restored is not None:
@@ -432,14 +433,16 @@ class CheckpointManager:
 
     def _pin(self, step: int, *, pinned: bool) -> None:
         self._refuse_if_read_only("pin")
+        number = step_number(step)
         if self._is_coordinator():
-            self._run.pin(step, pinned=pinned)
+            self._run.pin(number, pinned=pinned)
 
     def delete(self, step: int) -> None:
         """Delete a checkpoint of this run, pinned or not. Raises ``NotDeletedError`` if that is not possible."""
+        number = step_number(step)
         self._open_to("delete")
         if self._is_coordinator():
-            self._run.delete(step)
+            self._run.delete(number)
 
     def would_delete(self) -> list[StepInfo]:
         """What the policy would have deleted now."""

@@ -34,6 +34,11 @@ class Policy(ABC):
         reasons = [_not_to_be_touched(steps), always_kept(candidates), self.choose(candidates, now)]
         return dict(sorted(_joined(reasons).items()))
 
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether it is known that nothing is ever deleted."""
+        return False
+
     def best_of(self, steps: Sequence[StepInfo], now: datetime) -> frozenset[int]:
         """The steps that are kept for a metric, which on a full disk go last: no later step makes up for them.
 
@@ -138,6 +143,10 @@ def newer_than(age: timedelta) -> Policy:
 
 @dataclass(frozen=True)
 class _Everything(Policy):
+    @property
+    def keeps_everything(self) -> bool:
+        return True
+
     def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
         return {info.step: str(self) for info in steps}
 

@@ -31,6 +31,10 @@ from holdfast.manager.steps import (
 from holdfast.stores.roots import Root
 from holdfast.watching import Call
 
+_LONGEST_DELETION = 10.0
+"""What has not been deleted by then has failed, or was given up by a job that was killed; in seconds."""
+_BETWEEN_LOOKS = 0.02
+
 logger = logging.getLogger(__name__)
 
 
@@ -54,6 +58,7 @@ class Run:
         self._file = RunFile(root)
         self._token = secrets.token_hex(16)
         self._retention = retention
+        self._saved_last: int | None = None
         self.on_damage: Callable[[int, Exception], None] = lambda step, error: None
         """Told of a step that was committed, and is damaged as it turned out before older ones were deleted."""
         self._deleter = Deleter(
@@ -135,8 +140,8 @@ class Run:
         if store.size(SET_ASIDE) is not None:
             put_back(store)  # what was damaged has been replaced
         state = self._file.end(self._token, [info.name], rows=rows_of(self.root, [info], _without(state, info.name)))
-        steps = list_steps(self.root, state)
-        doomed = plan_deletions(steps, self._retention.policy, datetime.now(timezone.utc))
+        self._saved_last = step
+        doomed = self._doomed(state)
         if self._retention.dry_run:
             for each in doomed:
                 _tell(Deletion(each.step, each.path, each.nbytes, 0.0, "would be deleted"))
@@ -146,14 +151,23 @@ class Run:
 
     def plan_deletions(self) -> list[StepInfo]:
         """What would be deleted now."""
-        return plan_deletions(self.steps(), self._retention.policy, datetime.now(timezone.utc))
+        return self._doomed(self._file.read())
+
+    def _doomed(self, state: RunState) -> list[StepInfo]:
+        policy = self._retention.policy
+        if policy.keeps_everything:
+            return []  # and to look at all steps would take longer with each
+        doomed = plan_deletions(list_steps(self.root, state), policy, datetime.now(timezone.utc))
+        # By clocks that were set back, or after a return to an earlier step, it need not look like the newest.
+        return [info for info in doomed if info.step != self._saved_last]
 
     def prune(self) -> str | None:
         """Delete the oldest checkpoint that may go, because the disk is full. Its name; None if there is none."""
         if self._retention.dry_run:
             return None
         steps = self.steps()
-        going = next_to_go(steps, spare=self._retention.policy.best_of(steps, datetime.now(timezone.utc)))
+        best = self._retention.policy.best_of(steps, datetime.now(timezone.utc))
+        going = next_to_go(steps, spare=best, saved_last=self._saved_last)
         if going is None:
             return None
         # What could not be deleted earlier is tried again on this occasion, and says nothing about this one.
@@ -196,8 +210,25 @@ class Run:
 
     def pin(self, step: int, *, pinned: bool) -> None:
         """Keep a checkpoint whatever the policy says, or no more."""
-        self._found(step)
-        (self._file.pin if pinned else self._file.unpin)(step)
+        if pinned:
+            self._found(step)
+            if self._file.pin(step).unfinished.get(folder_of(step)):
+                self._see_a_deletion_through(step)
+            return
+        if step not in self._file.read().pinned:  # a pinned one may have been removed by hand
+            self._found(step)
+        self._file.unpin(step)
+
+    def _see_a_deletion_through(self, step: int) -> None:
+        """A deletion that had begun before the step was pinned goes on. Raises if nothing is left to be pinned."""
+        deadline = time.monotonic() + _LONGEST_DELETION
+        while self._file.read().unfinished.get(folder_of(step)) and time.monotonic() < deadline:
+            time.sleep(_BETWEEN_LOOKS)
+        try:
+            self._found(step)
+        except CheckpointNotFoundError:
+            self._file.unpin(step)
+            raise
 
     def is_as_listed(self, info: StepInfo) -> bool:
         """Whether a checkpoint is still there, and was not replaced by another."""

@@ -16,7 +16,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.errors import CommitConflictError, DamagedCheckpointError, RunInUseError, RunTakenError
+from holdfast.errors import (
+    CommitConflictError,
+    DamagedCheckpointError,
+    NotAFolderError,
+    RunInUseError,
+    RunTakenError,
+    UnsupportedVersionError,
+)
 from holdfast.formats.json_objects import parse_json_object
 from holdfast.manager.owners import Owner
 from holdfast.stores.roots import Root
@@ -54,7 +61,7 @@ class RunFile:
         >>> from holdfast.stores import root_at
         >>> run_file = RunFile(root_at("memory://a-run-with-a-file"))
         >>> state = run_file.claim("token-of-this-job")
-        >>> run_file.pin(500)
+        >>> state = run_file.pin(500)
         >>> sorted(run_file.check("token-of-this-job").pinned)
         [500]
         >>> run_file.release("token-of-this-job")
@@ -118,9 +125,12 @@ class RunFile:
             logger.warning("%s still names this job as the owner: %s", self.path, error)
         self._last_seen = None
 
-    def pin(self, *steps: int) -> None:
-        """Keep these steps, whatever the policy says. Any process may do this."""
-        self.change(lambda state: replace(state, pinned=state.pinned | frozenset(steps)))
+    def pin(self, *steps: int) -> RunState:
+        """Keep these steps, whatever the policy says. Any process may do this.
+
+        If a deletion of one had begun before, its folder is among the unfinished ones, and it goes on.
+        """
+        return self.change(lambda state: replace(state, pinned=state.pinned | frozenset(steps)))
 
     def unpin(self, *steps: int) -> None:
         """Let the policy decide about these steps again."""
@@ -184,6 +194,12 @@ class RunFile:
             content = self._store.read(RUN_FILE)
         except FileNotFoundError:
             return None, RunState()
+        except NotADirectoryError as error:
+            raise NotAFolderError(
+                f"the checkpoints of a run are in a folder, and {self.root.location} is none: it is a file, or below "
+                "one. Choose another folder, or move the file away.",
+                path=self.root.location,
+            ) from error
         return content, _decoded(content, self.path)
 
     def _refuse_taken(self, state: RunState, token: str) -> None:
@@ -229,21 +245,39 @@ class RunFile:
 
 
 def _encoded(state: RunState) -> bytes:
-    content = {
+    members = {
         "format": _FORMAT,
         "version": _VERSION,
         "run": state.run,
         "owner": None if state.owner is None else state.owner.to_json(),
         "pinned": sorted(state.pinned),
         "unfinished": dict(state.unfinished),
-        "steps": dict(state.rows),
     }
-    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode("ascii")
+    # A line for each, and not json's indent, by which writing thousands of steps takes ten times as long.
+    lines = [f"{json.dumps(name)}: {_json(value)}" for name, value in members.items()]
+    rows = ",\n  ".join(f"{json.dumps(name)}: {_json(row)}" for name, row in state.rows.items())
+    lines.append(f'"steps": {{\n  {rows}\n }}' if rows else '"steps": {}')
+    return ("{\n " + ",\n ".join(lines) + "\n}\n").encode("ascii")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
 
 
 def _decoded(content: bytes, source: str) -> RunState:
     """The state in a run file, which people may have edited. Nothing is guessed: pins could be lost."""
-    members = parse_json_object(content, source)
+    try:
+        members = parse_json_object(content, source)
+    except DamagedCheckpointError as error:
+        raise _no_run_file(source, content.decode("ascii", "replace")) from error
+    version = members.get("version")
+    if members.get("format") == _FORMAT and type(version) is int and version > _VERSION:
+        raise UnsupportedVersionError(
+            f"{source} was written by a newer version of Holdfast (version {version} of the run file; this one knows "
+            f"{_VERSION}). Use that version, or choose another folder.",
+            file=source,
+            version=str(version),
+        )
     run, owner, pinned = members.get("run"), members.get("owner"), members.get("pinned")
     unfinished, rows = members.get("unfinished"), members.get("steps")
     known_owner = Owner.from_json(owner)
@@ -260,13 +294,17 @@ def _decoded(content: bytes, source: str) -> RunState:
         and all(isinstance(row, dict) for row in rows.values())
     )
     if not is_whole:
-        raise DamagedCheckpointError(
-            f"{source} is not a run file as this version of Holdfast writes it. Put back what was there; or move it "
-            "away to begin a new run beside the checkpoints that are there: they can be loaded, but are no longer "
-            "pinned or deleted.",
-            file=source,
-            key=None,
-            expected=f"a {_FORMAT} of version {_VERSION}",
-            found=str(members)[:200],
-        )
+        raise _no_run_file(source, str(members))
     return RunState(str(run), known_owner, frozenset(pinned or ()), dict(unfinished or {}), dict(rows or {}))
+
+
+def _no_run_file(source: str, found: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"{source} is not a run file as this version of Holdfast writes it. Put back what was there; or move it away "
+        "to begin a new run beside the checkpoints that are there: they can be loaded, but are no longer pinned or "
+        "deleted.",
+        file=source,
+        key=None,
+        expected=f"a {_FORMAT} of version {_VERSION}",
+        found=found[:200],
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from holdfast.coordination.meeting import meeting, own_place
 from holdfast.manager.full_disk import OnFull, WhenFull, save_despite_full_disk
 from holdfast.manager.pending import OnFailure, PendingSaves
 from holdfast.manager.run import Run
-from holdfast.manager.steps import folder_of
+from holdfast.manager.steps import folder_of, step_number
 from holdfast.manager.summaries import noted_metadata
 from holdfast.save_report import SaveReport
 from holdfast.stores.store import Store
@@ -59,11 +58,9 @@ class Wanted:
         step: int, state: Any, metrics: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
     ) -> Wanted:
         """What a user gave. It may be kept for a while, and a loss would keep alive what it was computed from."""
-        try:
-            number = operator.index(step)  # those of numpy are numbers too
-        except TypeError:
-            raise TypeError(f"a step is a whole number from 0 on, not {step!r}") from None
-        folder_of(number)
+        number = step_number(step)
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise TypeError(f"metrics is a dict of names and numbers, not {metrics!r}")
         detached = metrics and {
             name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()
         }

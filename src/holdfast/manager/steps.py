@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ Mode = Literal["min", "max"]
 _FOLDER = re.compile(r"step-([0-9]{1,18})")
 _HEAD = re.compile(rb'\{"format":"holdfast",\n"version":\[[0-9]{1,9},[0-9]{1,9}\],\n"generation":"([0-9a-f]{16})",')
 _HEAD_BYTES = 128
+_TOO_HIGH = 10**18
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +73,25 @@ def folder_of(step: int) -> str:
     >>> folder_of(500)
     'step-00000500'
     """
-    if type(step) is not int or not 0 <= step < 10**18:
-        raise ValueError(f"a step is a whole number from 0 on, not {step!r}")
+    if type(step) is not int or not 0 <= step < _TOO_HIGH:
+        raise ValueError(f"a step is a whole number from 0 to 10**18 - 1, not {step!r}")
     return f"step-{step:08d}"
+
+
+def step_number(step: Any) -> int:
+    """The number that a user gives for a step. Those of numpy are numbers too; true and false are not.
+
+    >>> step_number(500)
+    500
+    """
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = None
+    if number is None or isinstance(step, bool):
+        raise TypeError(f"a step is a whole number from 0 on, not {step!r}") from None
+    folder_of(number)
+    return number
 
 
 def step_of(name: str) -> int | None:
@@ -205,7 +223,7 @@ def _summary(store: Store, row: Row | None) -> Summary | str | None:
             return f"{store.path_of(RECORD)} has {size} bytes, which is too large for a record"
         content = store.read(RECORD)
         return Summary.of(decode_record(content, store.path_of(RECORD)), len(content))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (HoldfastError, OSError) as error:
         return str(error)

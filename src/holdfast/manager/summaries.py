@@ -42,7 +42,7 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"the name of a metric is a text, not {name!r}")
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise TypeError(f"the metric {name!r} must be a number or a tensor with one element: {error}") from error
 
 
