@@ -6,6 +6,7 @@ import concurrent.futures
 import errno
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -139,6 +140,29 @@ def test_a_rank_whose_state_cannot_be_saved_does_not_keep_others_waiting(ranks: 
     assert all("value: values of type" in each for each in told)
     assert all(each.endswith("[on rank 1] 3") for each in (told[0], told[2]))
     assert hf.open(tmp_path / "x").load() == {"value": 2}
+
+
+def warn_rank_1_of_a_failure_that_the_others_saw(path: str) -> str:
+    failed = hf.async_save({"value": 1}, f"{path}/file")
+    if dist.get_rank() == 1:
+        concurrent.futures.wait([failed.committed], PATIENCE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(RuntimeWarning) as caught:
+                hf.async_save({"value": 2}, f"{path}/x")
+        failed.committed.exception()
+    else:
+        assert failed.committed.exception(PATIENCE) is not None
+        with pytest.raises(RuntimeWarning) as caught:
+            hf.async_save({"value": 2}, f"{path}/x").wait(PATIENCE)
+    return str(caught.value)
+
+
+def test_a_warning_that_one_rank_raises_does_not_keep_others_waiting(ranks: RankPool, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    told = ranks(2).run(warn_rank_1_of_a_failure_that_the_others_saw, str(tmp_path))
+    assert all("NotAFolderError" in each for each in told)
+    assert not (tmp_path / "x").exists()
 
 
 def save_to_different_places(path: str) -> list[str]:

@@ -153,7 +153,6 @@ def begin_save(
     process_group: dist.ProcessGroup | None,
 ) -> PendingSave:
     """Copy a state as far as that cannot wait, and queue the rest."""
-    warn_of_unseen_failures()
     alone = not (dist.is_available() and dist.is_initialized())
     if not alone:
         refuse_outsider(process_group)
@@ -161,6 +160,7 @@ def begin_save(
     rank, world_size = own_place(process_group)
     begun = _Begun(Phases(Call("save", claim, rank=rank, world_size=world_size)), Counter())
     try:
+        warn_of_unseen_failures()  # which raises, if the program has warnings do so
         with begun.stalling():
             work = begun.prepared(state, path, make_options(), how, lane)
     except BaseException as error:
