@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import holdfast as hf
 from holdfast.watching import Call, Event, trace_appending, trace_to
 from holdfast.watching.trace_file import TraceFile
 
@@ -312,3 +314,19 @@ def test_a_kill_while_writing_loses_one_event_at_most_and_the_file_is_continued(
         survived = sum(line.removesuffix(",") == other for line, other in zip(lines, mended, strict=False))
         assert survived >= len(lines) - 2
         assert [event["args"]["path"] for event in read_trace(path)[-3:]] == ["after"] * 3
+
+
+def test_the_environment_may_name_a_folder_that_is_not_there_yet(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOLDFAST_TRACE", str(tmp_path / "new" / "trace.json"))
+    hf.save({"w": torch.ones(2)}, tmp_path / "x")
+    assert json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
+
+
+def test_a_trace_that_has_no_place_breaks_no_save(tmp_path, monkeypatch, caplog) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("HOLDFAST_TRACE", "trace-without-a-place.json")
+    hf.save({"w": torch.ones(2)}, tmp_path / "x")
+    assert caplog.text.count("a subscriber failed") == 1
+    assert hf.open(tmp_path / "x").verify()

@@ -12,6 +12,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,19 @@ def trace_of_environment() -> Subscription | None:
 
 @functools.lru_cache(maxsize=8)
 def _kept_trace(path: str) -> Subscription:
-    return Subscription(TraceFile(path))
+    trace = TraceFile(path)
+    with suppress(OSError):  # which is told when the first event cannot be written
+        trace.path.parent.mkdir(parents=True, exist_ok=True)
+    return Subscription(trace)
 
 
 class TraceFile:
     """Takes events, and writes them into the file of their rank."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()
+        self.path = Path(path)
+        with suppress(OSError):  # the folder that the program is in is gone
+            self.path = self.path.absolute()
         self._rows: dict[int, _Rows] = {}
         self._lock = threading.Lock()
 
