@@ -71,6 +71,8 @@ def test_metrics_that_are_no_numbers_are_refused_and_nothing_is_saved(tmp_path):
         for wrong in ("low", torch.ones(2), None, 10**400):
             with pytest.raises(TypeError, match="the metric 'loss' must be a number"):
                 manager.save(1, state_of(1), metrics={"loss": wrong})
+        with pytest.raises(TypeError, match="metrics is a dict"):
+            manager.save(1, state_of(1), metrics=[0.5])
     assert steps_in(tmp_path) == []
 
 

@@ -302,7 +302,12 @@ def test_a_read_only_manager_needs_no_right_to_write(tmp_path):
     ("arguments", "error", "told"),
     [
         ({"every_steps": 0}, ValueError, "every_steps=0"),
+        ({"every_steps": 1.5}, ValueError, "every_steps=1.5"),
+        ({"every_steps": True}, ValueError, "every_steps=True"),
         ({"every_minutes": -1}, ValueError, "every_minutes=-1"),
+        ({"every_minutes": "30"}, ValueError, "every_minutes='30'"),
+        ({"keep": 3}, TypeError, "keep is a policy"),
+        ({"keep_best": "loss"}, TypeError, "keep_best is a number and a metric"),
         ({"keep_last": 0}, ValueError, "from 1 on"),
         ({"keep_best": (1, "loss", "low")}, ValueError, "'min'"),
         ({"max_age": 3}, TypeError, "timedelta"),
@@ -343,3 +348,42 @@ def test_in_another_thread_it_works_without_signals(tmp_path):
     thread.join()
     assert len(warned) == 1
     assert steps_in(MoodyRoot(tmp_path)) == [1]
+
+
+def in_a_forked_process(body) -> str:
+    """What the body returns or raises there."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            told = body()
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+        os.write(writing, str(told).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    return told
+
+
+def test_a_forked_process_can_look_and_does_no_harm(tmp_path):
+    with hf.CheckpointManager(tmp_path, async_save=False, every_steps=10) as manager:
+        manager.save(1, state_of(1))
+        manager.maybe_save(2, state_of(2))
+        assert in_a_forked_process(lambda: [info.step for info in manager.steps()]) == "[1]"
+        for change in (
+            lambda: manager.save(3, state_of(3)),
+            lambda: manager.maybe_save(10, state_of(10)),
+            lambda: manager.restore(state_of(0)),
+            lambda: manager.delete(1),
+        ):
+            assert "RuntimeError" in (told := in_a_forked_process(change))
+            assert f"belongs to process {os.getpid()}" in told
+        assert in_a_forked_process(manager.close) == "None"
+        assert in_a_forked_process(lambda: manager.__exit__(SystemExit, SystemExit(), None)) == "None"
+        assert steps_in(tmp_path) == [1]
+        manager.save(4, state_of(4))  # the run is still ours
+        manager.maybe_save(5, state_of(5))
+    assert steps_in(tmp_path) == [1, 4, 5]

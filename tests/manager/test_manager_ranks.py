@@ -232,6 +232,13 @@ def open_with_options_of_its_own(root, options) -> str:
     return str(raised.value.views)
 
 
+def open_in_memory() -> str:
+    manager = hf.CheckpointManager("memory://of-several-ranks")
+    with pytest.raises(ValueError, match="in the memory of one process, and this run has 2 ranks"):
+        manager.save(1, {"w": torch.ones(2)})
+    return "told"
+
+
 class Odd(hf.keep.Policy):
     def choose(self, steps, now):
         return {info.step: "odd" for info in steps if info.step % 2}
@@ -384,6 +391,10 @@ def test_ranks_with_different_options_are_told_when_they_open(ranks, tmp_path, o
     assert name.partition("_")[0] in first
     assert first.count("=") == 2  # what is the same is not told
     assert not any(tmp_path.iterdir())
+
+
+def test_ranks_cannot_share_the_memory_of_one_process(ranks):
+    assert ranks(2).run(open_in_memory) == ["told"] * 2
 
 
 def test_ranks_with_the_same_options_open(ranks, tmp_path):

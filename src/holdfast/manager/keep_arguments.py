@@ -18,6 +18,13 @@ def joined_policy(
     >>> str(joined_policy(3, None, (1, "loss"), None))
     'last 3, best 1 by loss'
     """
+    if keep is not None and not isinstance(keep, Policy):
+        raise TypeError(f"keep is a policy of holdfast.keep, as in keep=hf.keep.last(3), not {keep!r}")
+    wanted: object = keep_best
+    if wanted is not None and not (isinstance(wanted, (tuple, list)) and len(wanted) in (2, 3)):
+        raise TypeError(
+            f"keep_best is a number and a metric, as in (1, 'loss') or (1, 'score', 'max'), not {keep_best!r}"
+        )
     given = [keep] if keep is not None else []
     if keep_last is not None:
         given.append(last(keep_last))

@@ -185,6 +185,7 @@ class CheckpointManager:
         self._watchers = (on_event, trace)
         self._group = process_group
         self._place_at_opening: tuple[int, int] | None = None
+        self._opened_by: int | None = None
         self._while_open = ExitStack()
         self._is_closed = False
         self._unsaved: Wanted | None = None
@@ -207,9 +208,9 @@ class CheckpointManager:
     def close(self) -> None:
         """Save the last step if it was not saved, wait for pending saves, and let other jobs have the run.
 
-        Raises what a pending save raised. Does nothing the second time.
+        Raises what a pending save raised. Does nothing the second time, nor in a process that was forked.
         """
-        if self._is_closed:
+        if self._is_closed or self._is_of_another_process():
             return
         self._is_closed = True
         with self._while_open:
@@ -224,7 +225,7 @@ class CheckpointManager:
         A failure of that is not raised, since there is an error already; what nobody looks at is told of by the next
         call of the library, and by the exit code.
         """
-        if self._is_closed:
+        if self._is_closed or self._is_of_another_process():
             return
         self._is_closed = True
         self._unsaved = None
@@ -236,9 +237,20 @@ class CheckpointManager:
     def _open(self) -> None:
         if self._is_closed:
             raise RuntimeError(f"the manager of {self.root.location} was closed; make a new one")
+        if self._is_of_another_process():
+            raise RuntimeError(
+                f"the manager of {self.root.location} belongs to process {self._opened_by}, and this is process "
+                f"{os.getpid()}, which was forked from it. Here it can only look: steps(), latest(), best(). Save and "
+                "restore in the process that has opened it."
+            )
         if self._place_at_opening is not None:
             return
         place = own_place(self._group)
+        if place[1] > 1 and not self.root.is_shared:
+            raise ValueError(
+                f"{self.root.location} is in the memory of one process, and this run has {place[1]} ranks, which could "
+                "not load what the others saved. Use a path that all of them see."
+            )
         with ExitStack() as opening, self._meeting("open the run") as ranks:
             refuse_different_options(self.root.location, ranks.all_gather_object(self._options))
             self._run.id = self.run_id = ranks.broadcast("open the run", lambda: self._claim(opening))
@@ -252,6 +264,11 @@ class CheckpointManager:
             exchange=self._exchange if dist.is_available() and dist.is_initialized() else None,
         )
         self._place_at_opening = place
+        self._opened_by = os.getpid()
+
+    def _is_of_another_process(self) -> bool:
+        """Whether this is a copy in a forked process. The run, the threads and the handlers are the parent's."""
+        return self._opened_by not in (None, os.getpid())
 
     def _claim(self, opening: ExitStack) -> str:
         if self._is_read_only:

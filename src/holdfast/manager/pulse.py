@@ -78,9 +78,10 @@ class Pulse:
         exchange: Exchange | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if every_steps is not None and every_steps < 1:
+        if every_steps is not None and (type(every_steps) is not int or every_steps < 1):
             raise ValueError(f"every_steps={every_steps!r} is not a number of steps; use 1 or more, or None for never")
-        if every_minutes is not None and not every_minutes > 0:
+        minutes: object = every_minutes
+        if minutes is not None and not (isinstance(minutes, (int, float)) and minutes > 0):
             raise ValueError(f"every_minutes={every_minutes!r} is not a time; use more than 0, or None for never")
         self._every_steps = every_steps
         self._every_seconds = None if every_minutes is None else every_minutes * 60

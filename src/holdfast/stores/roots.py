@@ -28,6 +28,8 @@ class Root(ABC):
 
     location: str
     """Where this is, for messages."""
+    is_shared: bool = True
+    """Whether several processes can see the same folder under this location."""
 
     @property
     @abstractmethod
@@ -129,6 +131,8 @@ class MemoryRoot(Root):
         >>> MemoryRoot("some-run").children()
         ['step-1']
     """
+
+    is_shared = False
 
     def __init__(self, name: str) -> None:
         self._store = MemoryStore(name)
