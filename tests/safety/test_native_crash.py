@@ -21,7 +21,7 @@ import torch.distributed as dist
 from holdfast.coordination.linked import LinkedCollectives
 from holdfast.errors import ConnectionLostError
 from holdfast.stores.local_store import LocalStore
-from holdfast.verbs.save import _Save
+from holdfast.verbs.save_run import SaveRun
 from tests.ranks import RankPool
 from tests.safety.forked_ranks import Failure, run_on_forked_ranks
 from tests.safety.native_checkpoints import (
@@ -205,7 +205,7 @@ class SlowToCommit(LocalStore):
 
 def save_while_rank_1_gives_up(folder: Path) -> None:
     if dist.get_rank() == 1:
-        commit = _Save.commit
+        commit = SaveRun.commit
 
         def lose_connection(*_: Any) -> None:
             raise ConnectionLostError("the network is down")
@@ -217,7 +217,7 @@ def save_while_rank_1_gives_up(folder: Path) -> None:
             finally:
                 (folder / "rank 1 is gone").touch()
 
-        _Save.commit = give_up
+        SaveRun.commit = give_up
     save(2, SlowToCommit(folder))
 
 
