@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from holdfast import keep
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, NotACheckpointError, RunTakenError
 from holdfast.formats.native.names import RECORD
 from holdfast.manager.deleting import Deleter, Deletion
+from holdfast.manager.owners import Owner
 from holdfast.manager.retention import plan_deletions
 from holdfast.manager.run_file import RUN_FILE, RunFile
 from holdfast.manager.steps import SET_ASIDE, StepInfo, folder_of, rows_of, set_aside
@@ -260,7 +264,7 @@ def test_a_power_cut_at_any_moment_of_a_deletion_leaves_a_whole_checkpoint_or_no
 # --- failures -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", [RECORD, "data-", "index-"])
+@pytest.mark.parametrize("kept", ["data-", "index-"])
 def test_what_could_not_be_deleted_is_tried_again_with_the_next_ones(tmp_path, kept, caplog):
     root = Stubborn(tmp_path)
     run_file = a_run(root, 1, 2, 3)
@@ -272,7 +276,7 @@ def test_what_could_not_be_deleted_is_tried_again_with_the_next_ones(tmp_path, k
     assert "Permission denied" in failed.reason
     assert "Permission denied" in caplog.text
     assert [info.step for info in deleter.failed] == [1]
-    assert (1 in steps_in(root)) == (kept == RECORD)
+    assert 1 not in steps_in(root)
 
     root.kept = ""
     again = deleter.delete([steps[2]])
@@ -281,6 +285,22 @@ def test_what_could_not_be_deleted_is_tried_again_with_the_next_ones(tmp_path, k
     assert root.children() == [folder_of(3)]
     assert run_file.check(TOKEN).unfinished == {}
     assert told == [failed, *again]
+
+
+def test_what_failed_while_it_was_whole_is_not_tried_again_by_itself(tmp_path):
+    """It may be the best or the last one again by then."""
+    root = Stubborn(tmp_path)
+    run_file = a_run(root, 1, 2, 3)
+    steps, deleter = steps_in(root), Deleter(run_file, TOKEN)
+    root.kept = RECORD
+    assert deleter.delete([steps[1]])[0].outcome == "failed"
+    root.kept = ""
+    outcomes = deleter.delete([steps[2]])
+    assert [(each.step, each.outcome) for each in outcomes] == [(1, "kept"), (2, "deleted")]
+    assert loads(root, 1)
+    assert deleter.failed == ()
+    assert run_file.read().unfinished == {}
+    assert deleter.delete([steps[1]])[0].is_gone
 
 
 def test_what_could_not_be_deleted_is_swept_by_the_next_job(tmp_path):
@@ -361,9 +381,9 @@ def test_at_the_end_of_python_it_works_without_a_thread(root, monkeypatch):
     steps = steps_in(root)
 
     def no_more(*_, **__):
-        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+        raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor.submit", no_more)
+    monkeypatch.setattr("threading.Thread.start", no_more)
     deleter = Deleter(run_file, TOKEN)
     assert deleter.submit([steps[1]]).result()[0].is_gone
     RunFile(root).claim("another job", take_over=True)
@@ -386,6 +406,196 @@ def test_a_folder_that_is_being_written_is_left_alone(root):
     assert loads(root, 1)
     deleter.unprotect(info.name)
     assert deleter.delete([info])[0].is_gone
+
+
+def test_a_deletion_that_is_refused_does_not_forget_the_save(root):
+    run_file = a_run(root, 1)
+    info, deleter = steps_in(root)[1], Deleter(run_file, TOKEN)
+    deleter.protect(info.name)
+    run_file.begin(TOKEN, {info.name: ""})
+    assert deleter.delete([info])[0].outcome == "kept"
+    assert run_file.read().unfinished == {info.name: ""}
+    deleter.unprotect(info.name)
+    run_file.pin(1)
+    assert deleter.delete([info])[0].outcome == "kept"
+    assert run_file.read().unfinished == {info.name: ""}
+
+
+def test_what_a_failed_save_left_in_the_folder_goes_with_the_step(tmp_path):
+    root = Stubborn(tmp_path)
+    run_file = a_run(root, 1)
+    leave_debris(root, 1)
+    info, deleter = steps_in(root)[1], Deleter(run_file, TOKEN)
+    root.kept = "data-"
+    assert deleter.delete([info])[0].outcome == "failed"
+    root.kept = ""
+    assert deleter.delete([])[0].is_gone
+    assert root.children() == []
+    assert run_file.read().unfinished == {}
+
+
+def test_a_step_can_be_pinned_until_it_is_its_turn(tmp_path):
+    pinned = []
+
+    class Slow(LocalRoot):
+        def remove(self, name: str) -> bool:
+            if not pinned:
+                pinned.append(RunFile(root).pin(2))
+            return super().remove(name)
+
+    root = Slow(tmp_path)
+    run_file = a_run(root, 1, 2, 3)
+    steps = steps_in(root)
+    outcomes = Deleter(run_file, TOKEN).delete([steps[1], steps[2]])
+    assert list(pinned[0].unfinished) == [folder_of(1)]
+    assert [each.outcome for each in outcomes] == ["deleted", "kept"]
+    assert loads(root, 2)
+
+
+# --- links ----------------------------------------------------------------------------------------------------------
+
+
+def move_and_link(root: LocalRoot, step: int, place: Path) -> Path:
+    """What people do with an old checkpoint when the disk is full."""
+    moved = shutil.move(root.folder / folder_of(step), place)
+    (root.folder / folder_of(step)).symlink_to(moved)
+    return Path(moved)
+
+
+def test_what_is_behind_a_link_is_listed_and_never_deleted(disk, tmp_path):
+    run_file = a_run(disk, 1, 2)
+    known = steps_in(disk)[1]
+    moved = move_and_link(disk, 1, tmp_path / "cold")
+    before = files_in(moved)
+    assert [(info.step, info.is_ours) for info in steps_in(disk).values()] == [(1, False), (2, True)]
+    with pytest.raises(ValueError, match="or is a link"):
+        delete(disk, 1)
+    (late,) = Deleter(run_file, TOKEN).delete([known])
+    assert (late.outcome, late.reason) == ("kept", "a link is in its place")
+    assert files_in(moved) == before
+    assert loads(disk, 1)
+
+
+def test_nothing_is_swept_behind_a_link(disk, tmp_path):
+    run_file = a_run(disk, 1)
+    leave_debris(disk, 2)
+    moved = move_and_link(disk, 2, tmp_path / "cold")
+    before = files_in(moved)
+    assert Deleter(run_file, TOKEN).sweep() == []
+    assert files_in(moved) == before
+    assert run_file.read().unfinished == {}
+
+
+# --- the end of the program -----------------------------------------------------------------------------------------
+
+
+class Stuck(LocalRoot):
+    """A disk that does not come back from deleting data, until it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.is_stuck, self.go_on = threading.Event(), threading.Event()
+
+    def child(self, name: str) -> LocalStore:
+        root = self
+
+        class Store(LocalStore):
+            def delete(self, names):
+                names = list(names)
+                if any(name.startswith("data-") for name in names):
+                    root.is_stuck.set()
+                    assert root.go_on.wait(60)
+                super().delete(names)
+
+        return Store(self.folder / name)
+
+
+def test_closing_does_not_wait_for_ever_and_no_other_deletion_begins(tmp_path):
+    root = Stuck(tmp_path)
+    run_file = a_run(root, 1, 2, 3)
+    steps, deleter = steps_in(root), Deleter(run_file, TOKEN)
+    job = deleter.submit([steps[1], steps[2]])
+    assert root.is_stuck.wait(60)
+    assert not deleter.close(0.01)
+    run_file.release(TOKEN)
+    later = LocalRoot(tmp_path)
+    RunFile(later).claim("the next job")
+    assert Deleter(RunFile(later), "the next job").sweep() == [folder_of(1)]
+    root.go_on.set()
+    assert [each.step for each in job.result(60)] == [1]
+    assert sorted(later.children()) == [folder_of(2), folder_of(3)]
+    assert loads(later, 2)
+
+
+def test_the_end_of_the_program_does_not_wait_for_ever(tmp_path):
+    a_run(LocalRoot(tmp_path), 1, 2).release(TOKEN)
+    program = f"""
+from pathlib import Path
+from holdfast.manager.deleting import Deleter
+from tests.manager.folders import TOKEN, a_run, steps_in
+from tests.manager.test_deleting import Stuck
+root = Stuck(Path({str(tmp_path)!r}))
+Deleter(a_run(root), TOKEN).submit([steps_in(root)[1]])
+assert root.is_stuck.wait(60)
+"""
+    environment = {**os.environ, "HOLDFAST_DRAIN_SECONDS": "0.2"}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=50)
+    with hf.CheckpointManager(tmp_path) as manager:
+        assert [info.step for info in manager.steps()] == [2]
+    assert LocalRoot(tmp_path).children() == [folder_of(2)]
+
+
+def test_the_end_of_the_program_waits_for_what_ends_in_time(tmp_path):
+    a_run(LocalRoot(tmp_path), 1, 2).release(TOKEN)
+    program = f"""
+import threading
+from pathlib import Path
+from holdfast.manager.background_jobs import BackgroundJobs
+from holdfast.manager.deleting import Deleter
+from tests.manager.folders import TOKEN, a_run, steps_in
+from tests.manager.test_deleting import Stuck
+root = Stuck(Path({str(tmp_path)!r}))
+Deleter(a_run(root), TOKEN).submit([steps_in(root)[1]])
+assert root.is_stuck.wait(60)
+wait = BackgroundJobs.wait
+BackgroundJobs.wait = lambda self, seconds: (root.go_on.set(), wait(self, seconds))[1]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=50)
+    assert LocalRoot(tmp_path).children() == [folder_of(2)]
+
+
+def test_a_manager_that_closes_leaves_a_deletion_that_does_not_end_to_the_next_one(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("HOLDFAST_DRAIN_SECONDS", "0.1")
+    root = Stuck(tmp_path)
+    with hf.CheckpointManager(root, keep_last=1) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step), wait=True)
+        assert root.is_stuck.wait(60)
+    assert "still being deleted after 0.1 s" in caplog.text
+    assert (tmp_path / folder_of(1)).exists()
+    with hf.CheckpointManager(tmp_path) as manager:
+        assert [info.step for info in manager.steps()] == [2]
+        assert not (tmp_path / folder_of(1)).exists()
+    root.go_on.set()
+
+
+def test_jobs_may_be_submitted_while_another_thread_closes(root):
+    run_file = a_run(root, *range(1, 30))
+    steps, deleter = steps_in(root), Deleter(run_file, TOKEN)
+    is_over = threading.Event()
+
+    def close() -> None:
+        while not is_over.is_set():
+            deleter.close()
+
+    closer = threading.Thread(target=close)
+    closer.start()
+    try:
+        jobs = [deleter.submit([info]) for info in steps.values()]
+        assert all(job.result(60)[0].is_gone for job in jobs)
+    finally:
+        is_over.set()
+        closer.join()
 
 
 def test_whoever_wants_to_write_waits_until_the_folder_is_deleted(tmp_path):
@@ -437,6 +647,54 @@ def test_what_a_killed_save_left_is_swept(root):
     assert root.children() == [folder_of(1)]
     assert run_file.check(TOKEN).unfinished == {}
     assert Deleter(run_file, TOKEN).sweep() == []
+
+
+def taken_from(root: Root, before: Owner) -> None:
+    """A run whose owner this was, with what it has begun to write."""
+    a_run(root, 1)
+    leave_debris(root, 2)
+    RunFile(root).change(lambda state: replace(state, owner=before))
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_what_a_job_that_may_be_alive_has_begun_is_left_to_it(root, is_seen):
+    rival = Owner.this_process("a rival", root.marks())
+    taken_from(root, rival if is_seen else replace(rival, place="another machine"))
+    with hf.CheckpointManager(root, take_over=is_seen, save_at_end=False):
+        assert root.child(folder_of(2)).size(DATA) is not None
+        assert list(RunFile(root).read().unfinished) == [folder_of(2)]
+    with hf.CheckpointManager(root, save_at_end=False):
+        assert root.child(folder_of(2)).size(DATA) is None
+        assert RunFile(root).read().unfinished == {}
+
+
+def test_when_its_step_is_saved_what_such_a_job_has_begun_is_removed(root):
+    taken_from(root, replace(Owner.this_process("a rival", root.marks()), place="another machine"))
+    with hf.CheckpointManager(root) as manager:
+        manager.save(2, state_of(2), wait=True)
+    assert root.child(folder_of(2)).size(DATA) is None
+    assert loads(root, 2)
+    assert RunFile(root).read().unfinished == {}
+
+
+def test_what_is_committed_at_the_last_moment_is_not_swept(tmp_path):
+    class Late(LocalRoot):
+        def child(self, name: str) -> LocalStore:
+            class Store(LocalStore):
+                def list(self):
+                    listed = list(super().list())
+                    if name == folder_of(2):
+                        shutil.copy(tmp_path / folder_of(1) / RECORD, tmp_path / name / RECORD)
+                    return listed
+
+            return Store(self.folder / name)
+
+    a_run(LocalRoot(tmp_path), 1)
+    leave_debris(LocalRoot(tmp_path), 2)
+    deleter = Deleter(RunFile(Late(tmp_path)), TOKEN)
+    before = files_in(tmp_path / folder_of(2))
+    assert deleter.sweep() == []
+    assert files_in(tmp_path / folder_of(2)) == before | {RECORD}
 
 
 def test_debris_of_others_is_not_swept(root):

@@ -15,6 +15,7 @@ import torch
 import holdfast as hf
 from holdfast import environment, keep
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError, NotDeletedError
+from holdfast.manager import deleting as deleting_module
 from holdfast.manager import run as run_module
 from holdfast.manager.deleting import Deleter
 from holdfast.manager.run import Run
@@ -320,14 +321,14 @@ def test_a_pin_of_what_was_removed_by_hand_can_be_undone(tmp_path):
 @pytest.mark.parametrize("by_another_process", [False, True])
 def test_a_step_that_is_just_being_deleted_cannot_be_pinned(tmp_path, monkeypatch, by_another_process):
     a_run(tmp_path, 1)
-    delete_one, deleting = Deleter._delete_one, threading.Event()
+    invalidate, deleting = deleting_module._invalidate, threading.Event()
 
-    def slowly(self, info):
+    def slowly(store):
         deleting.set()
         wait_for_pin(tmp_path, 1)
-        return delete_one(self, info)
+        return invalidate(store)
 
-    monkeypatch.setattr(Deleter, "_delete_one", slowly)
+    monkeypatch.setattr(deleting_module, "_invalidate", slowly)
     with hf.CheckpointManager(tmp_path, keep_last=1, async_save=False) as manager:
         manager.save(2, state_of(2))
         assert deleting.wait(30)

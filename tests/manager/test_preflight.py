@@ -133,7 +133,7 @@ def test_a_place_that_is_none_is_a_problem():
 def test_options_of_the_save_count(tmp_path):
     state = {"keep": torch.ones(MB), "drop": torch.ones(MB)}
     chosen = plain_options(include="keep", cast={"*": torch.bfloat16})
-    report = run_preflight(state, tmp_path, options=chosen, async_save=True)
+    report = run_preflight(state, tmp_path, options=lambda: chosen, async_save=True)
     assert report.tensor_count == 1
     assert 2 * MB < report.checkpoint_bytes < 2.1 * MB
     assert report.memory_needed == 4 * MB + (64 << 20), "copies are made before dtypes are changed"
@@ -159,8 +159,10 @@ def test_space_is_needed_for_all_that_are_kept_and_one_more(disk):
 def test_space_that_old_checkpoints_of_the_run_give_back_counts(disk):
     saved = hf.save(weights(2), disk / "step-1")
     assert problems_of(weights(2), disk, kept=3)[0][0] == "space"
-    assert run_preflight(weights(2), disk, kept=2, stored_bytes=saved.bytes_written).problems == ()
-    assert problems_of(weights(7), disk, kept=1, stored_bytes=100 * MB)[0][0] == "space", "it comes before they go"
+    assert run_preflight(weights(2), disk, kept=2, stored_bytes=lambda: saved.bytes_written).problems == ()
+    assert problems_of(weights(7), disk, kept=1, stored_bytes=lambda: 100 * MB)[0][0] == "space", (
+        "it comes before they go"
+    )
 
 
 def test_without_retention_one_checkpoint_has_to_fit(disk):
@@ -617,3 +619,101 @@ def test_the_report_reads_well():
         "  estimate: committed after 1.91 s; training stands still for 69 ms",
         "  the writer process started in 2.1 s",
     ]
+
+
+# --- through a manager -----------------------------------------------------------------------------------------------
+
+
+def managed_problems(root: Any, state: Any = None, **options: Any) -> Any:
+    """What a manager that is not open yet finds."""
+    manager = hf.CheckpointManager(root, **options)
+    try:
+        with pytest.raises(PreflightError) as raised:
+            manager.preflight(weights() if state is None else state)
+    finally:
+        manager.close()
+    return [(problem.check, problem.ranks) for problem in pickle.loads(pickle.dumps(raised.value)).problems]
+
+
+def managed_elsewhere(folder: Path) -> Any:
+    before = os.getcwd()
+    os.chdir(folder / str(dist.get_rank()))
+    try:
+        return managed_problems("/proc/self/cwd/run", keep_last=2)
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="such a path is to be had on Linux")
+def test_a_disk_that_is_not_shared_is_told_also_if_one_machine_has_older_steps(ranks: RankPool, tmp_path):
+    for rank in range(2):
+        with hf.CheckpointManager(tmp_path / str(rank) / "run", save_at_end=False) as manager:
+            for step in range(rank):
+                manager.save(step, weights(), wait=True)
+    assert ranks(2).run(managed_elsewhere, tmp_path) == [[("shared", (1,))]] * 2
+
+
+def managed_without_rights(folder: Path) -> Any:
+    rank = dist.get_rank()
+    with as_nobody(True):
+        return managed_problems(folder, {"bad": object()} if rank == 1 else None)
+
+
+@as_root
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_a_run_that_cannot_be_opened_is_told_with_all_other_problems(ranks: RankPool, tmp_path, mode):
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)
+    (tmp_path / "run").mkdir(mode=mode)
+    found = ranks(2).run(managed_without_rights, tmp_path / "run")
+    assert found[0] == found[1]
+    assert [problem for problem in found[0] if problem[0] != "path"] == [
+        ("write", (0,)),
+        ("state", (1,)),
+        ("write", (1,)),
+    ]
+    assert os.listdir(tmp_path / "run") == []
+
+
+def managed_with_rights_on_the_first(folder: Path) -> Any:
+    with as_nobody(dist.get_rank() == 1):
+        return managed_problems(folder)
+
+
+@as_root
+def test_a_rank_that_cannot_even_list_the_steps_keeps_nobody_waiting(ranks: RankPool, tmp_path):
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)
+    (tmp_path / "run").mkdir(mode=0o700)
+    assert ranks(2).run(managed_with_rights_on_the_first, tmp_path / "run") == [[("write", (1,))]] * 2
+
+
+def managed_at_different_paths(folder: Path) -> Any:
+    return managed_problems(folder / str(dist.get_rank()))
+
+
+def test_a_manager_that_was_given_another_path_is_named(ranks: RankPool, tmp_path):
+    assert ranks(2).run(managed_at_different_paths, tmp_path) == [[("path", (1,))]] * 2
+
+
+def managed_with_other_parts(folder: Path) -> Any:
+    return managed_problems(folder, {"x": 1} if dist.get_rank() == 1 else {"model": 1}, parts=["model"])
+
+
+def test_a_rank_with_other_parts_is_named(ranks: RankPool, tmp_path):
+    assert ranks(2).run(managed_with_other_parts, tmp_path) == [[("state", (1,))]] * 2
+
+
+def test_a_file_in_the_place_of_a_run_is_a_problem(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    assert ("write", (0,)) in managed_problems(tmp_path / "file" / "run")
+
+
+def test_a_run_that_cannot_be_opened_for_another_reason_is_that_error(tmp_path, monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(hf.CheckpointManager, "_claim", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        hf.CheckpointManager(tmp_path).preflight(weights())
+    assert os.listdir(tmp_path) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,6 +136,39 @@ def test_a_job_of_another_machine_is_taken_over_with_a_warning(root, caplog):
     (told,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "node-7" in told
     assert "cannot be seen from here" in told
+
+
+def test_a_copy_of_a_run_is_not_in_use_by_the_owner_of_the_original(tmp_path, caplog):
+    with AnotherJob(tmp_path / "run"):
+        RunFile(LocalRoot(tmp_path / "run")).pin(7)
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        copy = RunFile(LocalRoot(tmp_path / "copy"))
+        assert copy.claim("mine").pinned == {7}
+        assert not copy.has_rival
+        with pytest.raises(RunInUseError):
+            RunFile(LocalRoot(tmp_path / "run")).claim("mine")
+    assert caplog.text == ""
+
+
+def test_a_run_is_in_use_whatever_path_leads_to_it(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with AnotherJob(tmp_path / "run"):
+        with pytest.raises(RunInUseError):
+            RunFile(LocalRoot(tmp_path / "link")).claim("mine")
+        (tmp_path / "run").rename(tmp_path / "moved")  # as if it were mounted in two places
+        with pytest.raises(RunInUseError):
+            RunFile(LocalRoot(tmp_path / "moved")).claim("mine")
+
+
+def test_an_owner_that_does_not_tell_its_folder_keeps_others_away(root):
+    with pytest.raises(RunInUseError):
+        owned_by(root, Owner.this_process("not mine")).claim("mine")
+    stored = Owner.this_process("x", ("a", "b")).to_json()
+    assert Owner.from_json(stored).root == ("a", "b")
+    assert Owner.from_json({**stored, "root": "a"}) is None
+    del stored["root"]
+    assert Owner.from_json(stored).root == ()
 
 
 def test_two_managers_in_one_process_are_two_jobs(root):

@@ -1,17 +1,18 @@
 """Deletes checkpoints of a run: the record first, so that a kill in between leaves nothing that looks like one.
 
-Only files that a save of this run has written are removed, and a folder only if it is empty then. What could not be
-deleted is tried again with the next ones; after a restart the run file tells what was left.
+Only files that a save of this run has written are removed, and a folder only if it is empty then. A deletion that
+failed half-way is tried again with the next ones; after a restart the run file tells what was left.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,7 @@ from typing import Literal
 from holdfast.errors import HoldfastError
 from holdfast.formats.native.names import RECORD, generation_of
 from holdfast.formats.native.record import decode_record
+from holdfast.manager.background_jobs import BackgroundJobs
 from holdfast.manager.probing import is_probe, remove_probe
 from holdfast.manager.run_file import RunFile, RunState
 from holdfast.manager.steps import DAMAGE, SET_ASIDE, StepInfo, identity_in, set_aside, step_of
@@ -77,7 +79,8 @@ class Deleter:
         self._folders = threading.Condition()
         self._protected: dict[str, int] = {}
         self._in_work: str | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._jobs = BackgroundJobs("holdfast-delete")
+        self._is_closing = threading.Event()
 
     @property
     def failed(self) -> Sequence[StepInfo]:
@@ -85,25 +88,17 @@ class Deleter:
         return tuple(self._failed.values())
 
     def submit(self, doomed: Sequence[StepInfo], *, verify_first: StepInfo | None = None) -> Future[list[Deletion]]:
-        """Delete these in the background, and what could not be deleted before.
+        """Delete these in the background, and what is left of deletions that failed.
 
         With ``verify_first`` all of that checkpoint is read before. If it is damaged, nothing is deleted and it is set
         aside. What goes wrong is logged; the future has it too.
         """
-        job: Future[list[Deletion]]
-        try:
-            self._pool = self._pool or ThreadPoolExecutor(1, "holdfast-delete")
-            job = self._pool.submit(self._in_background, tuple(doomed), verify_first)
-        except RuntimeError:  # Python ends, and gives no new threads
-            job = Future()
-            try:
-                job.set_result(self._in_background(tuple(doomed), verify_first))
-            except Exception as error:
-                job.set_exception(error)
-        return job
+        return self._jobs.submit(lambda: self._in_background(tuple(doomed), verify_first))
 
     def delete(self, doomed: Sequence[StepInfo]) -> list[Deletion]:
-        """Delete these now, and what could not be deleted before.
+        """Delete these now, and what is left of deletions that failed.
+
+        What failed before its record was gone is a whole checkpoint, and left alone unless it is among these.
 
         Raises ``RunTakenError`` if the run is another job's, and ``ValueError`` for what this run did not save.
         """
@@ -112,7 +107,7 @@ class Deleter:
             wanted = {**self._failed, **{info.name: info for info in doomed}}
             if self._dry_run:
                 return [self._told(info, "would be deleted") for info in wanted.values()]
-            return self._delete_all(wanted) if wanted else []
+            return self._delete_all(wanted, {info.name for info in doomed})
 
     def sweep(self) -> list[str]:
         """Remove what saves and deletions of this run left in folders when they were killed. Returns those folders."""
@@ -120,9 +115,9 @@ class Deleter:
             state = self._run_file.check(self._token)
             if self._dry_run or not state.unfinished:
                 return []
-            known = [name for name in state.unfinished if step_of(name) is not None or is_probe(name)]
+            known = [name for name in state.unfinished if self._is_ours_to_sweep(name)]
             swept = [name for name in known if self._sweep_one(name, state)]
-            unknown = [name for name in state.unfinished if name not in known]  # written by hand
+            unknown = [name for name in state.unfinished if name not in known]
             self._run_file.end(self._token, [*swept, *unknown])
             return swept
 
@@ -141,11 +136,20 @@ class Deleter:
             else:
                 self._protected.pop(name, None)
 
-    def close(self) -> None:
-        """Wait until everything that was submitted is done."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-            self._pool = None
+    def wait(self, seconds: float) -> bool:
+        """Wait until everything that was submitted is done, but not longer. Whether it is."""
+        return self._jobs.wait(seconds)
+
+    def close(self, seconds: float = math.inf) -> bool:
+        """Wait like ``wait``. If that is too short, the deletion that has begun is the last one.
+
+        Should it not come to its end, the next job finishes it.
+        """
+        is_done = self._jobs.wait(min(seconds, threading.TIMEOUT_MAX))
+        if not is_done:
+            self._is_closing.set()
+            self._jobs.give_up()
+        return is_done
 
     def _in_background(self, doomed: Sequence[StepInfo], verify_first: StepInfo | None) -> list[Deletion]:
         try:
@@ -156,6 +160,14 @@ class Deleter:
             logger.warning("no checkpoint was deleted: %s", error)
             raise
 
+    def tidy_up_beside_the_checkpoint(self, name: str) -> None:
+        """Remove what other saves left in a folder where a checkpoint has been committed: they cannot commit now."""
+        _remove_all_but_the_checkpoint(self._root.child(name))
+
+    def _is_ours_to_sweep(self, name: str) -> bool:
+        """Not what somebody wrote into the run file, and not what somebody has put elsewhere with a link to it."""
+        return (step_of(name) is not None or is_probe(name)) and not self._root.is_linked(name)
+
     def _sweep_one(self, name: str, state: RunState) -> bool:
         identity = state.unfinished[name]
         if not self._take(name):
@@ -165,7 +177,7 @@ class Deleter:
             if is_probe(name):
                 remove_probe(self._root, name)
             elif identity_in(store) is None:
-                _remove_files(self._root, name, identity)
+                return _remove_uncommitted_files(self._root, name, identity)
             elif not identity:
                 _remove_all_but_the_checkpoint(store)
         except (HoldfastError, OSError) as error:
@@ -187,40 +199,64 @@ class Deleter:
                     self._on_damage(info, error)
             raise
 
-    def _delete_all(self, wanted: dict[str, StepInfo]) -> list[Deletion]:
-        state = self._run_file.begin(self._token, {name: info.identity for name, info in wanted.items()})
-        deletions, done = [], []
+    def _delete_all(self, wanted: Mapping[str, StepInfo], doomed: Collection[str]) -> list[Deletion]:
+        deletions = []
         for name, info in wanted.items():
-            if info.step in state.pinned:
-                deletion = self._told(info, "kept", "it was pinned meanwhile")
-            else:
-                deletion = self._delete_one(info)
+            if self._is_closing.is_set():
+                break
+            deletion = self._delete_one(info, is_doomed=name in doomed)
             deletions.append(deletion)
             if deletion.outcome == "failed":
                 self._failed[name] = info
             else:
                 self._failed.pop(name, None)
-                done.append(name)
-        gone = [info.name for info, deletion in zip(wanted.values(), deletions, strict=True) if deletion.is_gone]
-        self._run_file.end(self._token, done, gone=gone)
         return deletions
 
-    def _delete_one(self, info: StepInfo) -> Deletion:
+    def _delete_one(self, info: StepInfo, *, is_doomed: bool) -> Deletion:
+        """Each is noted by itself and in its turn, so that it can be pinned until then."""
         started = time.perf_counter()
         if not self._take(info.name):
             return self._told(info, "kept", "it is being written")
         try:
-            store = self._root.child(info.name)
-            if identity_in(store) not in (info.identity, None):
-                return self._told(info, "kept", "another record is in its place")
-            _invalidate(store)
-            _remove_files(self._root, info.name, info.identity)
-        except Exception as error:
-            logger.warning("%s could not be deleted and will be tried again: %s", info.path, error)
-            return self._told(info, "failed", str(error), started)
+            before = self._run_file.check(self._token).unfinished.get(info.name)
+            state = self._run_file.begin(self._token, {info.name: info.identity})
+            try:
+                kept = self._reason_to_keep(info, state, is_doomed=is_doomed)
+                if kept is None:
+                    _invalidate(self._root.child(info.name))
+                    # A save that failed in this folder has left files too. It is noted there, and only now.
+                    _remove_files(self._root, info.name, "" if before == "" else info.identity)
+            except Exception as error:
+                logger.warning("%s could not be deleted and will be tried again: %s", info.path, error)
+                if before == "":
+                    self._note_as_before(info.name, before)
+                return self._told(info, "failed", str(error), started)
+            if kept is not None:
+                self._note_as_before(info.name, before)
+                return self._told(info, "kept", kept)
+            if not self._is_closing.is_set():  # or else the run may be another job's by now, which looks for itself
+                self._run_file.end(self._token, [info.name], gone=[info.name])
         finally:
             self._give_back()
         return self._told(info, "deleted", "", started)
+
+    def _reason_to_keep(self, info: StepInfo, state: RunState, *, is_doomed: bool) -> str | None:
+        present = identity_in(self._root.child(info.name))
+        if info.step in state.pinned:
+            return "it was pinned meanwhile"
+        if self._root.is_linked(info.name):
+            return "a link is in its place"
+        if present not in (info.identity, None):
+            return "another record is in its place"
+        if present is not None and not is_doomed:
+            return "it could not be deleted earlier, and is whole"
+        return None
+
+    def _note_as_before(self, name: str, before: str | None) -> None:
+        if before == "":
+            self._run_file.begin(self._token, {name: ""})
+        else:
+            self._run_file.end(self._token, [name])
 
     def _told(
         self,
@@ -268,6 +304,20 @@ def _remove_files(root: Root, name: str, identity: str) -> None:
     root.remove(name)
 
 
+def _remove_uncommitted_files(root: Root, name: str, identity: str) -> bool:
+    """Remove the files of a save that was not committed. False, and nothing is removed, if it is by now.
+
+    Its job was taken for dead, and may be alive on another machine.
+    """
+    store = root.child(name)
+    left = [listed.name for listed in store.list() if _is_left_by(identity, listed.name)]
+    if identity_in(store) is not None:
+        return False
+    store.delete(left)
+    root.remove(name)
+    return True
+
+
 def _remove_all_but_the_checkpoint(store: Store) -> None:
     """Remove what a killed save left in a folder beside the checkpoint that it was to replace."""
     record = decode_record(store.read(RECORD), store.path_of(RECORD))
@@ -287,5 +337,6 @@ def _refuse_what_is_not_ours(doomed: Collection[StepInfo]) -> None:
     for info in doomed:
         if not info.is_ours:
             raise ValueError(
-                f"{info.path} was not saved by this run, so this run does not delete it. Remove the folder yourself"
+                f"{info.path} was not saved by this run, or is a link, so this run does not delete it. Remove it "
+                "yourself"
             )

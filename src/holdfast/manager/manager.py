@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from holdfast import settings
 from holdfast.coordination.meeting import meeting, own_place
+from holdfast.errors import RankDisagreementError
 from holdfast.load_report import LoadReport
 from holdfast.manager import steps as steps_of_run
 from holdfast.manager.agreement import Options, refuse_different_options
@@ -470,21 +471,29 @@ class CheckpointManager:
 
         All ranks call this. Raises ``PreflightError`` with all problems; prints what to expect otherwise.
         """
-        self._open_to("save")
-        with self._run.probes() as note:
+        not_opened: Exception | None = None
+        try:
+            self._open_to("save")
+        except (OSError, RankDisagreementError) as error:
+            if isinstance(error, RankDisagreementError) and not all(map(_is_opening, error.views.values())):
+                raise  # some rank is elsewhere, and would not come to the preflight
+            not_opened = error  # on all ranks, and there may be more to tell than this
+        with self._run.probes() if not_opened is None else nullcontext(_note_nothing) as note:
             report = run_preflight(
                 state,
                 self.root,
                 kept=self._most_kept,
-                stored_bytes=sum(info.nbytes for info in self.steps() if info.is_ours),
+                stored_bytes=lambda: sum(info.nbytes for info in self.steps() if info.is_ours),
                 async_save=self._saving.async_save,
                 writer=self._saving.how.writer,
                 copies=2 if self._saving.how.when_busy == "copy" else 1,
                 memory_budget=(self._saving.save_options or {}).get("memory_budget"),
-                options=self._saving.options(self.run_id, Wanted(0, state), "preflight"),
+                options=lambda: self._saving.options(self.run_id, Wanted(0, state), "preflight"),
                 note=note,
                 process_group=self._group,
             )
+        if not_opened is not None:
+            raise not_opened
         if self._is_coordinator():
             print(report)  # noqa: T201 - that is what it is for
         return report
@@ -505,3 +514,11 @@ class CheckpointManager:
 
     def _is_coordinator(self) -> bool:
         return own_place(self._group)[0] == 0
+
+
+def _is_opening(call: str) -> bool:
+    return call.endswith(": open the run")
+
+
+def _note_nothing(folder: str) -> None:
+    """For probes in a folder that could not be opened."""

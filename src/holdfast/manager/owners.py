@@ -34,9 +34,11 @@ class Owner:
     """Where such numbers can be compared."""
     since: str
     """When it began to own the run."""
+    root: tuple[str, ...] = ()
+    """The marks of the folder that it owns; none if they are not known."""
 
     @staticmethod
-    def this_process(token: str) -> Owner:
+    def this_process(token: str, root: tuple[str, ...] = ()) -> Owner:
         """This process, from now on.
 
         >>> Owner.this_process("00c0ffee").life()
@@ -44,23 +46,30 @@ class Owner:
         """
         pid = os.getpid()
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return Owner(token, socket.gethostname(), pid, _start_of(pid) or "", _this_place(), now)
+        return Owner(token, socket.gethostname(), pid, _start_of(pid) or "", _this_place(), now, root)
 
     @staticmethod
     def from_json(stored: Any) -> Owner | None:
         """What ``to_json`` gave; None for anything else."""
-        names = Owner.__dataclass_fields__
-        if not isinstance(stored, dict) or not names.keys() <= stored.keys():
+        names = Owner.__dataclass_fields__.keys() - {"root"}
+        if not isinstance(stored, dict) or not names <= stored.keys():
             return None
         values = {name: stored[name] for name in names}
         pid = values.pop("pid")
         if type(pid) is not int or pid < 1 or not all(isinstance(value, str) for value in values.values()):
             return None
-        return Owner(pid=pid, **values)
+        root = stored.get("root", [])
+        if not isinstance(root, list) or not all(isinstance(mark, str) for mark in root):
+            return None
+        return Owner(pid=pid, root=tuple(root), **values)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON can hold it."""
-        return asdict(self)
+        return {**asdict(self), "root": list(self.root)}
+
+    def owns(self, root: tuple[str, ...]) -> bool:
+        """Whether it owns the folder with these marks, and not one of which that is a copy."""
+        return not self.root or not root or not set(self.root).isdisjoint(root)
 
     def life(self) -> Life:
         """Whether the process is alive, as far as that can be told from here."""

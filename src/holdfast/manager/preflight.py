@@ -47,12 +47,12 @@ def run_preflight(
     root: str | os.PathLike[str] | Root,
     *,
     kept: int | None = 1,
-    stored_bytes: int = 0,
+    stored_bytes: Callable[[], int] = lambda: 0,
     async_save: bool = False,
     writer: Literal["thread", "process"] = "thread",
     copies: int = 1,
     memory_budget: int | None = None,
-    options: SaveOptions | None = None,
+    options: Callable[[], SaveOptions] = plain_options,
     note: Callable[[str], None] = lambda folder: None,
     process_group: dist.ProcessGroup | None = None,
 ) -> PreflightReport:
@@ -64,12 +64,13 @@ def run_preflight(
         state: what is to be saved.
         root: where the checkpoints of the run are to be.
         kept: how many of them stay; None for all.
-        stored_bytes: of checkpoints of this run that are there already, and go as new ones come.
+        stored_bytes: tells the bytes of checkpoints of this run that are there already, and go as new ones come. Only
+            the coordinator is asked.
         async_save: whether saves go on in the background.
         writer: who writes then. A process is started, and the first save finds it running.
         copies: of the state, at most, that background saves have at once: 2 with ``when_busy="copy"``.
         memory_budget: that of the saves.
-        options: what else is said to ``save``: which keys, which dtypes.
+        options: tells what else is said to ``save``: which keys, which dtypes. May raise for a wrong state.
         note: told on the coordinator which folder is about to be made, and will be left if this process is killed.
         process_group: the ranks that save; all by default.
 
@@ -84,12 +85,12 @@ def run_preflight(
         ...
           estimate: committed after ... s; training stands still for ...
     """
-    how = HowSaved(kept, stored_bytes, async_save, writer, copies, memory_budget)
+    how = HowSaved(kept, async_save, writer, copies, memory_budget)
     # Not the path: if it differs between ranks, that is one of the problems to be told.
     rank, world_size = own_place(process_group)
     with Call("preflight", getattr(root, "location", root), rank=rank, world_size=world_size) as told:
         with meeting(f"the preflight of holdfast with {how}", process_group) as ranks:
-            report = _Preflight(root, how, options or plain_options(), ranks, note).run(state)
+            report = _Preflight(root, how, options, ranks, note).run(state, stored_bytes)
         told.detail["problems"] = [str(problem) for problem in report.problems]
         if report.problems:
             raise PreflightError(f"{report}\nNothing was saved.", problems=report.problems, report=report)
@@ -103,7 +104,7 @@ class _Preflight:
         self,
         root: str | os.PathLike[str] | Root,
         how: HowSaved,
-        options: SaveOptions,
+        options: Callable[[], SaveOptions],
         ranks: Collectives,
         note: Callable[[str], None],
     ) -> None:
@@ -114,12 +115,13 @@ class _Preflight:
         self._note = note
         self._found = Findings()
 
-    def run(self, state: Any) -> PreflightReport:
+    def run(self, state: Any, stored_bytes: Callable[[], int]) -> PreflightReport:
         """All checks, one after the other, on all ranks at the same time."""
         ranks = self._ranks
         token = ranks.broadcast("begin", self._begin)
         captured = ranks.all_gather_status("look", lambda: self._look(state))
         probe = self._open(token)
+        self._look_at_what_is_stored(stored_bytes)
         try:
             wrote = ranks.all_gather("write", lambda: self._write(probe))
             writers = [rank for rank, succeeded in enumerate(wrote) if succeeded]
@@ -143,7 +145,7 @@ class _Preflight:
     def _look(self, state: Any) -> Captured | None:
         began = time.perf_counter()
         try:
-            captured = look_at(state, self._options, self._ranks.rank, self._ranks.world_size)
+            captured = look_at(state, self._options(), self._ranks.rank, self._ranks.world_size)
             self._found.share = share_of(captured)
         except Exception as error:
             self._tell("state", f"the state cannot be saved: {_text(error)}")
@@ -161,6 +163,14 @@ class _Preflight:
             self._found.location = self._found.location or repr(self._given)
             self._tell("path", f"there is no place for checkpoints at {self._found.location}: {_text(error)}")
             return None
+
+    def _look_at_what_is_stored(self, stored_bytes: Callable[[], int]) -> None:
+        if not self._ranks.is_coordinator:
+            return
+        try:
+            self._found.stored_bytes = stored_bytes()
+        except Exception as error:
+            self._tell("path", f"checkpoints at {self._found.location} cannot be listed: {_text(error)}")
 
     def _write(self, probe: Probe | None) -> bool:
         """Whether this rank could write."""

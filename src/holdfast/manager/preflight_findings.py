@@ -23,7 +23,6 @@ class HowSaved:
     """How checkpoints will be saved, as far as it matters here."""
 
     kept: int | None
-    stored_bytes: int
     async_save: bool
     writer: Literal["thread", "process"]
     copies: int
@@ -42,6 +41,8 @@ class Findings:
     seen: frozenset[int] = frozenset()
     """The ranks whose objects are to be seen from here."""
     free: int | None = None
+    stored_bytes: int = 0
+    """Of checkpoints of the run that are there already, as the coordinator sees them."""
     limits: Sequence[MemoryLimit] = ()
     speed: WriteSpeed | None = None
     copy_rate: float | None = None
@@ -56,7 +57,7 @@ def report_of(found: Sequence[Findings], how: HowSaved) -> PreflightReport:
     sizes = _sizes(found, problems)
     needed, memory, stall, total = None, None, None, None
     if sizes is not None:
-        needed = _needed_on_disk(sizes, how)
+        needed = _needed_on_disk(sizes, how, stored_bytes=found[0].stored_bytes)
         memory = [_needed_in_memory(copied, how) for copied in sizes.copied]
         stall, total = _estimate(found, sizes, how)
         problems += _problems_of_space(found, sizes, needed, how)
@@ -107,11 +108,11 @@ def _sizes(found: Sequence[Findings], problems: list[Problem]) -> CheckpointSize
         return None
 
 
-def _needed_on_disk(sizes: CheckpointSize, how: HowSaved) -> int:
+def _needed_on_disk(sizes: CheckpointSize, how: HowSaved, *, stored_bytes: int) -> int:
     """A new checkpoint is written before an old one goes."""
     if how.kept is None:
         return sizes.nbytes
-    return max(sizes.nbytes, sizes.nbytes * (how.kept + 1) - how.stored_bytes)
+    return max(sizes.nbytes, sizes.nbytes * (how.kept + 1) - stored_bytes)
 
 
 def _problems_of_space(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from holdfast import settings
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, NotDeletedError
 from holdfast.manager.deleting import Deleter, Deletion
 from holdfast.manager.full_disk import next_to_go
@@ -55,16 +56,20 @@ class Run:
         self.root = root
         self.id = ""
         """Of the run, once a manager has opened it."""
+        self.place = (0, 1)
+        """This rank and the number of ranks, for those who watch."""
         self._file = RunFile(root)
         self._token = secrets.token_hex(16)
         self._retention = retention
         self._saved_last: int | None = None
+        self._left_to_rival: set[str] = set()
+        self._has_waited_in_vain = False
         self.on_damage: Callable[[int, Exception], None] = lambda step, error: None
         """Told of a step that was committed, and is damaged as it turned out before older ones were deleted."""
         self._deleter = Deleter(
             self._file,
             self._token,
-            on_deletion=_tell,
+            on_deletion=lambda deletion: _tell(deletion, *self.place),
             on_damage=lambda info, error: self.on_damage(info.step, error),
         )
 
@@ -80,6 +85,9 @@ class Run:
     def claim(self, name: str | None, *, take_over: bool) -> str:
         """Make this job the one that saves here. Returns the id of the run."""
         state = self._file.claim(self._token, take_over=take_over, run=name)
+        if self._file.has_rival:  # which may be writing just now; what is left then is for the next job to sweep
+            self._left_to_rival = set(state.unfinished)
+            return state.run
         swept = [] if self._retention.dry_run else self._deleter.sweep()
         if swept:
             logger.info("removed what saves that were killed had left in %s: %s", self.root.location, ", ".join(swept))
@@ -109,6 +117,7 @@ class Run:
         if info is None or info.is_ours or (info.damage is not None and was_saved_by(state, info.name)):
             return
         what = "cannot be read" if info.damage is not None else "was not saved by this run"
+        what = "is a link to another place" if self.root.is_linked(info.name) else what
         raise CheckpointExistsError(
             f"step {step} is not saved, because there is a checkpoint at {info.path} that {what} ({state.run}). Move "
             "it away if this run shall save that step, or use another folder for this run.",
@@ -139,12 +148,15 @@ class Run:
             return
         if store.size(SET_ASIDE) is not None:
             put_back(store)  # what was damaged has been replaced
+        if info.name in self._left_to_rival:
+            self._left_to_rival.remove(info.name)
+            self._deleter.tidy_up_beside_the_checkpoint(info.name)
         state = self._file.end(self._token, [info.name], rows=rows_of(self.root, [info], _without(state, info.name)))
         self._saved_last = step
         doomed = self._doomed(state)
         if self._retention.dry_run:
             for each in doomed:
-                _tell(Deletion(each.step, each.path, each.nbytes, 0.0, "would be deleted"))
+                _tell(Deletion(each.step, each.path, each.nbytes, 0.0, "would be deleted"), *self.place)
         elif doomed or self._deleter.failed:
             newest = look_at(self.root, step, state) if self._retention.verify else None
             self._deleter.submit(doomed, verify_first=newest)
@@ -240,12 +252,15 @@ class Run:
         set_aside(self.root.child(info.name), reason)
 
     def wait_for_deletions(self) -> None:
-        """Return when nothing is being deleted."""
-        self._deleter.close()
+        """Return when nothing is being deleted, or when that takes longer than the end of the program may."""
+        patience = settings.current().drain_seconds
+        self._has_waited_in_vain = not self._deleter.wait(patience)
+        if self._has_waited_in_vain:
+            logger.warning("checkpoints in %s are still being deleted after %g s", self.root.location, patience)
 
     def release(self) -> None:
-        """Let other jobs save here."""
-        self._deleter.close()
+        """Let other jobs save here. A deletion that does not end is finished by the next job."""
+        self._deleter.close(0.0 if self._has_waited_in_vain else settings.current().drain_seconds)
         self._file.release(self._token)
 
     def _found(self, step: int) -> StepInfo:
@@ -265,12 +280,13 @@ def _without(state: RunState, name: str) -> RunState:
     return RunState(state.run, state.owner, state.pinned, state.unfinished, rows)
 
 
-def _tell(deletion: Deletion) -> None:
+def _tell(deletion: Deletion, rank: int, world_size: int) -> None:
     if deletion.outcome in ("kept", "would be deleted"):
         why = f": {deletion.reason}" if deletion.reason else ""
         logger.info("step %d at %s %s%s", deletion.step, deletion.path, _NOT_DELETED[deletion.outcome], why)
         return
-    call = Call("delete", deletion.path, deletion.step, started=time.perf_counter() - deletion.seconds)
+    began = time.perf_counter() - deletion.seconds
+    call = Call("delete", deletion.path, deletion.step, rank=rank, world_size=world_size, started=began)
     failed = deletion.reason if deletion.outcome == "failed" else None
     call.finish(nbytes=deletion.nbytes, error=failed, outcome=deletion.outcome)
 

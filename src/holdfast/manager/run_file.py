@@ -72,6 +72,8 @@ class RunFile:
         self.root = root
         self.path = self._store.path_of(RUN_FILE)
         self._last_seen: RunState | None = None
+        self.has_rival = False
+        """Whether the job from which the run was claimed may be alive, and still be writing."""
 
     def read(self) -> RunState:
         """What it says now; an empty state if there is none."""
@@ -81,7 +83,8 @@ class RunFile:
         """Make this process the owner. The run goes on if there is one; ``run`` is its id, if it has to be that one.
 
         Raises ``RunInUseError`` if the present owner is alive on this machine, unless ``take_over``. Where that cannot
-        be told, because it was on another machine, the run is taken over with a warning in the log.
+        be told, because it was on another machine, the run is taken over with a warning in the log. The owner of a
+        folder of which this is a copy has no part in it.
         """
         before: Owner | None = None
 
@@ -92,14 +95,18 @@ class RunFile:
                     f"{self.root.location} holds the run {state.run!r} and not {run!r}. Choose another folder, or "
                     "leave out the id to go on with the run that is there"
                 )
-            before = state.owner if state.owner is not None and state.owner.token != token else None
+            marks = self.root.marks()
+            before = state.owner
+            if before is not None and (before.token == token or not before.owns(marks)):
+                before = None
             if before is not None and not take_over and before.life() == "alive":
                 raise self._in_use(before)
-            return replace(state, run=state.run or run or secrets.token_hex(8), owner=Owner.this_process(token))
+            return replace(state, run=state.run or run or secrets.token_hex(8), owner=Owner.this_process(token, marks))
 
         state = self.change(claimed)
         if before is not None:
             self._tell_about(before)
+        self.has_rival = before is not None and before.life() != "dead"
         return state
 
     def check(self, token: str) -> RunState:

@@ -115,13 +115,13 @@ def list_steps(root: Root, state: RunState) -> list[StepInfo]:
         step = step_of(name)
         if step is not None and (step not in folders or name == folder_of(step)):
             folders[step] = name
-    found = (_step(root.child(name), name, step, state) for step, name in sorted(folders.items()))
+    found = (_step(root, name, step, state) for step, name in sorted(folders.items()))
     return [info for info in found if info is not None]
 
 
 def look_at(root: Root, step: int, state: RunState) -> StepInfo | None:
     """One step, if it exists under the name that a manager gives."""
-    return _step(root.child(folder_of(step)), folder_of(step), step, state)
+    return _step(root, folder_of(step), step, state)
 
 
 def was_saved_by(state: RunState, name: str) -> bool:
@@ -186,15 +186,17 @@ def put_back(store: Store) -> None:
     store.sync()
 
 
-def _step(store: Store, name: str, step: int, state: RunState) -> StepInfo | None:
+def _step(root: Root, name: str, step: int, state: RunState) -> StepInfo | None:
+    store = root.child(name)
     summary = _summary(store, state.rows.get(name))
     if summary is None:
         return None
     pinned, aside = step in state.pinned, _reason_in(store)
     if isinstance(summary, str):
         return StepInfo(step, store.location, name, pinned=pinned, set_aside=aside, damage=summary)
-    # A copy of our checkpoint under another name is not ours.
+    # A copy of our checkpoint under another name is not ours, nor one that somebody moved away and left a link to.
     is_ours = bool(state.run) and summary.run == state.run and summary.step == step and name == folder_of(step)
+    is_ours = is_ours and not root.is_linked(name)
     return StepInfo(
         step=step,
         path=store.location,

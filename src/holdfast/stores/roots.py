@@ -51,6 +51,14 @@ class Root(ABC):
         Returns whether there is no such sub-folder now.
         """
 
+    def is_linked(self, name: str) -> bool:
+        """Whether a sub-folder is a link to another place. What is there is read, and never deleted."""
+        return False
+
+    def marks(self) -> tuple[str, ...]:
+        """By what this place is told from a copy of it, which has none of these in common with it."""
+        return (self.location,)
+
     def free_bytes(self) -> int | None:
         """How many bytes can still be written; None if nobody knows."""
         return None
@@ -113,6 +121,18 @@ class LocalRoot(Root):
             raise
         FileSystem().sync_folder(self.folder)
         return True
+
+    def is_linked(self, name: str) -> bool:
+        """Whether it is a symbolic link."""
+        return (self.folder / checked_name(name)).is_symlink()
+
+    def marks(self) -> tuple[str, ...]:
+        """The path, and the number of the folder: one folder may be mounted under several paths."""
+        path = os.path.realpath(self.folder)
+        try:
+            return path, f"inode {os.stat(path).st_ino}"
+        except OSError:
+            return (path,)
 
     def free_bytes(self) -> int | None:
         """What the file system has left for users."""
