@@ -196,6 +196,16 @@ def test_waiting_writes_nothing_before_there_is_room(disk, caplog):
     assert "Waiting up to 10 s" in caplog.text
 
 
+def test_nobody_waits_for_longer_than_the_program_lives():
+    """That it will be ended turns out while it waits."""
+    clock, end = Clock(), []
+    clock.on_nap = lambda nap: end.append(11.0) if nap == 2 else None
+    when_full = WhenFull(**{**vars(clock.waiting(3600)), "give_up_at": lambda: end[0] if end else None})
+    with pytest.raises(StorageFullError, match="Nobody made room before the program has to end"):
+        save_despite_full_disk(find_no_space, "step-1", when_full)
+    assert clock.naps == [4.0, 4.0, 3.0]
+
+
 def test_the_deadline_of_waiting_is_that_of_the_whole_save():
     """If nobody knows how much is needed, it is tried now and then."""
     clock, attempts = Clock(), []

@@ -6,12 +6,14 @@ import functools
 import signal
 import warnings
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 import holdfast as hf
+from holdfast.errors import StorageFullError
 from holdfast.manager import manager as module
 from holdfast.manager.pulse import Pulse
 from tests.manager.managed import a_run, is_state_of, restored_from, state_of, steps_in, train
@@ -196,6 +198,66 @@ def test_the_state_is_saved_before_a_stop_even_if_a_save_before_had_failed(tmp_p
     with pytest.raises(OSError, match="Input/output"):
         program()
     assert steps_in(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_step_that_is_saved_already_is_not_saved_again_before_a_stop(tmp_path, wait):
+    events: list[hf.Event] = []
+    with hf.CheckpointManager(tmp_path, on_event=events.append) as manager:
+        manager.save(3, state_of(3), wait=wait)
+        signal.raise_signal(signal.SIGTERM)
+        saved = manager.maybe_save(3, state_of(3))
+        assert manager.should_stop
+        assert saved is None if wait else isinstance(saved, hf.SaveReport)
+        assert steps_in(tmp_path) == [3]  # committed by now
+    assert events_of_saves(events) == [(3, "asked for")]
+
+
+def test_a_step_whose_save_failed_is_saved_again_before_a_stop(tmp_path, moody):
+    moody.failing = {3}
+    manager = hf.CheckpointManager(moody, on_failure="warn")
+    manager.save(3, state_of(3)).committed.exception()
+    moody.failing = set()
+    signal.raise_signal(signal.SIGTERM)
+    assert isinstance(manager.maybe_save(3, state_of(3)), hf.SaveReport)
+    with pytest.warns(RuntimeWarning, match="step 3 was saved at the second attempt only"):
+        manager.close()
+    assert steps_in(tmp_path) == [3]
+
+
+def test_before_a_stop_nobody_waits_for_room_longer_than_there_is_time(tmp_path, moody):
+    moody.full = {1}
+    with hf.CheckpointManager(moody, on_full="wait", grace_seconds=0.5, save_at_end=False) as manager:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StorageFullError, match="before the program has to end"):
+            manager.maybe_save(1, state_of(1))
+
+
+@pytest.mark.parametrize(("took", "is_told"), [(20.0, True), (10.0, False)])
+def test_too_little_time_for_a_save_is_told(tmp_path, caplog, took, is_told):
+    with hf.CheckpointManager(tmp_path, async_save=False, grace_seconds=30) as manager:
+        report = manager.save(1, state_of(1))
+        manager._saver._newest = replace(report, seconds=took)
+        signal.raise_signal(signal.SIGTERM)
+        manager.maybe_save(2, state_of(2))
+    assert ("s are left to save in before the program is ended, and the last save took 20 s" in caplog.text) == is_told
+    assert steps_in(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), ZeroDivisionError()])
+def test_a_last_step_that_is_not_saved_because_of_an_exception_is_told(tmp_path, caplog, error):
+    for every in (2, 3):
+
+        def program(every: int = every) -> None:
+            with hf.CheckpointManager(tmp_path / str(every), every_steps=every) as manager:
+                train(manager, range(1, 4))
+                raise error
+
+        with pytest.raises(type(error)):
+            program()
+    told = [record.getMessage() for record in caplog.records if "not saved" in record.getMessage()]
+    assert told == [f"step 3 is not saved, because the block was left by {type(error).__name__}"]
+    assert steps_in(tmp_path / "2") == [2]
 
 
 def test_steps_of_numpy_are_steps_and_others_are_refused_at_once(tmp_path):

@@ -99,6 +99,32 @@ def save_steps(root, *steps) -> None:
             manager.save(step, sharded(step))
 
 
+def watch_ranks(root, async_save) -> list[tuple]:
+    events: list[hf.Event] = []
+    with hf.CheckpointManager(
+        root, every_steps=1, keep_last=1, async_save=async_save, on_event=events.append
+    ) as manager:
+        for step in (1, 2):
+            manager.maybe_save(step, sharded(step))
+    return sorted({(event.verb, event.rank, event.world_size) for event in events})
+
+
+def fail_the_last_step(root, who) -> tuple:
+    """As rank ``who`` sees it: ranks may have different views of what became of a save."""
+    moody = MoodyRoot(root)
+    with warnings.catch_warnings(record=True), hf.CheckpointManager(moody, every_steps=2, on_failure="warn") as manager:
+        warnings.simplefilter("always")
+        manager.maybe_save(1, sharded(1))
+        pending = manager.maybe_save(2, sharded(2))
+        pending.committed.exception()
+        if dist.get_rank() == who:
+            manager._saver.pending._newest = manager._saver.pending._newest._replace(committed=None)
+        events: list[hf.Event] = []
+        with hf.subscribe(events.append):
+            manager.close()
+    return [event.detail.get("reason") for event in events if event.name == "save"], steps_in(root)
+
+
 class FailingOnRank1(MoodyRoot):
     """A disk that fails for step 2, if it is rank 1 that writes."""
 
@@ -333,6 +359,19 @@ def test_all_ranks_warn_of_a_failure_and_go_on(ranks, tmp_path):
     assert steps_in(tmp_path) == [1, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("async_save", [True, False])
+def test_events_tell_the_rank(ranks, tmp_path, async_save):
+    first, second = ranks(2).run(watch_ranks, tmp_path, async_save)
+    assert first == [("delete", 0, 2), ("save", 0, 2)]
+    assert second == [("save", 1, 2)]
+
+
+@pytest.mark.parametrize("who", [0, 1, None])
+def test_all_ranks_save_the_last_step_again_if_any_knows_that_it_failed(ranks, tmp_path, who):
+    expected = ([] if who is None else ["end"], [2])
+    assert ranks(2).run(fail_the_last_step, tmp_path, who) == [expected, expected]
+
+
 def test_a_full_disk_of_one_rank_is_told_to_all(ranks, tmp_path):
     assert ranks(2).run(save_where_rank_1_is_full, tmp_path) == [(1, [1])] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["holdfast-run.json", folder_of(1)]
@@ -373,6 +412,7 @@ def test_ranks_open_together_or_not_at_all(ranks, tmp_path):
         {"async_save": False},
         {"writer": "process"},
         {"when_busy": "copy"},
+        {"check_tearing": True},
         {"overlap": True},
         {"on_full": "prune"},
         {"on_failure": "warn"},

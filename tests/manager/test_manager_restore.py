@@ -183,8 +183,10 @@ def test_parts_that_are_no_list_or_not_there_are_refused(tmp_path):
     a_run(tmp_path, 1)
     with pytest.raises(TypeError, match="list of names"):
         restored_from(tmp_path, parts="model")
-    with pytest.raises(KeyError, match="modle"):
-        restored_from(tmp_path, parts=["modle"])
+    with pytest.raises(ValueError, match=r"no part 'modle'\. Its parts are: 'model', 'seen'\."):
+        restored_from(tmp_path, parts=["seen", "modle"])
+    with hf.CheckpointManager(tmp_path) as manager, pytest.raises(TypeError, match="the state is a Linear"):
+        manager.restore(torch.nn.Linear(1, 1), parts=["weight"])
 
 
 def test_options_of_load_are_passed_on(tmp_path):

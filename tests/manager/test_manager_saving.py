@@ -100,6 +100,29 @@ def test_with_overlap_the_optimizers_are_found_and_their_steps_wait(tmp_path, mo
         assert torch.equal(hf.open(tmp_path / folder_of(step))["model.weight"][:], weight)
 
 
+def test_overlap_without_an_optimizer_is_warned_of_once(tmp_path):
+    with hf.CheckpointManager(tmp_path, every_steps=1, overlap=True) as manager:
+        with pytest.warns(RuntimeWarning, match="no torch.optim.Optimizer in the state") as told:
+            train(manager, range(1, 4))
+        assert len(told) == 1
+        assert told[0].filename.endswith("managed.py")
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
+def test_how_to_copy_is_passed_on(tmp_path, monkeypatch):
+    given = []
+
+    def begin(state, path, make_options, how, group):
+        given.append((how.check_tearing, how.memory_budget))
+        return begin_save(state, path, make_options, how, group)
+
+    monkeypatch.setattr("holdfast.manager.saver.begin_save", begin)
+    options = {"memory_budget": 100_000_000}
+    with hf.CheckpointManager(tmp_path, check_tearing=True, save_options=options) as manager:
+        manager.save(1, state_of(1))
+    assert given == [(True, 100_000_000)]
+
+
 def test_without_overlap_all_is_copied_in_the_call(tmp_path):
     training = a_training()
     with hf.CheckpointManager(tmp_path) as manager:
@@ -210,6 +233,49 @@ def test_a_failed_save_is_raised_at_the_end_and_the_last_step_is_saved(tmp_path,
     assert restored_from(tmp_path)[0].step == 3  # and the run is free for others
 
 
+@pytest.mark.parametrize("on_failure", ["raise", "warn"])
+def test_a_last_step_whose_own_save_failed_is_saved_at_the_end(tmp_path, moody, on_failure):
+    told = pytest.raises(OSError, match="Input/output")
+    if on_failure == "warn":
+        told = pytest.warns(RuntimeWarning, match="step 4 was saved at the second attempt only: OSError")
+    moody.failing = {4}
+    with told, hf.CheckpointManager(moody, every_steps=2, on_failure=on_failure) as manager:
+        train(manager, range(1, 4))
+        manager.maybe_save(4, state_of(4), metrics={"loss": 0.25}).committed.exception()
+        moody.failing = set()
+    assert steps_in(tmp_path) == [2, 4]
+    assert is_state_of(restored_from(tmp_path)[1], 4)
+    assert manager.latest().metrics == {"loss": 0.25}
+
+
+def test_a_last_step_that_fails_twice_is_told_as_the_first_failure(tmp_path, moody, caplog):
+    moody.failing = {2}
+    with (
+        pytest.warns(RuntimeWarning, match="step 2 was not saved: OSError"),
+        hf.CheckpointManager(moody, every_steps=2, on_failure="warn") as manager,
+    ):
+        train(manager, range(1, 3))
+    assert moody.failures == 2
+    assert "step 2 could not be saved at the second attempt either" in caplog.text
+    assert steps_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("go_back", [True, False])
+def test_a_step_that_failed_is_not_saved_again_if_the_state_may_be_another_by_now(tmp_path, moody, go_back):
+    moody.failing = {2}
+    manager = hf.CheckpointManager(moody, on_failure="warn", every_steps=2)
+    manager.save(1, state_of(1), wait=True)
+    if go_back:
+        manager.maybe_save(2, state_of(2)).committed.exception()
+        manager.restore(state_of(0))
+    else:
+        manager.save(2, state_of(2)).committed.exception()  # who calls this need not tell of the steps after it
+    moody.failing = set()
+    with pytest.warns(RuntimeWarning, match="step 2 was not saved"):
+        manager.close()
+    assert steps_in(tmp_path) == [1]
+
+
 def test_several_failures_are_all_told(moody, caplog):
     moody.failing = {1, 2}
     manager = hf.CheckpointManager(moody, when_busy="copy")
@@ -304,6 +370,17 @@ class FreedByDeletion(MoodyRoot):
         ]
         self.full = {3} if len(folders) >= self.room_for else set()
         return MoodyStore(self, name)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_on_a_full_disk_it_is_told_how_much_the_save_before_needed(moody, async_save):
+    with hf.CheckpointManager(moody, async_save=async_save, save_at_end=False) as manager:
+        saved = manager.save(1, state_of(1))
+        needed = (saved.wait() if async_save else saved).bytes_written
+        moody.full = {2}
+        with pytest.raises(StorageFullError) as raised:
+            manager.save(2, state_of(2), wait=True)
+    assert raised.value.needed == needed > 4000
 
 
 @pytest.mark.parametrize("async_save", [True, False])

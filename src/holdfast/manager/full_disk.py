@@ -127,6 +127,8 @@ class WhenFull:
     """Removes what a failed attempt left: its empty folder. Called on the coordinator when no rank writes any more."""
     wait_seconds: float = 3600.0
     """How long to wait in all, for each save."""
+    give_up_at: Callable[[], float | None] = lambda: None
+    """When the program will be ended, by the clock; None if nobody knows. It may turn out while a save waits."""
     poll_seconds: float = 10.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -252,20 +254,24 @@ class _Story:
         if self._deadline is None and ranks.is_coordinator:
             self._deadline = self._when_full.clock() + self._when_full.wait_seconds
             logger.warning("%s Waiting up to %.0f s for space.", self._told(full, view), self._when_full.wait_seconds)
-        while ranks.broadcast("wait", self._slept):
+        while (why := ranks.broadcast("wait", self._slept)) is None:
             view = self._look(ranks, needed)
             if view.has_room:
                 return None
-        return self._error(full, view, f" Nobody made room within {self._when_full.wait_seconds:.0f} s.")
+        return self._error(full, view, why)
 
-    def _slept(self) -> bool:
-        """Whether there was time left to wait some."""
+    def _slept(self) -> str | None:
+        """Wait some, if there is time left; or else say why there is none."""
         assert self._deadline is not None
-        left = self._deadline - self._when_full.clock()
-        if left <= 0:
-            return False
-        self._when_full.sleep(min(left, self._when_full.poll_seconds, _LONGEST_PAUSE))
-        return True
+        end = self._when_full.give_up_at()
+        now = self._when_full.clock()
+        if self._deadline <= now:
+            return f" Nobody made room within {self._when_full.wait_seconds:.0f} s."
+        if end is not None and end <= now:
+            return " Nobody made room before the program has to end."
+        until = self._deadline if end is None else min(self._deadline, end)
+        self._when_full.sleep(min(until - now, self._when_full.poll_seconds, _LONGEST_PAUSE))
+        return None
 
     def _look(self, ranks: Collectives, needed: int | None) -> _View:
         """By the rank that sees the least space: disks need not be the same for all."""

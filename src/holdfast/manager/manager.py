@@ -70,6 +70,7 @@ class CheckpointManager:
         overlap: bool = False,
         writer: Writer = "thread",
         when_busy: WhenBusy = "wait",
+        check_tearing: bool = False,
         on_failure: OnFailure = "raise",
         on_full: OnFull = "raise",
         save_at_end: bool = True,
@@ -104,16 +105,19 @@ class CheckpointManager:
                 for programs that change parameters without an optimizer (see ``async_save``).
             writer: as for ``async_save``.
             when_busy: as for ``async_save``.
+            check_tearing: as for ``async_save``.
             on_failure: a background save that failed is raised by the next save, ``wait`` and the end of the block;
                 ``"warn"`` warns and goes on.
             on_full: if the disk is full: ``"raise"``, ``"prune"`` (delete the oldest that may go, and try again), or
                 ``"wait"`` until there is room.
-            save_at_end: save the last step at the end of the ``with`` block, if it was not and there was no exception.
+            save_at_end: save the last step at the end of the ``with`` block, if it was not or that failed. Not after an
+                exception. What is saved is the state of that moment, under the step of the last ``maybe_save``.
             verify_before_delete: read all of a new checkpoint before an older one is deleted for it.
             dry_run: delete nothing by the policy; only tell what would be deleted.
             signals: those that ask the program to stop. All ranks agree on it, the state is saved, and ``should_stop``
                 becomes true. Handlers that were there are called too. None with ``()``.
-            grace_seconds: how long the program will live after such a signal, as far as known.
+            grace_seconds: how long the program will live after such a signal, as far as known. No save waits longer for
+                room on a full disk then, and there is a warning if it is little for a save.
             parts: the names that every state to be saved must have, no more and no fewer: a checkpoint of a set is the
                 whole set.
             metadata: to be found in every checkpoint of this manager.
@@ -149,7 +153,7 @@ class CheckpointManager:
         self._saving = Saving(
             async_save=async_save,
             overlap=overlap,
-            how=How(writer=writer, when_busy=when_busy),
+            how=How(writer=writer, when_busy=when_busy, check_tearing=check_tearing),
             on_failure=on_failure,
             on_full=on_full,
             parts=parts,
@@ -169,6 +173,7 @@ class CheckpointManager:
             "overlap": overlap,
             "writer": writer,
             "when_busy": when_busy,
+            "check_tearing": check_tearing,
             "on_failure": on_failure,
             "on_full": on_full,
             "save_at_end": save_at_end,
@@ -189,6 +194,7 @@ class CheckpointManager:
         self._opened_by: int | None = None
         self._while_open = ExitStack()
         self._is_closed = False
+        self._newest: Wanted | None = None
         self._unsaved: Wanted | None = None
         self._last_saved: int | None = None
 
@@ -204,7 +210,7 @@ class CheckpointManager:
         if error is None:
             self.close()
         else:
-            self._close_after_an_error()
+            self._close_after_an_error(error)
 
     def close(self) -> None:
         """Save the last step if it was not saved, wait for pending saves, and let other jobs have the run.
@@ -215,12 +221,26 @@ class CheckpointManager:
             return
         self._is_closed = True
         with self._while_open:
-            if self._unsaved is not None and self._saves_at_end:
-                self._save(self._unsaved, "end", wait=True)
-            self._unsaved = None
+            if self._saves_at_end:
+                self._save_at_end()
+            self._newest = self._unsaved = None
             self.wait()
 
-    def _close_after_an_error(self) -> None:
+    def _save_at_end(self) -> None:
+        last, pending = self._newest, self._saver.pending
+        if last is None or not pending.is_newest(last.step):
+            if self._unsaved is not None:
+                self._save(self._unsaved, "end", wait=True)
+        elif pending.newest_report() is None:
+            try:
+                self._save(last, "end", wait=True)
+            except Exception as error:  # what failed first is told by ``wait``
+                logger.error("step %d could not be saved at the second attempt either: %s", last.step, error)  # noqa: TRY400
+            else:
+                logger.warning("step %d could not be saved in the background, but at the end", last.step)
+                pending.note_saved_again(last.step)
+
+    def _close_after_an_error(self, error: BaseException) -> None:
         """Nothing more is saved, for nobody knows what the state is worth. What is pending is waited for.
 
         A failure of that is not raised, since there is an error already; what nobody looks at is told of by the next
@@ -229,7 +249,10 @@ class CheckpointManager:
         if self._is_closed or self._is_of_another_process():
             return
         self._is_closed = True
-        self._unsaved = None
+        if self._unsaved is not None and self._saves_at_end:
+            why = type(error).__name__
+            logger.warning("step %d is not saved, because the block was left by %s", self._unsaved.step, why)
+        self._newest = self._unsaved = None
         with self._while_open:
             for step in self._saver.pending.wait(settings.current().drain_seconds):
                 logger.error("the save of step %d was not finished when the program failed", step)
@@ -264,7 +287,7 @@ class CheckpointManager:
             preemption=None if self._is_read_only else self._preemption,
             exchange=self._exchange if dist.is_available() and dist.is_initialized() else None,
         )
-        self._place_at_opening = place
+        self._place_at_opening = self._run.place = place
         self._opened_by = os.getpid()
 
     def _is_of_another_process(self) -> bool:
@@ -320,15 +343,30 @@ class CheckpointManager:
         self._open_to("save")
         wanted = Wanted.of(step, state, metrics, metadata)
         is_saved = wanted.step == self._last_saved
+        self._newest = wanted
         if not is_saved:
             self._unsaved = wanted
         decision = self._pulse.at_step(wanted.step)
         if decision.save == "preemption":
             logger.warning("%s: step %d is saved and the training should stop", decision.cause, wanted.step)
-            return self._save(wanted, decision.save, wait=True)
+            self._saver.end_within(decision.seconds_left)
+            return self._save_before_a_stop(wanted)
         if decision.save is None or is_saved:
             return None
         return self._save(wanted, decision.save, wait=not self._saving.async_save)
+
+    def _save_before_a_stop(self, wanted: Wanted) -> SaveReport | PendingSave | None:
+        """Nothing is saved twice: there may be little time."""
+        if self._saver.pending.is_newest(wanted.step):
+            report = self._saver.pending.newest_report()
+            if report is not None:
+                return report
+            saved = self._save(wanted, "preemption", wait=True)
+            self._saver.pending.note_saved_again(wanted.step)
+            return saved
+        if wanted.step == self._last_saved:
+            return None
+        return self._save(wanted, "preemption", wait=True)
 
     def save(
         self,
@@ -352,6 +390,8 @@ class CheckpointManager:
         self._refuse_other_ranks()
         saved = self._saver.save(wanted, reason, wait=wait)
         self._last_saved, self._unsaved = wanted.step, None
+        if wait:
+            self._newest = None  # is committed, and needs no second attempt
         return saved
 
     def _refuse_other_ranks(self) -> None:
@@ -390,7 +430,7 @@ class CheckpointManager:
         self._open()
         if isinstance(parts, str):
             raise TypeError(f"parts is a list of names, not the text {parts!r}")
-        wanted = state if parts is None else {name: state[name] for name in parts}
+        wanted = state if parts is None else _parts_of(state, parts)
         if step is None:
             restored = self._restoring(wanted, options).newest()
         else:
@@ -400,7 +440,8 @@ class CheckpointManager:
             restored = RestoredStep(info.step, info.path, report, info.metrics, info.metadata)
         if restored is not None:
             self._pulse.resume_after(restored.step)
-            self._last_saved, self._unsaved = restored.step, None
+            self._last_saved, self._newest, self._unsaved = restored.step, None, None
+            self._saver.pending.forget_newest()
             restored.tell(began, *own_place(self._group))
         return restored
 
@@ -514,6 +555,19 @@ class CheckpointManager:
 
     def _is_coordinator(self) -> bool:
         return own_place(self._group)[0] == 0
+
+
+def _parts_of(state: Any, parts: Sequence[str]) -> dict[str, Any]:
+    """What of a state is to be restored."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"parts are names of a dict, and the state is a {type(state).__name__}")
+    unknown = [name for name in parts if name not in state]
+    if unknown:
+        there = ", ".join(map(repr, state)) or "none"
+        raise ValueError(
+            f"the state has no part {', '.join(map(repr, unknown))}. Its parts are: {there}. Nothing was loaded."
+        )
+    return {name: state[name] for name in parts}
 
 
 def _is_opening(call: str) -> bool:

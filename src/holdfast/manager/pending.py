@@ -70,6 +70,8 @@ class PendingSaves:
         self._count = 0
         # The same ones on all ranks: they are taken out only in exchanges, whoever has looked at one before.
         self._begun: dict[int, _Begun] = {}
+        self._newest: _Begun | None = None
+        self._saved_again: int | None = None
         self._told: set[int] = set()
         self._may_be_damaged = may_be_damaged
         self._damaged: list[tuple[int, Exception]] = []
@@ -81,11 +83,41 @@ class PendingSaves:
             pending = begin()
         except BaseException as error:
             # On other ranks it may have begun, to fail because of this one.
-            self._begun[number] = _Begun(step, None, error)
+            self._begun[number] = self._newest = _Begun(step, None, error)
             self._told.add(number)
             raise
-        self._begun[number] = _Begun(step, pending.committed)
+        self._begun[number] = self._newest = _Begun(step, pending.committed)
         return pending
+
+    def forget_newest(self) -> None:
+        """What was saved last is of no account any more: the step was saved now, or the training has gone back."""
+        self._newest = None
+
+    def is_newest(self, step: int) -> bool:
+        """Whether the save that began last is one of this step."""
+        return self._newest is not None and self._newest.step == step
+
+    def newest_report(self) -> SaveReport | None:
+        """What the save that began last did, when it has ended well. None if it failed on any rank. All ranks ask."""
+        self.wait()
+        newest = self._newest
+        assert newest is not None
+        has_failed = newest.has_failed()
+        try:
+            with meeting(
+                f"holdfast.CheckpointManager of {self._place}: whether step {newest.step} is saved", self._group
+            ) as ranks:
+                has_failed = any(ranks.all_gather_object(has_failed))
+        except Exception as error:
+            if has_failed:
+                raise
+            # A rank has left, and here is what counts: a save that ended well on any rank is committed.
+            logger.warning("step %d is saved, but not all ranks were there to hear it: %s", newest.step, error)
+        return None if has_failed or newest.committed is None else newest.committed.result()
+
+    def note_saved_again(self, step: int) -> None:
+        """A step whose save failed is saved by now."""
+        self._saved_again = step
 
     def wait(self, timeout: float | None = None) -> list[int]:
         """Return when all have ended, well or not. The steps of those that have not, after the timeout."""
@@ -147,12 +179,15 @@ class PendingSaves:
     def _tell(self, errors: list[tuple[int, BaseException]]) -> None:
         if self._on_failure == "warn":
             for step, error in errors:
-                warn_caller(f"step {step} was not saved: {type(error).__name__}: {error}", RuntimeWarning)
+                warn_caller(f"step {step} {self._fate(step)}: {type(error).__name__}: {error}", RuntimeWarning)
             return
         for step, error in errors[1:]:
-            logger.error("step %d was not saved either: %s: %s", step, type(error).__name__, error)
+            logger.error("step %d %s: %s: %s", step, self._fate(step, " either"), type(error).__name__, error)
         if errors:
             raise errors[0][1]
+
+    def _fate(self, step: int, either: str = "") -> str:
+        return "was saved at the second attempt only" if step == self._saved_again else f"was not saved{either}"
 
 
 def _error_of_another_rank(step: int, why: str) -> BaseException:

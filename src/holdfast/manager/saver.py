@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from holdfast.manager.pending import OnFailure, PendingSaves
 from holdfast.manager.run import Run
 from holdfast.manager.steps import folder_of, step_number
 from holdfast.manager.summaries import noted_metadata
+from holdfast.notices import warn_caller
 from holdfast.save_report import SaveReport
 from holdfast.stores.store import Store
 from holdfast.verbs.async_save import How, begin_save
@@ -30,8 +33,13 @@ from holdfast.watching.progress_line import ProgressLine
 if TYPE_CHECKING:
     from holdfast.coordination.collectives import Collectives
 
+logger = logging.getLogger(__name__)
+
 _LAST_CHANCES = ("preemption", "end")
 """What is saved whatever became of earlier saves. That is told afterwards."""
+
+_SPARE_TIME = 2.0
+"""How many times as long as the last save there should be for one. The disk may be busy with that of other jobs."""
 
 _NOTHING_SPECIAL: Mapping[str, Any] = {
     "include": None,
@@ -126,10 +134,27 @@ class Saver:
         self._run = run
         self._saving = saving
         self._group = process_group
+        self._newest: SaveReport | None = None
+        self._end: float | None = None
+        self._has_warned = False
         self.pending = PendingSaves(
             run.root.location, saving.on_failure, process_group, may_be_damaged=run.verifies_before_deletions
         )
         run.on_damage = self.pending.note_damage
+
+    def end_within(self, seconds: float | None) -> None:
+        """The program will be ended by then, if somebody knows. No save waits for longer on a full disk."""
+        if seconds is None:
+            return
+        self._end = time.monotonic() + seconds
+        newest = self._newest
+        if newest is not None and seconds < _SPARE_TIME * newest.seconds:
+            logger.warning(
+                "only %.0f s are left to save in before the program is ended, and the last save took %.0f s. If your "
+                "cluster waits for longer, say so with grace_seconds",
+                seconds,
+                newest.seconds,
+            )
 
     def save(self, wanted: Wanted, reason: str, *, wait: bool) -> PendingSave | SaveReport:
         """Save a step, and ``wait`` until it is committed; or else in the background."""
@@ -142,19 +167,39 @@ class Saver:
         make_options = functools.partial(self._saving.options, self._run.id, wanted, reason)
         with about(step=wanted.step, reason=reason):
             if wait:
-                return self._save_now(wanted, store, make_options)
+                report = self._save_now(wanted, store, make_options)
+                self.pending.forget_newest()
+                return report
             how = self._saving.how_to_save(wanted.state)
             how = replace(how, attempts=functools.partial(self._attempts, wanted.step))
+
+            def make_options_and_warn() -> SaveOptions:
+                if self._saving.overlap and how.optimizers == []:
+                    self._warn_of_no_optimizers()
+                return make_options()
+
             pending = self.pending.add(
-                wanted.step, lambda: begin_save(wanted.state, store, make_options, how, self._group)
+                wanted.step, lambda: begin_save(wanted.state, store, make_options_and_warn, how, self._group)
             )
         ProgressLine(pending, f"step {wanted.step}", rank=own_place(self._group)[0])
         return pending
 
+    def _warn_of_no_optimizers(self) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warn_caller(
+            "overlap=True has no effect: there is no torch.optim.Optimizer in the state, so all of it is copied before "
+            "the save returns. Put the optimizer itself into the state, not its state_dict() or a wrapper.",
+            RuntimeWarning,
+        )
+
     def _save_now(self, wanted: Wanted, store: Store, make_options: Callable[[], SaveOptions]) -> SaveReport:
         wait_for_conflicting_saves(Claim(store.location))
         call = f"holdfast.CheckpointManager.save of step {wanted.step} to {store.location}"
-        with Call("save", store.location) as told, meeting(call, self._group) as ranks:
+        rank, world_size = own_place(self._group)
+        told = Call("save", store.location, rank=rank, world_size=world_size)
+        with told, meeting(call, self._group) as ranks:
             return self._attempts(
                 wanted.step, ranks, lambda: save_together(ranks, wanted.state, store, make_options, told)
             )
@@ -167,15 +212,24 @@ class Saver:
             prune=self._run.prune,
             free_bytes=root.free_bytes,
             clean_up=lambda: self._run.clean_up(step),
+            give_up_at=lambda: self._end,
         )
         ranks.broadcast("begin", lambda: self._run.begin(step))
         try:
-            report = save_despite_full_disk(save, root.child(folder_of(step)).location, when_full, ranks=ranks)
-            committed = True
+            report = save_despite_full_disk(
+                save, root.child(folder_of(step)).location, when_full, needed=self._needed, ranks=ranks
+            )
+            committed, self._newest = True, report
         finally:
             if ranks.is_coordinator:
                 self._run.end(step, is_committed=committed)
         return report
+
+    def _needed(self, ranks: Collectives) -> int | None:
+        """About as much as for the save before, if there was one."""
+        if self._saving.on_full == "prune":
+            return None  # some disks show late what a deletion has freed, and one more checkpoint would go meanwhile
+        return ranks.broadcast("size", lambda: None if self._newest is None else self._newest.bytes_written)
 
 
 def optimizers_in(state: Any) -> list[torch.optim.Optimizer]:
