@@ -160,10 +160,6 @@ class Deleter:
             logger.warning("no checkpoint was deleted: %s", error)
             raise
 
-    def tidy_up_beside_the_checkpoint(self, name: str) -> None:
-        """Remove what other saves left in a folder where a checkpoint has been committed: they cannot commit now."""
-        _remove_all_but_the_checkpoint(self._root.child(name))
-
     def _is_ours_to_sweep(self, name: str) -> bool:
         """Not what somebody wrote into the run file, and not what somebody has put elsewhere with a link to it."""
         return (step_of(name) is not None or is_probe(name)) and not self._root.is_linked(name)

@@ -62,7 +62,6 @@ class Run:
         self._token = secrets.token_hex(16)
         self._retention = retention
         self._saved_last: int | None = None
-        self._left_to_rival: set[str] = set()
         self._has_waited_in_vain = False
         self.on_damage: Callable[[int, Exception], None] = lambda step, error: None
         """Told of a step that was committed, and is damaged as it turned out before older ones were deleted."""
@@ -86,7 +85,6 @@ class Run:
         """Make this job the one that saves here. Returns the id of the run."""
         state = self._file.claim(self._token, take_over=take_over, run=name)
         if self._file.has_rival:  # which may be writing just now; what is left then is for the next job to sweep
-            self._left_to_rival = set(state.unfinished)
             return state.run
         swept = [] if self._retention.dry_run else self._deleter.sweep()
         if swept:
@@ -148,9 +146,6 @@ class Run:
             return
         if store.size(SET_ASIDE) is not None:
             put_back(store)  # what was damaged has been replaced
-        if info.name in self._left_to_rival:
-            self._left_to_rival.remove(info.name)
-            self._deleter.tidy_up_beside_the_checkpoint(info.name)
         state = self._file.end(self._token, [info.name], rows=rows_of(self.root, [info], _without(state, info.name)))
         self._saved_last = step
         doomed = self._doomed(state)
