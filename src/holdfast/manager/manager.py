@@ -405,7 +405,10 @@ class CheckpointManager:
             )
 
     def wait(self) -> None:
-        """Return when all saves are committed and older checkpoints are deleted. Raises what a save raised."""
+        """Return when all saves are committed and older checkpoints are deleted. Raises what a save raised.
+
+        Deletions are waited for no longer than ``HOLDFAST_DRAIN_SECONDS``: they go on, or are finished the next time.
+        """
         self._saver.pending.wait()
         self._run.wait_for_deletions()  # which may have found out that a new checkpoint is damaged
         self._saver.pending.raise_own_failures()
