@@ -255,3 +255,17 @@ def test_a_step_that_is_deleted_while_it_is_read_is_neither_damaged_nor_the_end(
     assert is_state_of(state, 2)
     assert steps_in(tmp_path) == [2]
     assert not (tmp_path / folder_of(1)).exists()
+
+
+def test_what_is_excluded_stays_as_the_program_has_it(tmp_path) -> None:
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optim": optimizer}
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(1, state, wait=True)
+        optimizer.param_groups[0].update(lr=0.5, eps=0.25)
+        manager.restore(state, exclude="optim.param_groups.*.lr")
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.param_groups[0]["eps"] == 1e-8
