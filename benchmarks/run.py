@@ -21,7 +21,7 @@ from benchmarks.pauses import measure_pauses
 from benchmarks.quiet import quietly
 from benchmarks.report import on_terminal
 from benchmarks.resharding import measure_resharding
-from benchmarks.rounds import one_line
+from benchmarks.rounds import Measure, one_line
 from benchmarks.rows import Row, fill_in
 from benchmarks.scales import SCALES, Scale
 from benchmarks.slices import measure_slices
@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None, ranks: RankPool | None = None) -> No
     pool = ranks or RankPool()
     try:
         with quietly(), tempfile.TemporaryDirectory(prefix=".bench-", dir=args.folder) as folder:
-            results = run(Suite(Path(folder), scale, args.minutes or scale.minutes, pool), args.parts, args.json)
+            suite = Suite(Path(folder), scale, args.minutes or scale.minutes, pool)
+            before = json.loads(args.json.read_text()) if args.update else None
+            results = run(suite, args.parts, args.json, before)
     finally:
         if ranks is None:
             pool.close()
@@ -65,6 +67,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="about how long all of it may take")
     parser.add_argument("--folder", type=Path, default=ROOT, help="where to write; must be on a disk, not in memory")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "bench.json", help="where every sample goes")
+    parser.add_argument("--update", action="store_true", help="keep what the file has of other parts, and say so")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="only some parts")
     return parser.parse_args(argv)
 
@@ -77,10 +80,10 @@ def refuse_small_disk(folder: Path, scale: Scale) -> None:
         sys.exit(f"{folder} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} are needed; choose another --folder")
 
 
-def run(suite: Suite, parts: list[str], file: Path) -> dict[str, Any]:
+def run(suite: Suite, parts: list[str], file: Path, before: dict[str, Any] | None = None) -> dict[str, Any]:
     """All parts, one after the other. One that fails leaves its rows empty.
 
-    What there is, is written after each part: it took minutes to measure.
+    What there is, is written after each part: it took minutes to measure. ``before`` is what an earlier run measured.
     """
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     facts = machine.describe(suite.folder)
@@ -94,6 +97,8 @@ def run(suite: Suite, parts: list[str], file: Path) -> dict[str, Any]:
             suite.log(f"{name} failed: {error}")
             _clear(suite.folder)
         results = _results(suite, began, facts)
+        if before is not None:
+            results = _added_to(before, results, parts)
         file.write_text(json.dumps(results, indent=1) + "\n")
     return results
 
@@ -108,6 +113,28 @@ def _results(suite: Suite, began: str, facts: dict[str, Any]) -> dict[str, Any]:
         "measures": {key: asdict(measure) for key, measure in suite.measures.items()},
         "facts": suite.facts,
         "problems": suite.problems,
+    }
+
+
+def _added_to(before: dict[str, Any], results: dict[str, Any], parts: list[str]) -> dict[str, Any]:
+    """The results of an earlier run with those of some parts, which were measured later."""
+    measures = before["measures"] | results["measures"]
+    facts = before["facts"] | results["facts"]
+    found = {key: Measure(**measure) for key, measure in measures.items()}
+    later = {
+        "parts": parts,
+        "began": results["began"],
+        "seconds": results["seconds"],
+        "commit": results["machine"]["holdfast"]["commit"],
+    }
+    return before | {
+        "rows": [asdict(row) for row in fill_in(found, facts)],
+        "measures": measures,
+        "facts": facts,
+        "problems": {name: text for name, text in before["problems"].items() if name not in parts}
+        | results["problems"],
+        "scale": results["scale"],
+        "later": later,
     }
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.ranks import RankPool
 
 # How long an example takes says nothing on a machine that does other things too.
-hypothesis.settings.register_profile("holdfast", deadline=None)
+hypothesis.settings.register_profile("holdfast", deadline=None, max_examples=60)
 hypothesis.settings.load_profile("holdfast")
 
 # Whoever starts the tests in the background may have them ignore Ctrl-C, and so would all programs that they start.

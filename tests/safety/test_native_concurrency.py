@@ -178,7 +178,7 @@ def test_files_that_are_gone_before_the_commit_are_missed(tmp_path):
         lose_a_file()
         return written
 
-    from holdfast.verbs import save as save_verb
+    from holdfast.verbs import save_run as save_verb
 
     original, save_verb.write_chunks = save_verb.write_chunks, write_and_lose
     try:

@@ -124,10 +124,10 @@ class SaveRun:
     def commit(self, plan: _Plan, files: list[WrittenFile]) -> SaveReport:
         """The coordinator puts the record in place, which makes all files of all ranks a checkpoint."""
 
-        def put_in_place(parts: list[tuple[list[WrittenFile], dict[str, float]]]) -> SaveReport:
+        def put_in_place(parts: list[tuple[list[WrittenFile], dict[str, float], float]]) -> SaveReport:
             assert plan.decision is not None
-            every = [file for part, _ in parts for file in part]
-            seconds = [seconds for _, seconds in parts]
+            every = [file for part, _, _ in parts for file in part]
+            seconds = [seconds for _, seconds, _ in parts]
             contents = plan.decision.contents
             contents = replace(contents, written={**contents.written, "phases": by_phase(seconds)})
             with self.phases.during("commit"), no_garbage_collection():
@@ -137,13 +137,15 @@ class SaveRun:
                 identity=plan.generation,
                 tensor_count=len(record.tensors),
                 bytes_written=sum(file.nbytes for file in record.files),
-                seconds=self.phases.elapsed(),
+                seconds=max(elapsed for _, _, elapsed in parts) + self.phases.seconds["commit"],
                 world_size=self.ranks.world_size,
                 phases={**by_phase(seconds), "commit": [self.phases.seconds["commit"]]},
             )
 
         try:
-            return self.ranks.all_reduce("commit", lambda: (files, self.phases.seconds), put_in_place)
+            return self.ranks.all_reduce(
+                "commit", lambda: (files, self.phases.seconds, self.phases.elapsed()), put_in_place
+            )
         except BaseException as error:
             # Without the coordinator's word it may be about to commit, and then it needs our files.
             coordinator_is_done = self.ranks.is_coordinator or isinstance(error, CheckpointException)
