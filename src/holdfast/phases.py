@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -26,7 +25,6 @@ class Phases:
         self.seconds: dict[str, float] = {}
         self.enter: Callable[[str], None] | None = None
         """Told of each phase when it begins."""
-        self._began = time.perf_counter()
 
     @contextmanager
     def during(self, name: str) -> Iterator[Phase]:
@@ -42,7 +40,7 @@ class Phases:
 
     def elapsed(self) -> float:
         """Seconds since the call began."""
-        return time.perf_counter() - self._began
+        return self.call.elapsed()
 
 
 def by_phase(ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

@@ -67,6 +67,10 @@ class Call:
         self._epoch = time.time() - now
         self._span = telemetry.begin(verb, self._epoch + self._started)
 
+    def elapsed(self) -> float:
+        """Seconds since it began."""
+        return time.perf_counter() - self._started
+
     def phase(self, name: str, nbytes: int = 0) -> Phase:
         """A ``with`` block that is a phase. Its event is told at the end, also of a failure."""
         return Phase(self, name, nbytes)
