@@ -239,6 +239,7 @@ def test_stock_torch_runs_it_after_replacing_the_prefix(
     assert re.fullmatch(program.prints, printed), printed
 
 
+@pytest.mark.long
 def test_torchrun_starts_it_without_an_argument(tmp_path: Path) -> None:
     program = ASYNC_CHECKPOINTING  # it has writer processes, which must not run the script again
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

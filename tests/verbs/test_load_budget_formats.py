@@ -60,6 +60,7 @@ def save(form, tensor, path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for the most memory that was used")
+@pytest.mark.long
 def test_a_large_tensor_is_converted_and_checked_in_little_memory(tmp_path):
     content = torch.arange(128 << 18, dtype=torch.int32).reshape(128, 1 << 18)  # 128 MiB, twice what is allowed
     for form in FORMATS:
