@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import gc
 import json
 import os
 import signal
@@ -330,3 +332,29 @@ def test_a_trace_that_has_no_place_breaks_no_save(tmp_path, monkeypatch, caplog)
     hf.save({"w": torch.ones(2)}, tmp_path / "x")
     assert caplog.text.count("a subscriber failed") == 1
     assert hf.open(tmp_path / "x").verify()
+
+
+def test_a_child_that_is_forked_while_an_event_is_written_does_not_keep_the_lock(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "trace.json"
+    until_the_end, end = os.pipe()
+    children: list[int] = []
+    write = trace_appending._write
+
+    def fork_and_write(*given: Any) -> None:
+        child = os.fork()
+        if child == 0:
+            gc.freeze()
+            os.close(end)
+            os.read(until_the_end, 1)
+            os._exit(0)
+        children.append(child)
+        write(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trace_appending, "_write", fork_and_write)
+        trace_appending.append_to_trace(path, [{"name": "save"}])
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if somebody has it
+    os.close(end)
+    os.close(until_the_end)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0]

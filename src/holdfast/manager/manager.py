@@ -95,7 +95,7 @@ class CheckpointManager:
             every_steps: save when a multiple of this is reached.
             every_minutes: save when so much time has passed since the last save, by the clock of the first rank.
             keep_last: keep the newest ones. Without any ``keep`` argument all checkpoints are kept.
-            keep_every: keep those whose step is a multiple of this.
+            keep_every: keep the first one at or after each multiple of this.
             keep_best: keep the best by a metric: ``(2, "loss")`` the two with the lowest, ``(1, "accuracy", "max")``.
             keep: other policies of ``holdfast.keep``, joined by ``|``. All ``keep`` arguments count together.
             max_age: delete what is older, except the newest and pinned ones.
