@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast.dcp as dcp
-from holdfast import converting
+from holdfast.converting import dcp_and_torch_files
 from holdfast.boxes import Box
 from holdfast.dcp._extension import ZStandard
 from holdfast.errors import DamagedCheckpointError
@@ -47,13 +47,13 @@ def cut_tensors(draw: st.DrawFn) -> CutTensor:
     return CutTensor.of(whole, draw(st.permutations(grid(cuts))), library, order)
 
 
-def opened(folder: Path, memory: int = 1 << 20) -> converting._Export:
-    export = converting._Export(folder, folder, None, memory)
+def opened(folder: Path, memory: int = 1 << 20) -> dcp_and_torch_files._Export:
+    export = dcp_and_torch_files._Export(folder, folder, None, memory)
     export.plan()
     return export
 
 
-def stream_of(export: converting._Export, key: str, like: torch.Tensor) -> Any:
+def stream_of(export: dcp_and_torch_files._Export, key: str, like: torch.Tensor) -> Any:
     return export.reader.stream(export.tensor_items[key], like.shape, like.dtype)
 
 

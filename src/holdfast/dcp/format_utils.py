@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from holdfast.converting import dcp_to_torch_file, torch_file_to_dcp
+from holdfast.converting.dcp_and_torch_files import dcp_to_torch_file, torch_file_to_dcp
 from holdfast.errors import CheckpointException, HoldfastError
 from holdfast.planning.dynamic_meta_planner import DynamicMetaLoadPlanner
 from holdfast.storage.torch_file_reader import BroadcastingTorchSaveReader

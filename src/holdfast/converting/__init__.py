@@ -1,0 +1,1 @@
+"""From one format to another, in pieces of tensors."""
