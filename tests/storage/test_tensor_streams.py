@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast.dcp as dcp
-from holdfast.converting import dcp_and_torch_files
 from holdfast.boxes import Box
+from holdfast.converting import dcp_and_torch_files
 from holdfast.dcp._extension import ZStandard
 from holdfast.errors import DamagedCheckpointError
 from holdfast.formats.crc import crc32
