@@ -1,6 +1,7 @@
 """A real browser for tests of pages: Debian's Chromium without a window, driven by Playwright.
 
-A test takes the fixture `open_page`, which opens a page and watches it: errors on the console or in scripts fail the test.
+A test takes the fixture `open_page`, which opens a page and watches it: errors on the console and in
+scripts fail the test.
 """
 
 from __future__ import annotations
