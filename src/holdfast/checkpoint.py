@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,10 +17,13 @@ from holdfast.formats.native.refs import PerRankValues, TensorRef
 from holdfast.formats.native.trees import mapped, refs_in, substituted
 from holdfast.patterns import Chooser, Patterns
 from holdfast.sources.detect import open_source
-from holdfast.sources.source import Source, WholeReads
+from holdfast.sources.source import Piece, Source, WholeReads
 from holdfast.sources.stored_nodes import StoredNode
 from holdfast.stores.store import Store
 from holdfast.tensor_handles import TensorHandle, as_elements, torch_is_here
+
+if TYPE_CHECKING:
+    from holdfast.reporting.report import Report
 
 
 def open_checkpoint(path: str | os.PathLike[str] | Store, *, allow_pickle: bool = False) -> Checkpoint:
@@ -121,6 +124,49 @@ class Checkpoint(Mapping[str, Any]):
             for key, ref in refs.items()
         }
         return substituted(_with_lists(tree), lambda ref: elements[ref.key])
+
+    def layout(self, key: str) -> list[Piece]:
+        """How a tensor is cut: its pieces, with the file in which each lies and the rank that wrote it.
+
+        Example:
+            >>> import tempfile, torch
+            >>> import holdfast as hf
+            >>> path = tempfile.mkdtemp() + "/step-100"
+            >>> saved = hf.save({"w": torch.ones(4, 2)}, path)
+            >>> [(piece.offsets, piece.sizes, piece.rank) for piece in hf.open(path).layout("w")]
+            [((0, 0), (4, 2), 0)]
+        """
+        leaf = self._leaves.get(key)
+        if leaf is None:
+            raise self._unknown(key)
+        if not isinstance(leaf.value, TensorRef):
+            raise TypeError(f"{key!r} of {self.path} is a value and no tensor: it is kept whole")
+        return list(self._source.pieces(leaf.value.key))
+
+    def files(self) -> list[tuple[str, int]]:
+        """The files that it consists of, by name, and the bytes that each has on disk."""
+        return self._source.files()
+
+    def report(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        compare: str | os.PathLike[str] | Store | Checkpoint | None = None,
+        statistics: Patterns | None = None,
+        verify: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Report:
+        """A page about it, for a browser or a notebook. It is written to ``path`` if that is given.
+
+        ``compare`` is another checkpoint, ``statistics`` says which tensors to count and draw, and ``verify`` reads all
+        that is stored, to compare digests.
+        """
+        from holdfast.reporting.report import make_report
+
+        report = make_report(self, compare=compare, statistics=statistics, verify=verify, on_progress=on_progress)
+        if path is not None:
+            report.save(path)
+        return report
 
     def verify(self) -> int:
         """Read everything and compare all digests that the format has. Returns how many bytes were read.

@@ -7,7 +7,7 @@ import io
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,10 @@ from holdfast.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetad
 from holdfast.planning.plan import ReadItem
 from holdfast.planning.planner import LoadPlanner
 from holdfast.planning.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
+from holdfast.sources.file_sizes import sizes_of
 from holdfast.sources.nesting import nested
-from holdfast.sources.source import Into, Request, Source, check_requests, part_of
+from holdfast.sources.source import Into, Piece, Request, Source, check_requests, part_of
+from holdfast.storage import layout
 from holdfast.storage.chunk_reads import Buffer
 from holdfast.storage.load_progress import Progress
 from holdfast.storage.read_steps import read_size
@@ -99,6 +101,30 @@ class DcpSource(Source):
         entry = self._index.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+
+    def pieces(self, key: str) -> list[Piece]:
+        """The same boxes, with the archives that they lie in and who wrote them."""
+        found = []
+        for box in self.chunks(key):
+            info = self._places.get((key, box.offsets))
+            if info is not None:
+                name = info.relative_path
+                rank = layout.rank_of_data_file(PurePath(name).name)
+                found.append(Piece(box.offsets, box.sizes, name, info.offset, info.length, rank))
+        return found
+
+    @cached_property
+    def _places(self) -> Mapping[tuple[str, tuple[int, ...]], Any]:
+        """Where each chunk is stored, by its key and offsets."""
+        return {(item.fqn, tuple(item.offset or ())): info for item, info in (self._index.storage_data or {}).items()}
+
+    def files(self) -> list[tuple[str, int]]:
+        """The index, or those of all ranks, and the data files that are in it."""
+        reader = self._reader()
+        names = {PurePath(path).name for path in reader.fs.ls(reader.path)}
+        indexes = sorted(name for name in names if layout.is_index(name))
+        data = dict.fromkeys(info.relative_path for info in self._places.values())
+        return sizes_of(reader.fs, reader.path, [*indexes, *data])
 
     def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:
         """Fill the memory of all requests, chunk by chunk; what several requests share is read once.

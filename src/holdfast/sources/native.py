@@ -21,7 +21,7 @@ from holdfast.formats.native.columns import (
     header_ends,
 )
 from holdfast.formats.native.damage import refuse
-from holdfast.formats.native.names import RECORD
+from holdfast.formats.native.names import RECORD, rank_of
 from holdfast.formats.native.readable_files import ReadableFile
 from holdfast.formats.native.reading import read_all
 from holdfast.formats.native.record import LARGEST_RECORD, Record, StoredFile, decode_record
@@ -29,7 +29,7 @@ from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.runs import Numbers, Runs
 from holdfast.formats.native.values import decode
 from holdfast.sources.native_cuts import Cutter, first_keys
-from holdfast.sources.source import Request, Source, WholeReads, check_requests
+from holdfast.sources.source import Piece, Request, Source, WholeReads, check_requests
 from holdfast.stores.store import Reader, Store
 
 _LARGE = 1 << 36
@@ -75,6 +75,22 @@ class NativeSource(Source):
     def chunks(self, key: str) -> Sequence[Box]:
         """The boxes in which a tensor is stored."""
         return [Box(chunk.offsets, chunk.sizes) for chunk in self._chunks(key)]
+
+    def pieces(self, key: str) -> list[Piece]:
+        """The same boxes, with the files that they lie in and who wrote them."""
+        itemsize = self.tensors[key].dtype.itemsize
+        found = []
+        for chunk in self._chunks(key):
+            name = self.record.files[chunk.file].name
+            nbytes = volume(chunk.sizes) * itemsize
+            found.append(Piece(chunk.offsets, chunk.sizes, name, chunk.begin, nbytes, rank_of(name)))
+        return found
+
+    def files(self) -> list[tuple[str, int]]:
+        """The record, the columns and the data files."""
+        sizes = {listed.name: listed.size for listed in self.store.list()}
+        names = [RECORD, self.record.index.name, *(file.name for file in self.record.files)]
+        return [(name, sizes[name]) for name in names if name in sizes]
 
     def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:
         """Fill the memory of all requests."""

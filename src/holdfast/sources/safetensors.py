@@ -10,17 +10,18 @@ from itertools import groupby
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from holdfast.boxes import Box, overlaps
+from holdfast.boxes import Box, overlaps, volume
 from holdfast.formats.native.dtypes import dtype_named, name_of
 from holdfast.formats.native.names import generation_of
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.safetensors.header import read_header
-from holdfast.sources.source import Request, Source, check_requests, part_of
+from holdfast.sources.file_sizes import sizes_of
+from holdfast.sources.source import Piece, Request, Source, check_requests, part_of
 from holdfast.storage.byte_ranges import StreamRanges
 from holdfast.storage.chunk_reads import ArrayPlace, ChunkRead, Wanted
 from holdfast.storage.hf_commit import Folder
 from holdfast.storage.hf_folder import Contents, StoredChunk, read_contents, read_files
-from holdfast.storage.hf_names import COMMIT_NAME, INDEX_NAME, SUFFIX
+from holdfast.storage.hf_names import COMMIT_NAME, INDEX_NAME, SUFFIX, rank_of_shard
 from holdfast.storage.hf_opening import opened_as_described
 from holdfast.storage.read_steps import read_size
 from holdfast.storage.region_reads import refuse_short_chunk
@@ -50,10 +51,12 @@ class SafetensorsSource(Source):
         self._fs = FileSystem()
         place = Path(path)
         self._notes: Mapping[str, str] = {}
-        if place.is_dir():
-            self._contents = _contents_of(Folder(self._fs, place))
+        self._only_file = "" if place.is_dir() else place.name
+        self._folder = Folder(self._fs, place if place.is_dir() else place.parent)
+        if not self._only_file:
+            self._contents = _contents_of(self._folder)
         else:
-            self._contents = read_files(Folder(self._fs, place.parent), [place.name])
+            self._contents = read_files(self._folder, [place.name])
             with place.open("rb") as stream:
                 self._notes = read_header(stream, self.location).notes
         self.identity = _identity_of(self._contents)
@@ -81,6 +84,36 @@ class SafetensorsSource(Source):
     def chunks(self, key: str) -> list[Box]:
         """The boxes in which a tensor is stored."""
         return [Box(chunk.offsets, chunk.sizes) for chunk in self._contents.keys[key].chunks]
+
+    def pieces(self, key: str) -> list[Piece]:
+        """The same boxes, with the files that they lie in and who wrote them."""
+        itemsize = self.tensors[key].dtype.itemsize
+        return [
+            Piece(
+                chunk.offsets,
+                chunk.sizes,
+                self._name_of(chunk.file),
+                chunk.position,
+                volume(chunk.sizes) * itemsize,
+                rank_of_shard(PurePath(chunk.file).name),
+            )
+            for chunk in self._contents.keys[key].chunks
+        ]
+
+    def files(self) -> list[tuple[str, int]]:
+        """The index if there is one, and the files that hold tensors; in a folder without an index, all files."""
+        if self._only_file:
+            return sizes_of(self._fs, self._folder.path, [self._only_file])
+        present = self._folder.names()
+        about = [name for name in (INDEX_NAME, COMMIT_NAME) if name in present]
+        if about:
+            names = {self._name_of(chunk.file) for key in self._contents.keys.values() for chunk in key.chunks}
+        else:
+            names = {name for name in present if name.endswith(SUFFIX) and generation_of(name) is None}
+        return sizes_of(self._fs, self._folder.path, [*about, *sorted(names)])
+
+    def _name_of(self, file: str) -> str:
+        return str(PurePath(file).relative_to(self._folder.path))
 
     def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:
         """Fill the memory of all requests, file by file; of the files only what is needed is read.

@@ -113,6 +113,22 @@ def _whole_request(ref: TensorRef, address: int, nbytes: int) -> Request:
     return Request(ref.key, (0,) * len(ref.shape), ref.shape, memory)
 
 
+class Piece(NamedTuple):
+    """A part of a tensor as it is stored: which box of it, and where that lies."""
+
+    offsets: tuple[int, ...]
+    """Where the box begins in the whole tensor."""
+    sizes: tuple[int, ...]
+    file: str
+    """The name of the file inside of the checkpoint."""
+    begin: int | None
+    """Where in the file its bytes begin; None if they do not lie side by side."""
+    nbytes: int
+    """What it takes in the file. Formats that wrap every piece in an archive have some bytes around the elements."""
+    rank: int | None
+    """Who wrote it, where the name of the file tells."""
+
+
 class Source(ABC):
     """An open checkpoint. It is read by any number of calls, also from several threads, until it is closed."""
 
@@ -149,6 +165,14 @@ class Source(ABC):
     @abstractmethod
     def chunks(self, key: str) -> Sequence[Box]:
         """The boxes in which a tensor is stored."""
+
+    @abstractmethod
+    def pieces(self, key: str) -> Sequence[Piece]:
+        """The same boxes, with the files that they lie in and who wrote them."""
+
+    @abstractmethod
+    def files(self) -> list[tuple[str, int]]:
+        """The checkpoint's own files that are there, by their names in it, and the bytes that they have on disk."""
 
     @abstractmethod
     def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:

@@ -13,7 +13,7 @@ SHARDED_FOLDER = "sharded"
 
 _FILE = r"(?:shard-\d{5,}-)?model-\d{5,}-of-\d{5,}\.safetensors"
 _DATA_FILE = re.compile(_FILE)
-_SHARD = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
+_SHARD = re.compile(r"shard-(\d{5,})-model-\d{5,}-of-\d{5,}\.safetensors")
 _TEMPORARY = re.compile(
     rf"(?:{_FILE}|{re.escape(INDEX_NAME)}|{re.escape(COMMIT_NAME)})\.(?P<generation>[0-9a-f]{{8}})\.tmp"
 )
@@ -51,6 +51,16 @@ def is_data_file(name: str) -> bool:
 def is_shard(name: str) -> bool:
     """Whether a file is a part of a model file."""
     return _SHARD.fullmatch(name) is not None
+
+
+def rank_of_shard(name: str) -> int | None:
+    """The rank that wrote a part of a model file, as its number tells; None for other files.
+
+    >>> rank_of_shard("shard-00002-model-00001-of-00003.safetensors")
+    1
+    """
+    match = _SHARD.fullmatch(name)
+    return int(match[1]) - 1 if match else None
 
 
 def generation_of(name: str) -> str | None:

@@ -47,10 +47,25 @@ def rank_of_index(name: str) -> int | None:
     return int(match["rank"]) if match else None
 
 
+def is_index(name: str) -> bool:
+    """Whether a file is the index of a checkpoint, or of one rank's part."""
+    return name == METADATA_NAME or rank_of_index(name) is not None
+
+
 def rank_of_temporary_index(name: str) -> int | None:
     """The rank of a rank's own index that has not got its name yet; None for other files."""
     match = _TEMPORARY.fullmatch(name)
     return int(match["rank"]) if match and match["rank"] else None
+
+
+def rank_of_data_file(name: str) -> int | None:
+    """The rank that wrote a data file; None for other files.
+
+    >>> rank_of_data_file("__3_0.distcp")
+    3
+    """
+    match = _DATA_FILE.fullmatch(name)
+    return int(match["rank"]) if match else None
 
 
 def is_data_file(name: str) -> bool:

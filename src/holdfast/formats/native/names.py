@@ -8,7 +8,7 @@ import secrets
 RECORD = "holdfast.json"
 
 _GENERATION = re.compile(r"[0-9a-f]{16}")
-_OURS = re.compile(r"(?:index-([0-9a-f]{16})|data-([0-9a-f]{16})-[0-9]{1,9}-[0-9]{1,9})\.safetensors")
+_OURS = re.compile(r"(?:index-([0-9a-f]{16})|data-([0-9a-f]{16})-([0-9]{1,9})-[0-9]{1,9})\.safetensors")
 
 
 def new_generation() -> str:
@@ -43,3 +43,13 @@ def generation_of(name: str) -> str | None:
     """
     found = _OURS.fullmatch(name)
     return None if found is None else found.group(1) or found.group(2)
+
+
+def rank_of(name: str) -> int | None:
+    """The rank that wrote a data file; None for other files.
+
+    >>> rank_of("data-00112233aabbccdd-3-0.safetensors")
+    3
+    """
+    found = _OURS.fullmatch(name)
+    return None if found is None or found.group(3) is None else int(found.group(3))
