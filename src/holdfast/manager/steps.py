@@ -191,7 +191,7 @@ def _step(root: Root, name: str, step: int, state: RunState) -> StepInfo | None:
     summary = _summary(store, state.rows.get(name))
     if summary is None:
         return None
-    pinned, aside = step in state.pinned, _reason_in(store)
+    pinned, aside = step in state.pinned, reason_to_pass_over(store)
     if isinstance(summary, str):
         return StepInfo(step, store.location, name, pinned=pinned, set_aside=aside, damage=summary)
     # A copy of our checkpoint under another name is not ours, nor one that somebody moved away and left a link to.
@@ -239,7 +239,8 @@ def _head(store: Store) -> tuple[int, bytes]:
         return reader.size, bytes(content)
 
 
-def _reason_in(store: Store) -> str | None:
+def reason_to_pass_over(store: Store) -> str | None:
+    """Why ``set_aside`` was called for the checkpoint in a store; None if it was not, or for an earlier save."""
     try:
         content = store.read(SET_ASIDE)
     except FileNotFoundError:

@@ -1,0 +1,90 @@
+"""Options and arguments that several commands share. A command annotates its parameters with them.
+
+``Json`` goes with every command, ``Quiet`` where there is progress to see, ``Memory`` where tensors are read and
+``AllowPickle`` where files of other programs are opened.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+_UNITS = {"": 1, "B": 1}
+_UNITS.update({f"{letter}{end}": 1000 ** (at + 1) for at, letter in enumerate("KMGT") for end in ("", "B")})
+_UNITS.update({f"{letter}IB": 1024 ** (at + 1) for at, letter in enumerate("KMGT")})
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+
+
+def size_in_bytes(text: str) -> int:
+    """A number of bytes as people write it.
+
+    >>> size_in_bytes("256MB"), size_in_bytes("1.5 GiB"), size_in_bytes("4096")
+    (256000000, 1610612736, 4096)
+    """
+    found = _SIZE.fullmatch(text.strip())
+    unit = None if found is None else _UNITS.get(found.group(2).upper())
+    if found is None or unit is None:
+        raise typer.BadParameter(f"{text!r} is no size; write it like 256MB, 1.5GiB or 4096")
+    whole = round(float(found.group(1)) * unit)
+    if whole < 1:
+        raise typer.BadParameter(f"{text!r} is no size: it has to be one byte at least")
+    return whole
+
+
+def pairs(texts: list[str] | None, *, option: str) -> dict[str, str]:
+    """What was given as ``OLD=NEW``, as often as one likes.
+
+    >>> pairs(["model.*=bfloat16"], option="--cast")
+    {'model.*': 'bfloat16'}
+    """
+    found: dict[str, str] = {}
+    for text in texts or ():
+        old, sign, new = text.rpartition("=")
+        if not sign or not old:
+            raise typer.BadParameter(f"{text!r} has no '='; write it as OLD=NEW", param_hint=option)
+        found[old] = new
+    return found
+
+
+Place = Annotated[
+    str,
+    typer.Argument(metavar="CHECKPOINT", help="A folder, a file or a URL that holds a checkpoint.", show_default=False),
+]
+Places = Annotated[
+    list[str],
+    typer.Argument(metavar="PATH", help="Checkpoints, or folders that hold some.", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it without asking.")]
+Memory = Annotated[
+    int | None,
+    typer.Option(
+        "--memory",
+        parser=size_in_bytes,
+        metavar="SIZE",
+        help="How much memory buffers may take, such as 256MB.",
+        show_default=False,
+    ),
+]
+AllowPickle = Annotated[
+    bool,
+    typer.Option("--allow-pickle", help="Load values that were stored as pickles. They can run any code."),
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--include",
+        metavar="PATTERN",
+        help="Only keys that match, such as 'model.*'. May be given several times.",
+        show_default=False,
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--exclude", metavar="PATTERN", help="No keys that match. May be given several times.", show_default=False
+    ),
+]
