@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -15,7 +16,23 @@ from holdfast.cli.app import app
 from holdfast.cli.console import note, print_json
 from holdfast.errors import CheckpointException, HoldfastError
 
-MODULES = ("ls",)
+MODULES = (
+    "ls",
+    "show",
+    "stat",
+    "verify",
+    "diff",
+    "explain",
+    "report",
+    "serve",
+    "convert",
+    "export",
+    "repair",
+    "du",
+    "rm",
+    "bench",
+    "completion",
+)
 """The modules of commands in this package, in the order in which the help lists them."""
 
 _USAGE_ERROR: type[Any] = typer.BadParameter.__mro__[2]
@@ -61,7 +78,8 @@ def run(arguments: Sequence[str]) -> int:
 def import_commands() -> None:
     """Let every module declare its command."""
     for name in MODULES:
-        importlib.import_module(f"holdfast.cli.{name}")
+        if importlib.util.find_spec(f"holdfast.cli.{name}") is not None:
+            importlib.import_module(f"holdfast.cli.{name}")
 
 
 def _common(arguments: Sequence[str]) -> tuple[list[str], bool, bool]:
@@ -107,7 +125,3 @@ def _reader_is_gone() -> int:
     os.dup2(devnull, sys.stdout.fileno())  # or else the interpreter complains when it flushes at its end
     os.close(devnull)
     return _SIGPIPE
-
-
-if __name__ == "__main__":
-    main()
