@@ -1,0 +1,96 @@
+"""Elements of one floating point type as another, rounded to the nearest as torch does it, without a need for torch.
+
+numpy has no bfloat16, so that it is made of float32 by hand. Types that numpy lacks otherwise go through torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.errors import MissingPackageError
+from holdfast.formats.native.dtypes import DType, dtype_named, name_of
+
+Array = npt.NDArray[Any]
+
+WITHOUT_TORCH = frozenset({"float16", "bfloat16", "float32", "float64"})
+FLOATS = WITHOUT_TORCH | {
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+}
+"""Types that are cast. Two numbers share an element of float4, which torch does not convert either."""
+
+_BFLOAT16_NAN = 0x7FC0
+
+
+def cast_elements(elements: Array, stored: DType, dtype: DType) -> Array:
+    """Carriers of one type as carriers of another, in new memory or, if the types are the same, as they are.
+
+    >>> ones = np.ones(2, np.float32).view("<u4")
+    >>> [hex(bits) for bits in cast_elements(ones, dtype_named("float32"), dtype_named("bfloat16"))]
+    ['0x3f80', '0x3f80']
+    """
+    if stored == dtype:
+        return elements
+    if not {stored.name, dtype.name} <= WITHOUT_TORCH:
+        return _by_torch(elements, stored, dtype)
+    numbers = _numbers(elements, stored)
+    if dtype.name == "bfloat16":
+        return _to_bfloat16(numbers)
+    with np.errstate(all="ignore"):  # what is too large becomes infinite, as it does in torch
+        return numbers.astype(dtype.numpy).view(dtype.carrier)
+
+
+def floating_dtype(wish: object) -> DType:
+    """The type that a user names to cast floating point tensors to.
+
+    >>> floating_dtype("bfloat16").name
+    'bfloat16'
+    """
+    name = name_of(wish)
+    if name not in FLOATS:
+        raise ValueError(
+            f"tensors are cast from one floating point type to another, and {wish!r} is none of "
+            f"{', '.join(sorted(FLOATS))}"
+        )
+    return dtype_named(name)
+
+
+def _numbers(elements: Array, stored: DType) -> Array:
+    if stored.name == "bfloat16":
+        wide: Array = np.left_shift(elements.astype("<u4"), 16).view("<f4")
+        return wide
+    assert stored.numpy is not None
+    return elements.view(stored.numpy)
+
+
+def _to_bfloat16(numbers: Array) -> Array:
+    """Round to the nearest, to even ones in the middle. All that is no number becomes the same."""
+    with np.errstate(all="ignore"):
+        bits = numbers.astype("<f4", copy=False).view("<u4")
+    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    rounded: Array = ((bits + half) >> np.uint32(16)).astype("<u2")
+    rounded[(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)] = _BFLOAT16_NAN
+    return rounded
+
+
+def _by_torch(elements: Array, stored: DType, dtype: DType) -> Array:
+    try:
+        from holdfast.formats.native.torch_elements import as_array, as_tensor, torch_dtype
+    except ImportError as error:
+        raise MissingPackageError(
+            f"a cast from {stored} to {dtype} needs torch, which is not installed. Cast to one of "
+            f"{', '.join(sorted(WITHOUT_TORCH))}, or install torch",
+            install="torch",
+        ) from error
+    before, after = torch_dtype(stored), torch_dtype(dtype)
+    assert before is not None
+    assert after is not None
+    tensor = as_tensor(elements, before)
+    assert tensor is not None
+    return as_array(tensor.to(after))

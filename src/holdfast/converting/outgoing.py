@@ -1,0 +1,260 @@
+"""What a conversion writes: a renamed part of a checkpoint of any format, whose tensors come as streams of bytes.
+
+Tensors are read from front to back in row-major order, some pieces ahead, by several threads. Whoever writes takes the
+pieces one after the other; what was taken is digested, and compared later with what can be read back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from holdfast.boxes import volume
+from holdfast.converting.casts import cast_elements
+from holdfast.formats.native.dtypes import DType
+from holdfast.formats.native.refs import TensorRef
+from holdfast.sources.source import Nowhere, Request, Source
+from holdfast.storage.chunk_reads import boxes_of_run
+from holdfast.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE
+from holdfast.waiting import some_threads, wait_for_all
+
+Bytes = npt.NDArray[np.uint8]
+
+_READERS = 3
+"""Threads that read. Pieces are a few megabytes, so that this keeps a disk busy."""
+_PIECES_AHEAD = _READERS + 2
+"""Pieces in memory at most: those that are being read, and two that wait to be written."""
+_SMALL_PIECE = 4096
+
+
+@dataclass(frozen=True)
+class OutTensor:
+    """A tensor that is to be written."""
+
+    key: str
+    """Its new key: the first of its names in the new tree."""
+    source_key: str
+    shape: tuple[int, ...]
+    stored: DType
+    """What its elements are in the source."""
+    dtype: DType
+    """What they will be. They are cast on the way if that is something else."""
+    kind: str = "replicated"
+    numpy: Any = None
+    """The numpy dtype, as in ``TensorRef``, if it was a numpy array."""
+    rank: int | None = None
+    """Whose it is, if every rank had one of its own."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements as they will be written."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def elements(self) -> int:
+        """How many there are."""
+        return prod(self.shape)
+
+
+class Piece(NamedTuple):
+    """Bytes of a tensor, as they are to be written. The memory is used again when the next piece is asked for."""
+
+    key: str
+    """As it was asked for: a key of the tensor, or another name of it."""
+    begin: int
+    """Where in the tensor they begin."""
+    data: memoryview
+
+
+@dataclass
+class Outgoing:
+    """Everything that goes into the new checkpoint."""
+
+    source: Source
+    tree: Any
+    """The new state: containers and values, with a ``TensorRef`` of the new key and dtype for every tensor. Names of
+    tied tensors have the same one."""
+    tensors: Mapping[str, OutTensor]
+    """By key; each once, however many names it has."""
+    leaves: Mapping[str, Any]
+    """All keys of the new tree with what is there: a ``TensorRef`` or a value. For formats that have flat keys."""
+    allow_pickle: bool = False
+    """Whether pickles may be loaded and written."""
+    memory_budget: int | None = None
+    advance: Callable[[int], None] = lambda count: None
+    """Told how many bytes have been taken, by one thread."""
+    digests: dict[str, bytes] = field(default_factory=dict)
+    """The XXH3-128 digest of every tensor that was taken from front to back, by its own key."""
+    bytes_read: int = 0
+
+    def __post_init__(self) -> None:
+        budget = MEMORY_BUDGET if self.memory_budget is None else self.memory_budget
+        self.piece_bytes = max(_SMALL_PIECE, min(PIECE_BYTES, budget // SHARE_OF_A_PIECE))
+        """A piece has so many bytes at most, unless a single element has more."""
+        self._counting = threading.Lock()
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All leaves that are no tensors."""
+        return {key: value for key, value in self.leaves.items() if key not in self.names}
+
+    @property
+    def names(self) -> Mapping[str, OutTensor]:
+        """All keys of the new tree that are tensors. Tied ones have several, with the same tensor."""
+        if self._names is None:
+            self._names = {
+                key: self.tensors[value.key] for key, value in self.leaves.items() if type(value) is TensorRef
+            }
+        return self._names
+
+    def fill(self, key: str, begin: int, memory: Any) -> None:
+        """Fill memory with the bytes of a tensor from ``begin`` on, in whole elements. Several threads may do that."""
+        view = np.frombuffer(memory, np.uint8)
+        if view.nbytes:
+            self._read([_Part(key, self.names[key], begin, view.nbytes)], view)
+
+    def pieces(self, key: str) -> Iterator[memoryview]:
+        """The bytes of a tensor from front to back."""
+        for piece in self.stream([key]):
+            yield piece.data
+
+    def stream(self, keys: Iterable[str]) -> Iterator[Piece]:
+        """The bytes of tensors, in this order, each from front to back. Nothing comes for tensors without elements.
+
+        ``keys`` may be any names. Pieces that follow are read meanwhile, small tensors together.
+        """
+        todo = self._parcels(list(keys))
+        pool = some_threads(_READERS, "holdfast-convert")
+        running: deque[tuple[list[_Part], Future[Bytes]]] = deque()
+        rooms = [np.empty(0, np.uint8) for _ in range(_PIECES_AHEAD)]
+        hasher = xxhash.xxh3_128()
+
+        def begin_some() -> None:
+            while rooms and (parcel := next(todo, None)) is not None:
+                assert pool is not None
+                running.append((parcel, pool.submit(self._read_parcel, parcel, rooms.pop())))
+
+        try:
+            if pool is None:
+                raise RuntimeError("no threads can be started any more, since Python is ending")
+            begin_some()
+            while running:
+                parcel, reading = running.popleft()
+                room = reading.result()
+                at = 0
+                for part in parcel:
+                    data = room.data[at : at + part.nbytes]
+                    if part.begin == 0:
+                        hasher.reset()
+                    hasher.update(data)
+                    if part.begin + part.nbytes == part.tensor.nbytes:
+                        self.digests[part.tensor.key] = hasher.digest()
+                    yield Piece(part.key, part.begin, data)
+                    self.advance(part.nbytes)
+                    at += part.nbytes
+                rooms.append(room)
+                begin_some()
+        finally:
+            if pool is not None:
+                for _, reading in running:
+                    reading.cancel()
+                wait_for_all([reading for _, reading in running if not reading.cancelled()])
+                pool.shutdown(wait=True)
+
+    def note_empty(self) -> None:
+        """Tensors without elements have a digest too."""
+        for tensor in self.tensors.values():
+            if tensor.nbytes == 0:
+                self.digests[tensor.key] = xxhash.xxh3_128().digest()
+
+    def _parcels(self, keys: Sequence[str]) -> Iterator[list[_Part]]:
+        """What is read at once: parts of a large tensor one by one, small ones together."""
+        parcel: list[_Part] = []
+        room = self.piece_bytes
+        for key in keys:
+            tensor = self.names[key]
+            widest = max(tensor.stored.itemsize, tensor.dtype.itemsize)
+            needed = tensor.elements * widest
+            if parcel and needed > room:
+                yield parcel
+                parcel, room = [], self.piece_bytes
+            if needed <= room:
+                if needed:
+                    parcel.append(_Part(key, tensor, 0, tensor.nbytes))
+                    room -= needed
+                continue
+            self._verify_whole_chunks(tensor)
+            step = max(1, self.piece_bytes // widest) * tensor.dtype.itemsize
+            for begin in range(0, tensor.nbytes, step):
+                yield [_Part(key, tensor, begin, min(step, tensor.nbytes - begin))]
+        if parcel:
+            yield parcel
+
+    def _verify_whole_chunks(self, tensor: OutTensor) -> None:
+        """Formats that have one checksum for a chunk are compared with it before parts of the chunk are read."""
+        if self.source.format in ("native", "safetensors"):
+            return  # the one has digests of small blocks, which parts are compared with, and the other has none
+        requests = [
+            Request(
+                tensor.source_key, tuple(chunk.offsets), tuple(chunk.sizes), Nowhere(chunk.sizes, tensor.stored.carrier)
+            )
+            for chunk in self.source.chunks(tensor.source_key)
+        ]
+        self.source.read(requests, memory=self.piece_bytes)
+
+    def _read_parcel(self, parcel: Sequence[_Part], room: Bytes) -> Bytes:
+        total = sum(part.nbytes for part in parcel)
+        if room.nbytes < total:
+            room = np.empty(max(total, min(self.piece_bytes, sum(t.nbytes for t in self.tensors.values()))), np.uint8)
+        self._read(parcel, room)
+        return room
+
+    def _read(self, parcel: Sequence[_Part], room: Bytes) -> None:
+        """Fill memory with parts of tensors, one behind the other."""
+        requests: list[Request] = []
+        casts: list[tuple[_Part, Any, Bytes]] = []
+        at = 0
+        for part in parcel:
+            tensor, target = part.tensor, room[at : at + part.nbytes]
+            at += part.nbytes
+            first, count = part.begin // tensor.dtype.itemsize, part.nbytes // tensor.dtype.itemsize
+            if tensor.stored == tensor.dtype and _is_aligned(target, tensor.stored):
+                elements = target.view(tensor.stored.carrier)
+            else:
+                elements = np.empty(count, tensor.stored.carrier)
+                casts.append((part, elements, target))
+            done = 0
+            for box in boxes_of_run(tensor.shape, first, first + count):
+                size = volume(box.sizes)
+                into = elements[done : done + size].reshape(box.sizes)
+                requests.append(Request(tensor.source_key, tuple(box.offsets), tuple(box.sizes), into))
+                done += size
+        read = self.source.read(requests, memory=MEMORY_BUDGET if self.memory_budget is None else self.memory_budget)
+        with self._counting:
+            self.bytes_read += read
+        for part, elements, target in casts:
+            target[:] = cast_elements(elements, part.tensor.stored, part.tensor.dtype).view(np.uint8)
+
+    _names: Mapping[str, OutTensor] | None = None
+
+
+class _Part(NamedTuple):
+    """A part of a tensor that is read at once."""
+
+    key: str
+    tensor: OutTensor
+    begin: int
+    nbytes: int
+
+
+def _is_aligned(memory: Bytes, dtype: DType) -> bool:
+    return memory.ctypes.data % max(1, dtype.carrier.alignment) == 0
