@@ -22,7 +22,7 @@ demo: $(READY)  ## train on 4 processes, resume on 2 and on 1, compare; kill -9 
 
 test: lint  ## lint, type-check and run the tests
 	@echo "== pytest"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)  ## ruff and mypy
 	@echo "== ruff check"

@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -487,6 +488,12 @@ def test_the_memory_of_a_process_is_not_shared(ranks: RankPool):
     assert (problem.check, problem.ranks) == ("shared", (1,))
 
 
+def open_to_everybody(folder: Path) -> None:
+    """The folders of the tests are closed to other users, from the first one that pytest made."""
+    for closed in (folder, *takewhile(lambda parent: parent.name.startswith(("pytest-", "popen-")), folder.parents)):
+        closed.chmod(0o755)
+
+
 @contextmanager
 def as_nobody(is_nobody: bool) -> Iterator[None]:
     if is_nobody:
@@ -506,8 +513,7 @@ def without_rights(rank: int, folder: Path) -> Any:
 @as_root
 @pytest.mark.parametrize("mode", [0o755, 0o700])
 def test_a_rank_without_permission_is_named(ranks: RankPool, tmp_path, mode):
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o755)
+    open_to_everybody(tmp_path)
     (tmp_path / "run").mkdir(mode=mode)
     outcomes = ranks(3).run(without_rights, 1, tmp_path / "run")
     assert outcomes[0] == outcomes[1] == outcomes[2]
@@ -528,8 +534,7 @@ def everything_at_once(folder: Path) -> Any:
 
 @as_root
 def test_all_problems_of_all_ranks_are_told_at_once(ranks: RankPool, tmp_path, disk):
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o755)
+    open_to_everybody(tmp_path)
     disk.chmod(0o755)
     outcomes = ranks(3).run(everything_at_once, disk)
     assert outcomes[0] == outcomes[1] == outcomes[2]
@@ -662,8 +667,7 @@ def managed_without_rights(folder: Path) -> Any:
 @as_root
 @pytest.mark.parametrize("mode", [0o755, 0o700])
 def test_a_run_that_cannot_be_opened_is_told_with_all_other_problems(ranks: RankPool, tmp_path, mode):
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o755)
+    open_to_everybody(tmp_path)
     (tmp_path / "run").mkdir(mode=mode)
     found = ranks(2).run(managed_without_rights, tmp_path / "run")
     assert found[0] == found[1]
@@ -682,8 +686,7 @@ def managed_with_rights_on_the_first(folder: Path) -> Any:
 
 @as_root
 def test_a_rank_that_cannot_even_list_the_steps_keeps_nobody_waiting(ranks: RankPool, tmp_path):
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o755)
+    open_to_everybody(tmp_path)
     (tmp_path / "run").mkdir(mode=0o700)
     assert ranks(2).run(managed_with_rights_on_the_first, tmp_path / "run") == [[("write", (1,))]] * 2
 
