@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -219,3 +221,18 @@ def test_requests_that_share_bytes_read_them_once(tmp_path: Path) -> None:
     assert count == tensor.nbytes
     for number, into in enumerate(places):
         assert np.array_equal(into.view("<i4"), tensor[:, 100 * number : 100 * (number + 1)].numpy())
+
+
+def test_files_and_folders_are_read_without_torch(file: Path, folder: Path) -> None:
+    program = f"""
+import sys
+sys.modules["torch"] = None
+import numpy as np, holdfast as hf
+for place in ({str(file)!r}, {str(folder)!r}):
+    checkpoint = hf.open(place)
+    print(len(checkpoint), checkpoint["float32.5x3"].numpy().sum() == {KINDS["float32.5x3"].sum().item()!r})
+    print(checkpoint.verify() > 0, checkpoint["bfloat16.5x3"][1:].dtype, checkpoint.layout("bfloat16.5x3")[0].nbytes)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+
+    assert ran.stdout.splitlines() == [f"{len(KINDS)} True", "True float32 30"] * 2, ran.stderr

@@ -11,20 +11,18 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from holdfast.boxes import Box, overlaps, volume
-from holdfast.formats.native.dtypes import dtype_named, name_of
 from holdfast.formats.native.names import generation_of
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.safetensors.header import read_header
 from holdfast.sources.file_sizes import sizes_of
 from holdfast.sources.source import Piece, Request, Source, check_requests, part_of
-from holdfast.storage.byte_ranges import StreamRanges
+from holdfast.storage.byte_ranges import StreamRanges, refuse_short_chunk
 from holdfast.storage.chunk_reads import ArrayPlace, ChunkRead, Wanted
 from holdfast.storage.hf_commit import Folder
 from holdfast.storage.hf_folder import Contents, StoredChunk, read_contents, read_files
 from holdfast.storage.hf_names import COMMIT_NAME, INDEX_NAME, SUFFIX, rank_of_shard
 from holdfast.storage.hf_opening import opened_as_described
 from holdfast.storage.read_steps import read_size
-from holdfast.storage.region_reads import refuse_short_chunk
 from holdfast.stores.local import FileSystem
 
 
@@ -66,8 +64,8 @@ class SafetensorsSource(Source):
         """Every stored tensor, by its key."""
         found = {}
         for key, stored in self._contents.keys.items():
-            dtype = dtype_named(name_of(stored.dtype) or "")
-            found[key] = TensorRef(key, dtype, stored.size, "sharded" if len(stored.chunks) > 1 else "replicated")
+            kind = "sharded" if len(stored.chunks) > 1 else "replicated"
+            found[key] = TensorRef(key, stored.elements, stored.size, kind)
         return found
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from holdfast.errors import DamagedCheckpointError
 from holdfast.formats.crc import crc32
 from holdfast.stores.file_reader import open_file
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
@@ -87,3 +88,17 @@ def read_with_crc(file: Ranges, begin: int, memory: memoryview, crc: int = 0) ->
         crc = crc32(piece, crc)
         done += piece.nbytes
     return crc
+
+
+def refuse_short_chunk(file: Ranges, position: int, nbytes: int, source: str, key: str) -> None:
+    """Raise if a file ends before a chunk does."""
+    if position + nbytes > file.size:
+        found = max(0, file.size - position)
+        raise DamagedCheckpointError(
+            f"{source} ends too early: '{key}' needs {nbytes} bytes at {position}, and there are {found}. The file was "
+            "cut off or replaced meanwhile; copy it again, or load another one.",
+            file=source,
+            key=key,
+            expected=nbytes,
+            found=found,
+        )

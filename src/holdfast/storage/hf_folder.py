@@ -10,15 +10,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from holdfast.boxes import first_overlap, out_of_bounds, volume
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError
 from holdfast.formats.json_objects import parse_json_object
+from holdfast.formats.native.dtypes import DType, dtype_named
+from holdfast.formats.safetensors.dtypes import in_memory
 from holdfast.formats.safetensors.header import Header, read_header
-from holdfast.formats.safetensors.torch_dtypes import to_torch
 from holdfast.storage.hf_commit import Folder, Switch
 from holdfast.storage.hf_names import (
     COMMIT_NAME,
@@ -30,6 +29,9 @@ from holdfast.storage.hf_names import (
     lies_inside,
 )
 from holdfast.storage.hf_notes import FileNotes, read_notes
+
+if TYPE_CHECKING:
+    import torch
 
 _MOST_SHOWN = 10
 
@@ -50,14 +52,23 @@ class StoredChunk:
 class StoredKey:
     """A tensor of a folder."""
 
-    dtype: torch.dtype
+    elements: DType
     size: tuple[int, ...]
     chunks: list[StoredChunk] = field(default_factory=list)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What torch calls its elements."""
+        from holdfast.formats.native.torch_elements import torch_dtype  # listing a folder does not need torch
+
+        found = torch_dtype(self.elements)
+        assert found is not None
+        return found
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return volume(self.size) * self.dtype.itemsize
+        return volume(self.size) * self.elements.itemsize
 
 
 @dataclass(frozen=True)
@@ -219,10 +230,11 @@ def _assemble(folder: Folder, files: Iterable[_File], save_id: str | None) -> Co
             if stored is None:
                 problems.setdefault(key, f"is not in {file.name}, where the index says it is")
                 continue
-            dtype, shape = to_torch(key, stored.dtype, stored.shape, file.path)
+            name, shape = in_memory(key, stored.dtype, stored.shape, file.path)
+            elements = dtype_named(name)
             offsets = tuple(file.notes.offsets.get(key, (0,) * len(shape)))
-            entry = keys.setdefault(key, StoredKey(dtype, ()))
-            if len(offsets) != len(shape) or entry.dtype != dtype:
+            entry = keys.setdefault(key, StoredKey(elements, ()))
+            if len(offsets) != len(shape) or entry.elements != elements:
                 problems.setdefault(key, f"has a part of another dtype or number of dimensions in {file.name}")
                 continue
             position = file.header.position(key)

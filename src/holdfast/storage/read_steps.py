@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-import torch
-
 from holdfast.tuning import MEMORY_BUDGET, MEMORY_OF_A_READER, READ_BYTES, READERS, READS_UNDER_WAY, SMALLEST_ROOM
 
 
@@ -42,6 +40,8 @@ def carry_out(steps: Iterable[Step], *, in_threads: bool) -> None:
         for step in steps:
             step.finish(step.read())
         return
+    import torch  # what is not filled by threads needs none
+
     # An inference tensor may only be filled in the mode that it was made in, which each thread has for itself.
     inference = torch.is_inference_mode_enabled()
 

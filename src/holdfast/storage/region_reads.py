@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from holdfast.boxes import Box
-from holdfast.errors import DamagedCheckpointError
-from holdfast.storage.byte_ranges import Ranges, StreamRanges
+from holdfast.storage.byte_ranges import StreamRanges, refuse_short_chunk
 from holdfast.storage.chunk_reads import ChunkRead, Wanted
 from holdfast.storage.tensor_places import TensorPlace
 
@@ -32,17 +31,3 @@ def read_region(
     refuse_short_chunk(file, position, reading.nbytes, source, key)
     for run in reading.stretches():
         reading.read(run, summed=False)
-
-
-def refuse_short_chunk(file: Ranges, position: int, nbytes: int, source: str, key: str) -> None:
-    """Raise if a file ends before a chunk does."""
-    if position + nbytes > file.size:
-        found = max(0, file.size - position)
-        raise DamagedCheckpointError(
-            f"{source} ends too early: '{key}' needs {nbytes} bytes at {position}, and there are {found}. The file was "
-            "cut off or replaced meanwhile; copy it again, or load another one.",
-            file=source,
-            key=key,
-            expected=nbytes,
-            found=found,
-        )
