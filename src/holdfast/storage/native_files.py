@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,10 +26,11 @@ from holdfast.formats.native.record import BLOCK_BYTES, Record, StoredFile, deco
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.writing import Gather, write_data_file
 from holdfast.garbage import no_garbage_collection
-from holdfast.planning.holdings import HeldTensor
-from holdfast.planning.small_tensors import gather
 from holdfast.stores.store import Store
 from holdfast.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE, SHARE_OF_ROOMS
+
+if TYPE_CHECKING:
+    from holdfast.planning.holdings import HeldTensor
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +135,8 @@ def _rows(layout: FileLayout) -> list[tuple[int, int, tuple[int, ...], tuple[int
 
 def _gathering(layout: FileLayout, local: Mapping[str, HeldTensor]) -> Gather:
     """Collects the small tensors of a file."""
+    from holdfast.planning.small_tensors import gather  # needs torch, which a conversion does not
+
     ends = [*(position for _, position in layout.chunks), layout.nbytes][1:]
     tensors = [
         (_stored_as_it_is(local[chunk.key]), end - position)

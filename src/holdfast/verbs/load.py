@@ -18,6 +18,7 @@ from holdfast.errors import CheckpointException, HoldfastError, IncompleteLoadEr
 from holdfast.garbage import no_garbage_collection
 from holdfast.load_report import LoadReport
 from holdfast.patterns import Pattern, Patterns
+from holdfast.renames import Rename
 from holdfast.sources.detect import open_source
 from holdfast.sources.source import Source
 from holdfast.staging.copying import finish_copies
@@ -25,7 +26,7 @@ from holdfast.stores.places import in_messages
 from holdfast.stores.store import Store
 from holdfast.verbs.filling import check_regions, put, read_regions
 from holdfast.verbs.load_agreement import Agreement, Numbers, agree, open_alike, reported
-from holdfast.verbs.load_options import LoadOptions, Rename, Transforms
+from holdfast.verbs.load_options import LoadOptions, Transforms
 from holdfast.verbs.load_planning import LoadPlan, plan_load
 from holdfast.watching import Call, Phase
 

@@ -20,7 +20,14 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.formats.native.declared import declared_class, fields_of, kind_to_declare, member_name
 from holdfast.formats.native.leaf_types import STANDARD_TYPES, LeafType
 from holdfast.formats.native.numpy_types import NUMPY_ARRAY, NUMPY_DTYPE, NUMPY_SCALAR, stored_numpy_dtype
-from holdfast.formats.native.refs import PerRankValues, PickledValue, Slot, UndeclaredValue, UnknownValue
+from holdfast.formats.native.refs import (
+    PerRankValues,
+    PickledValue,
+    Slot,
+    TensorRef,
+    UndeclaredValue,
+    UnknownValue,
+)
 from holdfast.formats.native.stored_members import (
     DEEPEST,
     JSON,
@@ -50,9 +57,9 @@ _MOST_REPORTED = 20
 class Encoder:
     """Turns states into typed values.
 
-    ``take(path, tensor)`` is called for every ``torch.Tensor`` and ``numpy.ndarray`` that can be reached through dicts,
-    lists, tuples, named tuples, dataclasses and ranks. It answers with the key to refer to; ``None`` means that the key
-    is made from the path, as the format says. It may raise.
+    ``take(path, tensor)`` is called for every ``torch.Tensor``, ``numpy.ndarray`` and ``TensorRef`` that can be reached
+    through dicts, lists, tuples, named tuples, dataclasses and ranks. It answers with the key to refer to; ``None``
+    means that the key is made from the path, as the format says. It may raise.
 
     >>> Encoder(take=lambda path, tensor: None).encode({"betas": (0.9, 0.999), "w": np.zeros(3)})
     {'betas': {'$': 'tuple', 'items': [0.9, 0.999]}, 'w': {'$': 'tensor', 'key': 'w'}}
@@ -323,6 +330,7 @@ _writers: dict[type, Writer] = {
     UndeclaredValue: _write_undeclared,
     UnknownValue: _write_unknown,
     PickledValue: _write_pickled,
+    TensorRef: Encoder.reference,
     np.ndarray: _careful(_write_array),
     np.memmap: _careful(_write_array),
     **{kind: _careful(_writes(leaf)) for kind, leaf in STANDARD_TYPES.items()},
