@@ -15,8 +15,15 @@ MISSING = [name for name in ("s3fs", "moto", "flask") if importlib.util.find_spe
 WHY_SKIPPED = f"NO S3 TEST RUNS: {', '.join(MISSING)} not installed; pip install -e '.[dev]'"
 
 _SERVE = """
-import logging, sys
+import logging, sys, threading
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
+one_at_a_time = threading.Lock()  # S3 compares and puts in one step, and this server would do it in two
+put_object = S3Response.put_object
+def put_in_one_step(self):
+    with one_at_a_time:
+        return put_object(self)
+S3Response.put_object = put_in_one_step
 logging.disable()
 server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
 server.start()

@@ -22,6 +22,10 @@ ROOM_BYTES = 8 * MIB
 WRITERS = 2
 """Writes under way at once. One leaves the disk idle between two writes; more than two gain nothing."""
 
+UPLOADS = 3
+"""Parts of an object that are on their way to an object store at once, with another one being filled: what a half of
+the memory budget has room for. Each connection is slow, and all together are not."""
+
 SMALLEST_ROOM = 64 * KIB
 """However small the memory budget is: below that, calls cost more than the bytes."""
 
@@ -73,6 +77,13 @@ SEVERAL_READERS_FROM = 32 * MIB
 
 READ_BYTES = 4 * MIB
 """What one reader asks a disk for at once."""
+
+REMOTE_START_BYTES = 64 * KIB
+"""What the first request for an object of a store at a URL brings along. It takes no longer than to ask for its size,
+and the records of most checkpoints are smaller."""
+
+REMOTE_READ_BYTES = 8 * MIB
+"""What one request asks an object store for. Larger reads become several requests at once."""
 
 CACHED_READ_BYTES = 512 * KIB
 """What is taken from the page cache at once: it is still in the processor's own cache when its digest is taken, which

@@ -7,11 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 
+from holdfast.errors import MissingPackageError
 from holdfast.stores.local_store import LocalStore
 from holdfast.stores.memory_store import MemoryStore
 from holdfast.stores.places import store_at
+from holdfast.stores.remote_root import FsspecRoot
+from holdfast.stores.remote_store import FsspecStore
+from holdfast.stores.roots import root_at
 
 
 def test_a_store_is_its_own_place():
@@ -74,15 +79,58 @@ def test_a_url_of_a_file_that_could_mean_something_else_is_refused(url):
         store_at(url)
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", "simplecache::s3://bucket/run", "http://x/y"])
+@pytest.mark.parametrize("url", ["carrier-pigeon://loft/run", "CARRIER-PIGEON://loft"])
 def test_other_urls_are_refused_with_what_there_is(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"no store for .*paths, file:///folder, memory://name") as raised:
-        store_at(url)
-    assert url in str(raised.value)
+    for find, kind in ((store_at, "store"), (root_at, "root")):
+        with pytest.raises(ValueError, match=rf"no {kind} for .*paths, file:///folder, memory://name") as raised:
+            find(url)
+        assert url in str(raised.value)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "simplecache::s3://bucket/run", "carrier-pigeon://loft/run"])
+def test_a_url_that_was_made_a_path_is_refused(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="give it as a str"):
         store_at(Path(url))
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "S3://bucket/run/", "http://x/run", "simplecache::s3://bucket/run"])
+def test_other_urls_are_for_fsspec(url):
+    pytest.importorskip("s3fs")
+    store, root = store_at(url), root_at(url)
+    assert isinstance(store, FsspecStore)
+    assert isinstance(root, FsspecRoot)
+    assert store.location == root.location == url.lower().rstrip("/")
+
+
+def test_a_protocol_whose_package_is_missing_is_named():
+    fsspec.register_implementation("lacking", "no_such_package.Thing", errtxt="Install no_such_package", clobber=True)
+    for find in (store_at, root_at):
+        with pytest.raises(MissingPackageError, match=r"lacking://x needs a package.*no_such_package") as raised:
+            find("lacking://x")
+        assert raised.value.install == "no_such_package"
+
+
+WITHOUT_FSSPEC = """
+import sys
+sys.modules["fsspec"] = None
+from holdfast.errors import MissingPackageError
+from holdfast.stores import root_at, store_at
+for find in (store_at, root_at):
+    try:
+        find("s3://bucket/run")
+    except MissingPackageError as error:
+        print(error.install, "s3://bucket/run" in str(error))
+store_at("/path"), root_at("memory://run")
+"""
+
+
+def test_without_fsspec_it_is_said_what_to_install():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_FSSPEC], capture_output=True, text=True, check=False)
+    assert done.stdout == "holdfast[fsspec] True\n" * 2, done.stderr
 
 
 @pytest.mark.parametrize("thing", [None, 3, ["path"]])

@@ -15,10 +15,13 @@ from typing import Any, cast
 import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import known_implementations
 from fsspec.utils import get_protocol
 
+from holdfast.errors import MissingPackageError
 from holdfast.stores import local
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
+from holdfast.stores.remote_errors import only_os_errors
 
 
 class FsspecFileSystem(FileSystemBase):
@@ -46,7 +49,9 @@ class FsspecFileSystem(FileSystemBase):
         try:
             self.fs, root = url_to_fs(url, **self.options)
         except ImportError as error:
-            raise ImportError(f"{url} needs a package that is not installed: {error}") from error
+            raise MissingPackageError(
+                f"{url} needs a package that is not installed: {error}", install=_package_of(get_protocol(url))
+            ) from error
         self._url, self._root = url, root.rstrip("/")
         return url
 
@@ -60,7 +65,7 @@ class FsspecFileSystem(FileSystemBase):
         """Open a file. If writing it fails, nothing of it is left."""
         inner = self._inner(path)
         self._forget_listings(inner)  # which also hold sizes, and these decide how much is read
-        with _only_os_errors(path):
+        with only_os_errors(os.fspath(path)):
             stream = self._connected().open(inner, mode)
         if "r" in mode:
             with stream:
@@ -68,7 +73,7 @@ class FsspecFileSystem(FileSystemBase):
             return
         try:
             yield cast(io.IOBase, stream)
-            with _only_os_errors(path):
+            with only_os_errors(os.fspath(path)):
                 stream.close()
         except BaseException:
             _abandon(stream)
@@ -85,12 +90,12 @@ class FsspecFileSystem(FileSystemBase):
         if self._disk is not None:
             self._disk.rename(self._inner(path), self._inner(new_path))
             return
-        with _only_os_errors(path):
+        with only_os_errors(os.fspath(path)):
             self._connected().mv(self._inner(path), self._inner(new_path))
 
     def put(self, path: AnyPath, content: bytes) -> None:
         """Make or replace a file."""
-        with _only_os_errors(path):
+        with only_os_errors(os.fspath(path)):
             self._connected().pipe_file(self._inner(path), content)
 
     def mkdir(self, path: AnyPath) -> None:
@@ -98,7 +103,7 @@ class FsspecFileSystem(FileSystemBase):
         if self._disk is not None:
             self._disk.mkdir(self._inner(path))
             return
-        with _only_os_errors(path):
+        with only_os_errors(os.fspath(path)):
             self._connected().makedirs(self._inner(path), exist_ok=True)
 
     @classmethod
@@ -113,19 +118,19 @@ class FsspecFileSystem(FileSystemBase):
         """Whether there is something at ``path`` now."""
         inner = self._inner(path)
         self._forget_listings(inner)
-        with _only_os_errors(path):
+        with only_os_errors(os.fspath(path)):
             return bool(self._connected().exists(inner))
 
     def rm_file(self, path: AnyPath) -> None:
         """Delete a file."""
-        with _only_os_errors(path):
+        with only_os_errors(os.fspath(path)):
             self._connected().rm_file(self._inner(path))
 
     def ls(self, path: AnyPath) -> list[str]:
         """Paths of what is in a folder now. An object that stands for the folder itself is not in it."""
         folder = self._inner(path)
         self._forget_listings(folder)
-        with _only_os_errors(path):
+        with only_os_errors(os.fspath(path)):
             found = [str(name).rstrip("/") for name in self._connected().ls(folder, detail=False)]
             inside = [name for name in found if name != folder]
             if found and not inside and self._connected().isfile(folder):
@@ -168,6 +173,12 @@ class FsspecFileSystem(FileSystemBase):
         self._connected().invalidate_cache(inner)
 
 
+def _package_of(protocol: str) -> str:
+    """What fsspec takes the protocol from, which is the name of the package as a rule."""
+    path: str = known_implementations.get(protocol, {}).get("class", protocol)
+    return path.split(".")[0]
+
+
 def _without_end_slash(url: str) -> str:
     shorter = url.rstrip("/")
     return url if shorter.endswith(":") or not shorter else shorter
@@ -182,14 +193,3 @@ def _abandon(stream: Any) -> None:
     except AttributeError:  # a plain file, which is not an upload
         with suppress(Exception):
             stream.close()
-
-
-@contextmanager
-def _only_os_errors(path: AnyPath) -> Iterator[None]:
-    """Every package behind fsspec has exceptions of its own. Callers know what to do about an ``OSError``."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(f"{path}: {type(error).__name__}: {error}") from error

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from holdfast.errors import MissingPackageError
 from holdfast.stores.local_store import LocalStore
 from holdfast.stores.memory_store import MemoryStore
 from holdfast.stores.store import Store
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+://")
 _URL_IN_A_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+:/[^/]")
-_SUPPORTED = "paths, file:///folder, memory://name, and objects of classes that extend holdfast.stores.Store"
+_SUPPORTED = (
+    "paths, file:///folder, memory://name, URLs that fsspec knows such as s3://bucket/folder, and objects of classes "
+    "that extend holdfast.stores.Store"
+)
 
 
 def store_at(place: str | os.PathLike[str] | Store) -> Store:
@@ -36,9 +40,32 @@ def store_at(place: str | os.PathLike[str] | Store) -> Store:
     url = os.fsdecode(place)
     if url.lower().startswith("memory://"):
         return MemoryStore(url[len("memory://") :])
-    raise ValueError(
-        f"there is no store for {url}. Supported are {_SUPPORTED}; holdfast.dcp saves to other URLs, through fsspec"
-    )
+    url = url_of_fsspec(url, f"there is no store for {url}. Supported are {_SUPPORTED}")
+    from holdfast.stores.remote_store import FsspecStore
+
+    return FsspecStore(url)
+
+
+def url_of_fsspec(url: str, refusal: str) -> str:
+    """The URL as fsspec spells it. Raises if that is not installed, or, with ``refusal``, has no such protocol.
+
+    A protocol that it knows may need another package, which is named when the URL is opened.
+    """
+    protocol, slashes, rest = url.partition("://")
+    url = protocol.lower() + slashes + rest
+    try:
+        from holdfast.stores.fsspec_store import FsspecFileSystem
+    except ModuleNotFoundError as error:
+        if error.name != "fsspec":
+            raise
+        raise MissingPackageError(
+            f"{url} is reached through fsspec, which is not installed: pip install 'holdfast[fsspec]', and the package "
+            "of its protocol, such as s3fs",
+            install="holdfast[fsspec]",
+        ) from error
+    if not FsspecFileSystem.validate_checkpoint_id(url):
+        raise ValueError(refusal)
+    return url
 
 
 def local_path(place: str | os.PathLike[str] | Store) -> Path | None:
@@ -61,7 +88,7 @@ def local_path(place: str | os.PathLike[str] | Store) -> Path | None:
     scheme = _URL.match(path)
     if scheme is None:
         return Path(path).absolute()
-    return Path(_path_of_file_url(path)) if scheme[0].lower() == "file://" else None
+    return Path(_path_of_file_url(path)) if scheme[0].lower() in ("file://", "local://") else None
 
 
 def in_messages(place: Any) -> str:

@@ -13,9 +13,13 @@ from pathlib import Path
 from holdfast.stores.local import FileSystem
 from holdfast.stores.local_store import LocalStore
 from holdfast.stores.memory_store import MemoryStore, folders_in_memory
-from holdfast.stores.places import local_path
+from holdfast.stores.places import local_path, url_of_fsspec
 from holdfast.stores.store import Store, checked_name
 
+_SUPPORTED = (
+    "paths, file:///folder, memory://name, URLs that fsspec knows such as s3://bucket/folder, and objects of classes "
+    "that extend holdfast.stores.Root"
+)
 _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST}
 
 
@@ -200,7 +204,7 @@ def root_at(place: str | os.PathLike[str] | Root) -> Root:
     url = os.fsdecode(place)
     if url.lower().startswith("memory://"):
         return MemoryRoot(url[len("memory://") :])
-    raise ValueError(
-        f"there is no root for {url}. Supported are paths, file:///folder, memory://name, and objects of classes that "
-        "extend holdfast.stores.Root"
-    )
+    url = url_of_fsspec(url, f"there is no root for {url}. Supported are {_SUPPORTED}")
+    from holdfast.stores.remote_root import FsspecRoot
+
+    return FsspecRoot(url)

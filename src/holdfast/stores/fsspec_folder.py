@@ -1,0 +1,199 @@
+"""A folder of any file system of fsspec, with what all of them have."""
+
+from __future__ import annotations
+
+import re
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from holdfast.stores.durability import flush_to_disk
+from holdfast.stores.fsspec_store import FsspecFileSystem
+from holdfast.stores.remote_errors import name_is_taken, only_os_errors, was_replaced
+from holdfast.stores.remote_folder import Found, RemoteFolder
+from holdfast.stores.store import Buffer, Listed, Listing, Sink, too_short, wrong_size
+from holdfast.tuning import REMOTE_START_BYTES, STREAM_BYTES
+
+_MARKS = ("ETag", "etag", "generation", "version_id", "ino", "mtime", "created", "last_modified", "updated")
+"""By which file systems tell one content of a name from the next, each with some of them."""
+
+_locks = [threading.Lock() for _ in range(64)]
+"""Between threads of this process, which is all there is in ``memory://``."""
+
+
+class FsspecFolder(RemoteFolder):
+    """Objects are put whole where renaming is copying, and renamed into place elsewhere.
+
+    fsspec has no way to replace an object only if it is still the same. So between the look at it and the put there is
+    a moment in which another process could commit unnoticed; a disk has a lock, and new names are mostly safe, since
+    many object stores refuse to create what exists.
+    """
+
+    def __init__(self, files: FsspecFileSystem, url: str) -> None:
+        self._files = files
+        self._fs = files.fs
+        self._url = url
+
+    def find(self, name: str) -> Found | None:
+        """Ask for it, whatever fsspec remembers."""
+        inner = self._inner(name)
+        self._fs.invalidate_cache(self._files._inner(self._url))
+        try:
+            info = self._fs.info(inner)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if info.get("type") != "file" or info.get("size") is None:
+            return None
+        return Found(info["size"], tuple((mark, str(info[mark])) for mark in _MARKS if mark in info))
+
+    def open(self, name: str) -> tuple[Found, bytes] | None:
+        """Read a small object, and look whether it still was the same."""
+        found = self.find(name)
+        while found is not None and found.size <= REMOTE_START_BYTES:
+            with suppress(FileNotFoundError):
+                content = self._fs.cat_file(self._inner(name))
+                if len(content) == found.size and self.find(name) == found:
+                    return found, content
+            found = self.find(name)
+        return None if found is None else (found, b"")
+
+    def read_into(self, name: str, found: Found, begin: int, memory: memoryview) -> None:
+        """Read a range, and look afterwards whether it still was the same object."""
+        try:
+            content = self._fs.cat_file(self._inner(name), start=begin, end=begin + memory.nbytes)
+        except FileNotFoundError:
+            content = b""
+        if self.find(name) != found:
+            raise was_replaced(self._path(name))
+        if len(content) != memory.nbytes:
+            raise too_short(self._path(name), begin + memory.nbytes, begin + len(content))
+        memory[:] = content
+
+    @contextmanager
+    def create(self, name: str, size: int | None) -> Iterator[Sink]:
+        """Hand everything to a stream of fsspec, which completes the object when it is closed."""
+        path = self._path(name)
+        with only_os_errors(path):
+            if self.find(name) is not None:
+                raise name_is_taken(path)
+            self._make_folder()
+        with self._files.create_stream(path, "wb") as stream:
+            sink = _StreamSink(stream, path)
+            yield sink
+            if size is not None and sink.size != size:
+                raise wrong_size(path, size, sink.size)
+            with only_os_errors(path):
+                flush_to_disk(stream)
+            sink.finished = True
+
+    def compare_and_put(self, name: str, content: bytes, replaces: bytes | None) -> bool:
+        """Compare, and put in place: as safe from others as the class says."""
+        self._make_folder()
+        with _locks[hash(self._path(name)) % len(_locks)], self._files.lock_folder(self._url):
+            if self._look(name)[1] != replaces:
+                return False
+            if not self._files.puts_atomically:
+                self._rename_into_place(name, content)
+                return True
+            if replaces is None:
+                return self._put_new(name, content)
+            self._fs.pipe_file(self._inner(name), content)
+            return True
+
+    def list(self) -> Listing:
+        """What fsspec lists, if it is a file."""
+        return [Listed(name, info["size"]) for name, info in self.entries() if info["type"] == "file"]
+
+    def entries(self) -> Sequence[tuple[str, dict[str, Any]]]:
+        """Names of all that is in the folder, and what fsspec tells about each."""
+        folder = self._files._inner(self._url)
+        self._fs.invalidate_cache(folder)
+        try:
+            found = self._fs.ls(folder, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        prefix = f"{folder.rstrip('/')}/"
+        inside = [(info["name"].rstrip("/"), info) for info in found]
+        # Where folders are prefixes, an object may stand for the folder itself, or have the same name as it.
+        return [(name[len(prefix) :], info) for name, info in inside if name.startswith(prefix)]
+
+    def delete(self, name: str) -> None:
+        """Delete a file."""
+        self._fs.rm_file(self._inner(name))
+
+    def sync(self) -> None:
+        """Make names on a disk durable."""
+        with suppress(FileNotFoundError):
+            self._files.sync_folder(self._url)
+
+    def _path(self, name: str) -> str:
+        return self._files.concat_path(self._url, name)
+
+    def _inner(self, name: str) -> str:
+        return self._files._inner(self._path(name))
+
+    def _make_folder(self) -> None:
+        """Object stores have no folders, and would make a bucket instead."""
+        if not self._files.puts_atomically:
+            self._files.mkdir(self._url)
+
+    def _look(self, name: str) -> tuple[Found | None, bytes | None]:
+        """What there is, and all of its content."""
+        opened = self.open(name)
+        if opened is None:
+            return None, None
+        found, content = opened
+        if len(content) < found.size:
+            memory = bytearray(found.size)
+            self.read_into(name, found, 0, memoryview(memory))
+            content = bytes(memory)
+        return found, content
+
+    def _put_new(self, name: str, content: bytes) -> bool:
+        try:
+            self._fs.pipe_file(self._inner(name), content, mode="create")
+        except FileExistsError:
+            return False
+        except (NotImplementedError, TypeError, ValueError):  # this one cannot do it: the look has to be enough
+            self._fs.pipe_file(self._inner(name), content)
+        return True
+
+    def _rename_into_place(self, name: str, content: bytes) -> None:
+        pattern = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp")
+        left_over = [other for other, _ in self.entries() if pattern.fullmatch(other)]  # of commits that were killed
+        temporary = f".{name}.{uuid.uuid4().hex[:8]}.tmp"
+        with self.create(temporary, len(content)) as sink:
+            sink.write(content)
+        try:
+            self._files.rename(self._path(temporary), self._path(name))
+        except BaseException:
+            with suppress(Exception):
+                self.delete(temporary)
+            raise
+        self.sync()
+        for other in left_over:
+            with suppress(Exception):
+                self.delete(other)
+
+
+class _StreamSink:
+    def __init__(self, stream: Any, path: str) -> None:
+        self.size = 0
+        self.finished = False
+        self._stream = stream
+        self._path = path
+
+    def write(self, buffer: Buffer) -> None:
+        if self.finished:
+            raise ValueError("this object is complete")
+        view = memoryview(buffer)
+        if view.nbytes == 0:  # a shape with a zero in it cannot be cast
+            return
+        view = view.cast("B")
+        with only_os_errors(self._path):
+            for begin in range(0, view.nbytes, STREAM_BYTES):
+                # Some streams keep what they are given, and some take nothing but bytes.
+                self._stream.write(bytes(view[begin : begin + STREAM_BYTES]))
+        self.size += view.nbytes
