@@ -42,6 +42,15 @@ class Elements:
         """A tensor like ``view`` whose elements are there until the next one is asked for."""
         return view
 
+    def whole(self, tensor: torch.Tensor) -> bytes | memoryview:
+        """The bytes of a small tensor."""
+        return as_bytes(self.of(tensor))
+
+    def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """The bytes of a tensor in parts. No more than a slab is copied of one that lies otherwise in memory."""
+        for part in cut(Box((0,) * tensor.dim(), tuple(tensor.shape)), _slab_elements(tensor, self)):
+            yield as_bytes(self.of(narrowed(tensor, part.offsets, part.sizes)))
+
 
 IN_MEMORY = Elements()
 
@@ -72,28 +81,22 @@ def _write_tensor(stream: Any, tensor: torch.Tensor, elements: Elements) -> Writ
     archive = TensorArchive(tensor.dtype, tuple(tensor.shape))
     prefix, length = archive.prefix, archive.payload_length
     if length <= SMALL_TENSOR:
-        payload = as_bytes(elements.of(tensor))
+        payload = elements.whole(tensor)
         payload_crc = crc32(payload)
         suffix = archive.suffix(payload_crc)
         stream.write(b"".join((prefix, payload, suffix)))
     else:
         stream.write(prefix)
         payload_crc = 0
-        for piece in _pieces(tensor, elements):
-            payload_crc = crc32(piece, payload_crc)
-            stream.write(piece)
+        for piece in elements.pieces(tensor):
+            for start in range(0, piece.nbytes, STREAM_BYTES):
+                part = piece[start : start + STREAM_BYTES]
+                payload_crc = crc32(part, payload_crc)
+                stream.write(part)
         suffix = archive.suffix(payload_crc)
         stream.write(suffix)
     seal = Seal(len(prefix), length, payload_crc, crc32(suffix, archive.prefix_crc))
     return WrittenBlob(len(prefix) + length + len(suffix), seal, tensor.dtype)
-
-
-def _pieces(tensor: torch.Tensor, elements: Elements) -> Iterator[memoryview]:
-    """The bytes of a tensor, piece by piece. No more than a slab is copied of one that lies otherwise in memory."""
-    for part in cut(Box((0,) * tensor.dim(), tuple(tensor.shape)), _slab_elements(tensor, elements)):
-        payload = as_bytes(elements.of(narrowed(tensor, part.offsets, part.sizes)))
-        for start in range(0, payload.nbytes, STREAM_BYTES):
-            yield payload[start : start + STREAM_BYTES]
 
 
 def _slab_elements(tensor: torch.Tensor, elements: Elements) -> int:

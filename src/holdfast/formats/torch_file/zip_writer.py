@@ -7,7 +7,7 @@ can use it in place.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from holdfast.formats.crc import crc32
@@ -63,9 +63,7 @@ class ZipWriter:
 
     def add_in_pieces(self, name: str, size: int, fill: Fill) -> None:
         """Write an entry that is never in memory as a whole. Its CRC is only known in the end, and stands behind it."""
-        full_name = (_ROOT + name).encode()
-        begin = self._position
-        self._write(_header(full_name, 0, size, begin, flags=layout.CRC_FOLLOWS))
+        full_name, begin = self._begin_entry(name, size)
         crc = done = 0
         while done < size:
             room = self._room()
@@ -77,9 +75,30 @@ class ZipWriter:
                 self._output.advance(memory.nbytes)  # type: ignore[attr-defined]
             done += memory.nbytes
         self._position += size
+        self._end_entry(full_name, crc, size, begin)
+
+    def add_from(self, name: str, size: int, pieces: Iterable[memoryview]) -> None:
+        """Write an entry whose content comes in pieces, of ``size`` bytes in all."""
+        full_name, begin = self._begin_entry(name, size)
+        crc, content = 0, self._position
+        for piece in pieces:
+            for at in range(0, len(piece), STREAM_BYTES):
+                part = piece[at : at + STREAM_BYTES]
+                crc = crc32(part, crc)
+                self._write(part)
+        if self._position - content != size:
+            raise ValueError(f"{self._position - content} bytes came for {name}, which was to have {size}")
+        self._end_entry(full_name, crc, size, begin)
+
+    def _begin_entry(self, name: str, size: int) -> tuple[bytes, int]:
+        full_name, begin = (_ROOT + name).encode(), self._position
+        self._write(_header(full_name, 0, size, begin, flags=layout.CRC_FOLLOWS))
+        return full_name, begin
+
+    def _end_entry(self, name: bytes, crc: int, size: int, begin: int) -> None:
         descriptor = layout.DESCRIPTOR64 if size >= layout.MAX32 else layout.DESCRIPTOR
         self._write(descriptor.pack(layout.DESCRIPTOR_MAGIC, crc, size, size))
-        self._lines.append(_line(full_name, crc, size, begin, flags=layout.CRC_FOLLOWS))
+        self._lines.append(_line(name, crc, size, begin, flags=layout.CRC_FOLLOWS))
 
     def close(self) -> None:
         """Write the directory. The output stays open."""

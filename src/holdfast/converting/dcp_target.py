@@ -1,0 +1,175 @@
+"""Writes a DCP checkpoint, which ``torch.distributed.checkpoint`` loads on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.converting.outgoing import Outgoing, Piece
+from holdfast.converting.target import Target, Written, refuse_values
+from holdfast.converting.torch_states import LEAVE_OUT, UNPICKLABLE, refuse_what_torch_lacks, stand_ins_for
+from holdfast.coordination.collectives import Collectives
+from holdfast.formats.dcp.values import encode_value, needs_pickle
+from holdfast.formats.native.refs import TensorRef
+from holdfast.formats.native.trees import children_of, hides_tensor, is_named
+from holdfast.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
+from holdfast.planning.plan import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from holdfast.planning.save_planner import DefaultSavePlanner
+from holdfast.planning.trees import ObjectPath, flat_name, opens_list
+from holdfast.saving import save_state
+from holdfast.storage.blobs import Elements
+from holdfast.storage.writer import _FileSystemWriter
+from holdfast.tuning import MEMORY_BUDGET, SHARE_OF_ROOMS
+
+_NAME = "a DCP checkpoint"
+
+
+class DcpTarget(Target):
+    """States are flattened as DCP does it, so that its users find the keys that they know.
+
+    The format has lists, and dicts with texts as keys: other containers of tensors become those. Tied tensors are
+    stored once for every name. Empty dicts are kept as values, which DCP itself would lose.
+    """
+
+    format = "dcp"
+
+    def refuse(self, outgoing: Outgoing) -> None:
+        """Raise for keys that DCP cannot tell apart, for elements that torch lacks, and for values that need code."""
+        refuse_what_torch_lacks(outgoing, _NAME)
+        paths: dict[str, ObjectPath] = {}
+        same: dict[str, str] = {}
+        refused: dict[str, str] = {}
+        for path, leaf in _leaves(outgoing.tree):
+            key = flat_name(path)
+            if key in paths:
+                same[key] = f"is the key of {list(paths[key])} and of {list(path)}"
+            paths[key] = path
+            if not isinstance(leaf, TensorRef) and not outgoing.allow_pickle and (why := _needs(leaf)):
+                refused[key] = why
+        refuse_values(outgoing, _NAME, same, "DCP joins the names of nested dicts by dots. Rename these (rename=...).")
+        advice = (
+            f"They take code to be loaded. {LEAVE_OUT}, or have them written as pickles (allow_pickle=True), for those "
+            "who load with allow_pickle=True or by torch."
+        )
+        refuse_values(outgoing, _NAME, refused, advice)
+
+    def write(self, outgoing: Outgoing, place: Path) -> Written:
+        """Write one data file and then the index."""
+        flow = _Flow(outgoing)
+        writer = _Writer(place, flow, outgoing.memory_budget)
+        metadata = save_state(
+            {}, writer, _Planner(outgoing, flow), Collectives(None, use_dist=False, coordinator_rank=0)
+        )
+        outgoing.note_empty()
+        files = sorted({info.relative_path for info in metadata.storage_data.values()} | {".metadata"})
+        return Written(files, sum((place / name).stat().st_size for name in files))
+
+
+def _leaves(tree: Mapping[Any, Any]) -> Iterator[tuple[ObjectPath, Any]]:
+    """What has a key in DCP, with its path: dicts are opened, and lists in which there is a dict or a tensor."""
+    for name, child in tree.items():
+        yield from _leaves_in(child, (str(name),))
+
+
+def _leaves_in(value: Any, path: ObjectPath) -> Iterator[tuple[ObjectPath, Any]]:
+    parts = children_of(value) if _is_opened(value) else None
+    if not parts:
+        yield path, value
+        return
+    is_list = isinstance(value, (list, tuple)) and not is_named(value)
+    for name, child in parts:
+        yield from _leaves_in(child, (*path, name if is_list else str(name)))
+
+
+def _is_opened(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return True
+    return not isinstance(value, TensorRef) and ((isinstance(value, list) and opens_list(value)) or hides_tensor(value))
+
+
+def _needs(value: Any) -> str:
+    """What code it would take to load a value; nothing if it takes none."""
+    try:
+        return needs_pickle(encode_value(value)) or ""
+    except UNPICKLABLE as error:
+        return f"cannot be pickled ({error!s:.100})"
+
+
+class _Flow(Elements):
+    """The elements of stand-ins, which come one tensor after the other."""
+
+    def __init__(self, outgoing: Outgoing) -> None:
+        self._outgoing = outgoing
+        self._stream: Iterator[Piece] = iter(())
+
+    def begin(self, keys: list[str]) -> None:
+        """The tensors will be asked for in this order."""
+        self._stream = self._outgoing.stream(keys)
+
+    def whole(self, tensor: torch.Tensor) -> bytes:
+        """The bytes of the next tensor."""
+        return b"".join(self.pieces(tensor))
+
+    def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """The same in parts."""
+        left = tensor.nbytes
+        while left:
+            data = next(self._stream).data
+            yield data
+            left -= data.nbytes
+
+
+class _Writer(_FileSystemWriter):
+    """Writes tensors whose elements come by themselves, to a place that gets another name later."""
+
+    def __init__(self, folder: Path, flow: _Flow, memory_budget: int | None) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)  # nothing is on a device
+        self._elements = flow
+        self._memory_budget = (memory_budget or MEMORY_BUDGET) // SHARE_OF_ROOMS
+
+    def storage_meta(self) -> StorageMeta:
+        """The id of this save, and no path."""
+        return StorageMeta(save_id=self.save_id)
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans a state of references, each of which is a whole tensor."""
+
+    def __init__(self, outgoing: Outgoing, flow: _Flow) -> None:
+        super().__init__()
+        self._outgoing = outgoing
+        self._flow = flow
+        self._keys: dict[str, str] = {}
+        """Those of tensors in what goes out, by those that they have in DCP."""
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Flatten what goes out."""
+        leaves = {flat_name(path): (path, leaf) for path, leaf in _leaves(self._outgoing.tree)}
+        self.mappings = {key: path for key, (path, _) in leaves.items()}
+        self._keys = {key: leaf.key for key, (_, leaf) in leaves.items() if isinstance(leaf, TensorRef)}
+        tensors = self._outgoing.tensors
+        stand_ins = stand_ins_for((key, tensors[own]) for key, own in self._keys.items())
+        self.state_dict = {key: leaf for key, (_, leaf) in leaves.items()} | stand_ins
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """An item for every leaf."""
+        items = [self._item(key, value) for key, value in self.state_dict.items()]
+        return SavePlan(items, planner_data=self.mappings)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The order of what is written is known now."""
+        self._flow.begin([self._keys[item.index.fqn] for item in new_plan.items if item.index.fqn in self._keys])
+        return super().finish_plan(new_plan)
+
+    def _item(self, key: str, value: Any) -> WriteItem:
+        if key not in self._keys:
+            return WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+        whole = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())
+        data = TensorWriteData(whole, TensorProperties(value.dtype), value.size())
+        return WriteItem(MetadataIndex(key, whole.offsets), WriteItemType.TENSOR, tensor_data=data)
