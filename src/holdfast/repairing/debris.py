@@ -1,0 +1,136 @@
+"""Files that no checkpoint needs: of saves and conversions that were killed.
+
+Only what has a name that Holdfast gives, and only where nobody can be writing any more: nothing of it has changed for a
+while, no job owns the run, and no process holds a lock.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.formats.native.names import RECORD, generation_of
+from holdfast.formats.native.record import Record
+from holdfast.repairing.liveliness import is_locked, why_perhaps_alive
+from holdfast.repairing.report import Debris
+from holdfast.storage import hf_names
+from holdfast.stores.places import local_path, store_at
+from holdfast.stores.store import Listed, Store
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+_PARTIAL = re.compile(r"\..+\.holdfast-[0-9a-f]+\.partial")
+_DCP_FILE = re.compile(r"__\d+_(?P<generation>[0-9a-f]{8})_\d+\.distcp")
+_DCP_TEMPORARY = re.compile(r"(?:__\d+)?\.metadata\.[0-9a-f]{8}\.tmp")
+
+
+@dataclass(frozen=True)
+class Heap:
+    """Files in one place that belong together, and that nothing needs."""
+
+    place: str
+    names: Sequence[str]
+    nbytes: int
+    why: str
+    obstacle: str | None
+    """Why they are left alone."""
+
+    def swept(self, *, apply: bool) -> Debris:
+        """Remove them, if ``apply`` and nobody may be writing; and tell what became of them."""
+        if self.obstacle is not None:
+            return Debris(self.place, self.names, self.nbytes, self.why, "kept", self.obstacle)
+        if not apply:
+            return Debris(self.place, self.names, self.nbytes, self.why, "can be removed")
+        try:
+            self._remove()
+        except OSError as error:
+            return Debris(self.place, self.names, self.nbytes, self.why, "kept", str(error))
+        return Debris(self.place, self.names, self.nbytes, self.why, "removed")
+
+    def _remove(self) -> None:
+        folder = local_path(self.place)
+        for name in self.names:
+            if folder is not None and (folder / name).is_dir() and _PARTIAL.fullmatch(name):
+                shutil.rmtree(folder / name)
+        store = store_at(self.place)
+        store.delete(name for name in self.names if folder is None or not (folder / name).is_dir())
+        store.sync()
+
+
+def heaps_of_native(store: Store, record: Record | None, *, but: Collection[str] = ()) -> Iterator[Heap]:
+    """What killed saves left in the folder of a checkpoint, or in one without a record if that is None.
+
+    Generations ``but`` these are meant.
+    """
+    listed = store.list()
+    needed = set() if record is None else {record.index.name, *(file.name for file in record.files)}
+    by_generation: dict[str, list[Listed]] = defaultdict(list)
+    for file in listed:
+        generation = generation_of(file.name)
+        if generation is not None and generation not in but and file.name not in needed:
+            by_generation[generation].append(file)
+    for generation, files in sorted(by_generation.items()):
+        yield _heap(store, files, f"left by a save that was not committed (generation {generation})")
+    temporary = [file for file in listed if _TEMPORARY.fullmatch(file.name)]
+    if temporary:
+        yield _heap(store, temporary, "temporary files of a commit that was killed")
+
+
+def heaps_of_hugging_face(store: Store) -> Iterator[Heap]:
+    """Temporary files of saves to a Hugging Face folder in which no switch is under way, which would need them."""
+    by_generation: dict[str, list[Listed]] = defaultdict(list)
+    for file in store.list():
+        generation = hf_names.generation_of(file.name)
+        if generation is not None:
+            by_generation[generation].append(file)
+    for generation, files in sorted(by_generation.items()):
+        yield _heap(store, files, f"left by a save that was not committed (generation {generation})")
+
+
+def heaps_of_dcp(store: Store, needed: Collection[str]) -> Iterator[Heap]:
+    """Data files that the index does not name, if ``holdfast.dcp`` wrote them, and unfinished indexes."""
+    by_generation: dict[str, list[Listed]] = defaultdict(list)
+    for file in store.list():
+        match = _DCP_FILE.fullmatch(file.name)
+        if match is not None and file.name not in needed:
+            by_generation[match["generation"]].append(file)
+    for generation, files in sorted(by_generation.items()):
+        yield _heap(store, files, f"left by a save that was not committed (generation {generation})")
+    temporary = [file for file in store.list() if _DCP_TEMPORARY.fullmatch(file.name)]
+    if temporary:
+        yield _heap(store, temporary, "indexes of saves that were not committed")
+
+
+def heaps_of_conversions(folder: Path) -> Iterator[Heap]:
+    """Unfinished outputs of conversions in a folder."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if _PARTIAL.fullmatch(path.name):
+            obstacle = "a conversion is writing it" if is_locked(path) else None
+            yield Heap(str(folder), [path.name], _tree_bytes(path), "left by a conversion that was killed", obstacle)
+
+
+def is_debris_alone(store: Store) -> bool:
+    """Whether a folder without a record holds files of our saves."""
+    names = [listed.name for listed in store.list()]
+    return RECORD not in names and any(generation_of(name) is not None for name in names)
+
+
+def _heap(store: Store, files: Sequence[Listed], why: str) -> Heap:
+    names = sorted(file.name for file in files)
+    return Heap(store.location, names, sum(file.size for file in files), why, why_perhaps_alive(store, names))
+
+
+def _tree_bytes(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total

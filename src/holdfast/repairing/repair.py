@@ -1,0 +1,156 @@
+"""``holdfast.repair``: looks at a checkpoint, or at all those of a folder, and puts right what can be put right."""
+
+from __future__ import annotations
+
+import os
+
+from holdfast.errors import HoldfastError, NotACheckpointError
+from holdfast.formats.native.names import RECORD, generation_of
+from holdfast.manager.run_file import RUN_FILE
+from holdfast.repairing import dcp, hugging_face, native
+from holdfast.repairing.debris import (
+    Heap,
+    heaps_of_conversions,
+    heaps_of_hugging_face,
+    heaps_of_native,
+    is_debris_alone,
+)
+from holdfast.repairing.liveliness import why_perhaps_alive
+from holdfast.repairing.planned import OnProgress, Planned
+from holdfast.repairing.report import RepairReport
+from holdfast.sources.native import read_record
+from holdfast.stores.places import local_path
+from holdfast.stores.roots import root_at
+from holdfast.stores.store import Store
+
+
+def repair(
+    path: str | os.PathLike[str] | Store,
+    *,
+    apply: bool = False,
+    sweep: bool = False,
+    generation: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> RepairReport:
+    """Find out what is wrong with the files of a checkpoint or of a whole run, and with ``apply`` put it right.
+
+    Without ``apply`` nothing is changed: the report tells what would be. ``sweep`` removes files that killed saves and
+    conversions left behind, and that nobody can be writing any more. ``generation`` chooses one of several saves whose
+    data files are there and whose record is lost. What is replaced is kept beside it, as ``<name>.before-repair``.
+
+    The bytes of tensors are not compared with their digests here: ``holdfast.verify`` does that.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> import holdfast as hf
+        >>> path = tempfile.mkdtemp() + "/step-100"
+        >>> saved = hf.save({"w": torch.ones(3)}, path)
+        >>> [os.remove(os.path.join(path, name)) for name in os.listdir(path) if name.startswith("index-")]
+        [None]
+        >>> [finding.outcome for finding in hf.repair(path).findings]
+        ['can be repaired']
+        >>> [finding.outcome for finding in hf.repair(path, apply=True).findings]
+        ['repaired']
+        >>> hf.open(path).load()["w"]
+        tensor([1., 1., 1.])
+    """
+    store = path if isinstance(path, Store) else None
+    place = store.location if store is not None else os.fspath(path)  # type: ignore[arg-type]
+    plan = _Plan(generation, on_progress)
+    if store is not None:
+        plan.look_at(store)
+    else:
+        plan.look_around(place)
+    findings = [planned.carried_out(apply=apply) for planned in plan.problems]
+    debris = [heap.swept(apply=apply and sweep) for heap in plan.heaps]
+    return RepairReport(place, tuple(findings), tuple(debris), apply, tuple(plan.checked))
+
+
+class _Plan:
+    """What was found so far."""
+
+    def __init__(self, generation: str | None, on_progress: OnProgress | None) -> None:
+        self._generation = generation
+        self._on_progress = on_progress
+        self.problems: list[Planned] = []
+        self.heaps: list[Heap] = []
+        self.checked: list[str] = []
+
+    def look_around(self, place: str) -> None:
+        """Look at a checkpoint, or at all that lie directly in a folder."""
+        path = local_path(place)
+        if path is not None and path.is_file():
+            path = path.parent
+            place = str(path)
+        root = root_at(place)
+        if path is not None:
+            self.heaps += heaps_of_conversions(path)
+            if not path.exists():
+                raise NotACheckpointError(f"there is nothing at {path}. Check the path.", path=str(path), found=[])
+        is_run = root.store.size(RUN_FILE) is not None
+        if not is_run and self.look_at(root.store):
+            return
+        inner = [root.child(name) for name in sorted(root.children()) if not name.startswith(".")]
+        looked = [self._look_inside(store) for store in inner]
+        if not is_run and not any(looked) and not self.heaps:
+            raise NotACheckpointError(
+                f"there is no checkpoint at {place}, nor in a folder directly inside of it. Check the path.",
+                path=place,
+                found=[listed.name for listed in root.store.list()][:20],
+            )
+
+    def _look_inside(self, store: Store) -> bool:
+        """A folder among others. Without a record it is not a checkpoint to be made again: it may have been deleted."""
+        if is_debris_alone(store):
+            if native.whole_saves(store, proven=True):
+                self.problems.append(
+                    Planned(
+                        store.location,
+                        "there is no record, though all data files of a save are there",
+                        "if it was not deleted on purpose, repair this folder by itself",
+                    )
+                )
+            else:
+                self.heaps += heaps_of_native(store, None)
+            return True
+        return self.look_at(store)
+
+    def look_at(self, store: Store) -> bool:
+        """Look at the checkpoint in one folder. False if there is none, nor what is left of one."""
+        names = {listed.name for listed in store.list()}
+        path = local_path(store.location)
+        if RECORD in names or any(generation_of(name) for name in names):
+            self._native(store)
+        elif path is not None and any(name.endswith((".metadata", ".distcp")) for name in names):
+            problems, heaps = dcp.problems_of(path)
+            self.problems += problems
+            self.heaps += heaps
+        elif path is not None and any(".safetensors" in name for name in names):
+            self.problems += hugging_face.problems_of(path)
+            if "model.safetensors.commit.json" not in names:
+                self.heaps += heaps_of_hugging_face(store)
+        else:
+            return False
+        self.checked.append(store.location)
+        return True
+
+    def _native(self, store: Store) -> None:
+        names = [listed.name for listed in store.list()]
+
+        def may_rebuild() -> str | None:
+            return why_perhaps_alive(store, [name for name in names if generation_of(name)])
+
+        found = list(
+            native.problems_of(
+                store, generation=self._generation, may_rebuild=may_rebuild, on_progress=self._on_progress
+            )
+        )
+        self.problems += found
+        try:
+            record = read_record(store)
+        except HoldfastError:
+            record = None
+        if record is not None:
+            self.heaps += heaps_of_native(store, record)
+        elif RECORD not in names:
+            self.heaps += heaps_of_native(store, None, but=native.whole_saves(store, proven=False))
