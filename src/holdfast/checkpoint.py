@@ -58,6 +58,11 @@ class Checkpoint(Mapping[str, Any]):
         """Keys whose value was asked for, or whose tensor was read."""
 
     @property
+    def source(self) -> Source:
+        """What it is read from: for those who read regions of tensors into memory of their own."""
+        return self._source
+
+    @property
     def path(self) -> str:
         """Where it is."""
         return self._source.location

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +26,24 @@ from holdfast.planning.planner import LoadPlanner
 from holdfast.planning.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
 from holdfast.sources.file_sizes import sizes_of
 from holdfast.sources.nesting import nested
-from holdfast.sources.source import Into, Piece, Request, Source, check_requests, part_of
+from holdfast.sources.source import Into, Nowhere, Piece, Request, Source, check_requests, part_of
 from holdfast.storage import layout
 from holdfast.storage.chunk_reads import Buffer
 from holdfast.storage.load_progress import Progress
 from holdfast.storage.read_steps import read_size
 from holdfast.storage.reader import FileSystemReader
+from holdfast.storage.tensor_streams import StreamingReader
 from holdfast.storage.tensor_places import Destination, DestinationPlanner, TensorPlace, elements_at
+
+
+class StoredItem(NamedTuple):
+    """A chunk of a tensor, or a value, and where it lies."""
+
+    key: str
+    offsets: tuple[int, ...]
+    file: str
+    begin: int
+    nbytes: int
 
 
 class DcpSource(Source):
@@ -118,6 +131,38 @@ class DcpSource(Source):
         """Where each chunk is stored, by its key and offsets."""
         return {(item.fqn, tuple(item.offset or ())): info for item, info in (self._index.storage_data or {}).items()}
 
+    def stored_items(self) -> list[StoredItem]:
+        """All chunks and values, each with the range of bytes that it has in a file."""
+        return [
+            StoredItem(key, offsets, info.relative_path, info.offset, info.length)
+            for (key, offsets), info in self._places.items()
+            if key in self._index.state_dict_metadata
+        ]
+
+    def keys_without_place(self) -> list[str]:
+        """Keys of which the index does not say, for all or for a part, where they are stored."""
+        lacking = []
+        for key, entry in self._index.state_dict_metadata.items():
+            chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
+            places = [(key, () if chunk is None else tuple(chunk.offsets)) for chunk in chunks]
+            if not all(place in self._places for place in places):
+                lacking.append(key)
+        return lacking
+
+    def read_items(self, items: Sequence[StoredItem], *, memory: int | None = None) -> int:
+        """Read whole chunks and values only to compare them with their CRCs. Returns how many bytes that were."""
+        values, requests = list[ReadItem](), list[Request]()
+        for item in items:
+            entry = self._index.state_dict_metadata[item.key]
+            if not isinstance(entry, TensorStorageMetadata):
+                values.append(create_read_item_for_bytes(item.key))
+            elif item.key in self.tensors:
+                sizes = next(tuple(chunk.sizes) for chunk in entry.chunks if tuple(chunk.offsets) == item.offsets)
+                place = Nowhere(sizes, self.tensors[item.key].dtype.carrier)
+                requests.append(Request(item.key, item.offsets, sizes, place))
+        read = self._carry_out(values, _Taking(self._allow_pickle), verify=True) if values else 0
+        return read + (self.read(requests, memory=memory) if requests else 0)
+
     def files(self) -> list[tuple[str, int]]:
         """The index, or those of all ranks, and the data files that are in it."""
         reader = self._reader()
@@ -144,6 +189,18 @@ class DcpSource(Source):
             boxes = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in wanted]
             items += create_read_items_for_chunk_list(key, entry, boxes)
         return self._carry_out(items, _Placing(by_key, self._index), verify=verify, memory=memory)
+
+    @contextmanager
+    def stream(self, key: str, *, memory: int, scratch: str | os.PathLike[str] | None = None) -> Iterator[ByteStream]:
+        """The bytes of a tensor, put together from its chunks, which are compared with their CRCs in the end."""
+        ref, entry = self.tensors[key], self._index.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        reader = StreamingReader(self.location, scratch, memory, allow_pickle=self._allow_pickle, verify=True)
+        reader.set_up_storage_reader(self._index, is_coordinator=True)
+        whole = ChunkStorageMetadata(torch.Size([0] * len(ref.shape)), torch.Size(ref.shape))
+        items = create_read_items_for_chunk_list(key, entry, [whole])
+        with reader.stream(items, ref.shape, entry.properties.dtype) as stream:
+            yield stream
 
     def verify(self) -> int:
         """Read all tensors and values, to see whether they are undamaged. Returns how many bytes that were."""

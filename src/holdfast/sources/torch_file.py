@@ -29,6 +29,17 @@ from holdfast.stores.file_reader import FileReader, open_file
 from holdfast.tuning import READ_BYTES, STREAM_BYTES
 
 
+class StoredEntry(NamedTuple):
+    """An entry of the archive that a file is."""
+
+    name: str
+    begin: int
+    nbytes: int
+    keys: tuple[str, ...]
+    """Of the tensors whose elements are in it."""
+    has_crc: bool
+
+
 class TorchFileSource(Source):
     """A state that was saved by ``torch.save`` as a dict. Of the file only the description is read to open it.
 
@@ -120,6 +131,24 @@ class TorchFileSource(Source):
             for name, entry in self._file.entries.items():
                 _check(file, name, entry, self.location)
         return sum(entry.length for entry in self._file.entries.values())
+
+    def entries(self) -> list[StoredEntry]:
+        """The entries of the archive, with the keys of the tensors that are in them; none for files without one."""
+        if self._file is None:
+            return []
+        keys: dict[int | None, list[str]] = {}
+        for key, tensor in self._tensors.items():
+            keys.setdefault(self._file.position_of(tensor.untyped_storage()), []).append(key)
+        return [
+            StoredEntry(name, entry.offset, entry.length, tuple(keys.get(entry.offset, ())), entry.crc is not None)
+            for name, entry in self._file.entries.items()
+        ]
+
+    def check_entry(self, name: str) -> None:
+        """Compare one of them with its CRC."""
+        assert self._file is not None
+        with self._opened_again() as file:
+            _check(file, name, self._file.entries[name], self.location)
 
     def close(self) -> None:
         """Let go of the file."""

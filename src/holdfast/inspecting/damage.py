@@ -1,0 +1,122 @@
+"""What was found wrong with a stored checkpoint, and the whole result of looking for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import HoldfastError
+from holdfast.progress import duration, size
+
+_MOST_KEYS = 5
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something in a checkpoint that is not as it was saved."""
+
+    file: str
+    """The name of the file inside of the checkpoint."""
+    problem: str
+    """What is wrong with it, in words that go on after its name."""
+    keys: tuple[str, ...] = ()
+    """The tensors and values that have bytes there, and so cannot be trusted. None for bytes that belong to none."""
+    begin: int | None = None
+    """Where in the file it is."""
+    end: int | None = None
+    expected: str | None = None
+    found: str | None = None
+
+    @classmethod
+    def told_by(cls, error: HoldfastError, file: str, keys: Sequence[str] = (), **where: int) -> Damage:
+        """What an error tells that reading has met."""
+        fields = error.fields
+        own = [fields["key"]] if isinstance(fields.get("key"), str) and fields["key"] else []
+        return cls(
+            file=file,
+            problem=f"cannot be read: {error.message}",
+            keys=tuple(dict.fromkeys([*keys, *own])),
+            expected=_text(fields.get("expected")),
+            found=_text(fields.get("found")),
+            **where,
+        )
+
+    def __str__(self) -> str:
+        place = "" if self.begin is None else f", bytes {self.begin:,} to {self.end:,}"
+        expected = "" if self.expected is None else f" (expected {self.expected}, found {self.found})"
+        needed = ""
+        if self.keys:
+            more = f" and {len(self.keys) - _MOST_KEYS:,} more" if len(self.keys) > _MOST_KEYS else ""
+            needed = f"; in there: {', '.join(self.keys[:_MOST_KEYS])}{more}"
+        return f"{self.file}{place}: {self.problem}{expected}{needed}"
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as plain data."""
+        return {**vars(self), "keys": list(self.keys)}
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What is known about a checkpoint after all of it was read."""
+
+    path: str
+    format: str
+    """``native``, ``dcp``, ``safetensors`` or ``torch``."""
+    identity: str
+    """Which save it is; empty if that cannot be told any more."""
+    tensors: int
+    """That were looked at."""
+    keys: int
+    """All tensors and values that it has."""
+    bytes_read: int
+    seconds: float
+    checked: str
+    """How much of it has digests that were compared: ``all``, ``some`` or ``none``."""
+    why: str
+    """What that means, in words."""
+    damage: tuple[Damage, ...] = ()
+    extra: tuple[str, ...] = ()
+    """Files that lie beside it and are no part of it. They do no harm."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found wrong."""
+        return not self.damage
+
+    @property
+    def damaged_keys(self) -> list[str]:
+        """All keys that damage touches."""
+        return list(dict.fromkeys(key for damage in self.damage for key in damage.keys))
+
+    def __str__(self) -> str:
+        rate = f", {size(self.bytes_read / self.seconds)}/s" if self.seconds > 0 else ""
+        verdict = "whole" if self.ok else "DAMAGED"
+        lines = [
+            f"{self.path} ({self.format}): {verdict}",
+            f"  {self.keys:,} keys, {self.tensors:,} tensors, {size(self.bytes_read)} read in "
+            f"{duration(self.seconds)}{rate}",
+            f"  digests: {self.checked}. {self.why}",
+        ]
+        if self.damage:
+            keys = self.damaged_keys
+            lines.append(f"  {len(self.damage):,} places are damaged, {len(keys):,} keys are touched by that:")
+            lines += [f"    {damage}" for damage in self.damage]
+        if self.extra:
+            shown = ", ".join(self.extra[:_MOST_KEYS])
+            more = f" and {len(self.extra) - _MOST_KEYS:,} more" if len(self.extra) > _MOST_KEYS else ""
+            lines.append(f"  beside it, and no part of it: {shown}{more}")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as plain data."""
+        return {
+            **vars(self),
+            "ok": self.ok,
+            "damage": [damage.to_json() for damage in self.damage],
+            "extra": list(self.extra),
+        }
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)[:200]

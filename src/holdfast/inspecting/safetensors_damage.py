@@ -1,0 +1,83 @@
+"""Finds what can be found in safetensors files, which have no digests: sizes, headers, what cannot be read."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.errors import HoldfastError
+from holdfast.formats.safetensors.header import Header, read_header
+from holdfast.inspecting.damage import Damage
+from holdfast.inspecting.working import Tally, work_through
+from holdfast.sources.safetensors import SafetensorsSource
+from holdfast.sources.source import Nowhere, Request
+from holdfast.storage.hf_names import INDEX_NAME, SUFFIX, lies_inside
+from holdfast.tuning import READERS
+
+
+class SafetensorsCheck:
+    """One look at all tensors, or at some."""
+
+    def __init__(self, source: SafetensorsSource, chosen: Callable[[str], bool] | None, memory: int | None) -> None:
+        self._source = source
+        self._keys = [key for key in source.tensors if chosen is None or chosen(key)]
+        self._memory = memory
+        self._lock = threading.Lock()
+        self.damage: list[Damage] = []
+
+    def run(self, on_total: Callable[[int], Tally]) -> None:
+        """Find all damage. ``on_total`` is told how many bytes there are to read."""
+        tally = on_total(sum(self._source.tensors[key].nbytes for key in self._keys))
+        threads = READERS if self._memory is None else 1
+        work_through(self._keys, lambda key: self._look(key, tally), threads)
+
+    def _look(self, key: str, tally: Tally) -> None:
+        ref = self._source.tensors[key]
+        for piece in self._source.pieces(key):
+            request = Request(key, piece.offsets, piece.sizes, Nowhere(piece.sizes, ref.dtype.carrier))
+            try:
+                self._source.read([request], memory=self._memory)
+            except (HoldfastError, OSError) as error:
+                with self._lock:
+                    self.damage.append(
+                        Damage(
+                            piece.file,
+                            f"cannot be read: {error}",
+                            (key,),
+                            piece.begin,
+                            None if piece.begin is None else piece.begin + piece.nbytes,
+                        )
+                    )
+            tally.add(piece.nbytes)
+
+
+def damage_of_folder(path: Path) -> list[Damage]:
+    """All that is wrong with the files of a folder that cannot be opened as a whole, each looked at for itself."""
+    index = path / INDEX_NAME
+    names: dict[str, list[str]] = {file.name: [] for file in sorted(path.glob(f"*{SUFFIX}")) if not index.exists()}
+    found: list[Damage] = []
+    if index.exists():
+        try:
+            listed = json.loads(index.read_bytes())["weight_map"]
+            for key, name in listed.items():
+                if lies_inside(name):
+                    names.setdefault(name, []).append(key)
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            found.append(Damage(INDEX_NAME, f"is no index of a model: {type(error).__name__}: {error}"))
+    for name, keys in names.items():
+        found += _damage_of_file(path / name, name, keys)
+    return found
+
+
+def _damage_of_file(path: Path, name: str, keys: list[str]) -> list[Damage]:
+    try:
+        with path.open("rb") as stream:
+            header: Header = read_header(stream, str(path))
+    except FileNotFoundError:
+        return [Damage(name, "is missing", tuple(keys), expected="a file", found="no such file")]
+    except (HoldfastError, OSError) as error:
+        return [Damage(name, f"cannot be read: {error}", tuple(keys))]
+    lost = tuple(key for key in keys if key not in header.tensors)
+    return [Damage(name, "does not have all tensors that the index says are in it", lost)] if lost else []
