@@ -1,6 +1,7 @@
-"""Elements of one floating point type as another, rounded to the nearest as torch does it, without a need for torch.
+"""Elements of one floating point type as another, bit by bit as torch makes them, without a need for torch.
 
-numpy has no bfloat16, so that it is made of float32 by hand. Types that numpy lacks otherwise go through torch.
+What is no number stays none; which of the many bit patterns of that comes out is not even the same within torch. numpy
+has no bfloat16, so that it is made of float32 by hand. Types that numpy lacks otherwise go through torch.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def cast_elements(elements: Array, stored: DType, dtype: DType) -> Array:
     if dtype.name == "bfloat16":
         return _to_bfloat16(numbers)
     with np.errstate(all="ignore"):  # what is too large becomes infinite, as it does in torch
+        if dtype.name == "float16":
+            numbers = numbers.astype(np.float32, copy=False)  # torch rounds twice, too
         return numbers.astype(dtype.numpy).view(dtype.carrier)
 
 

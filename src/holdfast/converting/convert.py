@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 import importlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from holdfast.converting.target import Target
+from holdfast.budgets import checked_budget
+from holdfast.checkpoint import Checkpoint
+from holdfast.converting.placing import put_in_place, refuse_what_is_there
+from holdfast.converting.preparing import Cast, Prepared, Wishes, prepare
+from holdfast.converting.proof import content_digest, prove
+from holdfast.converting.report import ConversionReport
+from holdfast.converting.shards import shard_size
+from holdfast.converting.target import Target, Written
+from holdfast.converting.work_folders import work_folder
+from holdfast.patterns import Patterns
+from holdfast.renames import Rename
+from holdfast.sources.detect import open_source
+from holdfast.sources.source import Source
+from holdfast.stores.places import local_path, store_at
+from holdfast.stores.store import Store
+
+OnProgress = Callable[[int, int], None]
 
 _TARGETS = {
     "native": ("holdfast.converting.native_target", "NativeTarget"),
@@ -16,10 +36,193 @@ _TARGETS = {
 """By format. They are imported when they are wanted: some need torch."""
 
 
-def target_for(to: str, **options: Any) -> Target:
-    """What writes a format."""
+def convert(
+    source: str | os.PathLike[str] | Store | Checkpoint,
+    destination: str | os.PathLike[str] | Store,
+    *,
+    to: str,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Rename | None = None,
+    cast: Cast | None = None,
+    max_shard_size: int | str | None = "5GB",
+    overwrite: bool = False,
+    only_tensors: bool = False,
+    check: bool = True,
+    memory_budget: int | None = None,
+    allow_pickle: bool = False,
+    on_progress: OnProgress | None = None,
+) -> ConversionReport:
+    """Write a checkpoint of any format, or a part of it, as one of another format.
+
+    Tensors go through in pieces, so that it takes little memory. The result is made beside the destination, read back
+    and compared, and only then gets its name: there is all of it, or nothing.
+
+    Args:
+        source: a checkpoint: a path, a URL, a store or an opened one.
+        destination: where the new one goes. One that ends in ``.safetensors`` is a file, and so is one ``to`` torch;
+            others are folders.
+        to: ``"native"``, ``"dcp"``, ``"safetensors"`` or ``"torch"``.
+        include: patterns of keys (as the source has them) that are wanted; all are if nothing is given.
+        exclude: patterns of keys that are not wanted.
+        rename: new keys or prefixes by old ones, by regular expressions, or a function of the key.
+        cast: a floating point type for all tensors of such types, or types by patterns of keys.
+        max_shard_size: the most bytes of each file in a folder of safetensors files, such as ``"5GB"``.
+        overwrite: replace a checkpoint that is there, in one step.
+        only_tensors: leave out all values, which some formats cannot hold.
+        check: read everything back and compare it before it gets its name.
+        memory_budget: how many bytes of memory to use for buffers.
+        allow_pickle: load and store values as pickles, which can run any code.
+        on_progress: called with the bytes that are done and those there are in all.
+
+    Example:
+        >>> import tempfile, torch
+        >>> import holdfast as hf
+        >>> folder = tempfile.mkdtemp()
+        >>> torch.save({"model": {"w": torch.ones(2, 3)}, "step": 7}, f"{folder}/old.pt")
+        >>> report = hf.convert(f"{folder}/old.pt", f"{folder}/new", to="native")
+        >>> report.tensors, report.values, report.checked
+        (1, 1, True)
+        >>> hf.open(f"{folder}/new")["step"]
+        7
+    """
+    target = target_for(to, destination, max_shard_size=max_shard_size)
+    wishes = Wishes(include, exclude, rename, cast, only_tensors, allow_pickle, checked_budget(memory_budget))
+    with Opened(source, allow_pickle=allow_pickle) as opened:
+        prepared = prepare(opened, target, wishes)
+        return carry_out(prepared, target, destination, overwrite=overwrite, check=check, on_progress=on_progress)
+
+
+def target_for(to: str, destination: Any, *, max_shard_size: int | str | None = None) -> Target:
+    """What writes a format to a destination."""
     if to not in _TARGETS:
         raise ValueError(f"there is no format {to!r} to convert to; there are {', '.join(_TARGETS)}")
     module, name = _TARGETS[to]
+    options: dict[str, Any] = {}
+    if to == "safetensors":
+        is_file = not isinstance(destination, Store) and os.fsdecode(destination).endswith(".safetensors")
+        options = {"is_file": is_file, "max_shard_size": shard_size(max_shard_size)}
     made: Target = getattr(importlib.import_module(module), name)(**options)
     return made
+
+
+class Opened:
+    """A source for a ``with`` block. One that the caller has opened stays open."""
+
+    def __init__(self, place: str | os.PathLike[str] | Store | Checkpoint, *, allow_pickle: bool) -> None:
+        self._is_of_caller = isinstance(place, Checkpoint)
+        self._source = place.source if isinstance(place, Checkpoint) else open_source(place, allow_pickle=allow_pickle)
+
+    def __enter__(self) -> Source:
+        return self._source
+
+    def __exit__(self, *error: object) -> None:
+        if not self._is_of_caller:
+            self._source.close()
+
+
+def carry_out(
+    prepared: Prepared,
+    target: Target,
+    destination: str | os.PathLike[str] | Store,
+    *,
+    overwrite: bool,
+    check: bool,
+    part: str = "",
+    on_progress: OnProgress | None = None,
+) -> ConversionReport:
+    """Write what was prepared, prove it, and put it in place."""
+    started = time.monotonic()
+    outgoing = prepared.outgoing
+    target.refuse(outgoing)
+    advance = _Progress(_bytes_to_move(prepared, target, check=check), on_progress)
+    outgoing.advance = advance
+    final = local_path(destination)
+    if final is None:
+        written = _write_to_store(prepared, target, destination, overwrite=overwrite, check=check, advance=advance)
+    else:
+        final = Path(os.path.realpath(final))  # a link stays a link, and what it points to is replaced
+        written = _write_locally(prepared, target, final, overwrite=overwrite, check=check, advance=advance)
+    return ConversionReport(
+        source=outgoing.source.location,
+        destination=str(final) if final is not None else store_at(destination).location,
+        to=target.format,
+        tensors=len(outgoing.names),
+        values=len(outgoing.values),
+        elements=sum(tensor.elements for tensor in outgoing.names.values()),
+        bytes_read=outgoing.bytes_read,
+        bytes_written=written.nbytes,
+        files=list(written.files),
+        digest=content_digest(outgoing),
+        checked=check,
+        seconds=time.monotonic() - started,
+        part=part,
+        left_out=prepared.left_out,
+        renamed=prepared.renamed,
+        cast=prepared.cast,
+    )
+
+
+def _write_locally(
+    prepared: Prepared, target: Target, final: Path, *, overwrite: bool, check: bool, advance: Callable[[int], None]
+) -> Written:
+    outgoing = prepared.outgoing
+    refuse_what_is_there(final, overwrite=overwrite, is_file=target.is_file)
+    with work_folder(final) as work:
+        place = work / final.name
+        written = target.write(outgoing, place)
+        _refuse_what_was_not_taken(prepared)
+        if check:
+            prove(outgoing, place, written.keys, advance)
+        put_in_place(place, final, overwrite=overwrite)
+    return written
+
+
+def _write_to_store(
+    prepared: Prepared, target: Target, place: Any, *, overwrite: bool, check: bool, advance: Callable[[int], None]
+) -> Written:
+    from holdfast.converting.native_target import NativeTarget
+
+    store = store_at(place)
+    if not isinstance(target, NativeTarget):
+        raise ValueError(  # noqa: TRY004 - it is the place that does not suit
+            f"{store.location} is not a folder of this machine, and only checkpoints of Holdfast's own format are "
+            f"written to such places. Convert to 'native', or write {target.format} to a local path and copy it"
+        )
+    written = target.write_to(store, prepared.outgoing, overwrite=overwrite)
+    _refuse_what_was_not_taken(prepared)
+    if check:
+        try:
+            prove(prepared.outgoing, store, written.keys, advance)
+        except BaseException:
+            store.delete(written.files[::-1])  # the record first
+            raise
+    return written
+
+
+def _bytes_to_move(prepared: Prepared, target: Target, *, check: bool) -> int:
+    outgoing = prepared.outgoing
+    every = outgoing.names if target.has_flat_keys else outgoing.tensors
+    return sum(tensor.nbytes for tensor in every.values()) * (2 if check else 1)
+
+
+def _refuse_what_was_not_taken(prepared: Prepared) -> None:
+    """Every element must have gone out. Which target it was that forgot some is a defect of ours."""
+    prepared.outgoing.note_empty()
+    missing = prepared.outgoing.tensors.keys() - prepared.outgoing.digests.keys()
+    if missing:
+        raise AssertionError(f"{len(missing)} tensor(s) were not written, such as {min(missing)!r}")
+
+
+class _Progress:
+    """Counts bytes, and tells whoever wants to know."""
+
+    def __init__(self, total: int, on_progress: OnProgress | None) -> None:
+        self._total = total
+        self._done = 0
+        self._on_progress = on_progress
+
+    def __call__(self, count: int) -> None:
+        self._done = min(self._done + count, self._total)
+        if self._on_progress is not None:
+            self._on_progress(self._done, self._total)

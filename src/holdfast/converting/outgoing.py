@@ -6,10 +6,12 @@ pieces one after the other; what was taken is digested, and compared later with 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -20,11 +22,12 @@ import xxhash
 
 from holdfast.boxes import volume
 from holdfast.converting.casts import cast_elements
+from holdfast.converting.ordered_reads import OrderedReads
 from holdfast.formats.native.dtypes import DType
 from holdfast.formats.native.refs import TensorRef
-from holdfast.sources.source import Nowhere, Request, Source
+from holdfast.sources.source import Request, Source
 from holdfast.storage.chunk_reads import boxes_of_run
-from holdfast.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE
+from holdfast.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE, SHARE_OF_ROOMS
 from holdfast.waiting import some_threads, wait_for_all
 
 Bytes = npt.NDArray[np.uint8]
@@ -90,10 +93,14 @@ class Outgoing:
     allow_pickle: bool = False
     """Whether pickles may be loaded and written."""
     memory_budget: int | None = None
+    arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Tensors that the source holds as values, and so in memory, by their keys there."""
     advance: Callable[[int], None] = lambda count: None
     """Told how many bytes have been taken, by one thread."""
     digests: dict[str, bytes] = field(default_factory=dict)
     """The XXH3-128 digest of every tensor that was taken from front to back, by its own key."""
+    scratch: str | os.PathLike[str] | None = None
+    """A folder for what has to be unpacked on the way."""
     bytes_read: int = 0
 
     def __post_init__(self) -> None:
@@ -127,12 +134,13 @@ class Outgoing:
         for piece in self.stream([key]):
             yield piece.data
 
-    def stream(self, keys: Iterable[str]) -> Iterator[Piece]:
+    def stream(self, keys: Iterable[str]) -> Generator[Piece, None, None]:
         """The bytes of tensors, in this order, each from front to back. Nothing comes for tensors without elements.
 
         ``keys`` may be any names. Pieces that follow are read meanwhile, small tensors together.
         """
-        todo = self._parcels(list(keys))
+        until_done = ExitStack()
+        todo = self._parcels(list(keys), until_done)
         pool = some_threads(_READERS, "holdfast-convert")
         running: deque[tuple[list[_Part], Future[Bytes]]] = deque()
         rooms = [np.empty(0, np.uint8) for _ in range(_PIECES_AHEAD)]
@@ -158,17 +166,22 @@ class Outgoing:
                     hasher.update(data)
                     if part.begin + part.nbytes == part.tensor.nbytes:
                         self.digests[part.tensor.key] = hasher.digest()
-                    yield Piece(part.key, part.begin, data)
                     self.advance(part.nbytes)
+                    yield Piece(part.key, part.begin, data)
                     at += part.nbytes
                 rooms.append(room)
                 begin_some()
         finally:
+            for parcel, _ in running:
+                for part in parcel:
+                    if part.in_order is not None:
+                        part.in_order.stop()
             if pool is not None:
                 for _, reading in running:
                     reading.cancel()
                 wait_for_all([reading for _, reading in running if not reading.cancelled()])
                 pool.shutdown(wait=True)
+            until_done.close()
 
     def note_empty(self) -> None:
         """Tensors without elements have a digest too."""
@@ -176,7 +189,7 @@ class Outgoing:
             if tensor.nbytes == 0:
                 self.digests[tensor.key] = xxhash.xxh3_128().digest()
 
-    def _parcels(self, keys: Sequence[str]) -> Iterator[list[_Part]]:
+    def _parcels(self, keys: Sequence[str], until_done: ExitStack) -> Iterator[list[_Part]]:
         """What is read at once: parts of a large tensor one by one, small ones together."""
         parcel: list[_Part] = []
         room = self.piece_bytes
@@ -192,24 +205,22 @@ class Outgoing:
                     parcel.append(_Part(key, tensor, 0, tensor.nbytes))
                     room -= needed
                 continue
-            self._verify_whole_chunks(tensor)
+            in_order = self._in_order(tensor, until_done)
             step = max(1, self.piece_bytes // widest) * tensor.dtype.itemsize
             for begin in range(0, tensor.nbytes, step):
-                yield [_Part(key, tensor, begin, min(step, tensor.nbytes - begin))]
+                yield [_Part(key, tensor, begin, min(step, tensor.nbytes - begin), in_order)]
         if parcel:
             yield parcel
 
-    def _verify_whole_chunks(self, tensor: OutTensor) -> None:
-        """Formats that have one checksum for a chunk are compared with it before parts of the chunk are read."""
-        if self.source.format in ("native", "safetensors"):
-            return  # the one has digests of small blocks, which parts are compared with, and the other has none
-        requests = [
-            Request(
-                tensor.source_key, tuple(chunk.offsets), tuple(chunk.sizes), Nowhere(chunk.sizes, tensor.stored.carrier)
-            )
-            for chunk in self.source.chunks(tensor.source_key)
-        ]
-        self.source.read(requests, memory=self.piece_bytes)
+    def _in_order(self, tensor: OutTensor, until_done: ExitStack) -> OrderedReads | None:
+        """How to read the parts of a tensor one after the other, where parts have no checksums of their own."""
+        budget = MEMORY_BUDGET if self.memory_budget is None else self.memory_budget
+        opening = self.source.stream(tensor.source_key, memory=budget // SHARE_OF_ROOMS, scratch=self.scratch)
+        if opening is None:
+            return None
+        reads = OrderedReads(opening, tensor.elements * tensor.stored.itemsize)
+        until_done.callback(reads.close)
+        return reads
 
     def _read_parcel(self, parcel: Sequence[_Part], room: Bytes) -> Bytes:
         total = sum(part.nbytes for part in parcel)
@@ -222,23 +233,33 @@ class Outgoing:
         """Fill memory with parts of tensors, one behind the other."""
         requests: list[Request] = []
         casts: list[tuple[_Part, Any, Bytes]] = []
-        at = 0
+        at = read = 0
         for part in parcel:
             tensor, target = part.tensor, room[at : at + part.nbytes]
             at += part.nbytes
+            if (array := self.arrays.get(tensor.source_key)) is not None:
+                target[:] = array.reshape(-1).view(np.uint8)[part.begin : part.begin + part.nbytes]
+                continue
             first, count = part.begin // tensor.dtype.itemsize, part.nbytes // tensor.dtype.itemsize
             if tensor.stored == tensor.dtype and _is_aligned(target, tensor.stored):
                 elements = target.view(tensor.stored.carrier)
             else:
                 elements = np.empty(count, tensor.stored.carrier)
                 casts.append((part, elements, target))
+            if part.in_order is not None:
+                part.in_order.fill(first * tensor.stored.itemsize, elements.view(np.uint8).data)
+                read += elements.nbytes
+                continue
             done = 0
             for box in boxes_of_run(tensor.shape, first, first + count):
                 size = volume(box.sizes)
                 into = elements[done : done + size].reshape(box.sizes)
                 requests.append(Request(tensor.source_key, tuple(box.offsets), tuple(box.sizes), into))
                 done += size
-        read = self.source.read(requests, memory=MEMORY_BUDGET if self.memory_budget is None else self.memory_budget)
+        if requests:
+            read += self.source.read(
+                requests, memory=MEMORY_BUDGET if self.memory_budget is None else self.memory_budget
+            )
         with self._counting:
             self.bytes_read += read
         for part, elements, target in casts:
@@ -254,6 +275,8 @@ class _Part(NamedTuple):
     tensor: OutTensor
     begin: int
     nbytes: int
+    in_order: OrderedReads | None = None
+    """By which it is read, if parts have to be read one after the other."""
 
 
 def _is_aligned(memory: Bytes, dtype: DType) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from holdfast.converting.outgoing import Outgoing
 from holdfast.errors import UnsupportedValueError
@@ -20,6 +19,10 @@ class Target(ABC):
     format: str
     is_file: bool = False
     """Whether the result is a file; a folder otherwise."""
+    has_flat_keys: bool = False
+    """Whether the format knows nothing but keys. The tree of what goes out is a flat dict then."""
+    arrays_are_tensors: bool = False
+    """Whether numpy arrays that a source holds as values are written as tensors."""
     keeps_per_rank: bool = False
     """Whether the format knows values that every rank had of its own. Elsewhere they become lists, by rank."""
 
@@ -42,6 +45,8 @@ class Written:
     files: Sequence[str]
     """Their names in the folder, or the name of the only one."""
     nbytes: int
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """How the result calls things, where that differs from the keys of what went out."""
 
 
 def refuse_values(outgoing: Outgoing, format_name: str, refused: dict[str, str], advice: str) -> None:
@@ -58,8 +63,3 @@ def refuse_values(outgoing: Outgoing, format_name: str, refused: dict[str, str],
         key=keys[0],
         keys=keys,
     )
-
-
-def short(value: Any) -> str:
-    """What a message says of a value."""
-    return type(value).__name__

@@ -1,0 +1,129 @@
+"""Writes checkpoints of our own format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.converting.outgoing import Outgoing
+from holdfast.converting.target import Target, Written
+from holdfast.environment import stamp
+from holdfast.errors import UnsupportedTensorError, UnsupportedValueError
+from holdfast.formats.native.layout import ChunkToWrite, FileLayout, lay_out
+from holdfast.formats.native.names import RECORD, data_file, new_generation
+from holdfast.formats.native.record import BLOCK_BYTES
+from holdfast.formats.native.refs import TensorRef
+from holdfast.formats.native.values import Encoder
+from holdfast.formats.native.values import Path as TreePath
+from holdfast.formats.native.writing import Bytes, write_data_file
+from holdfast.storage.native_files import (
+    Contents,
+    WrittenFile,
+    commit_checkpoint,
+    look_before,
+    remove_unfinished,
+)
+from holdfast.stores.local_store import LocalStore
+from holdfast.stores.store import Store
+from holdfast.tuning import MEMORY_BUDGET, SHARE_OF_ROOMS
+
+
+class NativeTarget(Target):
+    """A folder of our own format, or any store."""
+
+    format = "native"
+    keeps_per_rank = True
+    arrays_are_tensors = True
+
+    def refuse(self, outgoing: Outgoing) -> None:
+        """Raise for values that have no stored form."""
+        self._tree(outgoing)
+
+    def write(self, outgoing: Outgoing, place: Path) -> Written:
+        """Write a new folder."""
+        return self.write_to(LocalStore(place), outgoing, overwrite=False)
+
+    def write_to(self, store: Store, outgoing: Outgoing, *, overwrite: bool) -> Written:
+        """Write to a store, and commit. If it raises, what is in the store is as it was."""
+        before = look_before(store, overwrite=overwrite)
+        generation = new_generation()
+        refs = [
+            TensorRef(tensor.key, tensor.dtype, tensor.shape, tensor.kind, tensor.numpy, tensor.rank)
+            for tensor in outgoing.tensors.values()
+        ]
+        noted = {"format": outgoing.source.format, "identity": outgoing.source.identity}
+        contents = Contents(
+            tensors=refs,
+            tree=self._tree(outgoing),
+            metadata=dict(outgoing.source.metadata),
+            written={**stamp(1), "converted_from": noted},
+        )
+        files: list[WrittenFile] = []
+        try:
+            for layout in lay_out(_chunks(refs), generation):
+                files.append(_write_file(store, data_file(generation, 0, len(files)), layout, outgoing))
+            store.sync()
+            record = commit_checkpoint(store, before, files, contents, generation)
+        except BaseException:
+            remove_unfinished(store, [file.name for file in files])
+            raise
+        names = [*(file.name for file in record.files), record.index.name, RECORD]
+        return Written(names, sum(store.size(name) or 0 for name in names))
+
+    def _tree(self, outgoing: Outgoing) -> Any:
+        """The state as typed values."""
+        # What a checkpoint of ours holds as a pickle that nobody loaded goes back as it came.
+        may_pickle = outgoing.allow_pickle or outgoing.source.format == self.format
+        try:
+            return Encoder(_key_of, allow_pickle=may_pickle).encode(outgoing.tree)
+        except UnsupportedValueError as error:
+            raise UnsupportedValueError(
+                f"{error.message}\nExclude these keys, or pass only_tensors=True to leave out all values.",
+                key=error.key,
+                keys=error.keys,
+            ) from None
+
+
+def _key_of(path: TreePath, tensor: Any) -> str:
+    if isinstance(tensor, TensorRef):
+        return tensor.key
+    key = ".".join(map(str, path))
+    raise UnsupportedTensorError(
+        f"'{key}' is a tensor with the layout {tensor.layout} and elements of {tensor.dtype}, which has no stored form "
+        "but torch's own. Exclude it, or convert it to a plain tensor first.",
+        key=key,
+        kind=str(tensor.layout),
+    )
+
+
+def _chunks(refs: list[TensorRef]) -> list[ChunkToWrite]:
+    """Every tensor that has elements, as one chunk."""
+    return [
+        ChunkToWrite(number, ref.key, ref.dtype, ref.shape, (0,) * len(ref.shape), ref.shape)
+        for number, ref in enumerate(refs)
+        if ref.nbytes
+    ]
+
+
+def _write_file(store: Store, name: str, layout: FileLayout, outgoing: Outgoing) -> WrittenFile:
+    budget = MEMORY_BUDGET if outgoing.memory_budget is None else outgoing.memory_budget
+    stream = outgoing.stream(chunk.key for chunk, _ in layout.chunks)
+
+    def pieces(chunk: ChunkToWrite) -> Iterator[Bytes]:
+        """The next ones of the stream, which has the chunks in the same order."""
+        rest = chunk.nbytes
+        while rest:
+            piece = next(stream)
+            rest -= piece.data.nbytes
+            yield np.frombuffer(piece.data, np.uint8)
+
+    try:
+        with store.create(name, layout.nbytes) as sink:
+            digests = write_data_file(sink, layout, pieces, BLOCK_BYTES, budget // SHARE_OF_ROOMS)
+    finally:
+        stream.close()
+    rows = [(chunk.tensor, position, chunk.offsets, chunk.sizes) for chunk, position in layout.chunks]
+    return WrittenFile(name, layout.nbytes, rows, digests)

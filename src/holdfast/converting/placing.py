@@ -1,0 +1,164 @@
+"""Puts the complete result of a conversion under its final name, in one step, in place of an older one if that may be.
+
+At every moment there is the old result or the new one, whole. Files beside an old checkpoint that are no part of it,
+such as a tokenizer, stay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from holdfast.converting.work_folders import OLD
+from holdfast.errors import CheckpointExistsError
+from holdfast.formats.native.names import RECORD, generation_of
+from holdfast.stores.local import FileSystem
+
+_AT_FDCWD = -100
+_NOREPLACE, _EXCHANGE = 1, 2
+_NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
+_OF_A_CHECKPOINT = re.compile(
+    r"(?:__\d+)?\.metadata|.*\.distcp|.*\.safetensors(?:\.index\.json|\.commit\.json)?", re.DOTALL
+)
+_MAGIC = (b"PK\x03\x04", b"\x80\x02")
+
+
+def refuse_what_is_there(final: Path, *, overwrite: bool, is_file: bool) -> None:
+    """Raise if there is something at a destination that must not be replaced."""
+    if not os.path.lexists(final) or _is_empty_folder(final):
+        return
+    what = _what_is_there(final)
+    if not overwrite:
+        advice = "pass overwrite=True to replace it in one step" if what is None else "remove it first"
+        raise _in_the_way(final, "there is something already", f"Write to another place, or {advice}.")
+    if what is not None:
+        raise _in_the_way(final, what, "Write to another place, or remove it first.")
+    if final.is_file() != is_file:
+        kinds = ("a file", "a folder") if is_file else ("a folder", "a file")
+        raise _in_the_way(final, f"{kinds[0]} cannot replace {kinds[1]}", "Write to another place, or remove it first.")
+
+
+def put_in_place(new: Path, final: Path, *, overwrite: bool) -> None:
+    """Give a complete file or folder its name. What was there before is gone on return, or where ``new`` was."""
+    if new.is_dir():
+        if overwrite and final.is_dir():
+            _keep_other_files(final, new)
+        FileSystem().sync_folder(new)
+    try:
+        _move(new, final, overwrite=overwrite)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        raise _in_the_way(final, "something was put there meanwhile", "Look what it is, and try again.") from error
+    FileSystem().sync_folder(final.parent)
+
+
+def is_of_a_checkpoint(name: str) -> bool:
+    """Whether a file of this name belongs to a checkpoint, of whatever format.
+
+    >>> is_of_a_checkpoint("model.safetensors.index.json"), is_of_a_checkpoint("config.json")
+    (True, False)
+    """
+    return name == RECORD or generation_of(name) is not None or _OF_A_CHECKPOINT.fullmatch(name) is not None
+
+
+def _what_is_there(final: Path) -> str | None:
+    """Why something cannot be replaced; None if it is a checkpoint and nothing else."""
+    if final.is_file():
+        with final.open("rb") as stream:
+            start = stream.read(9)
+        return None if start.startswith(_MAGIC) or start[8:] == b"{" else "there is a file that is no checkpoint"
+    if not final.is_dir():
+        return "there is something that is no checkpoint"
+    with os.scandir(final) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    if not any(is_of_a_checkpoint(name) for name, _ in found):
+        return "there is a folder that holds no checkpoint"
+    folders = [name for name, is_folder in found if is_folder]
+    return None if not folders else f"there is a folder that has others in it ({folders[0]})"
+
+
+def _in_the_way(final: Path, what: str, advice: str) -> CheckpointExistsError:
+    return CheckpointExistsError(f"{final}: {what}, so nothing was written. {advice}", path=str(final))
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+
+
+def _keep_other_files(old: Path, new: Path) -> None:
+    """Take files along that are no part of the old checkpoint, unless the new one has one of that name."""
+    with os.scandir(old) as entries:
+        for entry in entries:
+            target = new / entry.name
+            if entry.is_dir(follow_symlinks=False) or is_of_a_checkpoint(entry.name) or target.exists():
+                continue
+            try:
+                os.link(entry.path, target, follow_symlinks=False)
+            except OSError:
+                shutil.copy2(entry.path, target, follow_symlinks=False)
+
+
+def _move(new: Path, final: Path, *, overwrite: bool) -> None:
+    if not os.path.lexists(final) or _is_empty_folder(final):
+        if new.is_dir() and final.is_dir():
+            os.rename(new, final)  # takes the place of an empty folder, and fails if it is not empty any more
+        else:
+            _rename_to_free_name(new, final)
+    elif not overwrite:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
+    elif new.is_dir():
+        _swap(new, final)
+    else:
+        os.replace(new, final)
+
+
+def _rename_to_free_name(new: Path, final: Path) -> None:
+    if _rename(new, final, _NOREPLACE):
+        return
+    if not new.is_dir():
+        os.link(new, final)  # fails if the name is taken
+        os.unlink(new)
+    else:
+        os.rename(new, final)  # fails if there is a folder with something in it
+
+
+def _swap(new: Path, final: Path) -> None:
+    """Exchange two folders, so that the old one is where the new one was."""
+    if _rename(new, final, _EXCHANGE):
+        return
+    # Without that call there is a moment in which the name is free. After a kill in it, the next one puts the old back.
+    old = new.with_name(OLD)
+    os.rename(final, old)
+    try:
+        os.rename(new, final)
+    except BaseException:
+        os.rename(old, final)
+        raise
+
+
+def _rename(new: Path, final: Path, how: int) -> bool:
+    """Rename in a special way. False if the system, or the file system, does not know it."""
+    function = _renameat2()
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(final), how) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NOT_SUPPORTED:
+        return False
+    raise OSError(number, os.strerror(number), str(final))
+
+
+def _renameat2() -> Any:
+    if os.name != "posix":
+        return None
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    return function

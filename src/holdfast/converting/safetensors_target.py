@@ -1,0 +1,136 @@
+"""Writes safetensors files: one, or a folder as Hugging Face models are stored."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.converting.outgoing import Outgoing, OutTensor
+from holdfast.converting.shards import fill_shards, shard_names
+from holdfast.converting.target import Target, Written, refuse_values
+from holdfast.errors import UnsupportedTensorError
+from holdfast.formats.safetensors.dtypes import IN_MEMORY, PAIRS
+from holdfast.formats.safetensors.header import METADATA_KEY, Header, plan_header
+from holdfast.storage.hf_names import INDEX_NAME
+from holdfast.stores.local_store import LocalStore
+from holdfast.tuning import MEMORY_BUDGET, SHARE_OF_ROOMS
+
+_IN_FILES = {name: in_file for in_file, name in IN_MEMORY.items()}
+_MOST_SHOWN = 20
+
+
+class SafetensorsTarget(Target):
+    """One file, or a folder with an index if it takes several."""
+
+    format = "safetensors"
+    has_flat_keys = True
+    arrays_are_tensors = True
+
+    def __init__(
+        self, *, is_file: bool = False, max_shard_size: int | None = None, files: Sequence[str | Path] = ()
+    ) -> None:
+        self.is_file = is_file
+        self._max_shard_size = max_shard_size
+        self._files = [Path(file) for file in files]
+
+    def refuse(self, outgoing: Outgoing) -> None:
+        """Raise for values, and for tensors that the format has no type for."""
+        refuse_values(
+            outgoing,
+            "safetensors files",
+            {key: f"it is a {type(value).__name__}" for key, value in outgoing.values.items()},
+            "Pass only_tensors=True to leave out all values, or exclude them.",
+        )
+        refused = {key: why for key, tensor in outgoing.names.items() if (why := _why_not(key, tensor)) is not None}
+        if refused:
+            raise _unsupported(refused)
+
+    def write(self, outgoing: Outgoing, place: Path) -> Written:
+        """Write the file, or the folder."""
+        if self.is_file:
+            nbytes = _write_file(place, list(outgoing.names), outgoing)
+            LocalStore(place.parent).sync()
+            return Written([place.name], nbytes)
+        place.mkdir()
+        shards = fill_shards({key: tensor.nbytes for key, tensor in outgoing.names.items()}, self._max_shard_size)
+        names = shard_names(len(shards))
+        total = sum(_write_file(place / name, keys, outgoing) for name, keys in zip(names, shards, strict=True))
+        if len(shards) > 1:
+            index = _index(dict(zip(names, shards, strict=True)), outgoing)
+            LocalStore(place).put(INDEX_NAME, index)
+            names, total = [*names, INDEX_NAME], total + len(index)
+        for file in self._files:
+            shutil.copyfile(file, place / file.name)
+            names, total = [*names, file.name], total + file.stat().st_size
+        LocalStore(place).sync()
+        return Written(names, total)
+
+
+def _write_file(path: Path, keys: Sequence[str], outgoing: Outgoing) -> int:
+    """Write a file, durably. Returns its size."""
+    budget = MEMORY_BUDGET if outgoing.memory_budget is None else outgoing.memory_budget
+    header, start = plan_header([_entry(key, outgoing.names[key]) for key in keys], _notes(outgoing))
+    nbytes = _size_of(header)
+    with LocalStore(path.parent).create(path.name, nbytes) as sink:
+        sink.room(budget // SHARE_OF_ROOMS)  # the first call decides how much memory there is
+        sink.write(start)
+        for piece in outgoing.stream(header.tensors):
+            sink.write(piece.data)
+    return nbytes
+
+
+def _size_of(header: Header) -> int:
+    return header.data_start + sum(tensor.nbytes for tensor in header.tensors.values())
+
+
+def _entry(key: str, tensor: OutTensor) -> tuple[str, str, tuple[int, ...]]:
+    """Name, type and shape by which a file lists a tensor."""
+    name, shape = _IN_FILES[tensor.dtype.name], tensor.shape
+    return key, name, (*shape[:-1], shape[-1] * 2) if name == PAIRS else shape
+
+
+def _notes(outgoing: Outgoing) -> Mapping[str, str]:
+    """Those that the source has, if it is such a file, and the one that loaders of models look for."""
+    noted = outgoing.source.metadata if outgoing.source.format == "safetensors" else {}
+    kept = {name: text for name, text in noted.items() if isinstance(text, str) and name != "save_id"}
+    return {**kept, "format": "pt"}
+
+
+def _index(shards: Mapping[str, Sequence[str]], outgoing: Outgoing) -> bytes:
+    weight_map = {key: name for name, keys in shards.items() for key in keys}
+    content: dict[str, Any] = {
+        "metadata": {"total_size": sum(outgoing.names[key].nbytes for key in weight_map)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _why_not(key: str, tensor: OutTensor) -> str | None:
+    name = _IN_FILES.get(tensor.dtype.name)
+    if name is None or (name == PAIRS and not tensor.shape):
+        return f"has elements of {tensor.dtype}, which the format has no type for"
+    if key == METADATA_KEY:
+        return "has the name of the notes of a file"
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return "has a name that is no valid text"
+    return None
+
+
+def _unsupported(refused: Mapping[str, str]) -> UnsupportedTensorError:
+    lines = [f"  '{key}' {why}" for key, why in list(refused.items())[:_MOST_SHOWN]]
+    if len(refused) > _MOST_SHOWN:
+        lines.append(f"  and {len(refused) - _MOST_SHOWN} more (see the field `keys` of this error)")
+    first = next(iter(refused))
+    return UnsupportedTensorError(
+        f"{len(refused)} tensor(s) cannot be stored in safetensors files, so nothing was written:\n"
+        + "\n".join(lines)
+        + "\nExclude them, rename them, or cast them to another type.",
+        key=first,
+        kind=refused[first],
+        keys=list(refused),
+    )
