@@ -61,7 +61,7 @@ def read_in(stream: TensorStream, total: int, lengths: list[int]) -> tuple[bytes
     content, crc, turn = bytearray(), 0, 0
     while len(content) < total:
         piece = memoryview(bytearray(16 * lengths[turn % len(lengths)]))[: total - len(content)]
-        crc = stream.fill(len(content), piece, crc)
+        crc = stream.fill_with_crc(len(content), piece, crc)
         content += piece
         turn += 1
     stream.finish()

@@ -204,7 +204,9 @@ class _Export:
         with ExitStack() as until_read:
             opening = self.reader.stream(self.tensor_items[key], stand_in.shape, stand_in.dtype)
             stream = self._reading(lambda: until_read.enter_context(opening))
-            archive.add_in_pieces(name, stand_in.nbytes, lambda *piece: self._reading(lambda: stream.fill(*piece)))
+            archive.add_in_pieces(
+                name, stand_in.nbytes, lambda *piece: self._reading(lambda: stream.fill_with_crc(*piece))
+            )
             self._reading(stream.finish)
 
     def _plan(self) -> None:

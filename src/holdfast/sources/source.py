@@ -5,11 +5,13 @@ Nothing here, and nothing that reads our own format, needs torch.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -129,6 +131,16 @@ class Piece(NamedTuple):
     """Who wrote it, where the name of the file tells."""
 
 
+class ByteStream(Protocol):
+    """The bytes of a tensor in row-major order, to be asked for from front to back, by one thread at a time."""
+
+    def fill(self, begin: int, memory: memoryview, /) -> None:
+        """Fill memory with the bytes from ``begin`` on, in whole elements."""
+
+    def finish(self) -> None:
+        """All was asked for. Raises if it does not add up to its checksums."""
+
+
 class Source(ABC):
     """An open checkpoint. It is read by any number of calls, also from several threads, until it is closed."""
 
@@ -197,6 +209,17 @@ class Source(ABC):
         ``shared`` if other ranks are reading as well, which may want the same bytes.
         """
         return self.read([*requests, *wholes.requests(self.tensors)], verify=verify, memory=memory)
+
+    def stream(
+        self, key: str, *, memory: int, scratch: str | os.PathLike[str] | None = None
+    ) -> AbstractContextManager[ByteStream] | None:
+        """A tensor that is too large to be read at once, for a ``with`` block.
+
+        None where parts of it are as good as the whole for ``read``: their digests are compared, or there are none.
+        Otherwise the stream reads everything once and compares it in the end. ``memory`` is what it may allocate, and
+        ``scratch`` a folder for what has to be unpacked.
+        """
+        return None
 
     def lack_parts(self, keys: Sequence[str]) -> list[int]:
         """Which of these tensors may be stored in part only, by position. Those that are one chunk are whole."""

@@ -53,8 +53,16 @@ class StreamingReader(FileSystemReader):
     stored row by row, ``memory`` is used: the more of it, the fewer times parts of a chunk are passed over.
     """
 
-    def __init__(self, path: AnyPath, scratch: AnyPath, memory: int, *, allow_pickle: bool | None = None) -> None:
-        super().__init__(path, allow_pickle=allow_pickle)
+    def __init__(
+        self,
+        path: AnyPath,
+        scratch: AnyPath | None,
+        memory: int,
+        *,
+        allow_pickle: bool | None = None,
+        verify: bool | None = None,
+    ) -> None:
+        super().__init__(path, allow_pickle=allow_pickle, verify=verify)
         self.scratch = scratch
         self._memory = memory
 
@@ -88,8 +96,8 @@ class TensorStream:
         self._boxes = [part.box for part in parts]
         self._is_one_chunk = len(parts) == 1 and parts[0].is_all_of(self._sizes, dtype)
 
-    def fill(self, begin: int, memory: memoryview, crc: int) -> int:
-        """Fill memory with the bytes from ``begin`` on, in whole elements. Adds them to the CRC of those before."""
+    def fill(self, begin: int, memory: memoryview) -> None:
+        """Fill memory with the bytes from ``begin`` on, in whole elements."""
         elements = torch.frombuffer(memory, dtype=torch.uint8).view(self._dtype)
         first = begin // self._dtype.itemsize
         done = 0
@@ -101,6 +109,10 @@ class TensorStream:
                 start = [at - base for at, base in zip(shared.start, box.offsets, strict=True)]
                 region = Box(shared.start, shared.lengths)
                 self._parts[shared.source].read(region, narrowed(place, start, shared.lengths))
+
+    def fill_with_crc(self, begin: int, memory: memoryview, crc: int) -> int:
+        """The same, and add the bytes to the CRC of those before."""
+        self.fill(begin, memory)
         # The bytes of a tensor that is one chunk were summed up when they were read.
         return self._parts[0].crc if self._is_one_chunk else crc32(memory, crc)
 
@@ -119,18 +131,17 @@ class _ReadAhead(TensorStream):
         self._memory = memoryview(bytearray(min(self._total, memory - memory % _WIDEST_ELEMENT)))
         self._begin = self._end = 0
 
-    def fill(self, begin: int, memory: memoryview, crc: int) -> int:
+    def fill(self, begin: int, memory: memoryview) -> None:
         """Hand out what was read ahead, and read more when that is used up."""
         done = 0
         while done < memory.nbytes:
             if begin + done == self._end:
                 self._begin, self._end = self._end, min(self._total, self._end + self._memory.nbytes)
-                super().fill(self._begin, self._memory[: self._end - self._begin], 0)
+                super().fill(self._begin, self._memory[: self._end - self._begin])
             first = begin + done - self._begin
             count = min(memory.nbytes - done, self._end - self._begin - first)
             memory[done : done + count] = self._memory[first : first + count]
             done += count
-        return crc32(memory, crc)
 
 
 @dataclass(frozen=True)
