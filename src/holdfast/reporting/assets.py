@@ -1,0 +1,68 @@
+"""Pages made of the files in ``page/``: everything in one HTML text, which asks nothing of any network.
+
+The policy in its head lets the browser run and apply only what was put in here, whatever a checkpoint's keys may say.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+_PLACE = re.compile(r"<!-- holdfast:(\w+) -->")
+
+
+def page(
+    template: str, *, title: str, styles: Sequence[str], scripts: Sequence[str], data: Any, connect: str = ""
+) -> str:
+    """An HTML page of the named files, with ``data`` as JSON in the element ``#facts``.
+
+    ``connect`` is what the scripts may fetch from, as the policy calls it, such as ``'self'``; nothing if it is empty.
+    """
+    style = "\n".join(map(asset, styles))
+    script = '"use strict";\n(() => {\n' + "\n".join(map(asset, scripts)) + "\n})();\n"
+    policy = [
+        "default-src 'none'",
+        f"style-src {_allowed(style)}",
+        f"script-src {_allowed(script)}",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    if connect:
+        policy.append(f"connect-src {connect}")
+    parts = {
+        "policy": f'<meta http-equiv="Content-Security-Policy" content="{html.escape("; ".join(policy))}">',
+        "title": f"<title>{html.escape(title)}</title>",
+        "styles": f"<style>{style}</style>",
+        "data": f'<script type="application/json" id="facts">{as_data(data)}</script>',
+        "scripts": f"<script>{script}</script>",
+    }
+    # In one pass: what was put in is not searched for places.
+    return _PLACE.sub(lambda place: parts[place.group(1)], asset(template))
+
+
+@cache
+def asset(name: str) -> str:
+    """The text of a file of the page."""
+    return files("holdfast.reporting").joinpath("page").joinpath(name).read_text(encoding="utf-8")
+
+
+def as_data(data: Any) -> str:
+    r"""JSON that can stand in an HTML page: no tag begins or ends in it.
+
+    >>> as_data({"key": "</script>"})
+    '{"key":"\\u003c/script>"}'
+    """
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _allowed(text: str) -> str:
+    """How a policy names a text that is in the page."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

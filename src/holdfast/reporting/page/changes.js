@@ -1,0 +1,48 @@
+// What changed since another checkpoint.
+
+function showChanges(section, facts, onFilter, onSelect) {
+  const compare = facts.compare;
+  if (!compare) return false;
+  const entries = facts.entries;
+  const counts = new Map();
+  for (let number = 0; number < entries.count; number++) counts.set(entries.change(number), (counts.get(entries.change(number)) ?? 0) + 1);
+  const words = { changed: "with other values", added: "added", removed: "removed", shape: "of another shape", dtype: "of another dtype", equal: "equal" };
+  section.querySelector(".section-head").append(
+    make("p", { class: "small soft wrap" }, `from ${compare.checkpoint.name} to ${facts.checkpoint.name}`));
+  section.append(make("div", { class: "card padded" },
+    make("div", { class: "chips" }, Object.keys(words).filter((change) => counts.get(change)).map((change) => make("button", {
+      type: "button", class: `chip ${CHANGES[change].chip}`, "data-change": change, onclick: () => onFilter(change),
+    }, `${countText(counts.get(change))} ${words[change]}`))),
+    counts.get("equal") === entries.count ? make("p", { class: "more" }, "Nothing changed: all entries are equal.") : null,
+    make("div", { class: "columns" }, largestChanges(facts, onSelect), changedValues(facts, onSelect))));
+  return true;
+}
+
+function largestChanges(facts, onSelect) {
+  const entries = facts.entries;
+  const numbers = Object.keys(facts.compare.differences).map(Number).filter((number) => facts.compare.differences[number].relative !== undefined);
+  if (!numbers.length) return null;
+  const shown = sorted(entries, numbers, "change").slice(0, 12);
+  const finite = shown.map((number) => relativeChange(entries, number)).filter(Number.isFinite);
+  const most = Math.max(...finite, 1e-300);
+  return make("div", { class: "changed-bars" }, make("h3", {}, "Largest changes, relative to what was there"),
+    make("div", { class: "bars" }, shown.map((number) => {
+      const relative = facts.compare.differences[number].relative;
+      const part = typeof relative === "number" ? relative / most : 1;
+      return make("button", { type: "button", class: "bar", onclick: () => onSelect(number), title: entries.keys[number] },
+        make("span", { class: "mono" }, entries.keys[number]),
+        make("div", { class: "track" }, make("div", { class: "fill", style: { width: `${part * 100}%`, background: colourOf(CHANGES.changed.hue, 0.5) } })),
+        make("span", { class: "figure" }, typeof relative === "number" ? percentText(relative) : numberText(relative)));
+    })));
+}
+
+function changedValues(facts, onSelect) {
+  const entries = facts.entries;
+  const numbers = Object.keys(facts.compare.differences).map(Number).filter((number) => facts.compare.differences[number].old !== undefined);
+  if (!numbers.length) return null;
+  const link = (number) => make("button", { type: "button", class: "chip mono", onclick: () => onSelect(number) }, entries.keys[number]);
+  return make("div", {}, make("h3", {}, "Values"),
+    table(["key", "before", "now"], numbers.slice(0, 20).map((number) => [
+      link(number), make("span", { class: "mono wrap" }, facts.compare.differences[number].old), make("span", { class: "mono wrap" }, facts.compare.differences[number].new)])),
+    numbers.length > 20 ? make("p", { class: "small soft" }, `and ${countText(numbers.length - 20)} more`) : null);
+}
