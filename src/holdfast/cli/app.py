@@ -13,7 +13,7 @@ What costs time to import is imported inside of that function, so that other com
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
@@ -58,7 +58,8 @@ class Declared:
     """A command of the app."""
 
     name: str
-    examples: Sequence[Example] = field(default_factory=tuple)
+    function: Callable[..., Any]
+    examples: Sequence[Example] = ()
 
 
 COMMANDS: dict[str, Declared] = {}
@@ -69,7 +70,7 @@ def command(name: str, *, examples: Sequence[Example] = ()) -> Callable[[F], F]:
     """Declare a command of ``holdfast``. The examples become the end of its help."""
 
     def declare(function: F) -> F:
-        COMMANDS[name] = Declared(name, tuple(examples))
+        COMMANDS[name] = Declared(name, function, tuple(examples))
         app.command(name, epilog=_epilog(examples))(function)
         return function
 

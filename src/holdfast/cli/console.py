@@ -36,8 +36,12 @@ def reply(answer: Mapping[str, Any], view: View, *, as_json: bool) -> None:
     console = out()
     if isinstance(shown, str):
         console.print(Text(shown), soft_wrap=True)
-    else:
+    elif console.is_terminal:
         console.print(shown)
+    else:
+        with console.capture() as capture:
+            console.print(shown)
+        print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
 def print_json(answer: Mapping[str, Any]) -> None:

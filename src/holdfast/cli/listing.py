@@ -21,14 +21,12 @@ from holdfast.formats.native.names import RECORD, generation_of
 from holdfast.manager.run_file import RUN_FILE, RunFile, RunState
 from holdfast.manager.steps import StepInfo, folder_of, list_steps, step_of
 from holdfast.manager.summaries import Summary
+from holdfast.repairing.liveliness import PATIENCE
 from holdfast.stores.places import local_path
 from holdfast.stores.roots import Root, root_at
 from holdfast.stores.store import Listed, Store
 
 State = Literal["committed", "set aside", "damaged", "being written", "debris"]
-
-PATIENCE = 600.0
-"""Seconds after which files without a record that nobody has touched are taken for debris."""
 
 _DCP_INDEX = re.compile(r"(?:__\d+)?\.metadata")
 _TORCH_FILE = re.compile(r".+\.(?:pt|pth|bin|ckpt)")
@@ -72,8 +70,6 @@ class Listing:
     """Who saves there now, or is not known to have ended."""
     run: str = ""
     """The id of the run, if it is one."""
-    debris: int = 0
-    """Bytes of files beside the checkpoints that nobody needs."""
 
     def to_json(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -192,7 +188,7 @@ def _native(store: Store, name: str, files: Sequence[Listed]) -> Entry:
         format="native",
         state="committed" if aside is None else "set aside",
         nbytes=nbytes,
-        step=summary.step,
+        step=summary.step if step_of(name) is None else step_of(name),
         reason=aside or "",
         saved_at=summary.time(),
         metrics=dict(summary.numbers()),
