@@ -15,7 +15,7 @@ from holdfast.errors import UnknownKeyError
 from holdfast.formats.native.pruning import NOTHING, pruned
 from holdfast.formats.native.refs import PerRankValues, TensorRef
 from holdfast.formats.native.trees import mapped, refs_in, substituted
-from holdfast.patterns import Chooser, Patterns
+from holdfast.patterns import Chooser, Patterns, chooser
 from holdfast.sources.detect import open_source
 from holdfast.sources.source import Piece, Source, WholeReads
 from holdfast.sources.stored_nodes import StoredNode
@@ -23,6 +23,7 @@ from holdfast.stores.store import Store
 from holdfast.tensor_handles import TensorHandle, as_elements, torch_is_here
 
 if TYPE_CHECKING:
+    from holdfast.inspecting.statistics import Statistics
     from holdfast.reporting.report import Report
 
 
@@ -151,6 +152,46 @@ class Checkpoint(Mapping[str, Any]):
     def files(self) -> list[tuple[str, int]]:
         """The files that it consists of, by name, and the bytes that each has on disk."""
         return self._source.files()
+
+    def statistics(
+        self,
+        pattern: Patterns | None = None,
+        *,
+        bins: int = 64,
+        memory_budget: int | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Statistics:
+        """What the numbers in a tensor are like: smallest, largest, mean, spread, norm, how many are nan, a histogram.
+
+        ``pattern`` is a key, or says which tensors are taken together; all of them by default. They are read in parts,
+        twice; once with ``bins=0``, which leaves the histogram out.
+
+        Example:
+            >>> import tempfile, torch
+            >>> import holdfast as hf
+            >>> path = tempfile.mkdtemp() + "/step-100"
+            >>> saved = hf.save({"w": torch.tensor([0.0, 1, 2, float("nan")])}, path)
+            >>> found = hf.open(path).statistics("w", bins=2)
+            >>> found.minimum, found.maximum, found.mean, found.nan, found.histogram
+            (0.0, 2.0, 1.0, 1, (1, 2))
+        """
+        from holdfast.inspecting.statistics import statistics_of
+
+        refs = self._refs_meant_by(pattern)
+        return statistics_of(self._source, refs, bins=bins, memory_budget=memory_budget, on_progress=on_progress)
+
+    def _refs_meant_by(self, pattern: Patterns | None) -> list[TensorRef]:
+        """The stored tensors, each once, that have a key which is meant."""
+        chosen = chooser(pattern, otherwise=True)
+        if isinstance(pattern, str) and pattern in self._leaves:
+            chosen = pattern.__eq__
+        meant = [leaf for key, leaf in self._leaves.items() if chosen(key)]
+        refs = {ref.key: ref for leaf in meant for ref in refs_in(leaf.value)}
+        if not refs and pattern is not None:
+            if not meant:
+                raise self._unknown(pattern)
+            raise TypeError(f"{pattern!r} means no tensor of {self.path}, only values, which have no statistics")
+        return list(refs.values())
 
     def report(
         self,

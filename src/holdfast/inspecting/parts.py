@@ -1,0 +1,84 @@
+"""Tensors in parts of bounded size: large ones cut, small ones together, so that each read is worth its while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.boxes import Box, cut, volume
+from holdfast.formats.native.refs import TensorRef
+from holdfast.inspecting.numbers import Array
+from holdfast.sources.source import Request, Source
+from holdfast.tuning import MEMORY_BUDGET, READERS, SMALLEST_BUDGET
+
+_BYTES_PER_ELEMENT = 48
+"""What counting with an element takes at most: its bits, itself as a wide number, and a few results of that size."""
+_MOST_TOGETHER = 512
+"""Tensors that are read together."""
+
+
+class Part(NamedTuple):
+    """A box of a tensor."""
+
+    ref: TensorRef
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements as they are stored."""
+        return volume(self.box.sizes) * self.ref.dtype.itemsize
+
+
+@dataclass
+class Lot:
+    """Parts that are read together."""
+
+    parts: list[Part] = field(default_factory=list)
+    elements: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all elements as they are stored."""
+        return sum(part.nbytes for part in self.parts)
+
+
+def elements_at_once(memory: int | None, threads: int) -> int:
+    """How many elements each of some threads may count with at once."""
+    budget = max(SMALLEST_BUDGET, MEMORY_BUDGET if memory is None else memory)
+    return max(1024, budget // (_BYTES_PER_ELEMENT * threads))
+
+
+def threads_for(nbytes: int) -> int:
+    """How many threads are worth it."""
+    return max(1, min(READERS, nbytes >> 22))
+
+
+def lots_of(refs: Iterable[TensorRef], most: int) -> Iterator[Lot]:
+    """All elements of these tensors, in lots of up to ``most`` elements."""
+    waiting = Lot()
+    for ref in refs:
+        for box in cut(Box((0,) * len(ref.shape), ref.shape), most):
+            count = volume(box.sizes)
+            if waiting.parts and (waiting.elements + count > most or len(waiting.parts) >= _MOST_TOGETHER):
+                yield waiting
+                waiting = Lot()
+            waiting.parts.append(Part(ref, box))
+            waiting.elements += count
+    if waiting.parts:
+        yield waiting
+
+
+def read_parts(source: Source, parts: Iterable[Part], memory: int | None) -> list[Array]:
+    """The bits of all parts."""
+    arrays, requests = [], []
+    for part in parts:
+        array = np.empty(part.box.sizes, part.ref.dtype.carrier)
+        arrays.append(array)
+        if array.size:
+            requests.append(Request(part.ref.key, tuple(part.box.offsets), tuple(part.box.sizes), array))
+    if requests:
+        source.read(requests, memory=memory)
+    return arrays

@@ -1,0 +1,247 @@
+"""The numbers of a tensor in a few: how many, how large, how they are spread. Read in parts, in constant memory."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from holdfast.budgets import checked_budget
+from holdfast.errors import UnsupportedTensorError
+from holdfast.formats.native.refs import TensorRef
+from holdfast.inspecting.numbers import Array, are_numbers, is_nan, magnitudes, numbers_of
+from holdfast.inspecting.parts import Lot, elements_at_once, lots_of, read_parts, threads_for
+from holdfast.inspecting.working import OnProgress, Tally, work_through
+from holdfast.sources.source import Source
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the elements of a tensor, or of several, are like.
+
+    All but the first five count finite elements only. Complex numbers are taken by their magnitude.
+    """
+
+    count: int
+    finite: int
+    nan: int
+    inf: int
+    zeros: int
+    minimum: float | int | None
+    """None if no element is finite."""
+    maximum: float | int | None
+    mean: float | None
+    std: float | None
+    """Of all elements that there are, and not an estimate from a sample."""
+    norm: float
+    """The square root of the sum of squares."""
+    histogram: tuple[int, ...] = ()
+    edges: tuple[float, ...] = ()
+    """Between the bins of the histogram, one more than there are bins."""
+
+    def __str__(self) -> str:
+        if not self.finite:
+            return f"{self.count:,} elements: {self.nan:,} nan, {self.inf:,} inf"
+        odd = f", {self.nan:,} nan" * bool(self.nan) + f", {self.inf:,} inf" * bool(self.inf)
+        zeros = f", {self.zeros / self.count:.1%} zeros" if self.zeros else ""
+        return (
+            f"{self.count:,} elements, {_short(self.minimum)} to {_short(self.maximum)}, mean {_short(self.mean)}, "
+            f"std {_short(self.std)}, norm {_short(self.norm)}{zeros}{odd}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as plain data."""
+        return {**vars(self), "histogram": list(self.histogram), "edges": list(self.edges)}
+
+
+def statistics_of(
+    source: Source,
+    refs: Sequence[TensorRef],
+    *,
+    bins: int = 64,
+    memory_budget: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> Statistics:
+    """The statistics of all elements of some tensors together. ``bins=0`` leaves the histogram out, and reads once."""
+    if bins < 0:
+        raise ValueError(f"bins is the number of bins of the histogram, not {bins}")
+    whole = Counts()
+    found = count(source, refs, memory_budget=memory_budget, on_progress=_halved(on_progress, 0, bins))
+    for counts in found.values():
+        whole.add(counts)
+    edges = _edges(whole, bins)
+    histogram = np.zeros(max(len(edges) - 1, 0), np.int64)
+    if edges.size:
+        histogram = _histogram(source, refs, edges, memory_budget, _halved(on_progress, 1, bins))
+    return whole.result(histogram.tolist(), edges.tolist())
+
+
+def count(
+    source: Source,
+    refs: Sequence[TensorRef],
+    *,
+    memory_budget: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> dict[str, Counts]:
+    """All but the histogram, for each of these tensors, by its key."""
+    for ref in refs:
+        if not are_numbers(ref):
+            raise UnsupportedTensorError(
+                f"{ref.key!r} has elements of {ref.dtype}, which are no numbers to count with. Leave it out.",
+                key=ref.key,
+                kind=str(ref.dtype),
+            )
+    found = {ref.key: Counts() for ref in refs}
+    lock = threading.Lock()
+
+    def work(lot: Lot, bits: Sequence[Array]) -> None:
+        counted = [
+            (part.ref.key, Counts.of(numbers_of(raw, part.ref))) for part, raw in zip(lot.parts, bits, strict=True)
+        ]
+        with lock:
+            for key, counts in counted:
+                found[key].add(counts)
+
+    _through(source, refs, work, memory_budget, on_progress)
+    return found
+
+
+def _through(source: Source, refs: Sequence[TensorRef], work: Any, memory: int | None, on_progress: Any) -> None:
+    budget = checked_budget(memory)
+    total = sum(ref.nbytes for ref in refs)
+    tally = Tally(total, on_progress)
+    threads = threads_for(total)
+    most = elements_at_once(budget, threads)
+
+    def read_and_work(lot: Lot) -> None:
+        work(lot, read_parts(source, lot.parts, budget))
+        tally.add(lot.nbytes)
+
+    work_through(lots_of(refs, most), read_and_work, threads)
+
+
+def _histogram(
+    source: Source, refs: Sequence[TensorRef], edges: Array, memory: int | None, on_progress: OnProgress | None
+) -> Array:
+    whole = np.zeros(len(edges) - 1, np.int64)
+    lock = threading.Lock()
+
+    def work(lot: Lot, bits: Sequence[Array]) -> None:
+        own = np.zeros_like(whole)
+        for part, raw in zip(lot.parts, bits, strict=True):
+            numbers = magnitudes(numbers_of(raw, part.ref)).astype(np.float64, copy=False)
+            own += np.histogram(numbers[np.isfinite(numbers)], bins=len(whole), range=(edges[0], edges[-1]))[0]
+        with lock:
+            np.add(whole, own, out=whole)
+
+    _through(source, refs, work, memory, on_progress)
+    return whole
+
+
+def _edges(whole: Counts, bins: int) -> Array:
+    if not bins or whole.minimum is None or whole.maximum is None:
+        return np.empty(0)
+    low, high = float(whole.minimum), float(whole.maximum)
+    if not math.isfinite(high - low):
+        return np.empty(0)
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    edges = np.linspace(low, high, bins + 1)
+    return edges if np.all(np.diff(edges) > 0) else np.empty(0)  # so near each other that there is nothing between
+
+
+def _halved(on_progress: OnProgress | None, half: int, bins: int) -> OnProgress | None:
+    """Progress of one of two passes."""
+    if on_progress is None or not bins:
+        return on_progress
+    return lambda done, total: on_progress(half * total + done, 2 * total)
+
+
+@dataclass
+class Counts:
+    """What is known of some elements; can be added to what is known of others."""
+
+    count: int = 0
+    nan: int = 0
+    inf: int = 0
+    zeros: int = 0
+    minimum: Any = None
+    maximum: Any = None
+    mean: float = 0.0
+    scatter: float = 0.0
+    """The sum of the squares of how far elements are from the mean."""
+    squares: float = field(default=0.0)
+
+    @property
+    def finite(self) -> int:
+        """How many are neither infinite nor no numbers."""
+        return self.count - self.nan - self.inf
+
+    @classmethod
+    def of(cls, numbers: Array) -> Counts:
+        """Count some elements."""
+        counts = cls(count=numbers.size, zeros=numbers.size - int(np.count_nonzero(numbers)))
+        if not numbers.size:
+            return counts
+        counts.nan = int(np.count_nonzero(is_nan(numbers)))
+        ordered = magnitudes(numbers)
+        if ordered.dtype.kind == "f":
+            finite = np.isfinite(ordered)
+            if not finite.all():
+                nan = is_nan(numbers)
+                finite &= ~nan
+                counts.inf = int(np.count_nonzero(~finite & ~nan))
+                ordered = ordered[finite]
+        if not ordered.size:
+            return counts
+        counts.minimum, counts.maximum = ordered.min().item(), ordered.max().item()
+        wide = ordered.astype(np.float64, copy=False)
+        with np.errstate(over="ignore", invalid="ignore"):
+            counts.mean = float(wide.mean())
+            counts.scatter = float(np.square(wide - counts.mean).sum())
+            counts.squares = float(np.dot(wide, wide))
+        return counts
+
+    def add(self, other: Counts) -> None:
+        """Take in what is known of other elements."""
+        mine, theirs = self.finite, other.finite
+        both = mine + theirs
+        if theirs:
+            apart = other.mean - self.mean if mine else 0.0
+            self.mean = self.mean + apart * (theirs / both) if mine else other.mean
+            self.scatter += other.scatter + apart * apart * (mine / both) * theirs
+            self.squares += other.squares
+            self.minimum = other.minimum if self.minimum is None else min(self.minimum, other.minimum)
+            self.maximum = other.maximum if self.maximum is None else max(self.maximum, other.maximum)
+        self.count += other.count
+        self.nan += other.nan
+        self.inf += other.inf
+        self.zeros += other.zeros
+
+    def result(self, histogram: Sequence[int] = (), edges: Sequence[float] = ()) -> Statistics:
+        """The same for people."""
+        has_any = self.finite > 0
+        return Statistics(
+            count=self.count,
+            finite=self.finite,
+            nan=self.nan,
+            inf=self.inf,
+            zeros=self.zeros,
+            minimum=self.minimum,
+            maximum=self.maximum,
+            mean=self.mean if has_any else None,
+            std=math.sqrt(self.scatter / self.finite) if has_any else None,
+            norm=math.sqrt(self.squares),
+            histogram=tuple(histogram),
+            edges=tuple(edges),
+        )
+
+
+def _short(number: float | int | None) -> str:
+    if isinstance(number, int):
+        return f"{number:,}"
+    return "-" if number is None else f"{number:.4g}"
