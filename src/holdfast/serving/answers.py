@@ -1,0 +1,181 @@
+"""What the server answers to each URL. Nothing in a URL becomes a path: it is looked up among what is there."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from dataclasses import dataclass, field
+from functools import cache
+from http import HTTPStatus
+from importlib import resources
+from typing import Any
+from urllib.parse import parse_qsl, unquote_to_bytes, urlsplit
+
+from holdfast.errors import CheckpointNotFoundError, HoldfastError
+from holdfast.reporting.assets import asset
+from holdfast.serving.checkpoint_facts import CheckpointFacts, quoted
+from holdfast.serving.reports import Job, Key, OnProgress, Reports
+from holdfast.serving.run_facts import RunFacts, RunWatch
+
+_PATIENCE = 1.5
+"""Seconds in which a report is waited for, before a page is shown that waits."""
+
+_OWN_PAGES = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_REPORT_PAGES = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""A report is one file with its scripts inside, and says more strictly itself which of them may run."""
+
+_SHARED = ("base.css", "dom.js", "units.js", "theme.js")
+"""What the pages of reports are made of too."""
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response."""
+
+    content: bytes
+    type: str = "text/html; charset=utf-8"
+    status: HTTPStatus = HTTPStatus.OK
+    policy: str = _OWN_PAGES
+    tag: str | None = None
+    """An answer with the same tag is the same."""
+    more: dict[str, str] = field(default_factory=dict)
+
+
+class Answers:
+    """The pages of one run."""
+
+    def __init__(self, watch: RunWatch, *, allow_pickle: bool = False) -> None:
+        self.watch = watch
+        self.reports = Reports()
+        self._allow_pickle = allow_pickle
+
+    def to(self, target: str) -> Answer:
+        """The answer to the target of a GET."""
+        parts = urlsplit(target)
+        asked = dict(parse_qsl(parts.query, encoding="utf-8", errors="surrogateescape"))
+        if parts.path == "/":
+            return Answer(_asset("run.html"))
+        if parts.path == "/api/run.json":
+            encoded = self.watch.encoded()
+            return Answer(encoded.content, "application/json", tag=encoded.tag)
+        if parts.path == "/api/report.json":
+            return self._progress(asked.get("of", ""), asked.get("compare"))
+        if parts.path.startswith("/c/"):
+            return self._report(os.fsdecode(unquote_to_bytes(parts.path[len("/c/") :])), asked.get("compare"))
+        name = parts.path.removeprefix("/assets/")
+        if name != parts.path and name in _asset_names():
+            return Answer(_asset(name), f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8")
+        return _page(HTTPStatus.NOT_FOUND, "There is no such page", "The list of checkpoints is where to begin.")
+
+    def close(self) -> None:
+        """Give up what is being made."""
+        self.reports.close()
+
+    def _report(self, name: str, other: str | None) -> Answer:
+        facts = self.watch.look()
+        chosen = [name] if other is None else [name, other]
+        for one in chosen:
+            refusal = self._refusal(facts, one)
+            if refusal is not None:
+                return refusal
+        job = self.reports.job(_key(facts, chosen), lambda on_progress: self._made(chosen, on_progress))
+        if not job.ready_within(_PATIENCE):
+            return _waiting_page(chosen, job)
+        error = job.future.exception()
+        if error is None:
+            return Answer(_with_way_back(job.future.result()), policy=_REPORT_PAGES)
+        return self._failure(name, error)
+
+    def _progress(self, name: str, other: str | None) -> Answer:
+        """How far a report is."""
+        job = self.reports.known(_key(self.watch.look(), [name] if other is None else [name, other]))
+        is_working = job is not None and not job.future.done()
+        state: dict[str, Any] = {"is_working": is_working}
+        if job is not None:
+            state.update(done=job.done, total=job.total)
+        return Answer(json.dumps(state).encode(), "application/json")
+
+    def _made(self, chosen: list[str], on_progress: OnProgress) -> str:
+        from holdfast.reporting.report import make_report
+
+        place, *other = map(self.watch.shelf.place, chosen)
+        compare = other[0] if other else None
+        return make_report(place, compare=compare, allow_pickle=self._allow_pickle, on_progress=on_progress).html
+
+    def _refusal(self, facts: RunFacts, name: str) -> Answer | None:
+        """Why there is no report of a name; None if there can be one."""
+        if facts.checkpoint(name) is not None:
+            return None
+        if any(save.name == name for save in facts.saves):
+            text = f"{name} is not committed: it is being written, or was cut off. It can be looked at once it is."
+            return _page(HTTPStatus.CONFLICT, "Not a checkpoint yet", text)
+        if self.watch.was_here(name):
+            text = f"{name} was deleted or moved since the list was made."
+            return _page(HTTPStatus.GONE, "This checkpoint is gone", text)
+        return _page(HTTPStatus.NOT_FOUND, "There is no such checkpoint", f"Nothing here is called {name}.")
+
+    def _failure(self, name: str, error: BaseException) -> Answer:
+        self.watch.forget_look()
+        is_gone = isinstance(error, (CheckpointNotFoundError, FileNotFoundError))
+        if is_gone and self.watch.look().checkpoint(name) is None:
+            return _page(HTTPStatus.GONE, "This checkpoint is gone", f"{name} was deleted while it was read. {error}")
+        if isinstance(error, HoldfastError):
+            return _page(HTTPStatus.UNPROCESSABLE_ENTITY, "This checkpoint cannot be shown", str(error))
+        if isinstance(error, (OSError, ImportError)):
+            return _page(HTTPStatus.INTERNAL_SERVER_ERROR, "This checkpoint cannot be read", str(error))
+        raise error
+
+
+def error_page(status: HTTPStatus, text: str) -> Answer:
+    """A page about a request that is not answered."""
+    return _page(status, status.phrase, text)
+
+
+def _key(facts: RunFacts, chosen: list[str]) -> Key:
+    found = [facts.checkpoint(name) or CheckpointFacts(name, "damaged", "native", "", None, 0) for name in chosen]
+    return tuple(part for one in found for part in (one.name, one.identity))
+
+
+def _page(status: HTTPStatus, title: str, text: str) -> Answer:
+    return Answer(_filled("message.html", title=title, text=text), status=status)
+
+
+def _waiting_page(chosen: list[str], job: Job) -> Answer:
+    text = " and ".join(chosen)
+    content = _filled("waiting.html", text=text, of=quoted(chosen[0]), compare="".join(map(quoted, chosen[1:])))
+    return Answer(content, status=HTTPStatus.ACCEPTED)
+
+
+def _with_way_back(report: str) -> bytes:
+    """A report with a link to the list in place of its brand."""
+    link = '<a class="brand" href="/">← All checkpoints</a>'
+    return report.replace('<span class="brand">Holdfast</span>', link, 1).encode("utf-8", "replace")
+
+
+def _filled(name: str, **texts: str) -> bytes:
+    page = _asset(name).decode()
+    for key, text in texts.items():
+        page = page.replace("{{" + key + "}}", html.escape(text))
+    return page.encode("utf-8", "replace")
+
+
+@cache
+def _asset_names() -> frozenset[str]:
+    folder = resources.files("holdfast.serving") / "page"
+    own = (entry.name for entry in folder.iterdir() if entry.name.endswith((".css", ".js", ".svg")))
+    return frozenset([*own, *_SHARED])
+
+
+@cache
+def _asset(name: str) -> bytes:
+    if name in _SHARED:
+        return asset(name).encode()
+    return (resources.files("holdfast.serving") / "page" / name).read_bytes()

@@ -1,0 +1,17 @@
+// What somebody has chosen, kept for the next time. Browsers can forbid that.
+
+export function recall(key) {
+  try {
+    return localStorage.getItem(`holdfast-${key}`);
+  } catch {
+    return null;
+  }
+}
+
+export function keepInMind(key, value) {
+  try {
+    localStorage.setItem(`holdfast-${key}`, value);
+  } catch {
+    // Then it is chosen for this time only.
+  }
+}

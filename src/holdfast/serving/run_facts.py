@@ -1,0 +1,216 @@
+"""Everything that the page of a run shows, as one JSON object: its checkpoints, its job, its saves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import Any
+
+from holdfast.errors import HoldfastError
+from holdfast.manager.owners import Owner
+from holdfast.manager.run_file import Row, RunFile, RunState
+from holdfast.manager.steps import list_steps, rows_of
+from holdfast.serving.checkpoint_facts import CheckpointFacts, facts_of_other, facts_of_step
+from holdfast.serving.live import Ended, LiveSaves, SaveFacts
+from holdfast.serving.shelf import SeenFolder, Shelf
+from holdfast.stores.roots import Root
+
+_FRESH = 0.5
+"""Seconds for which a look serves everybody who asks."""
+_REST = 4
+"""On a slow disk, so many times as long as a look took is rested before the next."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run as it was seen at one moment."""
+
+    location: str
+    is_single: bool
+    """Whether this is a checkpoint by itself and not a folder with some."""
+    run: RunState = field(default_factory=RunState)
+    checkpoints: Sequence[CheckpointFacts] = ()
+    saves: Sequence[SaveFacts] = ()
+    ended: Sequence[Ended] = ()
+    free_bytes: int | None = None
+    problem: str = ""
+    """Why not everything could be looked at."""
+
+    def checkpoint(self, name: str) -> CheckpointFacts | None:
+        """The checkpoint of this name, if there is one."""
+        return next((facts for facts in self.checkpoints if facts.name == name), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """As the page gets it. Nothing in it changes by itself, so that the page can tell that nothing has."""
+        return {
+            "title": PurePath(self.location).name or self.location,
+            "location": self.location,
+            "is_single": self.is_single,
+            "run": self.run.run,
+            "owner": _owner(self.run.owner),
+            "free_bytes": None if self.free_bytes is None else _rounded(self.free_bytes),
+            "checkpoints": [facts.to_json() for facts in self.checkpoints],
+            "saves": [facts.to_json() for facts in self.saves],
+            "ended": [ended.to_json() for ended in self.ended],
+            "problem": self.problem,
+        }
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The JSON of a run, and by what to know it again."""
+
+    content: bytes
+    tag: str
+
+
+class RunWatch:
+    """Looks at a run whenever somebody asks, but not more often than its disk can bear.
+
+    Example:
+        >>> import tempfile, torch
+        >>> import holdfast as hf
+        >>> folder = tempfile.mkdtemp()
+        >>> with hf.CheckpointManager(folder, async_save=False, save_at_end=False) as manager:
+        ...     saved = manager.save(500, {"w": torch.ones(4)}, metrics={"loss": 0.25})
+        >>> [(facts.step, facts.state, dict(facts.metrics)) for facts in RunWatch(folder).look().checkpoints]
+        [(500, 'committed', {'loss': 0.25})]
+    """
+
+    def __init__(self, place: str | os.PathLike[str] | Root) -> None:
+        self.shelf = Shelf(place)
+        self._live = LiveSaves()
+        self._lock = threading.Lock()
+        self._facts: RunFacts | None = None
+        self._encoded: Encoded | None = None
+        self._good_until = 0.0
+        self._rows: dict[str, Row] = {}
+        self._known: dict[str, tuple[Any, CheckpointFacts | None]] = {}
+        self._names: set[str] = set()
+
+    def look(self) -> RunFacts:
+        """What there is now, or was half a second ago."""
+        with self._lock:
+            return self._look()
+
+    def encoded(self) -> Encoded:
+        """The same as JSON."""
+        with self._lock:
+            facts = self._look()
+            if self._encoded is None:
+                content = json.dumps(facts.to_json(), allow_nan=False).encode("ascii")
+                self._encoded = Encoded(content, hashlib.sha256(content).hexdigest()[:32])
+            return self._encoded
+
+    def forget_look(self) -> None:
+        """Look again when somebody asks: something has turned out to be different."""
+        with self._lock:
+            self._good_until = 0.0
+
+    def was_here(self, name: str) -> bool:
+        """Whether there was a checkpoint of this name at some time."""
+        return name in self._names
+
+    def _look(self) -> RunFacts:
+        started = time.monotonic()
+        if self._facts is not None and started < self._good_until:
+            return self._facts
+        try:
+            self._facts = self._look_at_all()
+        except (HoldfastError, OSError) as error:
+            before = self._facts or RunFacts(self.shelf.location, self.shelf.single is not None)
+            self._facts = replace(before, saves=(), problem=str(error))
+        self._encoded = None
+        ended = time.monotonic()
+        self._good_until = ended + max(_FRESH, _REST * (ended - started))
+        return self._facts
+
+    def _look_at_all(self) -> RunFacts:
+        root = self.shelf.root
+        run, problem = _run_of(root)
+        folders = self.shelf.look()
+        checkpoints = self._checkpoints(root, run, folders)
+        whole = [facts for facts in checkpoints if facts.state == "committed"]
+        newest = max(whole, key=_age_of, default=None)
+        saves = self._live.look(
+            folders,
+            {facts.name: facts.identity for facts in checkpoints if facts.identity},
+            run,
+            expected=None if newest is None else newest.nbytes,
+        )
+        self._names |= {facts.name for facts in checkpoints}
+        return RunFacts(
+            location=self.shelf.location,
+            is_single=self.shelf.single is not None,
+            run=run,
+            checkpoints=checkpoints,
+            saves=saves,
+            ended=self._live.ended(),
+            free_bytes=root.free_bytes(),
+            problem=problem,
+        )
+
+    def _checkpoints(self, root: Root, run: RunState, folders: Sequence[SeenFolder]) -> list[CheckpointFacts]:
+        seen = {folder.name: folder for folder in folders}
+        remembered = replace(run, rows={**self._rows, **run.rows})
+        found: dict[str, CheckpointFacts] = {}
+        steps = list_steps(root, remembered)
+        for info in steps:
+            folder = seen.get(info.name)
+            if folder is not None:  # or else it came since, or is not to be shown
+                known = info, folder
+                facts = self._recalled(info.name, known) or facts_of_step(info, folder, root.child(info.name))
+                self._known[info.name] = known, facts
+                found[info.name] = facts
+        fresh = [info for info in steps if info.identity and info.name not in remembered.rows]
+        self._rows = {**{name: row for name, row in self._rows.items() if name in seen}, **rows_of(root, fresh, run)}
+        for name, folder in seen.items():
+            if name not in found:
+                other = self._other(root, folder)
+                if other is not None:
+                    found[name] = other
+        return sorted(found.values(), key=lambda facts: (facts.step is None, facts.step or 0, facts.name))
+
+    def _other(self, root: Root, folder: SeenFolder) -> CheckpointFacts | None:
+        facts = self._recalled(folder.name, folder)
+        if facts is None:
+            facts = facts_of_other(folder, None if folder.is_file else root.child(folder.name))
+            self._known[folder.name] = folder, facts
+        return facts
+
+    def _recalled(self, name: str, known: Any) -> CheckpointFacts | None:
+        """What was found out about a folder, if nothing of what was seen of it has changed since."""
+        before = self._known.get(name)
+        return before[1] if before is not None and before[0] == known else None
+
+
+def _age_of(facts: CheckpointFacts) -> tuple[float, int]:
+    return (0.0 if facts.saved_at is None else facts.saved_at.timestamp(), facts.step or 0)
+
+
+def _run_of(root: Root) -> tuple[RunState, str]:
+    try:
+        return RunFile(root).read(), ""
+    except (HoldfastError, OSError) as error:
+        return RunState(), str(error)
+
+
+def _owner(owner: Owner | None) -> Mapping[str, Any] | None:
+    if owner is None:
+        return None
+    return {"host": owner.host, "pid": owner.pid, "since": owner.since, "life": owner.life()}
+
+
+def _rounded(nbytes: int) -> int:
+    """To two digits: the free space of a disk changes all the time, and only roughly matters."""
+    if nbytes < 100:
+        return nbytes
+    unit: int = 10 ** (int(math.log10(nbytes)) - 1)
+    return nbytes // unit * unit
