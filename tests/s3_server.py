@@ -62,6 +62,13 @@ class Bucket:
 
         return s3fs.S3FileSystem(**self.options, skip_instance_cache=True, use_listings_cache=False)
 
+    def plain_client(self) -> Any:
+        """One of boto3, which needs no event loop."""
+        import boto3
+
+        access = {"aws_access_key_id": "tests", "aws_secret_access_key": "tests", "region_name": "us-east-1"}
+        return boto3.client("s3", endpoint_url=self.options["endpoint_url"], **access)
+
     def names(self, folder: str) -> set[str]:
         """The objects in a folder."""
         return {path.rsplit("/", 1)[1] for path in self.client().find(f"{self.name}/{folder}")}

@@ -44,7 +44,7 @@ def test_a_root_of_ones_own_is_taken_as_it_is(tmp_path):
     ("place", "error", "text"),
     [
         (MemoryStore("a-store"), TypeError, "one checkpoint"),
-        ("s3://bucket/run", ValueError, "no root for s3://bucket/run"),
+        ("carrier-pigeon://loft", ValueError, "no root for carrier-pigeon://loft"),
         ("", ValueError, "empty"),
         (7, TypeError, "not 7"),
     ],

@@ -26,14 +26,16 @@ from holdfast.planning.planner import LoadPlanner
 from holdfast.planning.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
 from holdfast.sources.file_sizes import sizes_of
 from holdfast.sources.nesting import nested
-from holdfast.sources.source import Into, Nowhere, Piece, Request, Source, check_requests, part_of
+from holdfast.sources.source import ByteStream, Into, Nowhere, Piece, Request, Source, check_requests, part_of
 from holdfast.storage import layout
 from holdfast.storage.chunk_reads import Buffer
 from holdfast.storage.load_progress import Progress
 from holdfast.storage.read_steps import read_size
 from holdfast.storage.reader import FileSystemReader
-from holdfast.storage.tensor_streams import StreamingReader
 from holdfast.storage.tensor_places import Destination, DestinationPlanner, TensorPlace, elements_at
+from holdfast.storage.tensor_streams import StreamingReader
+from holdfast.stores.store import Store
+from holdfast.stores.store_files import StoreFiles
 
 
 class StoredItem(NamedTuple):
@@ -64,8 +66,9 @@ class DcpSource(Source):
 
     format = "dcp"
 
-    def __init__(self, path: str | Path, *, allow_pickle: bool = False) -> None:
-        self.location = str(path)
+    def __init__(self, path: str | Path | Store, *, allow_pickle: bool = False) -> None:
+        self._store = path if isinstance(path, Store) else None
+        self.location = path.location if isinstance(path, Store) else str(path)
         self._allow_pickle = allow_pickle
         self._index = self._read_index()
         self.identity = _identity_of(self._index)
@@ -196,6 +199,7 @@ class DcpSource(Source):
         ref, entry = self.tensors[key], self._index.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         reader = StreamingReader(self.location, scratch, memory, allow_pickle=self._allow_pickle, verify=True)
+        self._lead_to_store(reader)
         reader.set_up_storage_reader(self._index, is_coordinator=True)
         whole = ChunkStorageMetadata(torch.Size([0] * len(ref.shape)), torch.Size(ref.shape))
         items = create_read_items_for_chunk_list(key, entry, [whole])
@@ -235,7 +239,14 @@ class DcpSource(Source):
         return progress.bytes_read
 
     def _reader(self, *, verify: bool | None = None) -> FileSystemReader:
-        return FileSystemReader(self.location, allow_pickle=self._allow_pickle, verify=verify)
+        reader = FileSystemReader(self.location, allow_pickle=self._allow_pickle, verify=verify)
+        self._lead_to_store(reader)
+        return reader
+
+    def _lead_to_store(self, reader: FileSystemReader) -> None:
+        """Have a reader read the objects of the store, if the checkpoint is in one."""
+        if self._store is not None:
+            reader.fs, reader.path = StoreFiles(self._store), self.location
 
 
 class _Placing(DestinationPlanner):

@@ -11,6 +11,7 @@ from holdfast.errors import CheckpointNotFoundError, NotACheckpointError, Uncomm
 from holdfast.formats.native.names import RECORD, generation_of
 from holdfast.sources.source import Source
 from holdfast.stores.places import local_path, store_at
+from holdfast.stores.roots import root_at
 from holdfast.stores.store import Store
 
 _DCP_INDEX = re.compile(r"(?:__\d+)?\.metadata")
@@ -20,7 +21,12 @@ _SAFETENSORS_COMMIT = ".safetensors.commit.json"
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGIC = b"\x80\x02"
 """How files of ``torch.save`` began before torch 1.6."""
+_START = 9
+"""How many bytes of a file tell its format."""
+_FILE_ENDINGS = (_SAFETENSORS, _SAFETENSORS_INDEX, ".pt", ".pth", ".bin", ".ckpt", RECORD, ".metadata")
+"""URLs that end like this are tried as those of single files first."""
 _MOST_NAMED = 5
+_MOST_LOOKED_AT = 20
 
 
 def open_source(place: str | os.PathLike[str] | Store, *, allow_pickle: bool = False) -> Source:
@@ -49,18 +55,54 @@ def open_source(place: str | os.PathLike[str] | Store, *, allow_pickle: bool = F
 
 
 def _open_in_store(place: str | os.PathLike[str] | Store, allow_pickle: bool) -> Source:
-    from holdfast.sources.native import NativeSource
-
+    if not isinstance(place, Store) and os.fsdecode(place).endswith(_FILE_ENDINGS):
+        opened = _open_object(os.fsdecode(place), allow_pickle)  # a web server would be asked for all of it as a list
+        if opened is not None:
+            return opened
     store = store_at(place)
     if store.size(RECORD) is not None:
+        from holdfast.sources.native import NativeSource
+
         return NativeSource(store, allow_pickle=allow_pickle)
     names = sorted(listed.name for listed in store.list())
-    if not names:
-        raise CheckpointNotFoundError(f"no checkpoint at {store.location}: there is nothing.", path=store.location)
+    if any(map(_DCP_INDEX.fullmatch, names)):
+        from holdfast.sources.dcp import DcpSource
+
+        return DcpSource(store, allow_pickle=allow_pickle)
     _refuse_uncommitted(store.location, names)
-    raise _not_a_checkpoint(
-        store.location, names, "Checkpoints of other formats than Holdfast's are read from local folders only."
-    )
+    if any(name.endswith((_SAFETENSORS, _SAFETENSORS_INDEX, _SAFETENSORS_COMMIT)) for name in names):
+        from holdfast.sources.safetensors import SafetensorsSource
+
+        return SafetensorsSource(store)
+    opened = None if names or isinstance(place, Store) else _open_object(os.fsdecode(place), allow_pickle)
+    if opened is not None:
+        return opened
+    inner = [] if isinstance(place, Store) else _checkpoints_below(place)
+    if inner or names:
+        shown = names or [f"{name}/" for name in inner]
+        raise _not_a_checkpoint(store.location, shown, _advice(inner, []))
+    raise CheckpointNotFoundError(f"no checkpoint at {store.location}: there is nothing.", path=store.location)
+
+
+def _open_object(url: str, allow_pickle: bool) -> Source | None:
+    """The checkpoint that is one object, or that the object belongs to; None if there is no such object."""
+    folder, _, name = url.rstrip("/").rpartition("/")
+    if folder.endswith(("/", ":")) or not name:
+        return None
+    store = store_at(folder)
+    size = store.size(name)
+    if size is None:
+        return None
+    if name == RECORD or _DCP_INDEX.fullmatch(name) or name.endswith(_SAFETENSORS_INDEX):
+        return _open_in_store(store, allow_pickle)
+    kind = _kind_of_file(store.path_of(name), store.read(name, 0, min(_START, size)))
+    if kind == "torch":
+        from holdfast.sources.torch_file import TorchFileSource
+
+        return TorchFileSource(name, allow_pickle=allow_pickle, store=store)
+    from holdfast.sources.safetensors import SafetensorsSource
+
+    return SafetensorsSource(store, file=name)
 
 
 def _open_folder(path: Path, allow_pickle: bool) -> Source:
@@ -87,19 +129,26 @@ def _open_file(path: Path, allow_pickle: bool) -> Source:
     if path.name == RECORD or _DCP_INDEX.fullmatch(path.name) or path.name.endswith(_SAFETENSORS_INDEX):
         return _open_folder(path.parent, allow_pickle)
     with path.open("rb") as stream:
-        start = stream.read(9)
-    if start.startswith((_ZIP_MAGIC, _PICKLE_MAGIC)):
+        kind = _kind_of_file(str(path), stream.read(_START))
+    if kind == "torch":
         from holdfast.sources.torch_file import TorchFileSource
 
         return TorchFileSource(path, allow_pickle=allow_pickle)
-    if start[8:] == b"{" or path.name.endswith(_SAFETENSORS):
-        from holdfast.sources.safetensors import SafetensorsSource
+    from holdfast.sources.safetensors import SafetensorsSource
 
-        return SafetensorsSource(path)
+    return SafetensorsSource(path)
+
+
+def _kind_of_file(path: str, start: bytes) -> str:
+    """The format of a file that begins so."""
+    if start.startswith((_ZIP_MAGIC, _PICKLE_MAGIC)):
+        return "torch"
+    if start[8:] == b"{" or path.endswith(_SAFETENSORS):
+        return "safetensors"
     raise NotACheckpointError(
         f"{path} is not a checkpoint: it is a file that begins with {start!r}. Give a folder that holds a checkpoint, "
         "a safetensors file, or a file that torch.save wrote.",
-        path=str(path),
+        path=path,
         found=start,
     )
 
@@ -142,6 +191,21 @@ def _what_to_do(path: Path, names: Iterable[str]) -> str:
             with place.open("rb") as stream:
                 if stream.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC:
                     files.append(name)
+    return _advice(inner, files)
+
+
+def _checkpoints_below(place: str | os.PathLike[str]) -> list[str]:
+    """The last of the checkpoints that lie one step further down."""
+    root = root_at(place)
+    inner: list[str] = []
+    for name in sorted(root.children(), reverse=True)[:_MOST_LOOKED_AT]:
+        names = [listed.name for listed in root.child(name).list()]
+        if any(inside == RECORD or _DCP_INDEX.fullmatch(inside) for inside in names):
+            inner.insert(0, name)
+    return inner
+
+
+def _advice(inner: Sequence[str], files: Sequence[str]) -> str:
     if inner:
         return f"There are checkpoints inside of it: {', '.join(inner[-_MOST_NAMED:])}. Give one of those paths."
     if files:

@@ -23,7 +23,8 @@ from holdfast.storage.hf_folder import Contents, StoredChunk, read_contents, rea
 from holdfast.storage.hf_names import COMMIT_NAME, INDEX_NAME, SUFFIX, rank_of_shard
 from holdfast.storage.hf_opening import opened_as_described
 from holdfast.storage.read_steps import read_size
-from holdfast.stores.local import FileSystem
+from holdfast.stores.store import Store
+from holdfast.stores.store_files import files_of
 
 
 class SafetensorsSource(Source):
@@ -44,18 +45,22 @@ class SafetensorsSource(Source):
 
     format = "safetensors"
 
-    def __init__(self, path: str | Path) -> None:
-        self.location = str(path)
-        self._fs = FileSystem()
-        place = Path(path)
+    def __init__(self, path: str | Path | Store, *, file: str | None = None) -> None:
+        """``path`` is that of a file or folder, or the store that is one; ``file`` is the object in it that is all."""
         self._notes: Mapping[str, str] = {}
-        self._only_file = "" if place.is_dir() else place.name
-        self._folder = Folder(self._fs, place if place.is_dir() else place.parent)
+        if isinstance(path, Store):
+            self._fs, self._only_file = files_of(path), file or ""
+            self._folder = Folder(self._fs, path.location)
+        else:
+            place = Path(path)
+            self._fs, self._only_file = files_of(path), "" if place.is_dir() else place.name
+            self._folder = Folder(self._fs, place if place.is_dir() else place.parent)
+        self.location = str(self._folder.at(self._only_file) if self._only_file else self._folder.path)
         if not self._only_file:
             self._contents = _contents_of(self._folder)
         else:
-            self._contents = read_files(self._folder, [place.name])
-            with place.open("rb") as stream:
+            self._contents = read_files(self._folder, [self._only_file])
+            with self._fs.create_stream(self.location, "rb") as stream:
                 self._notes = read_header(stream, self.location).notes
         self.identity = _identity_of(self._contents)
 

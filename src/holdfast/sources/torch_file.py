@@ -7,25 +7,27 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.boxes import Box, cut
-from holdfast.errors import DamagedCheckpointError, RefusedPickleError, UnsupportedValueError
+from holdfast.errors import RefusedPickleError, UnsupportedValueError
 from holdfast.formats.dcp.zip_layout import LOCAL_MAGIC, Entry, damaged
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.torch_elements import as_array
 from holdfast.formats.torch_file.reading import read_torch_file
 from holdfast.formats.torch_file.reserved_memory import ReservedFile
 from holdfast.sources.opened_states import open_state
-from holdfast.sources.source import Piece, Request, Source, check_requests, part_of
-from holdfast.storage.byte_ranges import StreamRanges, read_with_crc
+from holdfast.sources.source import ByteStream, Piece, Request, Source, check_requests, part_of
+from holdfast.sources.torch_file_access import LocalFile, StoredFile
+from holdfast.sources.torch_file_streams import EntryStream, PartsStream
+from holdfast.storage.byte_ranges import Ranges, read_with_crc
 from holdfast.storage.chunk_reads import ArrayPlace, ChunkRead, Wanted
 from holdfast.storage.filling import narrowed
 from holdfast.storage.read_steps import read_size
 from holdfast.storage.strided_reads import arrangement_of
-from holdfast.stores.file_reader import FileReader, open_file
+from holdfast.stores.store import Store
 from holdfast.tuning import READ_BYTES, STREAM_BYTES
 
 
@@ -57,15 +59,17 @@ class TorchFileSource(Source):
 
     format = "torch"
 
-    def __init__(self, path: str | Path, *, allow_pickle: bool = False) -> None:
-        self.location = str(path)
+    def __init__(self, path: str | Path, *, allow_pickle: bool = False, store: Store | None = None) -> None:
+        """``path`` is that of a file; with ``store``, it is the name of an object in that."""
+        self._access = LocalFile(str(path)) if store is None else StoredFile(store, str(path))
+        self.location = self._access.path
         self._unchecked: dict[int, tuple[str, Entry]] = {}
-        with open(path, "rb", buffering=0) as stream:
-            self._version = _version_of(stream.fileno())
-            is_archive = stream.read(len(LOCAL_MAGIC)) == LOCAL_MAGIC
-            self._file = ReservedFile(StreamRanges(stream, self.location), self.location) if is_archive else None
-            self.identity = self._file.identity if self._file is not None else _digest(stream)
-            state = self._load(stream, allow_pickle)
+        with self._access.opened() as file:
+            start = bytearray(min(len(LOCAL_MAGIC), file.size))
+            file.read_into(0, start)
+            self._file = ReservedFile(file, self.location) if start == LOCAL_MAGIC else None
+            self.identity = self._file.identity if self._file is not None else _digest(file)
+            state = self._load(file, allow_pickle)
         if not isinstance(state, dict):
             raise UnsupportedValueError(
                 f"{path} holds a {type(state).__module__}.{type(state).__qualname__}, and a checkpoint is a dict. "
@@ -107,7 +111,7 @@ class TorchFileSource(Source):
 
     def files(self) -> list[tuple[str, int]]:
         """The only file."""
-        return [(Path(self.location).name, os.stat(self.location).st_size)]
+        return [(Path(self.location).name, self._access.size)]
 
     def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:
         """Fill the memory of all requests.
@@ -117,17 +121,37 @@ class TorchFileSource(Source):
         """
         check_requests(requests, self._refs)
         total = 0
-        with self._opened_again() as file:
+        with self._access.opened() as file:
             for request in requests:
                 reading = _Reading(file, self._tensors[request.key], request, read_size(memory, at_once=1))
                 total += self._read_one(reading, verify=verify)
         return total
 
+    @contextmanager
+    def stream(self, key: str, *, memory: int, scratch: str | os.PathLike[str] | None = None) -> Iterator[ByteStream]:
+        """The bytes of a tensor. If they are those of an entry they are compared with its CRC on the way, or before."""
+        tensor = self._tensors[key]
+        position = None if self._file is None else self._file.position_of(tensor)
+        storage = None if self._file is None else self._file.position_of(tensor.untyped_storage())
+        unchecked = None if storage is None else self._unchecked.get(storage)
+        with self._access.opened() as file:
+            is_plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+            if unchecked is not None and is_plain and position == storage and unchecked[1].length == tensor.nbytes:
+                stream = EntryStream(file, *unchecked, self.location)
+                yield stream
+                if stream.is_complete:
+                    self._unchecked.pop(unchecked[1].offset, None)
+                return
+            if unchecked is not None:  # it is read in another order, or not all of it
+                _check(file, *unchecked, self.location)
+                self._unchecked.pop(unchecked[1].offset, None)
+            yield PartsStream(self, self._refs[key], memory)
+
     def verify(self) -> int:
         """Compare every entry of the file with its CRC."""
         if self._file is None:  # all of it was compared when it was opened
             return super().verify()
-        with self._opened_again() as file:
+        with self._access.opened() as file:
             for name, entry in self._file.entries.items():
                 _check(file, name, entry, self.location)
         return sum(entry.length for entry in self._file.entries.values())
@@ -147,26 +171,28 @@ class TorchFileSource(Source):
     def check_entry(self, name: str) -> None:
         """Compare one of them with its CRC."""
         assert self._file is not None
-        with self._opened_again() as file:
+        with self._access.opened() as file:
             _check(file, name, self._file.entries[name], self.location)
 
     def close(self) -> None:
         """Let go of the file."""
         self._tensors = {}
         self._file = None
+        self._access.close()
 
-    def _load(self, stream: BinaryIO, allow_pickle: bool) -> Any:
+    def _load(self, file: Ranges, allow_pickle: bool) -> Any:
         if self._file is not None:
             try:
-                return self._file.load(StreamRanges(stream, self.location))
+                return self._file.load(file)
             except RefusedPickleError:
                 # torch may know more names than we do. What it makes of them is checked as a whole, and now.
                 self._file = None
-        return read_torch_file(self.location, allow_pickle=allow_pickle, verify=True)
+        with self._access.on_disk() as path:
+            return read_torch_file(path, allow_pickle=allow_pickle, verify=True)
 
     def _read_what_is_not_read_later(self, file: ReservedFile, values: Sequence[Any]) -> None:
         """Read everything but the bytes of tensors, and compare it with its CRC; tensors are when they are read."""
-        with self._opened_again() as stream:
+        with self._access.opened() as stream:
             hidden = file.fill_hidden(stream, self._tensors.values(), values)
             for name, entry in file.entries.items():
                 if entry.offset in hidden:
@@ -211,7 +237,7 @@ class TorchFileSource(Source):
             self._unchecked.pop(entry.offset, None)
         return chunk.bytes_read
 
-    def _read_in_parts(self, memory: ReservedFile, file: FileReader, part: torch.Tensor, request: Request) -> int:
+    def _read_in_parts(self, memory: ReservedFile, file: Ranges, part: torch.Tensor, request: Request) -> int:
         """Read elements that are more than once in the tensor, or only computed when read, some at a time."""
         for box in cut(Box((0,) * part.dim(), tuple(part.shape)), READ_BYTES // part.dtype.itemsize):
             piece = narrowed(part, *box)
@@ -219,35 +245,11 @@ class TorchFileSource(Source):
                 part_of(request.into, *box)[...] = as_array(piece)
         return request.into.nbytes
 
-    @contextmanager
-    def _opened_again(self) -> Iterator[FileReader]:
-        """The file that was opened first; an error if it was changed since then, or if there is another one."""
-        try:
-            file = open_file(self.location)
-        except FileNotFoundError as error:
-            raise self._changed() from error
-        try:
-            if _version_of(file.descriptor) != self._version:
-                raise self._changed()
-            yield file
-        finally:
-            file.close()
-
-    def _changed(self) -> DamagedCheckpointError:
-        return DamagedCheckpointError(
-            f"{self.location} is not the file any more that was opened: something has replaced or changed it. Open "
-            "it again.",
-            file=self.location,
-            key=None,
-            expected=self._version,
-            found=None,
-        )
-
 
 class _Reading(NamedTuple):
     """A request for a part of a tensor in the file."""
 
-    file: FileReader
+    file: Ranges
     tensor: torch.Tensor
     request: Request
     most: int
@@ -268,7 +270,7 @@ class _Reading(NamedTuple):
         return ChunkRead(self.file, position, sizes, tensor.dtype.itemsize, wanted, most=self.most)
 
 
-def _check(file: FileReader, name: str, entry: Entry, source: str) -> None:
+def _check(file: Ranges, name: str, entry: Entry, source: str) -> None:
     if entry.crc is None:
         return
     found = 0
@@ -279,14 +281,11 @@ def _check(file: FileReader, name: str, entry: Entry, source: str) -> None:
         raise damaged(source, name, "wrong CRC-32", f"{entry.crc:08x}", f"{found:08x}")
 
 
-def _version_of(descriptor: int) -> tuple[int, ...]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _digest(stream: BinaryIO) -> str:
+def _digest(file: Ranges) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    stream.seek(0)
-    while piece := stream.read(STREAM_BYTES):
+    memory = memoryview(bytearray(min(STREAM_BYTES, file.size)))
+    for begin in range(0, file.size, STREAM_BYTES):
+        piece = memory[: file.size - begin]
+        file.read_into(begin, piece)
         digest.update(piece)
     return digest.hexdigest()

@@ -13,6 +13,7 @@ from holdfast.stores.file_reader import open_file
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
 from holdfast.stores.local import FileSystem
 from holdfast.stores.store import too_short
+from holdfast.stores.store_files import StoreFiles
 from holdfast.tuning import CACHED_READ_BYTES
 
 _OPENED_BY_THE_SYSTEM = FileSystem.create_stream
@@ -21,21 +22,29 @@ _OPENED_BY_THE_SYSTEM = FileSystem.create_stream
 class Ranges(Protocol):
     """The bytes of an open file."""
 
-    size: int
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
 
     def read_into(self, begin: int, buffer: Any, /) -> None:
         """Fill the buffer with the bytes from ``begin`` on."""
 
 
 def is_plain(fs: FileSystemBase) -> bool:
-    """Whether a file system opens files as the operating system does, so that one may go to that directly."""
-    return type(fs).create_stream is _OPENED_BY_THE_SYSTEM
+    """Whether there is a way to the bytes past the streams of a file system, which several threads may go.
+
+    There is if it opens files as the operating system does, and if the files are objects of a store.
+    """
+    return type(fs).create_stream is _OPENED_BY_THE_SYSTEM or isinstance(fs, StoreFiles)
 
 
 @contextmanager
 def opened_ranges(fs: FileSystemBase, path: AnyPath, *, plainly: bool) -> Iterator[Ranges]:
     """Open a file for reading; ``plainly`` past its file system, so that several threads may read it."""
-    if plainly:
+    if plainly and isinstance(fs, StoreFiles):
+        with fs.opened(path) as stored:
+            yield stored
+    elif plainly:
         reader = open_file(os.fspath(path))
         try:
             yield reader

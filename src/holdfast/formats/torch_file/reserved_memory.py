@@ -35,7 +35,9 @@ _ALIGNMENT = 16
 class OpenFile(Protocol):
     """The bytes of the file."""
 
-    size: int
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
 
     def read_into(self, begin: int, buffer: Any, /) -> None:
         """Fill the buffer with the bytes from ``begin`` on."""

@@ -1,0 +1,101 @@
+"""How a file of ``torch.save`` is read again and again, and never another one that has taken its place."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from holdfast.errors import DamagedCheckpointError, HoldfastError
+from holdfast.storage.byte_ranges import Ranges
+from holdfast.stores.file_reader import open_file
+from holdfast.stores.store import Store
+from holdfast.tuning import READ_BYTES
+
+
+class LocalFile:
+    """A file of the local disk. It is only open while it is read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._version: tuple[int, ...] | None = None
+
+    @property
+    def size(self) -> int:
+        """How many bytes it has."""
+        return os.stat(self.path).st_size
+
+    @contextmanager
+    def opened(self) -> Iterator[Ranges]:
+        """The file that was opened first; an error if it was changed since then, or if there is another one."""
+        try:
+            file = open_file(self.path)
+        except FileNotFoundError as error:
+            if self._version is None:
+                raise
+            raise self._changed() from error
+        try:
+            status = os.fstat(file.descriptor)
+            version = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+            if self._version not in (None, version):
+                raise self._changed()
+            self._version = version
+            yield file
+        finally:
+            file.close()
+
+    @contextmanager
+    def on_disk(self) -> Iterator[str]:
+        """It is there already."""
+        yield self.path
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _changed(self) -> DamagedCheckpointError:
+        return DamagedCheckpointError(
+            f"{self.path} is not the file any more that was opened: something has replaced or changed it. Open "
+            "it again.",
+            file=self.path,
+            key=None,
+            expected=self._version,
+            found=None,
+        )
+
+
+class StoredFile:
+    """An object of a store. Its reader stays open, and gives bytes of no other object."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.path = store.path_of(name)
+        self._open = ExitStack()
+        self._reader = self._open.enter_context(store.reader(name))
+        self.size = self._reader.size
+
+    @contextmanager
+    def opened(self) -> Iterator[Ranges]:
+        """The reader."""
+        yield self._reader
+
+    @contextmanager
+    def on_disk(self) -> Iterator[str]:
+        """A copy, for what only torch can read. It needs as much room on the disk for temporary files."""
+        with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+            copy = Path(folder) / "copy"
+            memory = memoryview(bytearray(min(READ_BYTES, self.size)))
+            with copy.open("wb") as stream:
+                for begin in range(0, self.size, READ_BYTES):
+                    piece = memory[: self.size - begin]
+                    self._reader.read_into(begin, piece)
+                    stream.write(piece)
+            try:
+                yield str(copy)
+            except HoldfastError as error:
+                error.message = error.message.replace(str(copy), self.path)
+                raise
+
+    def close(self) -> None:
+        """Let go of the object."""
+        self._open.close()
