@@ -63,7 +63,6 @@ class DcpTarget(Target):
         metadata = save_state(
             {}, writer, _Planner(outgoing, flow), Collectives(None, use_dist=False, coordinator_rank=0)
         )
-        outgoing.note_empty()
         files = sorted({info.relative_path for info in metadata.storage_data.values()} | {".metadata"})
         return Written(files, sum((place / name).stat().st_size for name in files))
 
@@ -87,7 +86,16 @@ def _leaves_in(value: Any, path: ObjectPath) -> Iterator[tuple[ObjectPath, Any]]
 def _is_opened(value: Any) -> bool:
     if isinstance(value, Mapping):
         return True
-    return not isinstance(value, TensorRef) and ((isinstance(value, list) and opens_list(value)) or hides_tensor(value))
+    if isinstance(value, TensorRef):
+        return False
+    return hides_tensor(value) or (isinstance(value, list) and opens_list(value) and _comes_back(value))
+
+
+def _comes_back(value: Any) -> bool:
+    """Whether all dicts in nested lists are such as the format gives back. Others are better kept as they are."""
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(type(key) is str and _comes_back(child) for key, child in value.items())
+    return not isinstance(value, list) or all(map(_comes_back, value))
 
 
 def _needs(value: Any) -> str:

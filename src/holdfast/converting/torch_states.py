@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from holdfast.converting.outgoing import Outgoing, OutTensor
 from holdfast.converting.target import refuse_values
 from holdfast.errors import UnsupportedValueError
-from holdfast.formats.native.keys import readable
-from holdfast.formats.native.refs import PickledValue, UndeclaredValue, UnknownValue
 from holdfast.formats.native.torch_elements import torch_dtype
-from holdfast.formats.native.trees import children_of
-
-Path = tuple[Any, ...]
 
 UNPICKLABLE = (TypeError, AttributeError, RecursionError, pickle.PicklingError)
 """How pickle says that it cannot store something."""
@@ -31,7 +25,7 @@ def stand_ins_for(tensors: Iterable[tuple[str, OutTensor]]) -> dict[str, torch.T
 
 
 def refuse_what_torch_lacks(outgoing: Outgoing, format_name: str) -> None:
-    """Raise for a state that is no dict, for elements that are none of torch, and for values that nobody has made."""
+    """Raise for a state that is no dict, and for elements that are none of torch."""
     if not isinstance(outgoing.tree, Mapping):
         raise UnsupportedValueError(
             f"{outgoing.source.location} holds a {type(outgoing.tree).__name__} and no dict of names, which "
@@ -39,23 +33,8 @@ def refuse_what_torch_lacks(outgoing: Outgoing, format_name: str) -> None:
             key="",
         )
     elements = {
-        name: f"elements of type {tensor.dtype}, as {tensor.numpy} of numpy"
+        name: f"its elements are of numpy's type {tensor.numpy}"
         for name, tensor in outgoing.names.items()
         if torch_dtype(tensor.dtype) is None
     }
     refuse_values(outgoing, format_name, elements, "Torch has no such elements. Leave these arrays out (exclude=...).")
-    unmade = dict(_unmade(outgoing.tree, ()))
-    refuse_values(outgoing, format_name, unmade, f"{LEAVE_OUT}, or make them readable as told.")
-
-
-def _unmade(value: Any, path: Path) -> Iterator[tuple[str, str]]:
-    """Values that could not be made when they were read: something stands in their place."""
-    if isinstance(value, PickledValue):
-        yield readable(path), "a pickle, which is only loaded with allow_pickle=True"
-    elif isinstance(value, UnknownValue):
-        yield readable(path), f"a {value.type}, which cannot be read as a value"
-    elif isinstance(value, UndeclaredValue):
-        yield readable(path), f"a {value.type}, which is only made after holdfast.declare of that class"
-    else:
-        for name, child in children_of(value) or ():
-            yield from _unmade(child, (*path, name))

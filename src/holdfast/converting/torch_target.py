@@ -71,7 +71,6 @@ def _add_all(archive: ZipWriter, outgoing: Outgoing, entries: Sequence[StoredByt
             archive.add(entry.name, _bytes_of_storage(entry.source))
         else:
             archive.add_from(entry.name, entry.nbytes, _bytes_of_next(stream, entry.nbytes))
-    outgoing.note_empty()
 
 
 def _bytes_of_next(stream: Iterator[Piece], nbytes: int) -> Iterator[memoryview]:
