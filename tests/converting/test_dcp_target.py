@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -31,6 +31,7 @@ def loaded_by_stock(folder: Path) -> Any:
 
 
 @given(states())
+@example({"a": [{}], "b": [{}, {"c": 1}, [{}]], "tensor": torch.ones(1)})
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 def test_stock_loads_any_state_as_it_was_saved(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]) -> None:
     folder = tmp_path_factory.mktemp("state")

@@ -18,7 +18,7 @@ from holdfast.formats.native.trees import children_of, hides_tensor, is_named
 from holdfast.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
 from holdfast.planning.plan import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from holdfast.planning.save_planner import DefaultSavePlanner
-from holdfast.planning.trees import ObjectPath, flat_name, opens_list
+from holdfast.planning.trees import ObjectPath, flat_name
 from holdfast.saving import save_state
 from holdfast.storage.blobs import Elements
 from holdfast.storage.writer import _FileSystemWriter
@@ -88,7 +88,14 @@ def _is_opened(value: Any) -> bool:
         return True
     if isinstance(value, TensorRef):
         return False
-    return hides_tensor(value) or (isinstance(value, list) and opens_list(value) and _comes_back(value))
+    return hides_tensor(value) or (isinstance(value, list) and _holds_dict(value) and _comes_back(value))
+
+
+def _holds_dict(value: list[Any]) -> bool:
+    """Whether there is a dict in nested lists. DCP would lose empty ones, so they are no reason to open a list."""
+    return any(
+        bool(child) if isinstance(child, Mapping) else isinstance(child, list) and _holds_dict(child) for child in value
+    )
 
 
 def _comes_back(value: Any) -> bool:
