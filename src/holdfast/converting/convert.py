@@ -170,6 +170,7 @@ def _write_locally(
     refuse_what_is_there(final, overwrite=overwrite, is_file=target.is_file)
     with work_folder(final) as work:
         place = work / final.name
+        outgoing.scratch = work
         written = target.write(outgoing, place)
         _refuse_what_was_not_taken(prepared)
         if check:
