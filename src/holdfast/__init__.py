@@ -12,6 +12,12 @@
         restored = manager.restore(state)        # the newest that is whole; None on a fresh start
         manager.maybe_save(step, state)          # after every step
 
+    hf.verify("runs/a/step-100")                 # every digest; lists all damage
+    hf.diff("runs/a/step-100", "runs/a/step-200")       # keys, shapes, dtypes, values
+    hf.export("runs/a/step-100", "model-hf")     # a Hugging Face folder; hf.convert knows the other formats
+
+The same is there for the terminal: ``holdfast --help``.
+
 ``holdfast.dcp`` is a drop-in for ``torch.distributed.checkpoint``: change the import, keep the files.
 Importing this package needs no torch; saving and loading do.
 """
@@ -32,9 +38,15 @@ from holdfast.version import __version__
 from holdfast.watching import Event, subscribe, trace_to
 
 if TYPE_CHECKING:
+    from holdfast.converting.convert import convert
+    from holdfast.converting.export import export
+    from holdfast.inspecting.diff import diff
+    from holdfast.inspecting.explain import explain
+    from holdfast.inspecting.verify import verify
     from holdfast.manager.manager import CheckpointManager
     from holdfast.manager.restoring import RestoredStep
     from holdfast.manager.steps import StepInfo
+    from holdfast.repairing.repair import repair
     from holdfast.states.per_rank import PerRank
     from holdfast.states.rng import RngState
     from holdfast.stock import HoldfastReader, HoldfastWriter
@@ -61,15 +73,31 @@ __all__ = [
     "StepInfo",
     "__version__",
     "async_save",
+    "convert",
     "declare",
+    "diff",
     "errors",
+    "explain",
+    "export",
     "keep",
     "load",
     "open",
+    "repair",
     "save",
     "subscribe",
     "trace_to",
+    "verify",
 ]
+
+_LATER = {
+    "convert": "holdfast.converting.convert",
+    "diff": "holdfast.inspecting.diff",
+    "explain": "holdfast.inspecting.explain",
+    "export": "holdfast.converting.export",
+    "repair": "holdfast.repairing.repair",
+    "verify": "holdfast.inspecting.verify",
+}
+"""What programs that only save and load need not wait for."""
 
 _NEED_TORCH = {
     "CheckpointManager": "holdfast.manager.manager",
@@ -88,10 +116,11 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEED_TORCH:
+    module = _LATER.get(name) or _NEED_TORCH.get(name)
+    if module is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     try:
-        found = getattr(importlib.import_module(_NEED_TORCH[name]), name)
+        found = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
