@@ -57,13 +57,14 @@ function series(checkpoints) {
     hasBest: true,
     points: steps.filter((one) => Object.hasOwn(one.metrics, name)).map((one) => point(one, one.metrics[name])),
   }));
-  const sizes = { key: "size", title: "Size", say: sizeText, mark: sizeText, points: steps.map((one) => point(one, one.bytes)) };
+  const sizes = { key: "size", title: "Size", say: sizeText, mark: sizeText, fromZero: true, points: steps.map((one) => point(one, one.bytes)) };
   const timed = steps.filter((one) => Object.keys(one.phases).length);
   const times = {
     key: "time",
     title: "Time of the save",
     say: secondsText,
     mark: secondsText,
+    fromZero: true,
     points: timed.map((one) => point(one, sum(Object.values(one.phases)), phases(one.phases))),
   };
   return [...metrics, sizes, times].filter((one) => one.points.length > 1);
@@ -142,6 +143,7 @@ class Chart {
     const scale = isLog ? Math.log10 : (number) => number;
     const values = this.numbers.map((one) => scale(one.value));
     let [low, high] = [Math.min(...values), Math.max(...values)];
+    if (this.one.fromZero && !isLog) low = 0;
     if (!(high > low)) [low, high] = [low - Math.abs(low || 1) * 0.1, high + Math.abs(high || 1) * 0.1];
     const marks = isLog ? [10 ** low, 10 ** ((low + high) / 2), 10 ** high] : roundMarks(low, high);
     const labels = marks.map((number) => this.one.mark(number));

@@ -1,4 +1,4 @@
-// Asks the server every two seconds what there is, and shows what has changed.
+// Asks the server every two seconds what there is, as long as somebody can see the page, and shows what has changed.
 
 import { showCharts } from "./charts.js";
 import { keep, setText } from "./elements.js";
@@ -25,7 +25,8 @@ async function look() {
     const since = lastAnswer ? ` since ${clock(lastAnswer)}` : "";
     tell(`the server does not answer${since}`, "bad");
   }
-  setTimeout(look, PAUSE);
+  if (document.hidden) document.addEventListener("visibilitychange", look, { once: true });
+  else setTimeout(look, PAUSE);
 }
 
 function tell(text, kind) {

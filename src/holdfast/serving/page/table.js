@@ -23,7 +23,8 @@ export function showTable(latest) {
   const all = allRows();
   const rows = chosen(all);
   const shown = showsAll ? rows : rows.slice(0, MANY);
-  keep(byId("rows"), shown.map((one) => rowItem(one, metrics)), (item) => item.one.name, row);
+  keep(byId("rows"), shown.flatMap((one) => rowItems(one, metrics)), (item) => `${item.kind} ${item.one.name}`,
+    (item, before) => (item.kind === "details" ? details(item) : row(item, before)));
   setText(byId("count"), rows.length === all.length ? `${all.length}` : `${rows.length} of ${all.length}`);
   byId("empty").hidden = rows.length > 0;
   setText(byId("empty"), all.length ? "None of them matches." : "There is no checkpoint here yet. The first one appears by itself.");
@@ -104,15 +105,17 @@ function sortBy(by) {
   if (focused) [...byId("columns").children].find((th) => th.dataset.key === focused)?.querySelector("button").focus();
 }
 
-function rowItem(one, metrics) {
-  return { one, metrics: metrics.slice(0, MOST_METRICS), isTicked: ticked.includes(one.name), isOpened: opened.has(one.name) };
+function rowItems(one, metrics) {
+  const isOpened = opened.has(one.name);
+  const row = { kind: "row", one, metrics: metrics.slice(0, MOST_METRICS), isTicked: ticked.includes(one.name), isOpened };
+  return isOpened ? [row, { kind: "details", one, columns: row.metrics.length + 4 }] : [row];
 }
 
 function row(item, before) {
   const { one } = item;
   const hasFocus = before && before.contains(document.activeElement) ? document.activeElement.dataset.what : null;
   const label = nameOf(one);
-  const element = make("tr", { class: one.isSave ? "unfinished" : null, "data-state": one.state },
+  const element = make("tr", { class: item.isOpened ? "opened" : null, "data-state": one.state },
     make("td", { class: "tick" }, one.isSave ? null : make("input", {
       type: "checkbox", checked: item.isTicked, "data-what": "tick", "aria-label": `Compare ${label}`, onchange: () => tick(one.name),
     })),
@@ -121,8 +124,7 @@ function row(item, before) {
       make("button", {
         type: "button", class: "plain mini more", "data-what": "more", "aria-expanded": String(item.isOpened),
         "aria-label": `Details of ${label}`, onclick: () => unfold(one.name),
-      }, item.isOpened ? "less" : "more"),
-      item.isOpened ? details(one) : null),
+      }, item.isOpened ? "less" : "more")),
     make("td", { "data-title": "State" }, chips(one)),
     make("td", { class: "right number", "data-title": "Size" }, sizeText(one.bytes)),
     make("td", { "data-title": "Saved" }, one.saved_at ? since(one.saved_at) : "—"),
@@ -139,7 +141,7 @@ function chips(one) {
     one.isReplaced ? make("span", { class: "chip accent" }, "being replaced") : null);
 }
 
-function details(one) {
+function details({ one, columns }) {
   const phases = Object.entries(one.phases).map(([name, time]) => `${name} ${secondsText(time)}`).join(", ");
   const facts = [
     ["Why", one.why], ["Folder", one.name], ["Format", one.format], ["Id", one.identity], ["Ranks", one.world_size],
@@ -147,7 +149,9 @@ function details(one) {
     ...Object.entries(one.metrics).map(([name, number]) => [name, String(number)]),
     ...Object.entries(one.metadata),
   ].filter(([, text]) => text !== null && text !== undefined && text !== "");
-  return make("dl", { class: "details small" }, facts.flatMap(([name, text]) => [make("dt", {}, name), make("dd", { class: "wrap" }, String(text))]));
+  const list = make("dl", { class: "details small" },
+    facts.flatMap(([name, text]) => [make("dt", {}, name), make("dd", { class: "wrap" }, String(text))]));
+  return make("tr", { class: "details-row" }, make("td", { class: "tick" }), make("td", { colspan: columns }, list));
 }
 
 function unfold(name) {
