@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from holdfast.formats.native.numpy_types import numpy_dtype_from
 from holdfast.formats.native.refs import PerRankValues, TensorRef
 from holdfast.formats.native.torch_elements import torch_dtype
 from holdfast.formats.native.trees import mapped, refs_in
+from holdfast.formats.torch_file.reserved_memory import reserved
 from holdfast.sources.source import Source
 from holdfast.states.per_rank import PerRank
 
@@ -54,8 +54,7 @@ class _Addresses:
     """A range of addresses without memory behind it, out of which tensors are made. Tied ones are one."""
 
     def __init__(self, nbytes: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self._memory = mmap.mmap(-1, max(1, nbytes), flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self._memory = reserved(max(1, nbytes))
         self._used = 0
         self._made: dict[str, Any] = {}
 

@@ -10,6 +10,7 @@ import gc
 import hashlib
 import mmap
 import os
+import platform
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -56,7 +57,7 @@ class ReservedFile:
                 path=source,
                 found=sorted(self.entries)[:10],
             )
-        self._memory = _reserved(file.size)
+        self._memory = reserved(file.size)
         self._start = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         self._hidden: set[int | None] = set()
         self._in_use = threading.Lock()
@@ -176,10 +177,20 @@ def _read(file: OpenFile, begin: int, length: int) -> bytes:
     return bytes(content)
 
 
-def _reserved(size: int) -> mmap.mmap:
+def reserved(size: int) -> mmap.mmap:
     """Addresses without memory behind them: pages appear when they are written to."""
     if os.name != "posix":
         return mmap.mmap(-1, size)
     # Hardly any of it is going to be used at once, so a file that is larger than the memory must not be refused.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     return mmap.mmap(-1, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _no_reserve() -> int:
+    """The flag for that, which Python has no name for before 3.13; 0 where it is not known."""
+    is_common = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64", "AMD64", "arm64", "riscv64")
+    found: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if is_common else 0)
+    return found
+
+
+_NO_RESERVE = _no_reserve()
