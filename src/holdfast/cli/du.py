@@ -40,8 +40,8 @@ class Row(NamedTuple):
 @command(
     "du",
     examples=[
-        Example("holdfast du runs/a/step-00000002", "the parts of a checkpoint, the largest last"),
-        Example("holdfast du runs/a/step-00000002 --depth 2", "one level further down"),
+        Example("holdfast du runs/a/step-00000200", "the parts of a checkpoint, the largest last"),
+        Example("holdfast du runs/a/step-00000200 --depth 2", "one level further down"),
         Example("holdfast du dcp --by rank", "who wrote how much"),
         Example("holdfast du runs/a", "the checkpoints of a run, and what is debris"),
     ],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -22,6 +22,7 @@ from holdfast.manager.run_file import RUN_FILE, RunFile, RunState
 from holdfast.manager.steps import StepInfo, folder_of, list_steps, step_of
 from holdfast.manager.summaries import Summary
 from holdfast.repairing.liveliness import PATIENCE
+from holdfast.storage.hf_names import is_data_file
 from holdfast.stores.places import local_path
 from holdfast.stores.roots import Root, root_at
 from holdfast.stores.store import Listed, Store
@@ -95,11 +96,12 @@ def list_place(place: str) -> Listing:
     root = root_at(place)
     state, trouble = _run_state(root)
     names = {listed.name: listed for listed in root.store.list()}
-    if RUN_FILE not in names:
-        alone = look_at_store(root.store, _name_of(root.location), state)
-        if alone is not None:
-            return Listing(root.location, "checkpoint", [alone])
+    alone = None if RUN_FILE in names else look_at_store(root.store, _name_of(root.location), state)
+    if alone is not None and not _is_any_folder(alone, names):
+        return Listing(root.location, "checkpoint", [alone])
     entries = [*_steps(root, state), *_others(root, state)]
+    if alone is not None and not entries:
+        return Listing(root.location, "checkpoint", [alone])
     if path is not None:
         entries += [entry for name in sorted(names) if (entry := _file(path / name)) is not None]
     is_run = RUN_FILE in names or any(entry.step is not None for entry in entries)
@@ -132,6 +134,11 @@ def look_at_store(store: Store, name: str, state: RunState | None = None, *, in_
     reason = "" if goes_on else "a save was cut off: there is no record"
     state_: State = "being written" if goes_on else "debris"
     return Entry(name, store.location, format_, state_, nbytes, step_of(name), reason, changed)
+
+
+def _is_any_folder(entry: Entry, names: Collection[str]) -> bool:
+    """Whether a folder may just as well be one in which files of models lie around, beside other checkpoints."""
+    return entry.format == "safetensors" and not any(name.endswith(".json") or is_data_file(name) for name in names)
 
 
 def _steps(root: Root, state: RunState) -> list[Entry]:

@@ -17,12 +17,14 @@ _UNITS.update({f"{letter}IB": 1024 ** (at + 1) for at, letter in enumerate("KMGT
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
-def size_in_bytes(text: str) -> int:
-    """A number of bytes as people write it.
+def size_in_bytes(text: str | int) -> int:
+    """A number of bytes as people write it. One that is a number already, as defaults are, stays as it is.
 
     >>> size_in_bytes("256MB"), size_in_bytes("1.5 GiB"), size_in_bytes("4096")
     (256000000, 1610612736, 4096)
     """
+    if isinstance(text, int):
+        return text
     found = _SIZE.fullmatch(text.strip())
     unit = None if found is None else _UNITS.get(found.group(2).upper())
     if found is None or unit is None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 @command(
     "rm",
     examples=[
-        Example("holdfast rm runs/a/step-00000000 --dry-run", "what would be deleted"),
-        Example("holdfast rm runs/a/step-00000000 --yes", "delete it, without asking"),
+        Example("holdfast rm runs/a/step-00000100 --dry-run", "what would be deleted"),
+        Example("holdfast rm runs/a/step-00000100 --yes", "delete it, without asking"),
     ],
 )
 def rm(

@@ -1,0 +1,61 @@
+"""Progress: a bar on a terminal, lines elsewhere, and nothing for what is quick."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from holdfast.cli.progress import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def clock():
+    class Clock:
+        now = 0.0
+
+        def __call__(self):
+            return self.now
+
+    return Clock()
+
+
+def test_a_pipe_gets_a_line_every_five_seconds(monkeypatch, clock):
+    monkeypatch.setattr("sys.stderr", stream := io.StringIO())
+    with progress("verifying", clock=clock) as on_progress:
+        for second in range(12):
+            clock.now = float(second)
+            on_progress(second * 1_000_000, 20_000_000)
+
+    assert stream.getvalue().splitlines() == [
+        "verifying  25% 5.0 MB of 20.0 MB, 1.0 MB/s, 0:15 left",
+        "verifying  50% 10.0 MB of 20.0 MB, 1.0 MB/s, 0:10 left",
+    ]
+
+
+def test_a_terminal_gets_a_bar_that_is_wiped_away(monkeypatch, clock):
+    monkeypatch.setattr("sys.stderr", stream := Terminal())
+    with progress("verifying", clock=clock) as on_progress:
+        clock.now = 2.0
+        on_progress(10, 20)
+        assert "verifying  50% [###############...............] 10 B of 20 B, 5 B/s, 0:02 left" in stream.getvalue()
+
+    assert stream.getvalue().endswith(" \r")
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_what_is_quick_or_quiet_shows_nothing(monkeypatch, clock, stream):
+    monkeypatch.setattr("sys.stderr", stream)
+    with progress("verifying", clock=clock) as on_progress:
+        clock.now = 0.3
+        on_progress(10, 20)
+    with progress("verifying", quiet=True, clock=clock) as on_progress:
+        clock.now = 1000.0
+        on_progress(15, 20)
+
+    assert stream.getvalue() == ""

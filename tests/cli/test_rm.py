@@ -1,0 +1,200 @@
+"""``holdfast rm``: deletes checkpoints, and refuses whatever might be a mistake."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import holdfast as hf
+from holdfast.cli import removing
+from holdfast.manager.run_file import RunFile
+from holdfast.stores.roots import root_at
+
+
+def error_of(ran):
+    assert ran.status == 2
+    return ran.json["error"]["type"]
+
+
+@pytest.mark.parametrize("name", ["runs/a/step-00000100", "dcp", "model.safetensors", "model.pt", "damaged"])
+def test_a_checkpoint_of_any_format_is_deleted_and_nothing_else(prepared, holdfast, name):
+    others = {path for path in prepared.rglob("*") if not path.is_relative_to(prepared / name)}
+
+    ran = holdfast("rm", name, "--yes", "--json")
+
+    assert ran.status == 0
+    assert ran.json["deleted"]
+    assert not (prepared / name).exists()
+    assert set(prepared.rglob("*")) == others
+
+
+def test_files_that_are_no_part_of_a_checkpoint_stay(prepared, holdfast):
+    (prepared / "runs/a/step-00000100/notes.txt").write_text("mine")
+
+    ran = holdfast("rm", "runs/a/step-00000100", "hf-model", "--yes")
+
+    assert ran.status == 0
+    assert os.listdir("runs/a/step-00000100") == ["notes.txt"]
+    assert os.listdir("hf-model") == ["config.json"]
+    assert "left what is no part of it: notes.txt" in ran.out
+
+
+def test_a_dry_run_changes_nothing(prepared, holdfast):
+    before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*")}
+
+    ran = holdfast("rm", "runs/a/step-00000100", "dcp", "--dry-run")
+
+    assert ran.status == 0
+    assert ran.out.count("would delete") == 2
+    assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
+
+
+def test_the_run_forgets_it_and_others_can_go_on(prepared, holdfast):
+    assert holdfast("rm", "runs/a/step-00000100", "--yes").status == 0
+
+    state = RunFile(root_at("runs/a")).read()
+    assert (state.owner, dict(state.unfinished), state.pinned) == (None, {}, frozenset([300]))
+    assert state.rows.keys() == {"step-00000200", "step-00000300"}
+    with hf.CheckpointManager("runs/a", every_steps=100) as manager:
+        assert [info.step for info in manager.steps()] == [200, 300]
+
+
+def test_what_is_pinned_goes_only_with_force(prepared, holdfast):
+    ran = holdfast("rm", "runs/a/step-00000300", "--yes", "--json")
+    assert error_of(ran) == "NotDeletedError"
+    assert os.path.exists("runs/a/step-00000300/holdfast.json")
+
+    assert holdfast("rm", "runs/a/step-00000300", "--yes", "--force").status == 0
+    assert not os.path.exists("runs/a/step-00000300")
+    assert RunFile(root_at("runs/a")).read().pinned == frozenset()
+
+
+def test_if_one_is_refused_none_is_deleted(prepared, holdfast):
+    assert holdfast("rm", "runs/a/step-00000100", "runs/a/step-00000300", "--yes").status == 2
+
+    assert os.path.exists("runs/a/step-00000100/holdfast.json")
+
+
+def test_a_run_that_is_in_use_is_left_alone_even_with_force(prepared, holdfast):
+    with hf.CheckpointManager("runs/a", every_steps=100):
+        ran = holdfast("rm", "runs/a/step-00000100", "--yes", "--force", "--json")
+    assert error_of(ran) == "RunInUseError"
+    assert ran.json["error"]["pid"] == os.getpid()
+    assert os.path.exists("runs/a/step-00000100/holdfast.json")
+
+
+@pytest.mark.parametrize("place", ["runs/a", "runs", ".", "model.py", "runs/a/holdfast-run.json", "nowhere"])
+def test_what_is_no_checkpoint_is_refused(prepared, holdfast, place):
+    before = sorted(prepared.rglob("*"))
+
+    assert holdfast("rm", place, "--yes", "--force").status == 2
+
+    assert sorted(prepared.rglob("*")) == before
+
+
+def test_a_link_to_a_checkpoint_is_refused(prepared, holdfast):
+    os.symlink(prepared / "dcp", "link")
+
+    assert error_of(holdfast("rm", "link", "--yes", "--force", "--json")) == "NotDeletedError"
+
+    assert os.path.exists("dcp/.metadata")
+
+
+def test_what_is_being_written_goes_only_with_force(prepared, holdfast):
+    os.mkdir("new")
+    shutil.copy(next((prepared / "runs/b/step-00000100").glob("data-*")), "new")
+    assert error_of(holdfast("rm", "new", "--yes", "--json")) == "NotDeletedError"
+    assert holdfast("rm", "new", "--yes", "--force").status == 0
+    assert not os.path.exists("new")
+
+
+def test_a_save_that_goes_on_beside_a_checkpoint_is_not_deleted_with_it(prepared, holdfast):
+    folder = prepared / "runs/b/step-00000100"
+    (folder / "data-00112233aabbccdd-0-0.safetensors").write_bytes(bytes(100))
+
+    assert error_of(holdfast("rm", folder, "--yes", "--json")) == "NotDeletedError"
+
+    os.utime(folder / "data-00112233aabbccdd-0-0.safetensors", (1_000_000, 1_000_000))
+    assert holdfast("rm", folder, "--yes").status == 0
+    assert not folder.exists()
+
+
+def test_nothing_is_deleted_if_nobody_can_be_asked(prepared, holdfast):
+    assert error_of(holdfast("rm", "dcp", "--json")) == "UsageError"
+
+    assert os.path.exists("dcp/.metadata")
+
+
+@pytest.mark.parametrize(("answer", "is_gone", "status"), [("y", True, 0), ("n", False, 2)])
+def test_somebody_at_a_terminal_is_asked(prepared, answer, is_gone, status):
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "holdfast", "rm", "model.pt"], stdin=slave, stdout=subprocess.PIPE, stderr=slave
+    )
+    with process:
+        os.close(slave)
+        seen = b""
+        while b"[y/N]" not in seen:
+            seen += os.read(master, 1000)
+        os.write(master, f"{answer}\n".encode())
+        out = process.stdout.read()
+    os.close(master)
+
+    assert process.returncode == status
+    assert os.path.exists("model.pt") != is_gone
+    assert (b"deleted" in out) == is_gone
+    assert b"Delete 1 checkpoint(s)" in seen
+
+
+KILLED_AT_THE_DATA = """
+import os, signal
+from holdfast.cli.main import run
+from holdfast.stores.local_store import LocalStore
+
+delete = LocalStore.delete
+
+def dying(store, names):
+    names = list(names)
+    if any(name.startswith("data-") for name in names):
+        os.kill(os.getpid(), signal.SIGKILL)
+    delete(store, names)
+
+LocalStore.delete = dying
+run(["rm", "runs/a/step-00000100", "--yes"])
+"""
+
+
+def test_a_kill_leaves_nothing_that_looks_like_a_checkpoint_and_the_next_job_goes_on(prepared, holdfast):
+    killed = subprocess.run([sys.executable, "-c", KILLED_AT_THE_DATA], check=False)
+
+    assert killed.returncode == -signal.SIGKILL
+    names = os.listdir("runs/a/step-00000100")
+    assert "holdfast.json" not in names
+    assert any(name.startswith("data-") for name in names)
+    with hf.CheckpointManager("runs/a", every_steps=100) as manager:
+        assert [info.step for info in manager.steps()] == [200, 300]
+    assert not os.path.exists("runs/a/step-00000100")
+
+
+def removing_entries(path):
+    from holdfast.cli.listing import list_place
+
+    return list_place(path).entries
+
+
+def test_a_checkpoint_that_was_replaced_meanwhile_stays(tmp_path):
+    hf.save({"w": torch.ones(2)}, tmp_path / "c")
+    (entry,) = removing_entries(str(tmp_path / "c"))
+    hf.save({"w": torch.zeros(2)}, tmp_path / "c", overwrite=True)
+
+    with pytest.raises(hf.errors.NotDeletedError, match="replaced"):
+        removing.remove(entry)
+
+    assert hf.open(tmp_path / "c").load()["w"].tolist() == [0, 0]
