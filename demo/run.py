@@ -1,11 +1,11 @@
 """The demo: a checkpoint written by 4 processes continues on 2 processes and on 1, and a run survives kill -9.
 
-    python demo/run.py [--out DIR]
+    python demo/run.py [--out DIR] [--report FILE]
 
 Three training jobs run one after the other (`train.py`); this script starts them, draws what happens and
 checks it. A fourth one is killed between two steps and in the middle of a save, and started again on another number of
 processes. The demo ends with exit code 0 only if the state after loading is bit-identical to the state that was saved,
-the losses agree, and no kill has cost a committed step.
+the losses agree, and no kill has cost a committed step. Last, it writes a page about the checkpoints of that run.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ from jobs import JobFailed, Progress, Report, run_job, run_until_killed
 from plan import AFTER_LOAD, READERS, SAVE_AT, STARTS, STEPS, WRITER, Job, Start
 from show import DIM, Screen
 
+import holdfast as hf
+
+REPORT = Path(__file__).resolve().parent.parent / "build" / "demo-report.html"
+
 
 class CheckFailed(Exception):
     """The jobs ran, and what they show is wrong."""
@@ -42,7 +46,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with working_directory(args.out) as directory:
         try:
-            tell_the_story(screen, directory)
+            tell_the_story(screen, directory, args.report)
         except JobFailed as failure:
             scenes.lament_job(screen, str(failure), failure.output)
             return 1
@@ -55,7 +59,7 @@ def main() -> int:
     return 0
 
 
-def tell_the_story(screen: Screen, directory: Path) -> None:
+def tell_the_story(screen: Screen, directory: Path, page: Path) -> None:
     started = time.monotonic()
     checkpoint = directory / f"step-{SAVE_AT}"
     scenes.introduce(screen)
@@ -69,7 +73,9 @@ def tell_the_story(screen: Screen, directory: Path) -> None:
     scenes.show_losses(screen, reports)
     check(screen, reports)
     kill_and_restart(screen, directory / "run", reports[WRITER.name])
+    write_report(directory / "run", page)
     scenes.conclude(screen, reports, time.monotonic() - started)
+    scenes.show_report(screen, page)
 
 
 def train(screen: Screen, job: Job, checkpoint: Path) -> Report:
@@ -129,6 +135,14 @@ def start_again(screen: Screen, start: Start, run: Path) -> Progress:
     return progress
 
 
+def write_report(run: Path, page: Path) -> None:
+    """A page about the last checkpoint of the killed job, and what changed in it since the first one that is kept."""
+    first, *_, last = sorted(path.parent for path in run.glob(f"*/{RECORD}"))
+    page.parent.mkdir(parents=True, exist_ok=True)
+    with hf.open(last) as checkpoint:
+        checkpoint.report(compare=first, verify=True).save(page)
+
+
 def files_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*"))
 
@@ -147,6 +161,13 @@ def working_directory(chosen: Path | None) -> Iterator[Path]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Save on 4 processes, continue on 2 and on 1, survive kill -9.")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the files here (default: remove them)")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        default=REPORT,
+        help="where the page goes (default: build/demo-report.html)",
+    )
     return parser.parse_args()
 
 

@@ -214,7 +214,13 @@ def conclude(screen: Screen, reports: Mapping[str, Report], seconds: float) -> N
     screen.line(f" {tick} killed twice, with no committed step lost and the losses of the run that nobody killed")
     screen.line(f" {tick} all in {seconds:.0f} seconds")
     screen.line()
+
+
+def show_report(screen: Screen, page: Path) -> None:
     screen.line(f" In your own program:  {screen.paint('import holdfast as hf', BOLD)}")
+    screen.line(f" In your terminal:     {screen.paint('holdfast --help', BOLD)}")
+    screen.line(" In your browser:      the last checkpoint of job D, and what changed in it since its first:")
+    screen.line(f"                       {page}")
     screen.line()
 
 

@@ -52,9 +52,14 @@ def test_losses_that_differ_by_more_than_rounding_are_found(checks: ModuleType) 
 @pytest.mark.long
 def test_the_demo_ends_well(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(DEMO / "run.py"), "--out", str(tmp_path)], capture_output=True, text=True, timeout=280
+        [sys.executable, str(DEMO / "run.py"), "--out", str(tmp_path), "--report", str(tmp_path / "report.html")],
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "restored step 12, finished" in done.stdout
     assert "killed twice, with no committed step lost" in done.stdout
+    assert done.stdout.rstrip().endswith(str(tmp_path / "report.html"))
+    assert "<html" in (tmp_path / "report.html").read_text()
