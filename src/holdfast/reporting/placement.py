@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from holdfast.errors import HoldfastError
 from holdfast.reporting.entries import Entry
 from holdfast.reporting.packing import Distinct
 from holdfast.sources.source import Piece, Source
@@ -22,7 +23,7 @@ def placement_columns(source: Source, entries: Sequence[Entry]) -> dict[str, Any
     """For every entry the number of its cut and of its list of files; all cuts, lists and files."""
     files, cuts, lists = Distinct(), Distinct(), Distinct()
     rank_of: dict[str, int | None] = {}
-    written = _Written()
+    known, written = _KnownPieces(source), _Written()
     cut: list[int] = []
     placed: list[int] = []
     begins: list[list[int | None]] = []
@@ -33,7 +34,7 @@ def placement_columns(source: Source, entries: Sequence[Entry]) -> dict[str, Any
             placed.append(-1)
             begins.append([])
             continue
-        pieces = source.pieces(entry.ref.key)
+        pieces = known.of(entry.ref.key)
         cut.append(cuts.number(tuple((tuple(piece.offsets), tuple(piece.sizes)) for piece in pieces)))
         placed.append(lists.number(tuple(files.number(piece.file) for piece in pieces)))
         begins.append([piece.begin for piece in pieces])
@@ -52,7 +53,24 @@ def placement_columns(source: Source, entries: Sequence[Entry]) -> dict[str, Any
         "begins": begins if sum(map(len, begins)) <= _MOST_BEGINS else None,
         "files": [[name, sizes.get(name), rank_of.get(name)] for name in files.things],
         "ranks": written.rows(),
+        "problem": known.problem,
     }
+
+
+class _KnownPieces:
+    """The pieces of tensors, as far as they can be told: where that is damaged, the rest can still be shown."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.problem: str | None = None
+
+    def of(self, key: str) -> Sequence[Piece]:
+        if self.problem is None:
+            try:
+                return self._source.pieces(key)
+            except HoldfastError as error:
+                self.problem = str(error)
+        return ()
 
 
 class _Written:

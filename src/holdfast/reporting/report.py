@@ -15,6 +15,7 @@ from holdfast.inspecting.verify import verify as verify_checkpoint
 from holdfast.patterns import Patterns
 from holdfast.progress import size
 from holdfast.reporting.assets import page
+from holdfast.reporting.comparing import compare_facts
 from holdfast.reporting.entries import entries_of
 from holdfast.reporting.facts import facts_of
 from holdfast.reporting.sampling import chosen_tensors, statistics_facts
@@ -123,8 +124,6 @@ def make_report(
         work = Work(parts, on_progress)
         checked = _verified(opened, memory_budget, work.part("verify")) if verify else None
         described = statistics_facts(opened.source, chosen, memory_budget, work.part("statistics"))
-        from holdfast.reporting.comparing import compare_facts
-
         changes = None if other is None else compare_facts(other, opened, entries, memory_budget, work.part("compare"))
         facts = facts_of(opened.source, entries, statistics=described, verify=checked, compare=changes)
     title = f"{facts['checkpoint']['name']} · Holdfast report"

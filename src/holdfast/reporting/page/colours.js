@@ -14,8 +14,8 @@ const NEUTRAL = null;
 
 // `shade` is from 0 to 1 and tells neighbours of one hue apart.
 function colourOf(hue, shade = 0.5) {
-  const light = isDark() ? 0.44 + 0.14 * shade : 0.62 + 0.14 * shade;
-  return hue === NEUTRAL ? `oklch(${light} 0.008 255)` : `oklch(${light} ${isDark() ? 0.1 : 0.115} ${hue})`;
+  const light = isDark() ? 0.44 + 0.13 * shade : 0.56 + 0.13 * shade;
+  return hue === NEUTRAL ? `oklch(${isDark() ? light - 0.1 : light + 0.06} 0.012 255)` : `oklch(${light} ${isDark() ? 0.1 : 0.115} ${hue})`;
 }
 
 // Few ranks have colours of their own, many go once around.

@@ -41,7 +41,7 @@ function sorted(entries, numbers, order) {
 
 function relativeChange(entries, number) {
   const difference = entries.difference(number);
-  if (!difference) return entries.change(number) === "equal" ? -1 : 0;
+  if (!difference || difference.relative === undefined) return entries.change(number) === "equal" ? -1 : 0;
   return typeof difference.relative === "number" ? difference.relative : Infinity;
 }
 

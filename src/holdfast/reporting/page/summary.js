@@ -34,6 +34,7 @@ function healthChip({ verify }) {
 function notices(facts) {
   const found = [];
   for (const damage of facts.verify ? facts.verify.damage.slice(0, 20) : []) found.push(["bad", damage]);
+  if (facts.placement.problem) found.push(["bad", facts.placement.problem]);
   const bad = Object.values(facts.statistics).filter((statistics) => notFinite(statistics)).length;
   if (bad) found.push(["warn", `${plural(bad, "tensor")} ${bad === 1 ? "has" : "have"} elements that are NaN or infinite.`]);
   if (facts.placement.ranks.length > 1 && imbalance(facts.placement.ranks) > 1.5) {
