@@ -91,14 +91,14 @@ def test_a_save_whose_index_is_there_is_committing(folder) -> None:
     [
         (RunState(), 5, "writing"),
         (RunState(), 60, "stalled"),
-        (RunState(), 600, "left over"),
+        (RunState(), 600, "debris"),
         (owned_by(ALIVE), 5, "writing"),
         (owned_by(ALIVE), 600, "stalled"),
-        (owned_by(DEAD), 1, "left over"),
-        (owned_by(None), 1, "left over"),
+        (owned_by(DEAD), 1, "debris"),
+        (owned_by(None), 1, "debris"),
         (owned_by(ELSEWHERE), 5, "writing"),
         (owned_by(ELSEWHERE), 60, "stalled"),
-        (owned_by(ELSEWHERE), 600, "left over"),
+        (owned_by(ELSEWHERE), 600, "debris"),
         (owned_by(ALIVE, GENERATION), 1, "being deleted"),
     ],
 )
@@ -208,7 +208,7 @@ def test_saves_of_a_job_in_another_process_are_followed_to_their_ends(tmp_path) 
         assert facts.run.owner is not None
         assert facts.run.owner.life() == "alive"
         job.kill()
-        (left,) = until(watch, lambda facts: facts.saves[0].activity == "left over").saves
+        (left,) = until(watch, lambda facts: facts.saves[0].activity == "debris").saves
     assert left.step == 400
     assert str(job.process.pid) in left.why
     assert [facts.step for facts in watch.look().checkpoints] == [100, 200]

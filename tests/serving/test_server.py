@@ -206,7 +206,7 @@ def test_a_name_that_is_no_text_can_be_opened(server) -> None:
 
 
 def test_a_damaged_checkpoint_has_a_page_that_says_so(server) -> None:
-    file_of(Path(server.location), 100, "index-*").write_bytes(b"nonsense")
+    os.truncate(file_of(Path(server.location), 100, "holdfast.json"), 300)
 
     answer = visit(server, "/c/step-00000100")
 

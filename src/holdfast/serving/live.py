@@ -21,7 +21,7 @@ from holdfast.serving.checkpoint_facts import number_in
 from holdfast.serving.file_growth import written_bytes
 from holdfast.serving.shelf import SeenFile, SeenFolder
 
-Activity: TypeAlias = Literal["writing", "committing", "stalled", "being deleted", "left over"]
+Activity: TypeAlias = Literal["writing", "committing", "stalled", "being deleted", "debris"]
 RUNNING: tuple[Activity, ...] = ("writing", "committing", "stalled")
 
 _RANK = re.compile(r"(?:data-[0-9a-f]{16}-([0-9]{1,9})-[0-9]{1,9}\.safetensors|__([0-9]{1,9})_[0-9]+\.distcp)")
@@ -203,11 +203,12 @@ class LiveSaves:
         if noted is not None:
             life = "dead" if run.owner is None else run.owner.life()
             if life == "dead":
-                return "left over", f"the job that wrote it has ended ({run.owner or 'it is gone'})"
+                who = "" if run.owner is None else f" ({run.owner})"
+                return "debris", f"the job that wrote it has ended{who}. The next job of this run removes it"
             if life == "alive" and quiet > _STALLED:
                 return "stalled", f"its job is alive: {run.owner}"
         if quiet > _GIVEN_UP:
-            return "left over", "nobody writes to it any more; the save was cut off"
+            return "debris", "the save was cut off. holdfast repair --sweep removes what it has left"
         if quiet > _STALLED:
             return "stalled", "it may have been cut off"
         has_index = any(file.name.startswith("index-") for file in found.files)

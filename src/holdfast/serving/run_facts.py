@@ -197,7 +197,9 @@ def _age_of(facts: CheckpointFacts) -> tuple[float, int]:
 
 def _run_of(root: Root) -> tuple[RunState, str]:
     try:
-        return RunFile(root).read(), ""
+        run = RunFile(root).read()
+        is_owned = run.owner is None or run.owner.owns(root.marks())
+        return (run if is_owned else replace(run, owner=None)), ""  # in a copy, the job of the original has no part
     except (HoldfastError, OSError) as error:
         return RunState(), str(error)
 

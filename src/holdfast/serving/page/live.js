@@ -1,7 +1,7 @@
 // Saves that are under way, and how those ended that were.
 
 import { keep } from "./elements.js";
-import { clock, since, span } from "./times.js";
+import { clock, moment, since, span } from "./times.js";
 
 const RUNNING = ["writing", "committing", "stalled"];
 const MOST_RANKS = 64;
@@ -10,7 +10,8 @@ export const isRunning = (save) => RUNNING.includes(save.activity);
 
 export function showSaves(run) {
   byId("live").hidden = run.saves.length === 0 && run.ended.length === 0;
-  keep(byId("saves"), run.saves, (save) => `${save.name} ${save.generation}`, card);
+  const saves = [...run.saves].sort((a, b) => isRunning(b) - isRunning(a));
+  keep(byId("saves"), saves, (save) => `${save.name} ${save.generation}`, card);
   keep(byId("ended"), run.ended, (one) => `${one.name} ${one.at}`, outcome);
 }
 
@@ -23,11 +24,11 @@ function card(save) {
     make("div", { class: "save-head" },
       make("h3", { class: "save-name" }, nameOf(save)),
       make("span", { class: `chip ${chipOf(save.activity)}` }, words(save)),
-      make("span", { class: "small soft" }, `since ${clock(save.began_at)}`)),
+      make("span", { class: "small soft" }, isRunning(save) ? `since ${clock(save.began_at)}` : moment(save.began_at))),
     isRunning(save) ? bar(part) : null,
     make("p", { class: "small number save-numbers" }, numbers(save)),
     save.why ? make("p", { class: "small soft wrap" }, save.why) : null,
-    save.ranks.length > 1 ? ranks(save) : null);
+    save.ranks.length > 1 && isRunning(save) ? ranks(save) : null);
 }
 
 function bar(part) {
@@ -41,8 +42,9 @@ function filledTo(part, kind = "bar-fill") {
 }
 
 function numbers(save) {
+  if (!isRunning(save)) return sizeText(save.bytes);
   const texts = [save.expected ? `${sizeText(save.bytes)} of about ${sizeText(save.expected)}` : `${sizeText(save.bytes)} so far`];
-  if (isRunning(save) && save.rate) {
+  if (save.rate) {
     texts.push(`${sizeText(save.rate)}/s`);
     if (save.expected > save.bytes) texts.push(`about ${span((save.expected - save.bytes) / save.rate)} left`);
   }
@@ -55,7 +57,7 @@ function words(save) {
 }
 
 export function chipOf(activity) {
-  return { writing: "accent", committing: "accent", stalled: "warn", "left over": "warn" }[activity] || "";
+  return { writing: "accent", committing: "accent", stalled: "warn", debris: "warn" }[activity] || "";
 }
 
 function ranks(save) {
