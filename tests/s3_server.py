@@ -5,9 +5,12 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
+import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +55,19 @@ class Bucket:
             "AWS_ACCESS_KEY_ID": "tests",
             "AWS_SECRET_ACCESS_KEY": "tests",
         }
+
+    @contextmanager
+    def in_environment(self) -> Iterator[None]:
+        """For a while, URLs lead to it."""
+        before = {name: os.environ.get(name) for name in self.environment}
+        os.environ.update(self.environment)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
 
     def url(self, *parts: str) -> str:
         return "/".join([f"s3://{self.name}", *parts])
