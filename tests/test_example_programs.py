@@ -151,6 +151,12 @@ NATIVE = [
         under_torchrun=False,
     ),
     Program(
+        "report_in_the_browser.py",
+        r"5 tensors, 330,784 bytes, whole: True\n2 of 6 entries changed since step-100\n"
+        r"open it in a browser: report\.html\n",
+        under_torchrun=False,
+    ),
+    Program(
         "load_elsewhere.py",
         r"as it is: 3 keys missing, 5 unexpected\n"
         r"transformed: attention.qkv.weight\ncast: attention.out.weight, attention.out.bias\n",
