@@ -126,7 +126,7 @@ class _Flow(Elements):
 
     def whole(self, tensor: torch.Tensor) -> bytes:
         """The bytes of the next tensor."""
-        return b"".join(self.pieces(tensor))
+        return b"".join(bytes(piece) for piece in self.pieces(tensor))  # their memory is used again
 
     def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
         """The same in parts."""
