@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,6 +24,7 @@ from holdfast.errors import CheckpointNotFoundError, UnsupportedTensorError
 from holdfast.formats.dcp.tensor_records import QUANTIZED_DTYPES
 from holdfast.formats.torch_file.description import StoredBytes, describe
 from holdfast.formats.torch_file.reading import OpenTorchFile, open_torch_file
+from holdfast.formats.torch_file.state_archive import bytes_of_storage, expected_size, state_archive
 from holdfast.formats.torch_file.zip_writer import ZipWriter
 from holdfast.metadata import Metadata, TensorStorageMetadata
 from holdfast.planning.load_planner import EmptyStateDictLoadPlanner
@@ -43,9 +43,6 @@ from holdfast.tuning import MEMORY_BUDGET, READ_BYTES
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-_ENVELOPE = 384
-"""More than what an archive takes for an entry beside its content."""
 
 
 def torch_file_to_dcp(
@@ -88,9 +85,13 @@ def dcp_to_torch_file(
     export = _Export(folder, scratch, allow_pickle, memory=budget // 2)
     export.plan()
     description, entries = export.describe()
-    expected = len(description) + sum(entry.nbytes + _ENVELOPE for entry in entries)
-    with sink_atomically(file, expected, budget // 2) as sink, _bar("writing", progress) as bar:
-        export.write(ZipWriter(sink), description, entries, bar)
+    expected = expected_size(description, entries)
+    with (
+        sink_atomically(file, expected, budget // 2) as sink,
+        _bar("writing", progress) as bar,
+        state_archive(sink, description) as archive,
+    ):
+        export.write(archive, entries, bar)
     logger.info("converted %s to %s", folder, file)
 
 
@@ -153,21 +154,17 @@ class _Export:
         stand_ins = [self.planner.state_dict[key] for key in self._keys.values()]
         return describe(self.planner.original_state_dict, stand_ins)
 
-    def write(self, archive: ZipWriter, description: bytes, entries: Sequence[StoredBytes], bar: ProgressBar) -> None:
-        """Write the description, then the bytes of one tensor after the other."""
+    def write(self, archive: ZipWriter, entries: Sequence[StoredBytes], bar: ProgressBar) -> None:
+        """Write the bytes of one tensor after the other."""
         bar.total = sum(entry.nbytes for entry in entries)
-        archive.add("data.pkl", description)
-        archive.add("byteorder", sys.byteorder.encode())
         for batch in self._batches(entries):
             if isinstance(batch[0].source, torch.UntypedStorage):
-                archive.add(batch[0].name, _bytes_of_storage(batch[0].source))
+                archive.add(batch[0].name, bytes_of_storage(batch[0].source))
             elif batch[0].nbytes > self.batch_bytes:
                 self._add_large(archive, batch[0].name, self._keys[id(batch[0].source)])
             else:
                 self._add_small(archive, {entry.name: self._keys[id(entry.source)] for entry in batch})
             bar.advance(sum(entry.nbytes for entry in batch))
-        archive.add("version", b"3\n")
-        archive.close()
 
     def _batches(self, entries: Sequence[StoredBytes]) -> Iterator[list[StoredBytes]]:
         """Entries that are worth being read together: small tensors."""
@@ -252,10 +249,6 @@ def _refuse_quantized_tensors(metadata: Metadata) -> None:
 
 def _is_stand_in(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _bytes_of_storage(storage: torch.UntypedStorage) -> memoryview:
-    return as_bytes(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 
 
 def _alone() -> Collectives:

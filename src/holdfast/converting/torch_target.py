@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,12 @@ from holdfast.converting.torch_states import LEAVE_OUT, UNPICKLABLE, refuse_what
 from holdfast.formats.native.keys import readable
 from holdfast.formats.native.trees import children_of, mapped, substituted
 from holdfast.formats.torch_file.description import StoredBytes, describe
+from holdfast.formats.torch_file.state_archive import bytes_of_storage, expected_size, state_archive
 from holdfast.formats.torch_file.zip_writer import ZipWriter
-from holdfast.planning.local_bytes import as_bytes
 from holdfast.stores.atomic_sink import sink_atomically
 from holdfast.tuning import MEMORY_BUDGET, SHARE_OF_ROOMS
 
 _NAME = "a torch.save file"
-_ENVELOPE = 384
-"""More than what an archive takes for an entry beside its content."""
 
 
 class TorchTarget(Target):
@@ -50,15 +47,10 @@ class TorchTarget(Target):
         state = substituted(outgoing.tree, lambda ref: stand_ins[ref.key])
         description, entries = describe(state, stand_ins.values())
         keys = {id(stand_in): key for key, stand_in in stand_ins.items()}
-        expected = len(description) + sum(entry.nbytes + _ENVELOPE for entry in entries)
         budget = checked_budget(outgoing.memory_budget) or MEMORY_BUDGET
-        with sink_atomically(place, expected, budget // SHARE_OF_ROOMS) as sink:
-            archive = ZipWriter(sink)
-            archive.add("data.pkl", description)
-            archive.add("byteorder", sys.byteorder.encode())
-            _add_all(archive, outgoing, entries, keys)
-            archive.add("version", b"3\n")
-            archive.close()
+        with sink_atomically(place, expected_size(description, entries), budget // SHARE_OF_ROOMS) as sink:
+            with state_archive(sink, description) as archive:
+                _add_all(archive, outgoing, entries, keys)
             return Written([place.name], sink.size)
 
 
@@ -68,7 +60,7 @@ def _add_all(archive: ZipWriter, outgoing: Outgoing, entries: Sequence[StoredByt
     stream = outgoing.stream(wanted)
     for entry in entries:
         if isinstance(entry.source, torch.UntypedStorage):
-            archive.add(entry.name, _bytes_of_storage(entry.source))
+            archive.add(entry.name, bytes_of_storage(entry.source))
         else:
             archive.add_from(entry.name, entry.nbytes, _bytes_of_next(stream, entry.nbytes))
 
@@ -79,10 +71,6 @@ def _bytes_of_next(stream: Iterator[Piece], nbytes: int) -> Iterator[memoryview]
         data = next(stream).data
         yield data
         nbytes -= data.nbytes
-
-
-def _bytes_of_storage(storage: torch.UntypedStorage) -> memoryview:
-    return as_bytes(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 
 
 def _refused(value: Any, path: tuple[Any, ...]) -> dict[str, str]:
@@ -107,9 +95,7 @@ def _needs(value: Any) -> str:
         description, _ = describe(value, ())
     except UNPICKLABLE as error:
         return f"cannot be pickled ({error!s:.100})"
-    archive = ZipWriter(stream)
-    archive.add("data.pkl", description)
-    archive.add("version", b"3\n")
-    archive.close()
+    with state_archive(stream, description):
+        pass
     stream.seek(0)
     return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream)))
