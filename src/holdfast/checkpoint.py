@@ -99,6 +99,18 @@ class Checkpoint(Mapping[str, Any]):
     def __contains__(self, key: object) -> bool:
         return key in self._leaves
 
+    def leaves(self, pattern: Patterns | None = None) -> list[StoredNode]:
+        """All that has a key, or what is meant by ``pattern``, as it is stored: with references in place of tensors."""
+        chosen = chooser(pattern, otherwise=True)
+        found = [leaf for key, leaf in self._leaves.items() if chosen(key)]
+        if not found and pattern is not None:
+            raise self._unknown(pattern if isinstance(pattern, str) else ", ".join(map(str, self._listed(pattern))))
+        return found
+
+    @staticmethod
+    def _listed(pattern: Any) -> list[Any]:
+        return list(pattern) if isinstance(pattern, (list, tuple)) else [pattern]
+
     def tree(self) -> Any:
         """The saved state in its containers, with a handle in place of every tensor."""
         return substituted(_with_lists(self._source.tree), self._handle)

@@ -223,7 +223,7 @@ def test_without_its_columns_sizes_are_still_compared(native: Path, scratch: Pat
     report = verify(copy)
 
     assert sorted((damage.file, damage.problem.split(":")[0]) for damage in report.damage) == sorted(
-        [(index, "cannot be read"), (data, "is cut off")]
+        [(index, "is missing"), (data, "is cut off")]
     )
 
 

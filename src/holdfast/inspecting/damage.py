@@ -44,7 +44,8 @@ class Damage:
 
     def __str__(self) -> str:
         place = "" if self.begin is None else f", bytes {self.begin:,} to {self.end:,}"
-        expected = "" if self.expected is None else f" (expected {self.expected}, found {self.found})"
+        is_told = self.expected is None or "(expected " in self.problem
+        expected = "" if is_told else f" (expected {self.expected}, found {self.found})"
         needed = ""
         if self.keys:
             more = f" and {len(self.keys) - _MOST_KEYS:,} more" if len(self.keys) > _MOST_KEYS else ""
@@ -100,7 +101,8 @@ class VerifyReport:
         ]
         if self.damage:
             keys = self.damaged_keys
-            lines.append(f"  {len(self.damage):,} places are damaged, {len(keys):,} keys are touched by that:")
+            places = f"{len(self.damage):,} place{' is' if len(self.damage) == 1 else 's are'} damaged"
+            lines.append(f"  {places}, which touches {len(keys):,} key{'' if len(keys) == 1 else 's'}:")
             lines += [f"    {damage}" for damage in self.damage]
         if self.extra:
             shown = ", ".join(self.extra[:_MOST_KEYS])

@@ -46,6 +46,8 @@ class NativeCheck:
         self._chosen = chosen
         self._memory = memory
         self.damage: list[Damage] = []
+        self.has_digests = True
+        """Whether there was something to compare blocks with."""
         self._lock = threading.Lock()
         self._own = threading.local()
         self._wrong: dict[int, npt.NDArray[np.bool_]] = {}
@@ -56,8 +58,8 @@ class NativeCheck:
         """Find all damage. ``on_total`` is told how many bytes there are to read."""
         try:
             columns = self._source.columns
-        except HoldfastError as error:
-            self.damage.append(Damage.told_by(error, self._record.index.name))
+        except (HoldfastError, OSError) as error:
+            self._tell_of_columns(error)
             self._check_sizes_only()
             on_total(0)
             return
@@ -87,11 +89,25 @@ class NativeCheck:
 
     def _check_overlaps(self) -> None:
         for ref in self._record.tensors:
-            if self._chosen is None or self._chosen(ref.key):
+            if self._is_chosen(ref.key):
                 try:
                     self._source.chunks(ref.key)
                 except HoldfastError as error:
                     self.damage.append(Damage.told_by(error, self._record.index.name, self._names(ref.key)))
+
+    def _tell_of_columns(self, error: Exception) -> None:
+        """Without them nobody knows where the tensors lie, so that none of them can be read."""
+        keys = (name for ref in self._record.tensors if self._is_chosen(ref.key) for name in self._names(ref.key))
+        index = self._record.index
+        self.has_digests = False
+        found = self._source.store.size(index.name)
+        if found != index.nbytes:
+            self.damage.append(_wrong_size(index.name, index.nbytes, found, tuple(keys)))
+        else:
+            self.damage.append(Damage(index.name, f"cannot be read: {error}", tuple(keys)))
+
+    def _is_chosen(self, key: str) -> bool:
+        return self._chosen is None or self._chosen(key)
 
     def _check_sizes_only(self) -> None:
         """What can be said of data files if nobody knows what lies where in them."""

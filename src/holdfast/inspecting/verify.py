@@ -114,6 +114,11 @@ class _Looking:
         if unreadable is not None and unreadable.file not in {found.file for found in damage}:
             damage.append(unreadable)
         checked, why = _digests_of(source)
+        if not getattr(check, "has_digests", True):
+            checked, why = (
+                "none",
+                "The digests are in a file that is damaged: of the others only the sizes were compared.",
+            )
         own = {name for name, _ in source.files()}
         chosen = self.chosen
         return VerifyReport(

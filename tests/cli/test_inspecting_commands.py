@@ -1,0 +1,150 @@
+"""``holdfast stat``, ``verify``, ``diff`` and ``explain``: answers, exit statuses, and what runs without torch."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import holdfast as hf
+
+STEP = "runs/a/step-00000300"
+
+
+# --- stat ------------------------------------------------------------------------------------------------------------
+
+
+def test_stat_tells_who_saved_what(holdfast, prepared):
+    found = holdfast("stat", STEP, "--json").json
+
+    assert (found["format"], found["tensors"], found["keys"], found["elements"]) == ("native", 4, 5, 212)
+    assert found["parts"]["model"] == {"tensors": 4, "elements": 212, "nbytes": 848, "values": 0}
+    assert found["dtypes"] == {"float32": 212}
+    assert found["written"]["world_size"] == 1
+    assert found["metadata"]["holdfast"]["step"] == 300
+    on_disk = sum(file.stat().st_size for file in (prepared / STEP).iterdir() if file.name != "run.json")
+    assert found["bytes_on_disk"] == on_disk
+    text = holdfast("stat", STEP).out
+    for word in ("world_size   1", "212 elements in 4 tensors", "seconds by rank", "write"):
+        assert word in text
+
+
+def test_stat_finds_what_is_not_finite(holdfast, tmp_path):
+    good = {"w": torch.ones(3), "n": torch.arange(3)}
+    hf.save(good, tmp_path / "good")
+    hf.save({**good, "bad": torch.tensor([1, math.nan, math.inf, -math.inf])}, tmp_path / "bad")
+
+    assert holdfast("stat", tmp_path / "good", "--finite").status == 0
+    assert "all elements are finite" in holdfast("stat", tmp_path / "good", "--finite").out
+    assert holdfast("stat", tmp_path / "bad").status == 0  # nobody looked
+    ran = holdfast("stat", tmp_path / "bad", "--finite")
+    assert ran.status == 1
+    assert "1 nan, 2 inf" in ran.out
+    assert holdfast("stat", tmp_path / "bad", "--finite", "--json").json["not_finite"] == {"bad": [1, 2]}
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_ends_with_one_if_something_is_damaged(holdfast, prepared):
+    assert holdfast("verify", STEP).status == 0
+    data = next((prepared / STEP).glob("data-*"))
+    content = bytearray(data.read_bytes())
+    content[-2] ^= 4
+    data.write_bytes(content)
+
+    ran = holdfast("verify", STEP, "runs/a/step-00000200", "--json")
+
+    assert ran.status == 1
+    assert [report["ok"] for report in ran.json["reports"]] == [False, True]
+    [damage] = ran.json["reports"][0]["damage"]
+    assert damage["file"] == data.name
+    assert set(damage["keys"]) == {"model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias"}
+    text = holdfast("verify", STEP).out
+    assert "DAMAGED" in text
+    assert data.name in text
+    assert holdfast("verify", STEP, "--include", "step").status == 0
+
+
+def test_verify_of_nothing_is_an_error(holdfast, prepared):
+    ran = holdfast("verify", "nothing-here")
+    assert (ran.status, ran.out) == (2, "")
+    assert "no checkpoint at" in ran.err
+    assert holdfast("verify", "nothing-here", "--json").json["error"]["type"] == "CheckpointNotFoundError"
+
+
+def test_without_columns_verify_does_not_claim_to_have_compared(holdfast, prepared):
+    [report] = holdfast("verify", "damaged", "--json").json["reports"]
+    assert (report["ok"], report["checked"], report["damage"][0]["problem"]) == (False, "none", "is missing")
+    assert len(report["damage"][0]["keys"]) == 4
+
+
+# --- diff ------------------------------------------------------------------------------------------------------------
+
+
+def test_diff_tells_what_changed_and_ends_with_one(holdfast, prepared):
+    same = holdfast("diff", "runs/a/step-00000200", "dcp", "--json")
+    assert (same.status, same.json["ok"], same.json["equal"]) == (0, True, 5)
+
+    ran = holdfast("diff", "runs/a/step-00000100", "runs/a/step-00000200", "--json")
+    assert ran.status == 1
+    assert ran.json["changed_values"] == {"step": ["100", "200"]}
+    assert ran.json["changed_tensors"]["model.1.bias"]["differing"] == 4
+    assert holdfast("diff", "runs/a/step-00000100", "runs/a/step-00000200", "--exclude", "*").status == 0
+    only = holdfast("diff", "dcp", "model.safetensors", "--include", "*.0.*", "--json").json
+    assert (only["only_in_a"], only["only_in_b"]) == (["model.0.weight", "model.0.bias"], [])
+
+
+def test_diff_takes_other_names_and_refuses_nonsense(holdfast, prepared):
+    names = ("--rename", "0=model.0", "--rename", "1=model.1")
+    assert holdfast("diff", "model.safetensors", "model.pt", *names, "--exclude", "step").status == 0
+    assert holdfast("diff", "model.safetensors", "model.pt", "--rename", "0").status == 2
+    assert holdfast("diff", "dcp", "model.pt", "--memory", "1KB").status == 2
+
+
+# --- explain ---------------------------------------------------------------------------------------------------------
+
+
+def test_explain_takes_functions_files_and_checkpoints(holdfast, prepared, monkeypatch):
+    monkeypatch.syspath_prepend(str(prepared))
+    for target in ("model.py:make_state", "model:make_state", "dcp"):
+        ran = holdfast("explain", STEP, target)
+        assert ran.status == 0, ran.err
+        assert "would load into" in ran.out
+    sys.modules.pop("model", None)
+    ran = holdfast("explain", "model.safetensors", "model.py:make_state", "--json")
+    assert (ran.status, ran.json["ok"]) == (1, False)
+    assert ran.json["missing"] == ["model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias", "step"]
+    assert "rename={'0': 'model.0', '1': 'model.1'}" in ran.json["hints"][0]
+    names = ("--rename", "0=model.0", "--rename", "1=model.1", "--allow-missing", "step")
+    assert holdfast("explain", "model.safetensors", "model.py:make_state", *names).status == 0
+
+
+@pytest.mark.parametrize("target", ["nothing.py:make_state", "model.py:nothing", "no_such_module:f", "no-such-place"])
+def test_explain_of_what_there_is_not_is_an_error(holdfast, prepared, target):
+    ran = holdfast("explain", STEP, target)
+    assert ran.status == 2
+    assert target.partition(":")[0] in ran.err
+
+
+# --- without torch ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [STEP, "hf-model", "model.safetensors"])
+def test_looking_needs_no_torch(prepared, place):
+    program = """
+import sys
+sys.modules["torch"] = None
+from holdfast.cli.main import run
+place = sys.argv[1]
+for words in (["show"], ["show", "--statistics"], ["stat", "--finite"], ["verify"]):
+    assert run([words[0], place, *words[1:]]) == 0, words
+assert run(["diff", place, place]) == 0
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program, place], capture_output=True, text=True, check=False, timeout=60, cwd=prepared
+    )
+    assert ran.returncode == 0, ran.stderr

@@ -1,0 +1,124 @@
+"""``holdfast show``: trees, slices, values, sums, statistics, and layers that are alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast as hf
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    layers = {str(n): {"w": torch.full((3, 2), float(n)), "b": torch.arange(4)} for n in range(12)}
+    layers["12"] = {"w": torch.zeros(5)}
+    shared = torch.ones(2)
+    state = {"model": {"layers": layers, "one": shared, "again": shared}, "a.b": torch.arange(20.0), "step": 7}
+    path = tmp_path_factory.mktemp("show") / "c"
+    hf.save(state, path)
+    return path
+
+
+def test_the_tree_has_sums_shapes_and_layers_put_together(holdfast, place):
+    ran = holdfast("show", place)
+
+    lines = [line.split() for line in ran.out.splitlines()]
+    assert ran.status == 0
+    assert lines[0] == [str(place), "(native):", "27", "tensors,", "1", "value,", "780", "B"]
+    assert ["0…11", "(12", "x", "the", "same)", "12", "x", "2", "tensors", "12", "x", "56", "B"] in lines
+    assert ["w", "float32", "[3,", "2]", "24", "B", "rank", "0"] in lines
+    assert ["w", "float32", "[5]", "20", "B", "rank", "0"] in lines
+    assert ["again", "float32", "[2]", "8", "B", "the", "same", "as", "model.one"] in lines
+    assert ["step", "7"] in lines
+    assert len(lines) == 14
+
+
+def test_all_shows_every_layer_and_depth_few(holdfast, place):
+    everything = holdfast("show", place, "--all").out
+    assert everything.count("float32 [3, 2]") == 12
+    top = holdfast("show", place, "--depth", "1").out.splitlines()
+    assert [line.split()[0] for line in top[1:]] == ["model", "a", "step"]
+    assert "26 tensors" in top[1]
+
+
+def test_patterns_choose_and_what_matches_nothing_is_an_error(holdfast, place):
+    ran = holdfast("show", place, "--key", "model.layers.1*.b", "--all")
+    assert ran.out.count("int64 [4]") == 3
+    nothing = holdfast("show", place, "--key", "nothing.*")
+    assert nothing.status == 2
+    assert "nothing.*" in nothing.err
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ("a.b[3:6]", [3, 4, 5]),
+        ("a.b[-1]", 19),
+        ("a.b[::-5]", [19, 14, 9, 4]),
+        ("model.layers.2.w[0:2, 1]", [2, 2]),
+        ("model.layers.0.b", [0, 1, 2, 3]),
+    ],
+)
+def test_parts_of_tensors_are_read(holdfast, place, part, expected):
+    ran = holdfast("show", place, part, "--json")
+
+    assert ran.status == 0, ran.err
+    assert ran.json["elements"] == expected
+    assert ran.json["pieces"][0]["rank"] == 0
+    shown = holdfast("show", place, part).out.split("\n", 1)[1]
+    assert np.array2string(
+        np.array(expected, float if part[0] == "a" else None), separator=", "
+    ) in shown or expected == [2, 2]
+
+
+def test_only_the_edges_of_a_long_tensor_are_shown(holdfast, tmp_path):
+    hf.save({"w": torch.arange(90_000).reshape(300, 300)}, tmp_path / "c")
+
+    assert (
+        holdfast("show", tmp_path / "c", "w").out.splitlines()[1].startswith("[[0, 1, 2, ..., 297, 298, 299], [300, ")
+    )
+    assert holdfast("show", tmp_path / "c", "w", "--json").json["elements"] is None
+    assert len(holdfast("show", tmp_path / "c", "w", "--all").out) > 300_000
+    assert "[[0, 1, 2, ..., 297" in holdfast("show", tmp_path / "c", "--values").out
+
+
+def test_values_and_wrong_parts(holdfast, place):
+    assert holdfast("show", place, "step").out == "step: 7\n"
+    assert holdfast("show", place, "step", "--json").json == {"key": "step", "value": 7}
+    for part, message in [
+        ("step[0]", "is a value and no tensor"),
+        ("a.b[x]", "there is no such part"),
+        ("a.b[50]", "out of range"),
+        ("model.layers", "is not one entry but"),
+        ("zzz", "there is no 'zzz'"),
+    ]:
+        ran = holdfast("show", place, part)
+        assert (ran.status, message in ran.err) == (2, True), (part, ran.err)
+
+
+def test_statistics_and_json(holdfast, place):
+    ran = holdfast("show", place, "--statistics", "--key", "a.b")
+    assert "20 elements, 0 to 19, mean 9.5" in ran.out
+    answer = holdfast("show", place, "--statistics", "--json").json
+    assert answer["tensors"]["a.b"]["statistics"]["maximum"] == 19
+    assert answer["tensors"]["model.again"]["same_as"] == "model.one"
+    assert answer["values"] == {"step": 7}
+    assert len(answer["tensors"]) == 28
+
+
+def test_thousands_of_tensors_are_shown_in_few_lines(holdfast, tmp_path):
+    state = {f"layers.{n}.w{m}": torch.zeros(0) for n in range(1000) for m in range(5)}
+    hf.save({"model": state}, tmp_path / "c")
+
+    lines = holdfast("show", tmp_path / "c").out.splitlines()
+
+    assert len(lines) == 9
+    assert "0…999  (1,000 x the same)" in lines[3]
+
+
+def test_without_its_columns_a_checkpoint_is_still_shown(holdfast, prepared):
+    ran = holdfast("show", "damaged")
+    assert ran.status == 0
+    assert "float32 [16, 8]" in ran.out
+    assert "where it lies cannot be read" in ran.out
