@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 import re
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 import holdfast as hf
 from holdfast.manager.steps import set_aside
-from holdfast.serving import RunServer, serve
+from holdfast.reporting import report
+from holdfast.serving import RunServer, answers, serve
 from holdfast.stores import LocalStore
 from tests.browser import PHONE
 from tests.manager.managed import a_run, file_of, state_of
@@ -237,3 +239,25 @@ def test_a_page_whose_server_has_stopped_says_so(tmp_path, open_page) -> None:
     expect(opened.page.locator("#pulse")).to_contain_text("does not answer since")
     expect(row(opened.page, 100)).to_be_visible()
     opened.errors[:] = [error for error in opened.errors if "ERR_CONNECTION_REFUSED" not in error]
+
+
+def test_a_report_that_takes_long_appears_by_itself(tmp_path, open_page, monkeypatch) -> None:
+    a_run(tmp_path, 100)
+    begun, go_on, made = threading.Event(), threading.Event(), report.make_report
+
+    def slow_report(place, *, on_progress, **options):
+        on_progress(3_000_000, 4_000_000)
+        begun.set()
+        assert go_on.wait(60)
+        return made(place, **options)
+
+    monkeypatch.setattr(report, "make_report", slow_report)
+    monkeypatch.setattr(answers, "_PATIENCE", 0.0)
+    with serve(tmp_path) as server:
+        page = open_page(f"{server.url}c/step-00000100").page
+        expect(page.locator("h1")).to_have_text("Reading step-00000100")
+        assert begun.wait(60)
+        expect(page.locator("#far")).to_have_text("3.0 MB of 4.0 MB read")
+        go_on.set()
+
+        expect(page.get_by_text("model.weight").first).to_be_visible()

@@ -194,6 +194,15 @@ def test_a_checkpoint_that_replaces_another_under_its_name_is_seen(tmp_path) -> 
     assert (dict(before.metadata), dict(after.metadata)) == ({"at": 1}, {"at": 2})
 
 
+def test_a_copy_of_a_run_has_no_job_though_its_run_file_names_one(tmp_path) -> None:
+    with hf.CheckpointManager(tmp_path / "run", async_save=False, save_at_end=False) as manager:
+        manager.save(1, state_of(1))
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+
+        assert RunWatch(tmp_path / "run").look().to_json()["owner"] is not None
+        assert RunWatch(tmp_path / "copy").look().to_json()["owner"] is None
+
+
 def test_pins_of_another_process_are_seen(tmp_path) -> None:
     a_run(tmp_path, 1)
     watch = RunWatch(tmp_path)

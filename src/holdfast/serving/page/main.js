@@ -68,7 +68,7 @@ function room(run, newest) {
   if (run.free_bytes === null) return "";
   const more = newest?.bytes ? Math.floor(run.free_bytes / newest.bytes) : 0;
   const space = `${sizeText(run.free_bytes)} free`;
-  return more > 0 && more < 10000 ? `${space}, room for about ${countText(more)} more` : space;
+  return more > 0 && more < 1000 ? `${space}, room for about ${countText(more)} more` : space;
 }
 
 function tile(item) {
