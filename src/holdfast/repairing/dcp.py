@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import CheckpointNotFoundError, HoldfastError
@@ -15,6 +15,7 @@ _CANNOT = (
     "the data files of this format do not say which tensors they hold, so the index cannot be rebuilt from them. Copy "
     "it again from where it is whole, or load another checkpoint"
 )
+_WHAT_IS_LEFT = "copy it again from where it is whole; what is not lost can be converted, with --exclude for the rest"
 
 
 def problems_of(path: Path) -> tuple[list[Planned], list[Heap]]:
@@ -31,22 +32,19 @@ def problems_of(path: Path) -> tuple[list[Planned], list[Heap]]:
         return [Planned(str(path / ".metadata"), f"there is no index: {error}", _CANNOT)], []
     except HoldfastError as error:
         return [Planned(str(path / ".metadata"), str(error), _CANNOT)], []
-    needed: dict[str, int] = {}
-    keys: dict[str, set[str]] = defaultdict(set)
+    pieces: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for item, info in (index.storage_data or {}).items():
-        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
-        keys[info.relative_path].add(item.fqn)
-    found = list(_lost_files(path, needed, keys))
-    heaps = list(heaps_of_dcp(LocalStore(path), set(needed)))
-    return found, heaps
+        pieces[info.relative_path].append((item.fqn, info.offset + info.length))
+    return list(_lost_files(path, pieces)), list(heaps_of_dcp(LocalStore(path), set(pieces)))
 
 
-def _lost_files(path: Path, needed: dict[str, int], keys: dict[str, set[str]]) -> Iterator[Planned]:
-    for name, end in sorted(needed.items()):
+def _lost_files(path: Path, pieces: Mapping[str, Sequence[tuple[str, int]]]) -> Iterator[Planned]:
+    """Files that are not there, or end too early. ``pieces`` has their keys, and where each ends."""
+    for name, ends in sorted(pieces.items()):
         file = path / name
         found = file.stat().st_size if file.is_file() else None
-        if found is not None and found >= end:
-            continue
-        problem = "the file is missing" if found is None else f"the file has {found} bytes, and {end} are needed"
-        remedy = "copy it again from where it is whole; what is not lost can be converted, with --exclude for the rest"
-        yield Planned(str(file), problem, remedy, keys=sorted(keys[name]))
+        lost = sorted({key for key, end in ends if found is None or end > found})
+        if lost:
+            most = max(end for _, end in ends)
+            problem = "the file is missing" if found is None else f"the file has {found} bytes, and {most} are needed"
+            yield Planned(str(file), problem, _WHAT_IS_LEFT, keys=lost)

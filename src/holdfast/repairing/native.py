@@ -15,7 +15,7 @@ import numpy as np
 
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastError
 from holdfast.formats.native.blocks import Digests, digest_blocks
-from holdfast.formats.native.columns import Columns, decode_columns, digest_of, encode_columns
+from holdfast.formats.native.columns import Columns, chunk_volumes, decode_columns, digest_of, encode_columns
 from holdfast.formats.native.names import RECORD, generation_of, index_file, rank_of
 from holdfast.formats.native.record import BLOCK_BYTES, Record, StoredFile, encode_record
 from holdfast.formats.native.refs import TensorRef
@@ -87,7 +87,7 @@ def _problems_below(store: Store, record: Record, on_progress: OnProgress | None
         columns = None
         trouble = "is missing" if isinstance(error, FileNotFoundError) else "is damaged"
     for name, what in wrong.items():
-        lost = _keys_in(record, columns, name)
+        lost = _keys_in(record, columns, name, behind=sizes.get(name, 0))
         yield Planned(
             store.path_of(name),
             what,
@@ -104,13 +104,15 @@ def _wrong_size(file: StoredFile, found: int | None) -> str:
     return "" if found == file.nbytes else f"the file has {found} bytes, and should have {file.nbytes}"
 
 
-def _keys_in(record: Record, columns: Columns | None, name: str) -> list[str]:
-    """The tensors that have a chunk in a file, if that is known."""
+def _keys_in(record: Record, columns: Columns | None, name: str, *, behind: int) -> list[str]:
+    """The tensors that have a chunk in a file that ends behind this byte, if that is known."""
     if columns is None:
         return []
     number = [file.name for file in record.files].index(name)
-    tensors = np.unique(columns.chunk_tensor[columns.chunk_file == number]).tolist()
-    return [record.tensors[tensor].key for tensor in tensors]
+    itemsizes = np.array([ref.dtype.itemsize for ref in record.tensors], np.int64)
+    ends = columns.chunk_begin + chunk_volumes(columns, record) * itemsizes[columns.chunk_tensor]
+    lost = (columns.chunk_file == number) & (ends > behind)
+    return [record.tensors[tensor].key for tensor in np.unique(columns.chunk_tensor[lost]).tolist()]
 
 
 def _columns_from_files(
