@@ -11,6 +11,7 @@ from typing import Any
 
 from holdfast.budgets import checked_budget
 from holdfast.checkpoint import Checkpoint
+from holdfast.converting.outgoing import Outgoing
 from holdfast.converting.placing import put_in_place, refuse_what_is_there
 from holdfast.converting.preparing import Cast, Prepared, Wishes, prepare
 from holdfast.converting.proof import content_digest, prove
@@ -18,6 +19,7 @@ from holdfast.converting.report import ConversionReport
 from holdfast.converting.shards import shard_size
 from holdfast.converting.target import Target, Written
 from holdfast.converting.work_folders import work_folder
+from holdfast.errors import CheckpointException
 from holdfast.patterns import Patterns
 from holdfast.renames import Rename
 from holdfast.sources.detect import open_source
@@ -171,12 +173,19 @@ def _write_locally(
     with work_folder(final) as work:
         place = work / final.name
         outgoing.scratch = work
-        written = target.write(outgoing, place)
+        written = _write(target, outgoing, place)
         _refuse_what_was_not_taken(prepared)
         if check:
             prove(outgoing, place, written.keys, advance)
         put_in_place(place, final, overwrite=overwrite)
     return written
+
+
+def _write(target: Target, outgoing: Outgoing, place: Path) -> Written:
+    try:
+        return target.write(outgoing, place)
+    except CheckpointException as error:  # there are no other ranks, so that what it carries says it all
+        raise next(iter(error.failures.values()))[0] from error
 
 
 def _write_to_store(

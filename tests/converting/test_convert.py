@@ -1,0 +1,218 @@
+"""``holdfast.convert``: what is taken, left out, renamed and refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import holdfast as hf
+from holdfast.errors import (
+    CheckpointExistsError,
+    DamagedCheckpointError,
+    UnknownKeyError,
+    UnsupportedTensorError,
+    UnsupportedValueError,
+)
+from tests.exact import assert_same
+
+
+class Odd:
+    """Nothing that a checkpoint holds without a pickle."""
+
+
+def save_with_own_values(path):
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    state = {"w": torch.arange(6.0), "seed": hf.PerRank(10 + rank), "noise": hf.PerRank(torch.full((2,), float(rank)))}
+    hf.save(state, path)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    state = {
+        "model": model,
+        "step": 7,
+        "betas": (0.9, 0.999),
+        "mean": np.arange(4, dtype="<f4"),
+        "list": [torch.ones(2)],
+    }
+    hf.save(state, tmp_path / "saved", metadata={"loss": 0.5})
+    return tmp_path / "saved"
+
+
+def test_values_metadata_and_arrays_stay_what_they_are(saved, tmp_path):
+    report = hf.convert(saved, tmp_path / "new", to="native")
+
+    assert_same(hf.open(tmp_path / "new").load(), hf.open(saved).load())
+    assert hf.open(tmp_path / "new").metadata == {"loss": 0.5}
+    assert hf.open(tmp_path / "new").written["converted_from"]["format"] == "native"
+    assert (report.tensors, report.values, report.elements) == (4, 2, 14)
+    assert str(tmp_path / "new") in str(report)
+    assert json.loads(json.dumps(report.to_json()))["checked"] is True
+
+
+def test_values_that_safetensors_cannot_hold_are_listed_and_nothing_is_written(saved, tmp_path):
+    with pytest.raises(UnsupportedValueError, match="only_tensors=True") as raised:
+        hf.convert(saved, tmp_path / "new", to="safetensors")
+    assert set(raised.value.keys) == {"step", "betas"}
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+    report = hf.convert(saved, tmp_path / "new.safetensors", to="safetensors", only_tensors=True)
+    assert set(report.left_out) == {"step", "betas"}
+    assert load_file(tmp_path / "new.safetensors").keys() == {"model.weight", "model.bias", "mean", "list.0"}
+
+
+def test_types_that_safetensors_lack_are_listed(tmp_path):
+    state = {"z": torch.ones(2, dtype=torch.complex128), "w": torch.ones(2), "s": np.array(["ab"])}
+    hf.save(state, tmp_path / "saved")
+    with pytest.raises(UnsupportedTensorError, match="complex128") as raised:
+        hf.convert(tmp_path / "saved", tmp_path / "new", to="safetensors")
+    assert raised.value.keys == ["z", "s"]
+    assert hf.convert(tmp_path / "saved", tmp_path / "new", to="safetensors", exclude=["z", "s"]).tensors == 1
+
+
+def test_keys_are_chosen_renamed_and_cast_by_the_names_of_the_source(saved, tmp_path):
+    report = hf.convert(
+        saved,
+        tmp_path / "new",
+        to="native",
+        include=["model", "step"],
+        exclude="*.bias",
+        rename={"model": "net.inner"},
+        cast={"model.weight": "bfloat16"},
+    )
+    loaded = hf.open(tmp_path / "new").load()
+    expected = hf.open(saved).load("model.weight")["model"]["weight"].to(torch.bfloat16)
+    assert loaded.keys() == {"net.inner", "step"}
+    assert torch.equal(loaded["net.inner"]["weight"], expected)
+    assert report.renamed == {"model.weight": "net.inner.weight"}
+    assert report.cast == {"net.inner.weight": ("float32", "bfloat16")}
+    assert set(report.left_out) == {"model.bias", "betas", "mean", "list.0"}
+
+
+def test_a_cast_is_about_floating_point_tensors_alone(tmp_path):
+    hf.save({"w": torch.ones(3), "n": torch.arange(3), "a": np.ones(3, "<f4")}, tmp_path / "saved")
+    hf.convert(tmp_path / "saved", tmp_path / "new", to="native", cast=torch.float16)
+    loaded = hf.open(tmp_path / "new").load()
+    assert (loaded["w"].dtype, loaded["n"].dtype, loaded["a"].dtype) == (torch.float16, torch.int64, np.float32)
+
+
+def test_a_rename_that_gives_one_key_twice_is_refused(saved, tmp_path):
+    with pytest.raises(ValueError, match="both"):
+        hf.convert(saved, tmp_path / "new", to="native", rename={re.compile("model.(weight|bias)"): "model.x"})
+    assert not (tmp_path / "new").exists()
+
+
+def test_patterns_that_leave_nothing_are_an_error(saved, tmp_path):
+    with pytest.raises(UnknownKeyError, match="leave nothing"):
+        hf.convert(saved, tmp_path / "new", to="native", include="modle")
+
+
+def test_tied_tensors_stay_one_tensor_where_the_format_can(tmp_path):
+    shared = torch.randn(4, 3)
+    hf.save({"embed": shared, "head": shared}, tmp_path / "saved")
+    hf.convert(tmp_path / "saved", tmp_path / "new", to="native")
+    hf.convert(tmp_path / "saved", tmp_path / "new.pt", to="torch")
+    report = hf.convert(tmp_path / "saved", tmp_path / "new.safetensors", to="safetensors")
+
+    assert len(hf.open(tmp_path / "new").source.tensors) == 1
+    loaded = torch.load(tmp_path / "new.pt", weights_only=True)
+    assert loaded["embed"].data_ptr() == loaded["head"].data_ptr()
+    flat = load_file(tmp_path / "new.safetensors")
+    assert torch.equal(flat["embed"], shared)
+    assert torch.equal(flat["head"], shared)
+    assert report.tensors == 2
+    assert report.elements == 24
+
+
+def test_values_of_each_rank_stay_so_in_our_format_and_become_lists_elsewhere(ranks, tmp_path):
+    ranks(2).run(save_with_own_values, tmp_path / "saved")
+    hf.convert(tmp_path / "saved", tmp_path / "new", to="native")
+    hf.convert(tmp_path / "saved", tmp_path / "new.pt", to="torch")
+    hf.convert(tmp_path / "saved", tmp_path / "new.safetensors", to="safetensors", only_tensors=True)
+
+    assert hf.open(tmp_path / "new").source.tree["seed"] == hf.open(tmp_path / "saved").source.tree["seed"]
+    assert hf.open(tmp_path / "new")["noise.1"].kind == "per_rank"
+    expected = {"w": torch.arange(6.0), "seed": [10, 11], "noise": [torch.zeros(2), torch.ones(2)]}
+    assert_same(hf.open(tmp_path / "new").load(), expected)
+    assert_same(torch.load(tmp_path / "new.pt", weights_only=True), expected)
+    assert load_file(tmp_path / "new.safetensors").keys() == {"w", "noise.0", "noise.1"}
+
+
+def test_pickles_go_back_unread_to_our_format_and_are_refused_elsewhere(tmp_path):
+    hf.save({"w": torch.ones(2), "odd": Odd()}, tmp_path / "saved", allow_pickle=True)
+    hf.convert(tmp_path / "saved", tmp_path / "new", to="native")
+    assert isinstance(hf.open(tmp_path / "new", allow_pickle=True)["odd"], Odd)
+    with pytest.raises(UnsupportedValueError, match="allow_pickle=True"):
+        hf.convert(tmp_path / "saved", tmp_path / "new.pt", to="torch")
+    assert not (tmp_path / "new.pt").exists()
+
+
+def test_notes_of_a_safetensors_file_stay(tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors", metadata={"format": "pt", "by": "somebody"})
+    hf.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", to="safetensors")
+    with safe_open(tmp_path / "b.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "by": "somebody"}
+
+
+def test_a_store_takes_checkpoints_of_our_format_only(saved, tmp_path):
+    report = hf.convert(saved, "memory://converted", to="native")
+    assert_same(hf.open("memory://converted").load(), hf.open(saved).load())
+    assert report.destination == "memory://converted"
+    with pytest.raises(ValueError, match="local path"):
+        hf.convert(saved, "memory://other", to="safetensors", only_tensors=True)
+    with pytest.raises(CheckpointExistsError):
+        hf.convert(saved, "memory://converted", to="native")
+
+
+def test_a_damaged_source_leaves_nothing_under_the_final_name(tmp_path):
+    hf.save({"w": torch.randn(1 << 18), "v": torch.randn(9)}, tmp_path / "saved")
+    data = next((tmp_path / "saved").glob("data-*"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    for to, name in (("native", "new"), ("safetensors", "new.safetensors"), ("torch", "new.pt"), ("dcp", "dcp")):
+        with pytest.raises(DamagedCheckpointError, match="w"):
+            hf.convert(tmp_path / "saved", tmp_path / name, to=to)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_an_opened_checkpoint_is_taken_as_it_is_and_stays_open(saved, tmp_path):
+    with hf.open(saved) as checkpoint:
+        hf.convert(checkpoint, tmp_path / "new", to="native")
+        assert checkpoint["model.bias"][...].shape == (2,)
+
+
+def test_progress_goes_up_to_all_of_it(saved, tmp_path):
+    seen = []
+    hf.convert(saved, tmp_path / "new", to="native", on_progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert seen[-1] == (2 * 56, 2 * 56)
+
+
+def test_an_unknown_format_is_refused(saved, tmp_path):
+    with pytest.raises(ValueError, match="native, dcp, safetensors, torch"):
+        hf.convert(saved, tmp_path / "new", to="onnx")
+
+
+def test_torch_is_not_needed_between_native_and_safetensors(tmp_path):
+    hf.save({"model": {"w": torch.ones(3, 4)}, "opt": {"lr": 0.1}}, tmp_path / "saved")
+    program = f"""
+import sys
+from holdfast.cli.main import run
+assert run(["export", {str(tmp_path / "saved")!r}, {str(tmp_path / "hf")!r}, "--cast", "bfloat16", "--quiet"]) == 0
+assert run(["convert", {str(tmp_path / "hf")!r}, {str(tmp_path / "back")!r}, "--to", "native"]) == 0
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+    assert torch.equal(hf.open(tmp_path / "back")["w"][...], torch.ones(3, 4, dtype=torch.bfloat16))
