@@ -162,6 +162,26 @@ def test_it_is_known_how_a_file_is_replaced_in_one_step(place):
     assert place.files.puts_atomically == (not place.folder.startswith("file:"))
 
 
+class MovesItsOwnWay(type(fsspec.filesystem("memory"))):  # type: ignore[misc]
+    protocol = ("gs", "gcs")
+
+    def mv(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("it is no rename")
+
+
+@pytest.mark.parametrize("protocol", ["gs", "dir"])
+def test_an_object_store_that_can_move_objects_still_does_not_rename(protocol):
+    files = FsspecFileSystem()
+    files.fs = MovesItsOwnWay() if protocol == "gs" else fsspec.filesystem("dir", path="/", fs=MovesItsOwnWay())
+    assert files.puts_atomically
+
+
+def test_a_folder_of_a_disk_renames_as_the_disk_does(tmp_path):
+    files = FsspecFileSystem()
+    files.fs = fsspec.filesystem("dir", path=str(tmp_path), fs=fsspec.filesystem("file"))
+    assert not files.puts_atomically
+
+
 # --- paths -------------------------------------------------------------------------------------------------------
 
 names = st.text("ab.-_=+é #", min_size=1, max_size=8).map(str.strip).filter(lambda name: name not in ("", ".", ".."))

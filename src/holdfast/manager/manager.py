@@ -91,7 +91,7 @@ class CheckpointManager:
         """Nothing is touched before the ``with`` block, or the first call.
 
         Args:
-            root: the folder of the run: a path, ``memory://name``, or a ``Root`` of one's own.
+            root: the folder of the run: a path, a URL such as ``s3://bucket/run``, or a ``Root`` of one's own.
             every_steps: save when a multiple of this is reached.
             every_minutes: save when so much time has passed since the last save, by the clock of the first rank.
             keep_last: keep the newest ones. Without any ``keep`` argument all checkpoints are kept.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from holdfast.stores.local_store import LocalStore
 from holdfast.stores.memory_store import MemoryStore
 from holdfast.stores.places import store_at
@@ -17,7 +19,13 @@ from holdfast.stores.store import (
     wrong_size,
 )
 
+if TYPE_CHECKING:
+    from holdfast.stores.remote_root import FsspecRoot
+    from holdfast.stores.remote_store import FsspecStore
+
 __all__ = [
+    "FsspecRoot",
+    "FsspecStore",
     "Listed",
     "LocalRoot",
     "LocalStore",
@@ -34,3 +42,16 @@ __all__ = [
     "too_short",
     "wrong_size",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs fsspec is only imported where it is used."""
+    if name == "FsspecStore":
+        from holdfast.stores.remote_store import FsspecStore
+
+        return FsspecStore
+    if name == "FsspecRoot":
+        from holdfast.stores.remote_root import FsspecRoot
+
+        return FsspecRoot
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

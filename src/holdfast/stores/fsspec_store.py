@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import fsspec
 from fsspec.core import url_to_fs
+from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 from fsspec.utils import get_protocol
@@ -22,6 +23,9 @@ from holdfast.errors import MissingPackageError
 from holdfast.stores import local
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
 from holdfast.stores.remote_errors import only_os_errors
+
+
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "cos", "obs", "tos", "b2", "oci", "swift"}
 
 
 class FsspecFileSystem(FileSystemBase):
@@ -57,8 +61,8 @@ class FsspecFileSystem(FileSystemBase):
 
     @property
     def puts_atomically(self) -> bool:  # type: ignore[override]
-        """True where fsspec can only rename by copying and deleting."""
-        return bool(type(self._connected()).mv is fsspec.AbstractFileSystem.mv)
+        """True for object stores, and where fsspec can only rename by copying and deleting."""
+        return not _renames_in_one_step(self._connected())
 
     @contextmanager
     def create_stream(self, path: AnyPath, mode: str) -> Iterator[io.IOBase]:
@@ -171,6 +175,14 @@ class FsspecFileSystem(FileSystemBase):
     def _forget_listings(self, inner: str) -> None:
         """Other ranks and other programs write here too, and fsspec would answer from memory."""
         self._connected().invalidate_cache(inner)
+
+
+def _renames_in_one_step(fs: Any) -> bool:
+    """As disks do, near or far. Some object stores have a way to move of their own, which is no rename all the same."""
+    if isinstance(fs, DirFileSystem):  # which shows a folder of another one as the root
+        return _renames_in_one_step(fs.fs)
+    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+    return type(fs).mv is not fsspec.AbstractFileSystem.mv and not protocols & _OBJECT_STORES
 
 
 def _package_of(protocol: str) -> str:

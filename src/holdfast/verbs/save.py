@@ -51,7 +51,7 @@ def save(
         state: any nesting of dicts, lists and tuples with tensors, numpy arrays, models, optimizers, other objects
             that have ``state_dict`` and ``load_state_dict``, and plain values. ``PerRank`` and ``RngState`` mark what
             every rank has its own of.
-        path: a folder, ``memory://name``, or a store. All ranks give the same.
+        path: a folder, a URL such as ``s3://bucket/name``, or a store. All ranks give the same.
         overwrite: replace a checkpoint that is there, in one step. Without it that is an error.
         metadata: anything that JSON can hold, to be found in the checkpoint by people and programs. That of the first
             rank counts.
