@@ -174,20 +174,46 @@ def test_nothing_is_swept_beside_a_damaged_record(overwritten):
     assert whole | left <= set(names_in(folder))
 
 
-def test_unfinished_conversions_are_swept_unless_a_process_holds_them(tmp_path):
-    partial = tmp_path / ".model.holdfast-0a1b2c3d.partial"
-    partial.mkdir()
-    (partial / "x.safetensors").write_bytes(bytes(500))
-    held = tmp_path / ".other.pt.holdfast-0a1b2c3e.partial"
-    held.write_bytes(bytes(300))
-    (tmp_path / ".mine.partial").write_bytes(bytes(10))
-    with held.open("rb") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        report = repair(tmp_path, apply=True, sweep=True)
+def killed_conversion(destination, *, at):
+    """Have a process convert to a destination, and be killed when it is about to call this function."""
 
-    fates = {debris.names[0]: (debris.fate, debris.nbytes) for debris in report.debris}
-    assert fates == {partial.name: ("removed", 500), held.name: ("kept", 300)}
-    assert names_in(tmp_path) == [".mine.partial", held.name]
+    def convert():
+        monkeypatch = pytest.MonkeyPatch()
+        monkeypatch.setattr(at, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
+        hf.convert(destination.parent / "source", destination, to="native", overwrite=True)
+
+    in_a_process_that_is_killed(convert)
+
+
+def test_unfinished_conversions_are_swept_unless_a_process_holds_them(tmp_path):
+    hf.save({"w": torch.ones(100)}, tmp_path / "source")
+    killed_conversion(tmp_path / "new", at="holdfast.converting.convert.prove")
+    (left,) = [name for name in names_in(tmp_path) if name.endswith(".partial")]
+    (tmp_path / ".mine.partial").write_bytes(bytes(10))
+    held = os.open(tmp_path / left, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+
+    (debris,) = repair(tmp_path, apply=True, sweep=True).debris
+    assert (debris.fate, debris.reason) == ("kept", "a conversion is writing it")
+    os.close(held)
+    (debris,) = repair(tmp_path).debris
+    assert (debris.names, debris.fate) == ([left], "can be removed")
+    assert debris.nbytes > 400
+    (debris,) = repair(tmp_path, apply=True, sweep=True).debris
+
+    assert debris.fate == "removed"
+    assert names_in(tmp_path) == [".mine.partial", "source"]
+
+
+def test_what_a_conversion_was_to_replace_is_put_back_before_its_folder_is_swept(tmp_path):
+    hf.save({"w": torch.ones(100)}, tmp_path / "source")
+    work = tmp_path / ".model.holdfast-00112233aabbccdd.partial"
+    hf.save({"w": torch.zeros(5)}, work / "old")  # as a kill leaves it where names cannot be exchanged
+
+    assert repair(tmp_path, apply=True, sweep=True).debris[0].fate == "removed"
+
+    assert names_in(tmp_path) == ["model", "source"]
+    assert hf.open(tmp_path / "model").load()["w"].tolist() == [0] * 5
 
 
 def test_dcp_files_that_the_index_does_not_name_are_swept_if_they_are_ours(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import signal
 import sys
@@ -78,8 +77,7 @@ def run(arguments: Sequence[str]) -> int:
 def import_commands() -> None:
     """Let every module declare its command."""
     for name in MODULES:
-        if importlib.util.find_spec(f"holdfast.cli.{name}") is not None:
-            importlib.import_module(f"holdfast.cli.{name}")
+        importlib.import_module(f"holdfast.cli.{name}")
 
 
 def _common(arguments: Sequence[str]) -> tuple[list[str], bool, bool]:

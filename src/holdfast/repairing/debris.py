@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.converting.work_folders import left_over, remove_left_over
 from holdfast.formats.native.names import RECORD, generation_of
 from holdfast.formats.native.record import Record
 from holdfast.repairing.liveliness import is_locked, why_perhaps_alive
 from holdfast.repairing.report import Debris
 from holdfast.storage import hf_names
-from holdfast.stores.places import local_path, store_at
+from holdfast.stores.places import store_at
 from holdfast.stores.store import Listed, Store
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
-_PARTIAL = re.compile(r"\..+\.holdfast-[0-9a-f]+\.partial")
 _DCP_FILE = re.compile(r"__\d+_(?P<generation>[0-9a-f]{8})_\d+\.distcp")
 _DCP_TEMPORARY = re.compile(r"(?:__\d+)?\.metadata\.[0-9a-f]{8}\.tmp")
 
@@ -53,13 +52,19 @@ class Heap:
         return Debris(self.place, self.names, self.nbytes, self.why, "removed")
 
     def _remove(self) -> None:
-        folder = local_path(self.place)
-        for name in self.names:
-            if folder is not None and (folder / name).is_dir() and _PARTIAL.fullmatch(name):
-                shutil.rmtree(folder / name)
         store = store_at(self.place)
-        store.delete(name for name in self.names if folder is None or not (folder / name).is_dir())
+        store.delete(self.names)
         store.sync()
+
+
+@dataclass(frozen=True)
+class WorkFolder(Heap):
+    """The unfinished output of a conversion. What it was to replace may lie in it, and is put back."""
+
+    def _remove(self) -> None:
+        work = Path(self.place) / self.names[0]
+        if not remove_left_over(work):
+            raise OSError(f"{work} is in use, or cannot be locked")
 
 
 def heaps_of_native(store: Store, record: Record | None, *, but: Collection[str] = ()) -> Iterator[Heap]:
@@ -108,10 +113,9 @@ def heaps_of_dcp(store: Store, needed: Collection[str]) -> Iterator[Heap]:
 
 def heaps_of_conversions(folder: Path) -> Iterator[Heap]:
     """Unfinished outputs of conversions in a folder."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if _PARTIAL.fullmatch(path.name):
-            obstacle = "a conversion is writing it" if is_locked(path) else None
-            yield Heap(str(folder), [path.name], _tree_bytes(path), "left by a conversion that was killed", obstacle)
+    for path in left_over(folder):
+        obstacle = "a conversion is writing it" if is_locked(path) else None
+        yield WorkFolder(str(folder), [path.name], _tree_bytes(path), "left by a conversion that was killed", obstacle)
 
 
 def is_debris_alone(store: Store) -> bool:
