@@ -31,7 +31,7 @@ def test_the_tree_has_sums_shapes_and_layers_put_together(holdfast, place):
     assert ["w", "float32", "[5]", "20", "B", "rank", "0"] in lines
     assert ["again", "float32", "[2]", "8", "B", "the", "same", "as", "model.one"] in lines
     assert ["step", "7"] in lines
-    assert len(lines) == 14
+    assert len(lines) == 13
 
 
 def test_all_shows_every_layer_and_depth_few(holdfast, place):

@@ -22,7 +22,7 @@ from holdfast.cli.progress import progress
         Example(
             "holdfast diff model.safetensors model.pt --rename 0=model.0 --rename 1=model.1", "other names", status=1
         ),
-        Example("holdfast diff dcp runs/b/step-00000100 --no-values", "only keys, shapes and dtypes; nothing is read"),
+        Example("holdfast diff dcp model.pt --no-values", "only keys, shapes and dtypes; nothing is read"),
     ],
 )
 def diff(

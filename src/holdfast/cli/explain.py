@@ -18,9 +18,8 @@ from holdfast.cli.options import AllowPickle, Exclude, Include, Json, Place, pai
         Example("holdfast explain dcp runs/a/step-00000100", "in the place of another checkpoint"),
         Example("holdfast explain model.safetensors runs/a/step-00000100", "names that do not fit", status=1),
         Example(
-            "holdfast explain model.safetensors hf-model --rename 0=model.0 --allow-missing '*'",
-            "what load takes",
-            status=1,
+            "holdfast explain model.safetensors dcp --rename 0=model.0 --rename 1=model.1 --allow-missing step",
+            "the same, with what load would be told",
         ),
     ],
 )
