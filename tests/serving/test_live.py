@@ -167,6 +167,21 @@ def test_a_save_of_dcp_is_seen_until_its_index_is_there(tmp_path) -> None:
     assert facts.saves == []
 
 
+def test_files_that_grow_are_seen_though_their_folder_has_not_changed_for_long(tmp_path) -> None:
+    a_run(tmp_path, 100)
+    file = tmp_path / "step-00000300" / f"data-{GENERATION}-0-0.safetensors"
+    file.parent.mkdir()
+    file.write_bytes(b"x" * 10)
+    os.utime(file.parent, (NOW - 1e8, NOW - 1e8))
+    watch = RunWatch(tmp_path)
+    assert watch.look().saves[0].nbytes == 10
+    with file.open("ab") as stream:
+        stream.write(b"x" * 5)
+    watch.forget_look()
+
+    assert watch.look().saves[0].nbytes == 15
+
+
 def until(watch: RunWatch, is_so):
     """Look until it is so: a part that was handed to the disk is there soon, and not at once."""
     for _ in range(6000):

@@ -21,13 +21,15 @@ def test_a_report_is_made_once_for_all_who_ask() -> None:
         assert reports.job(("a", "2"), make).future.result() == "report 2"
 
 
-def test_a_report_that_failed_is_tried_again() -> None:
+def test_a_report_that_failed_is_tried_again_once_that_was_told() -> None:
     def fail(on_progress):
         raise OSError("the disk is gone")
 
     with Reports() as reports:
         failed = reports.job(("a", "1"), fail)
         assert isinstance(failed.future.exception(), OSError)
+        assert reports.job(("a", "1"), fail) is failed
+        reports.forget(("a", "1"))
 
         assert reports.job(("a", "1"), lambda on_progress: "it is back").future.result() == "it is back"
 

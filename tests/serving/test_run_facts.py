@@ -89,6 +89,34 @@ def test_a_checkpoint_that_loses_its_files_later_becomes_damaged(tmp_path) -> No
     assert states(looked_at(watch)) == {"step-00000001": "damaged"}
 
 
+def test_a_change_within_one_tick_of_the_clock_of_a_disk_is_seen(tmp_path) -> None:
+    a_run(tmp_path, 1)
+    folder = tmp_path / "step-00000001"
+    soon = folder.stat().st_mtime + 60
+    os.utime(folder, (soon, soon))
+    watch = RunWatch(tmp_path)
+    assert states(watch.look()) == {"step-00000001": "committed"}
+    file_of(tmp_path, 1, "data-*").unlink()
+    os.utime(folder, (soon, soon))
+
+    assert states(looked_at(watch)) == {"step-00000001": "damaged"}
+
+
+def test_a_folder_that_has_not_changed_is_not_read_again(tmp_path, monkeypatch) -> None:
+    a_run(tmp_path, 1, 2)
+    for folder in tmp_path.glob("step-*"):
+        os.utime(folder, (1, 1))
+    watch = RunWatch(tmp_path)
+    watch.look()
+    read = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: read.append(os.path.basename(path)) or scandir(path))
+    (tmp_path / "step-00000002" / "note").touch()
+    looked_at(watch)
+
+    assert [name for name in read if name.startswith("step-")] == ["step-00000002"]
+
+
 def test_checkpoints_of_all_formats_are_found_and_other_things_are_not(tmp_path) -> None:
     tensors = {"w": torch.ones(10)}
     hf.save(tensors, tmp_path / "ours")

@@ -269,6 +269,27 @@ def test_a_report_that_takes_long_is_waited_for_on_a_page(server, monkeypatch) -
     assert visit(server, "/api/report.json?of=step-00000100").json["is_working"] is False
 
 
+def test_a_report_that_fails_after_long_is_told_once_and_then_tried_again(server, monkeypatch) -> None:
+    tried = []
+
+    def failing_report(place, **options):
+        tried.append(place)
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("holdfast.reporting.report.make_report", failing_report)
+    monkeypatch.setattr(answers, "_PATIENCE", 0.0)
+    statuses = [visit(server, "/c/step-00000100").status]
+    while visit(server, "/api/report.json?of=step-00000100").json["is_working"]:
+        pass
+    monkeypatch.setattr(answers, "_PATIENCE", 60.0)
+    if statuses == [202]:  # or else it failed before that was asked
+        statuses.append(visit(server, "/c/step-00000100").status)
+    assert (statuses[-1], len(tried)) == (500, 1)
+
+    assert "the disk is gone" in visit(server, "/c/step-00000100").text
+    assert len(tried) == 2
+
+
 def test_closing_hangs_up_on_those_who_never_asked(tmp_path) -> None:
     before = set(threading.enumerate())
     server = serve(tmp_path)

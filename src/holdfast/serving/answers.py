@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, unquote_to_bytes, urlsplit
 from holdfast.errors import CheckpointNotFoundError, HoldfastError
 from holdfast.reporting.assets import asset
 from holdfast.serving.checkpoint_facts import CheckpointFacts, quoted
-from holdfast.serving.reports import Job, Key, OnProgress, Reports
+from holdfast.serving.reports import Key, OnProgress, Reports
 from holdfast.serving.run_facts import RunFacts, RunWatch
 
 _PATIENCE = 1.5
@@ -86,12 +86,14 @@ class Answers:
             refusal = self._refusal(facts, one)
             if refusal is not None:
                 return refusal
-        job = self.reports.job(_key(facts, chosen), lambda on_progress: self._made(chosen, on_progress))
+        key = _key(facts, chosen)
+        job = self.reports.job(key, lambda on_progress: self._made(chosen, on_progress))
         if not job.ready_within(_PATIENCE):
-            return _waiting_page(chosen, job)
+            return _waiting_page(chosen)
         error = job.future.exception()
         if error is None:
             return Answer(_with_way_back(job.future.result()), policy=_REPORT_PAGES)
+        self.reports.forget(key)  # only now: a page that waits has to hear of it once
         return self._failure(name, error)
 
     def _progress(self, name: str, other: str | None) -> Answer:
@@ -148,7 +150,7 @@ def _page(status: HTTPStatus, title: str, text: str) -> Answer:
     return Answer(_filled("message.html", title=title, text=text), status=status)
 
 
-def _waiting_page(chosen: list[str], job: Job) -> Answer:
+def _waiting_page(chosen: list[str]) -> Answer:
     text = " and ".join(chosen)
     content = _filled("waiting.html", text=text, of=quoted(chosen[0]), compare="".join(map(quoted, chosen[1:])))
     return Answer(content, status=HTTPStatus.ACCEPTED)

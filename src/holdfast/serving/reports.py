@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -29,9 +28,7 @@ class Job:
 
     def ready_within(self, seconds: float) -> bool:
         """Wait for it, but not longer. Whether it is done, or has failed."""
-        until = time.monotonic() + seconds
-        while not self.future.done() and time.monotonic() < until:
-            time.sleep(0.01)
+        wait([self.future], timeout=seconds)
         return self.future.done()
 
 
@@ -52,10 +49,10 @@ class Reports:
         self._pool = ThreadPoolExecutor(1, "holdfast-report")
 
     def job(self, key: Key, make: Callable[[OnProgress], str]) -> Job:
-        """The report of this key: begun now, if there is none yet or it has failed."""
+        """The report of this key: begun now, if there is none yet."""
         with self._lock:
             job = self._jobs.get(key)
-            if job is None or (job.future.done() and job.future.exception() is not None):
+            if job is None:
                 job = self._jobs[key] = Job()
                 job.future = self._pool.submit(self._make, job, make)
             self._jobs.move_to_end(key)
@@ -66,6 +63,11 @@ class Reports:
         """The report of this key, if it was begun."""
         with self._lock:
             return self._jobs.get(key)
+
+    def forget(self, key: Key) -> None:
+        """Make this report anew for the next who asks, such as one that failed."""
+        with self._lock:
+            self._jobs.pop(key, None)
 
     def close(self) -> None:
         """Give up what is being made, and wait for that."""

@@ -192,8 +192,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(answer)
 
     def _send(self, answer: Answer) -> None:
+        headers = getattr(self, "headers", {})  # none if the first line was no request
         tag = None if answer.tag is None else f'"{answer.tag}"'
-        is_known = tag is not None and tag in (self.headers.get("If-None-Match", "") if self._has_headers() else "")
+        is_known = tag is not None and tag in headers.get("If-None-Match", "")
         self.send_response(HTTPStatus.NOT_MODIFIED if is_known else answer.status)
         for name, value in _HEADERS.items():
             self.send_header(name, value)
@@ -209,10 +210,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not is_known and self.command != "HEAD":
             self.wfile.write(answer.content)
-
-    def _has_headers(self) -> bool:
-        """False if the first line of the request was no request."""
-        return getattr(self, "headers", None) is not None
 
 
 def is_for_this_machine(header: str | None, host: str) -> bool:

@@ -174,7 +174,9 @@ def _at_a_url(url: str) -> tuple[Root, str | None]:
     url = url.rstrip("/")
     root = root_at(url)
     above, _, name = url.rpartition("/")
-    if RECORD in {listed.name for listed in root.store.list()} and name and not above.endswith(("/", ":")):
+    names = {listed.name for listed in root.store.list()}
+    has_place_above = bool(name) and not above.endswith(("/", ":"))
+    if RUN_FILE not in names and format_of(names) is not None and has_place_above:
         return root_at(above), name
     return root, None
 
