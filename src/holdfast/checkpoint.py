@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from types import TracebackType
@@ -15,7 +16,9 @@ from holdfast.errors import UnknownKeyError
 from holdfast.formats.native.pruning import NOTHING, pruned
 from holdfast.formats.native.refs import PerRankValues, TensorRef
 from holdfast.formats.native.trees import mapped, refs_in, substituted
+from holdfast.html_tables import page, table
 from holdfast.patterns import Chooser, Patterns, chooser
+from holdfast.progress import size
 from holdfast.sources.detect import open_source
 from holdfast.sources.source import Piece, Source, WholeReads
 from holdfast.sources.stored_nodes import StoredNode
@@ -250,6 +253,17 @@ class Checkpoint(Mapping[str, Any]):
         total = sum(ref.nbytes for ref in tensors)
         return f"<{self.format} checkpoint {self.path}: {len(tensors)} tensors, {total:,} bytes, {len(self)} keys>"
 
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        tensors = self._source.tensors.values()
+        facts = (
+            f"{self.format}, {len(tensors):,} tensors, {size(sum(ref.nbytes for ref in tensors))}, {len(self):,} keys"
+        )
+        saved = self.written.get("time")
+        rows = ((key, *_in_columns(leaf.value)) for key, leaf in self._leaves.items())
+        listed = table(["key", "what", "size"], rows, numbers=[2], total=len(self))
+        return page(self.path, f"{facts}, saved {saved}" if saved else facts, listed)
+
     @cached_property
     def _leaves(self) -> dict[str, StoredNode]:
         return {leaf.key: leaf for leaf in StoredNode.of(self._source.tree).leaves()}
@@ -278,6 +292,17 @@ class Checkpoint(Mapping[str, Any]):
             hint = f"did you mean {near[0]!r}?" if near else "list(checkpoint) tells which there are"
             text = f"there is no {key!r} in {self.path}; {hint}"
         return UnknownKeyError(text, key=str(key), path=self.path, near=near)
+
+
+def _in_columns(value: Any) -> tuple[str, str]:
+    """What something that is stored is, and what it takes."""
+    if isinstance(value, TensorRef):
+        return f"{value.dtype} {list(value.shape)}", size(value.nbytes)
+    return _SHORT.repr(value), ""
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 
 
 def _with_lists(tree: Any) -> Any:

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from holdfast.html_tables import page, table
+from holdfast.progress import size
+
 _MOST_SHOWN = 5
 
 
@@ -63,16 +66,22 @@ class LoadReport:
         changes |= {name: joined(name) for name in ("renamed", "cast")}
         return replace(reports[0], **changes, bytes_read=bytes_read, elements=elements, seconds=seconds)
 
-    def __str__(self) -> str:
-        rate = f", {self.bytes_read / self.seconds / 1e6:,.0f} MB/s" if self.bytes_read and self.seconds else ""
-        ranks = f" on {self.world_size} ranks" if self.world_size > 1 else ""
-        lines = [
-            f"loaded {len(self.read)} key{_s(self.read)} from {self.path} ({self.format}){ranks}",
-            f"  {self.elements:,} elements, {self.bytes_read:,} bytes read in {self.seconds:.2f} s{rate}",
-        ]
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        ranks = f" on {self.world_size:,} ranks" if self.world_size > 1 else ""
+        read = f"{size(self.bytes_read)} in {self.seconds:.2f} s{ranks}"
+        facts = f"{len(self.read):,} keys, {self.elements:,} elements, {read}"
+        rows = [(headline, f"{len(keys):,}", _some(keys)) for headline, keys in self._lists() if keys]
+        tables = [table(["", "", ""], rows, numbers=[1])] if rows else []
+        if self.notes:
+            tables.append(table(["notes"], [[note] for note in self.notes], total=len(self.notes)))
+        return page(f"loaded from {self.path} ({self.format})", facts, *tables)
+
+    def _lists(self) -> list[tuple[str, Sequence[str]]]:
+        """What became of keys, other than that they were read."""
         renamed = [f"{old} -> {new}" for old, new in self.renamed.items()]
         cast = [f"{key} ({old} -> {new})" for key, (old, new) in self.cast.items()]
-        for headline, keys in [
+        return [
             ("renamed", renamed),
             ("cast", cast),
             ("transformed", self.transformed),
@@ -80,7 +89,16 @@ class LoadReport:
             ("unexpected, not loaded", self.unexpected),
             ("untouched", self.untouched),
             ("in the checkpoint, not asked for", self.not_requested),
-        ]:
+        ]
+
+    def __str__(self) -> str:
+        rate = f", {self.bytes_read / self.seconds / 1e6:,.0f} MB/s" if self.bytes_read and self.seconds else ""
+        ranks = f" on {self.world_size} ranks" if self.world_size > 1 else ""
+        lines = [
+            f"loaded {len(self.read)} key{_s(self.read)} from {self.path} ({self.format}){ranks}",
+            f"  {self.elements:,} elements, {self.bytes_read:,} bytes read in {self.seconds:.2f} s{rate}",
+        ]
+        for headline, keys in self._lists():
             if keys:
                 lines.append(f"  {headline}: {len(keys)}: {_some(keys)}")
         lines.extend(f"  note: {note}" for note in self.notes)
