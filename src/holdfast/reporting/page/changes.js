@@ -7,6 +7,7 @@ function showChanges(section, facts, onFilter, onSelect) {
   const counts = new Map();
   for (let number = 0; number < entries.count; number++) counts.set(entries.change(number), (counts.get(entries.change(number)) ?? 0) + 1);
   const words = { changed: "with other values", added: "added", removed: "removed", shape: "of another shape", dtype: "of another dtype", equal: "equal" };
+  const lists = [largestChanges(facts, onSelect), changedValues(facts, onSelect)].filter(Boolean);
   section.querySelector(".section-head").append(
     make("p", { class: "small soft wrap" }, `from ${compare.checkpoint.name} to ${facts.checkpoint.name}`));
   section.append(make("div", { class: "card padded" },
@@ -14,7 +15,7 @@ function showChanges(section, facts, onFilter, onSelect) {
       type: "button", class: `chip ${CHANGES[change].chip}`, "data-change": change, onclick: () => onFilter(change),
     }, `${countText(counts.get(change))} ${words[change]}`))),
     counts.get("equal") === entries.count ? make("p", { class: "more" }, "Nothing changed: all entries are equal.") : null,
-    make("div", { class: "columns" }, largestChanges(facts, onSelect), changedValues(facts, onSelect))));
+    lists.length ? make("div", { class: "columns" }, lists) : null));
   return true;
 }
 

@@ -1,7 +1,8 @@
 // A drawing of how a tensor is cut: a box for each piece, coloured by the rank that wrote it.
 
 const WIDE = 400;
-const MOST_DRAWN = 600;
+const MOST_DRAWN = 5000;
+const THIN = 4; // boxes that are smaller have no lines between them
 
 function chunkDrawing(shape, pieces, ranks) {
   const [down, across] = drawnDimensions(shape, pieces);
@@ -16,7 +17,7 @@ function chunkDrawing(shape, pieces, ranks) {
     const [y, height] = down === null ? [0, high] : span(piece, down, high / rows);
     const [x, width] = across === null ? [0, WIDE] : span(piece, across, WIDE / columns);
     const [file, , rank] = piece.file;
-    image.append(draw("rect", { x: x + left, y, width, height, rx: 2, fill: rankColour(rank, ranks) },
+    image.append(draw("rect", { x: x + left, y, width, height, class: Math.min(width, height) < THIN ? "thin" : null, fill: rankColour(rank, ranks) },
       draw("title", {}, `${rank === null ? file : `rank ${rank}`}: ${placeText(piece)}`)));
     const label = rank === null ? "" : `rank ${rank}`;
     if (label && width > 46 && height > 16) {

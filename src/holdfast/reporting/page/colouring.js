@@ -47,6 +47,13 @@ class Colouring {
     return ranks.length === 1 ? rankHue(ranks[0], entries.placement.ranks.length) : NEUTRAL;
   }
 
+  // How much a tensor changed: a millionth is grey, and everything is vivid.
+  strengthOf(node) {
+    if (this.by !== "change" || !isLeaf(node) || this.entries.change(node.entry) !== "changed") return 1;
+    const relative = relativeChange(this.entries, node.entry);
+    return Math.max(0.2, Math.min(1.2, 1.2 + Math.log10(Math.max(relative, 1e-12)) / 6));
+  }
+
   names() {
     const columns = this.entries.columns;
     return this.by === "dtype" ? columns.dtypes.map(([name]) => name) : columns.kinds.filter((kind) => kind !== "value");

@@ -12,10 +12,10 @@ const CHANGES = {
 
 const NEUTRAL = null;
 
-// `shade` is from 0 to 1 and tells neighbours of one hue apart.
-function colourOf(hue, shade = 0.5) {
+// `shade` is from 0 to 1 and tells neighbours of one hue apart; `strength`, too, makes it vivid.
+function colourOf(hue, shade = 0.5, strength = 1) {
   const light = isDark() ? 0.44 + 0.13 * shade : 0.56 + 0.13 * shade;
-  return hue === NEUTRAL ? `oklch(${isDark() ? light - 0.1 : light + 0.06} 0.012 255)` : `oklch(${light} ${isDark() ? 0.1 : 0.115} ${hue})`;
+  return hue === NEUTRAL ? `oklch(${isDark() ? light - 0.1 : light + 0.06} 0.012 255)` : `oklch(${light} ${(isDark() ? 0.1 : 0.115) * strength} ${hue})`;
 }
 
 // Few ranks have colours of their own, many go once around.

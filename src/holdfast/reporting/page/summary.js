@@ -40,7 +40,7 @@ function notices(facts) {
   if (facts.placement.ranks.length > 1 && imbalance(facts.placement.ranks) > 1.5) {
     found.push(["warn", `One rank wrote ${imbalance(facts.placement.ranks).toFixed(1)} × as much as the average.`]);
   }
-  if (facts.verify && facts.verify.why && facts.verify.checked !== "all") found.push(["warn", facts.verify.why]);
+  if (facts.verify && facts.verify.why && facts.verify.checked !== "all") found.push([facts.verify.checked === "none" ? "warn" : "info", facts.verify.why]);
   return found.length ? make("div", { class: "notices" }, found.map(([kind, text]) => make("p", { class: `notice ${kind}` }, text))) : null;
 }
 

@@ -1,6 +1,6 @@
 // How long each rank spent in the phases of the save.
 
-const MOST_LANES = 32;
+const MOST_LANES = 20;
 const PHASES = {
   capture: "describe the state", stage: "copy it aside", compare: "compare copies", plan: "agree who writes what",
   write: "write files", commit: "commit",

@@ -83,7 +83,7 @@ class Treemap {
   }
 
   fill(node, x, y, width, height, shade) {
-    this.paint.fillStyle = colourOf(this.colouring.hueOf(node), shade);
+    this.paint.fillStyle = colourOf(this.colouring.hueOf(node), shade, this.colouring.strengthOf(node));
     this.paint.fillRect(x, y, width, height);
   }
 
