@@ -252,6 +252,22 @@ def test_a_slice_reads_ranges_and_not_files(bucket, monkeypatch, tmp_path, make)
     assert len(requests.made) < 20
 
 
+@needs_s3
+def test_a_file_of_many_small_tensors_takes_few_requests(bucket, monkeypatch, tmp_path):
+    state = {f"w{number}": torch.full((100,), float(number)) for number in range(500)}
+    torch.save({**state, "large": torch.ones(1_000_000)}, tmp_path / "model.pt")
+    place = Place(bucket.url(uuid4().hex), bucket.client())
+    place.take(tmp_path)
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    requests = Requests(monkeypatch)
+    checkpoint = hf.open(f"{place.url}/model.pt")
+    for key, tensor in state.items():
+        assert torch.equal(checkpoint[key][...], tensor)
+    assert len(requests.made) < 30
+    assert sum(last - first + 1 for first, last in requests.ranges()) < 1_000_000
+
+
 # --- files -------------------------------------------------------------------------------------------------------
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 from holdfast.storage.byte_ranges import Ranges
 from holdfast.stores.file_reader import open_file
-from holdfast.stores.store import Store
-from holdfast.tuning import READ_BYTES
+from holdfast.stores.store import Buffer, Reader, Store
+from holdfast.tuning import READ_BYTES, REMOTE_START_BYTES
+
+_MOST_WINDOWS = 64
 
 
 class LocalFile:
@@ -71,7 +74,7 @@ class StoredFile:
     def __init__(self, store: Store, name: str) -> None:
         self.path = store.path_of(name)
         self._open = ExitStack()
-        self._reader = self._open.enter_context(store.reader(name))
+        self._reader = _SmallReads(self._open.enter_context(store.reader(name)))
         self.size = self._reader.size
 
     @contextmanager
@@ -99,3 +102,34 @@ class StoredFile:
     def close(self) -> None:
         """Let go of the object."""
         self._open.close()
+
+
+class _SmallReads:
+    """A reader whose small reads bring their surroundings along, since an archive has many small things side by side,
+    and each is looked at more than once. Several threads may read at once."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.size = reader.size
+        self._reader = reader
+        self._windows: OrderedDict[int, bytes] = OrderedDict()
+
+    def read_into(self, begin: int, buffer: Buffer, /) -> None:
+        view = memoryview(buffer)
+        window, at = divmod(begin, REMOTE_START_BYTES)
+        if not 0 < view.nbytes <= REMOTE_START_BYTES - at or begin + view.nbytes > self.size:
+            self._reader.read_into(begin, buffer)
+        else:
+            view.cast("B")[:] = self._window(window)[at : at + view.nbytes]
+
+    def _window(self, number: int) -> bytes:
+        content = self._windows.pop(number, None)
+        if content is None:
+            begin = number * REMOTE_START_BYTES
+            memory = bytearray(min(REMOTE_START_BYTES, self.size - begin))
+            self._reader.read_into(begin, memory)
+            content = bytes(memory)
+        self._windows[number] = content
+        while len(self._windows) > _MOST_WINDOWS:
+            with suppress(KeyError):  # another thread was faster
+                self._windows.popitem(last=False)
+        return content

@@ -24,7 +24,6 @@ from holdfast.stores import local
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
 from holdfast.stores.remote_errors import only_os_errors
 
-
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "cos", "obs", "tos", "b2", "oci", "swift"}
 
 
