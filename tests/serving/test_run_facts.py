@@ -171,6 +171,16 @@ def test_a_hugging_face_folder_is_one_checkpoint_and_loose_files_are_several(tmp
     assert [one.step for one in RunWatch(tmp_path / "loose").look().checkpoints] == [1, 2]
 
 
+def test_a_run_that_has_no_checkpoint_yet_is_a_run_whatever_lies_in_it(tmp_path) -> None:
+    a_run(tmp_path)
+    save_file({"w": torch.ones(2)}, tmp_path / "pretrained.safetensors")
+
+    facts = RunWatch(tmp_path).look()
+
+    assert not facts.is_single
+    assert facts.run.run
+
+
 def test_a_path_that_does_not_exist_is_told_at_once(tmp_path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="nothing at"):
         RunWatch(tmp_path / "rnu")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -304,7 +305,7 @@ def test_closing_hangs_up_on_those_who_never_asked(tmp_path) -> None:
 
 
 def test_a_port_that_is_taken_is_an_error(served) -> None:
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(OSError, match=rf"127\.0\.0\.1:{served.port}: .*in use"):
         serve(served.location, port=served.port)
 
 
@@ -317,16 +318,17 @@ def test_words_that_are_no_request_do_no_harm(served) -> None:
     assert visit(served, "/").status == 200
 
 
-def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path) -> None:
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path, options) -> None:
     a_run(tmp_path, 100)
-    program = "import sys; from holdfast.cli import main; main.MODULES = ('serve',); main.main()"
     with subprocess.Popen(
-        [sys.executable, "-c", program, "serve", str(tmp_path)],
+        [sys.executable, "-m", "holdfast", "serve", str(tmp_path), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        url = process.stdout.readline().split()[-1]
+        line = process.stdout.readline()
+        url = json.loads(line)["url"] if options else line.split()[-1]
         with urllib.request.urlopen(url + "api/run.json") as answer:
             assert b"step-00000100" in answer.read()
         process.send_signal(signal.SIGINT)

@@ -41,6 +41,7 @@ def serve(
     The server can be reached from this machine only, unless --host says otherwise; it asks for no password. From
     another machine: ssh -L 8000:localhost:PORT, then http://localhost:8000.
     """
+    import sys
     import webbrowser
 
     from holdfast.serving import serve as start
@@ -49,8 +50,9 @@ def serve(
         if as_json:
             print_json({"url": server.url, "root": server.location})
         else:
-            print(f"{server.location} is shown at {server.url}", flush=True)
+            print(f"{server.location} is shown at {server.url}")
             note("Press Ctrl-C to stop.")
+        sys.stdout.flush()  # whoever reads it through a pipe waits for the address
         if host not in ("127.0.0.1", "localhost", "::1"):
             note("Whoever can reach this address sees all of it: there is no password.")
         if opens:

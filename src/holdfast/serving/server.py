@@ -122,7 +122,11 @@ class _Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Without the search for a name of this machine, which can take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
+        try:
+            self.socket.bind(self.server_address)
+        except OSError as error:
+            place = f"{self.host}:{self.server_address[1]}"
+            raise OSError(error.errno, f"cannot listen at {place}: {error.strerror}") from error
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = self.host, self.server_address[1]
 
