@@ -10,7 +10,14 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ["README.md", "docs/guide.md", "docs/training.md", "docs/retention.md", "docs/watching.md"]
+DOCUMENTS = [
+    "README.md",
+    "docs/guide.md",
+    "docs/training.md",
+    "docs/retention.md",
+    "docs/watching.md",
+    "docs/inspecting.md",
+]
 
 
 def what_a_program_has() -> dict[str, Any]:
