@@ -31,7 +31,7 @@ def bench(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Measure the storage of this machine, and a save and a load with Holdfast on it.
+    """Measure the storage of this machine, and Holdfast on it.
 
     Writes and reads a file in the plainest way, flushed to the disk and past the cache where the system lets it; times
     small flushes; then saves and loads a random state of the same size, if torch is installed. Ratios are those of

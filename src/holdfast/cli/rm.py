@@ -31,10 +31,11 @@ def rm(
     force: Annotated[bool, typer.Option(help="Also what is pinned, or may be being written.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Delete checkpoints: the record first, so that a kill leaves nothing that looks whole.
+    """Delete checkpoints; their records go first.
 
-    It asks before, if there is a terminal; otherwise --yes is needed. Only files of checkpoints are deleted, and a
-    folder if it is empty then. What is no checkpoint is refused, and so is what is pinned (but for --force) and what
+    It asks before, if there is a terminal; otherwise --yes is needed. The record of a checkpoint, or its index, goes
+    first, so that a kill leaves nothing that looks whole. Only files of checkpoints are deleted, and a folder if it is
+    empty then. What is no checkpoint is refused, and so is what is pinned (but for --force) and what
     lies in a run that a job is using. If one of several is refused, none is deleted.
     """
     from holdfast.cli.removing import refuse_to_remove, remove
