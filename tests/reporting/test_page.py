@@ -205,6 +205,8 @@ def test_the_list_can_be_walked_by_keys(pages: Path, open_page: Open) -> None:
     page.focus("#rows")
     page.keyboard.press("Enter")
     assert page.text_content("#panel .key") == "model.norm"
+    page.keyboard.press("Escape")
+    assert "Choose an entry" in page.inner_text("#panel")
     page.fill("#search", "")
     page.focus("#rows")
     page.keyboard.press("Home")

@@ -5,9 +5,9 @@ const entries = facts.entries;
 const root = buildTree(entries);
 const colouring = new Colouring(entries, root);
 
-const panel = new Panel(byId("panel"), facts, { onSelect: (number) => select(number), onClose: () => explorer?.select(-1) });
+const explorer = new Explorer(byId("rows"), entries, root, { onSelect: (number) => select(number) });
+const panel = new Panel(byId("panel"), facts, { onSelect: (number) => select(number), onClose: () => explorer.select(-1) });
 const treemap = new Treemap(byId("treemap"), entries, root, colouring, { onOpen: showCrumbs, onSelect: (number) => select(number), onHover: showHovered });
-var explorer = new Explorer(byId("rows"), entries, root, { onSelect: (number) => select(number) });
 const filters = new Filters(byId("filters"), facts, showFound);
 
 // Everything about an entry; from elsewhere than the list, it is looked up in the list too.
@@ -51,7 +51,7 @@ function showCrumbs(node) {
 }
 
 function showHovered(node) {
-  const place = node ?? treemap?.node ?? root;
+  const place = node ?? treemap.node;
   const words = [keyOf(place) || "all", sizeText(place.bytes)];
   if (root.bytes && place !== root) words.push(percentText(place.bytes / root.bytes));
   if (isLeaf(place)) words.push(`${entries.dtype(place.entry)} ${shapeText(entries.shape(place.entry))}`);
@@ -88,7 +88,9 @@ function showSections() {
   byId("sections").replaceChildren(...Object.keys(titles).filter((id) => !byId(id).hidden).map((id) => make("a", { href: `#${id}` }, titles[id])));
 }
 
-function typeToSearch(event) {
+// A slash leads to the search from anywhere, and Escape closes the panel.
+function shortcuts(event) {
+  if (event.key === "Escape" && !event.defaultPrevented && event.target !== filters.search) panel.close();
   if (event.key !== "/" || event.ctrlKey || event.metaKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
   event.preventDefault();
   filters.search.focus();
@@ -112,7 +114,7 @@ function start() {
   showFound();
   showSections();
   byId("footer").textContent = `Made by ${facts.made.by} on ${dateText(new Date(facts.made.time))}. This page is one file and loads nothing from anywhere.`;
-  document.addEventListener("keydown", typeToSearch);
+  document.addEventListener("keydown", shortcuts);
 }
 
 start();

@@ -8,7 +8,6 @@ class Panel {
     this.facts = facts;
     this.on = { onSelect, onClose };
     this.damaged = new Set(facts.verify ? facts.verify.damagedKeys : []);
-    element.addEventListener("keydown", (event) => event.key === "Escape" && this.close());
     this.close();
   }
 
