@@ -291,7 +291,9 @@ def test_a_report_that_fails_after_long_is_told_once_and_then_tried_again(server
     assert len(tried) == 2
 
 
-def test_closing_hangs_up_on_those_who_never_asked(tmp_path) -> None:
+@pytest.mark.timeout(60)
+def test_closing_hangs_up_on_those_who_never_asked(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("holdfast.serving.server._Handler.timeout", None)  # or else they would give up by themselves
     before = set(threading.enumerate())
     server = serve(tmp_path)
     with socket.create_connection(("127.0.0.1", server.port)) as idle:
