@@ -17,6 +17,7 @@ DOCUMENTS = [
     "docs/retention.md",
     "docs/watching.md",
     "docs/inspecting.md",
+    "docs/converting.md",
 ]
 
 

@@ -165,6 +165,12 @@ NATIVE = [
         under_torchrun=False,
     ),
     Program(
+        "export_to_hugging_face.py",
+        r"Taken: 'model', 4 tensors in 2 files, checked: True\nLeft out: \d+ keys, such as step\n"
+        r"The folder holds the trained weights\n",
+        under_torchrun=False,
+    ),
+    Program(
         "load_elsewhere.py",
         r"as it is: 3 keys missing, 5 unexpected\n"
         r"transformed: attention.qkv.weight\ncast: attention.out.weight, attention.out.bias\n",

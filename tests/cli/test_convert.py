@@ -7,7 +7,7 @@ import holdfast as hf
 
 def test_a_checkpoint_is_converted_and_the_answer_says_what_was_done(prepared, holdfast):
     ran = holdfast(
-        "convert", "dcp", "new", "--to", "native", "--rename", "model=net", "--cast", "net.*=float16", "--json"
+        "convert", "dcp", "new", "--to", "native", "--rename", "model=net", "--cast", "*.weight=float16", "--json"
     )
 
     assert ran.status == 0, ran.err
