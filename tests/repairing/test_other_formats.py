@@ -230,3 +230,17 @@ def test_a_place_without_a_checkpoint_is_an_error(tmp_path):
     for place in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(hf.errors.NotACheckpointError):
             repair(place)
+
+
+def test_a_file_of_torch_save_is_refused_and_what_lies_beside_it_is_not_touched(tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    hf.save({"w": torch.ones(2)}, tmp_path / "beside")
+    index = next((tmp_path / "beside").glob("index-*"))
+    index.unlink()
+
+    with pytest.raises(hf.errors.NotACheckpointError, match="a single file"):
+        repair(tmp_path / "model.pt", apply=True)
+
+    assert not index.exists()
+    assert repair(tmp_path / "beside/holdfast.json", apply=True).ok
+    assert index.exists()

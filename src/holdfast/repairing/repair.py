@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from holdfast.errors import HoldfastError, NotACheckpointError
 from holdfast.formats.native.names import RECORD, generation_of
@@ -19,7 +20,7 @@ from holdfast.repairing.liveliness import why_perhaps_alive
 from holdfast.repairing.planned import OnProgress, Planned
 from holdfast.repairing.report import RepairReport
 from holdfast.sources.native import read_record
-from holdfast.stores.places import local_path
+from holdfast.stores.places import local_path, store_at
 from holdfast.stores.roots import root_at
 from holdfast.stores.store import Store
 
@@ -80,8 +81,8 @@ class _Plan:
         """Look at a checkpoint, or at all that lie directly in a folder."""
         path = local_path(place)
         if path is not None and path.is_file():
-            path = path.parent
-            place = str(path)
+            self._look_at_file(path)
+            return
         root = root_at(place)
         if path is not None:
             self.heaps += heaps_of_conversions(path)
@@ -98,6 +99,18 @@ class _Plan:
                 path=place,
                 found=[listed.name for listed in root.store.list()][:20],
             )
+
+    def _look_at_file(self, path: Path) -> None:
+        """A file stands for the checkpoint whose index it is. Others have nothing that they could be rebuilt from."""
+        if path.name == RECORD or path.name.endswith((".metadata", ".safetensors", ".safetensors.index.json")):
+            self.look_at(store_at(path.parent))
+            return
+        raise NotACheckpointError(
+            f"{path} is a single file, and there is nothing that it could be rebuilt from. holdfast verify tells "
+            "whether it is whole.",
+            path=str(path),
+            found=[path.name],
+        )
 
     def _look_inside(self, store: Store) -> bool:
         """A folder among others. Without a record it is not a checkpoint to be made again: it may have been deleted."""
