@@ -1,6 +1,6 @@
 """A training checkpoint as a folder that loaders of Hugging Face models read: no model class, no GPU, little memory.
 
-    python examples/export_to_hugging_face.py [folder]
+    python examples/export_to_hugging_face.py [FOLDER]
 
 The same on the command line: `holdfast export run/step-00000020 model-hf --cast bfloat16 --max-shard-size 2GB`.
 """
