@@ -133,6 +133,21 @@ def test_a_tensor_that_two_files_have_is_not_decided_about(model):
     assert "which one is right?" in finding.remedy
 
 
+def test_files_of_different_saves_get_no_index(tmp_path):
+    mapping = {key: 1 + number % 2 for number, key in enumerate(WEIGHTS)}
+    for name in ("a", "b"):
+        writer = holdfast.dcp.HuggingFaceStorageWriter(path=str(tmp_path / name), fqn_to_index_mapping=mapping)
+        holdfast.dcp.save(dict(WEIGHTS), storage_writer=writer)
+    (tmp_path / "a" / INDEX).unlink()
+    assert [finding.outcome for finding in repair(tmp_path / "a").findings] == ["can be repaired"]
+    os.replace(tmp_path / "b/model-00002-of-00002.safetensors", tmp_path / "a/model-00002-of-00002.safetensors")
+
+    (finding,) = repair(tmp_path / "a", apply=True).findings
+
+    assert finding.outcome == "cannot be repaired"
+    assert "different saves" in finding.remedy
+
+
 def test_a_single_file_needs_no_index(tmp_path):
     safetensors.torch.save_file(WEIGHTS, tmp_path / "model.safetensors")
 
