@@ -134,7 +134,7 @@ def test_of_two_saves_that_commit_at_once_one_wins(bucket, url, monkeypatch):
     assert hf.open(url)["seed"] == 2
 
 
-@pytest.mark.parametrize("writer", ["thread", "process"])
+@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.long)])
 def test_saves_go_on_in_the_background(bucket, url, writer):
     state = {"w": torch.zeros(1000), "step": 0}
     hf.async_save(state, url, writer=writer).wait()
@@ -162,7 +162,7 @@ def restore(bucket: Bucket, url: str) -> tuple[int | None, torch.Tensor, int]:
         return None if restored is None else restored.step, state["sharded"].full_tensor(), state["seed"]
 
 
-@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("async_save", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_run_keeps_its_last_checkpoints_and_goes_on(ranks, bucket, url, async_save):
     ranks(2).run(train, bucket, url, range(1, 5), async_save=async_save)
     assert steps_in(url) == [3, 4]

@@ -90,6 +90,12 @@ def bucket() -> s3_server.Bucket:
     return s3_server.new_bucket()
 
 
+@pytest.fixture(scope="module")
+def client(bucket: s3_server.Bucket) -> Any:
+    """One for all tests: to make it takes longer than most of them."""
+    return bucket.client()
+
+
 @pytest.fixture(params=["fsspec", pytest.param("s3", marks=needs_s3)])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
     """Memory of fsspec is not memory:// to us, so that it gets a name of its own."""
@@ -101,7 +107,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pl
     bucket = request.getfixturevalue("bucket")
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
-    return Place(bucket.url(uuid4().hex, "step"), bucket.client())
+    return Place(bucket.url(uuid4().hex, "step"), request.getfixturevalue("client"))
 
 
 def into_memory(folder: Path) -> Store:
@@ -237,8 +243,8 @@ def test_a_file_that_was_replaced_since_is_noticed(tmp_path, make):
 
 @needs_s3
 @pytest.mark.parametrize("make", [of_dcp, of_native, of_hugging_face])
-def test_a_slice_reads_ranges_and_not_files(bucket, monkeypatch, tmp_path, make):
-    place = Place(bucket.url(uuid4().hex), bucket.client())
+def test_a_slice_reads_ranges_and_not_files(bucket, client, monkeypatch, tmp_path, make):
+    place = Place(bucket.url(uuid4().hex), client)
     monkeypatch.setitem(STATE, "model", {"w": torch.arange(4_000_000, dtype=torch.float32).reshape(2000, 2000)})
     monkeypatch.setitem(FLAT, "model.w", STATE["model"]["w"])
     make(tmp_path)
@@ -253,10 +259,10 @@ def test_a_slice_reads_ranges_and_not_files(bucket, monkeypatch, tmp_path, make)
 
 
 @needs_s3
-def test_a_file_of_many_small_tensors_takes_few_requests(bucket, monkeypatch, tmp_path):
+def test_a_file_of_many_small_tensors_takes_few_requests(bucket, client, monkeypatch, tmp_path):
     state = {f"w{number}": torch.full((100,), float(number)) for number in range(500)}
     torch.save({**state, "large": torch.ones(1_000_000)}, tmp_path / "model.pt")
-    place = Place(bucket.url(uuid4().hex), bucket.client())
+    place = Place(bucket.url(uuid4().hex), client)
     place.take(tmp_path)
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
