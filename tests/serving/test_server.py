@@ -102,8 +102,11 @@ def test_nothing_but_reading_is_allowed(served, method) -> None:
 def test_head_tells_what_get_would_send(served) -> None:
     whole, head = visit(served, "/api/run.json"), visit(served, "/api/run.json", method="HEAD")
 
-    assert (head.status, head.body) == (200, b"")
+    assert head.status == 200
     assert head.headers["content-length"] == str(len(whole.body))
+    with socket.create_connection(("127.0.0.1", served.port)) as connection, connection.makefile("rb") as stream:
+        connection.sendall(b"HEAD /api/run.json HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        assert stream.read().endswith(b"\r\n\r\n")  # and nothing behind the headers
 
 
 @pytest.mark.parametrize(
