@@ -124,11 +124,11 @@ def extra_bytes(job: Job, scale_name: str, folder: Path) -> int:
     with quietly():
         _first_calls(calls, job, folder)
         if job.verb == SAVE:
-            return _growth(calls[SAVE], filled(shapes), path)
+            return growth(calls[SAVE], filled(shapes), path)
         if job.verb == CONVERSION:
-            return _growth(calls[CONVERSION], path, folder / f"{job.contender} {job.workload}.pt")
+            return growth(calls[CONVERSION], path, folder / f"{job.contender} {job.workload}.pt")
         dtype = torch.bfloat16 if "cast" in job.verb else torch.float32
-        return _growth(calls[LOAD], room_for(shapes, dtype), path)
+        return growth(calls[LOAD], room_for(shapes, dtype), path)
 
 
 Calls = dict[str, Callable[[Any, Path], object]]
@@ -169,7 +169,8 @@ def _first_calls(calls: Calls, job: Job, folder: Path) -> None:
             calls[LOAD](state, path)
 
 
-def _growth(call: Callable[..., object], *arguments: Any) -> int:
+def growth(call: Callable[..., object], *arguments: Any) -> int:
+    """How far this process grows in a call, at most."""
     gc.collect()
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew

@@ -140,11 +140,11 @@ def machine(results: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
         f"- {results['began'].replace('T', ' ').replace('Z', ' UTC')}, {results['seconds']:.0f} s, load average before "
         f"it {found['load_average_before']}",
     ]
-    if later := results.get("later"):
-        lines.append(
-            f"- {', '.join(later['parts'])}: measured later ({later['began'].replace('T', ' ').replace('Z', ' UTC')}, "
-            f"at {later['commit']})"
-        )
+    lines += [
+        f"- {', '.join(later['parts'])}: measured later ({later['began'].replace('T', ' ').replace('Z', ' UTC')}, "
+        f"at {later['commit']}, load average before it {later.get('load_average_before', 'unknown')})"
+        for later in results.get("later", [])
+    ]
     return "\n".join([*_cautions(results), *lines])
 
 

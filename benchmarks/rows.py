@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks import memory
 from benchmarks.contenders import LOADING_PEERS, OURS, OURS_DCP, PEERS, STOCK, STOCK_VARIANTS
+from benchmarks.conversions import UNCHECKED, UNFLUSHED
 from benchmarks.pauses import NOTHING
 from benchmarks.rounds import Measure
 from benchmarks.scales import FULL, MIB
@@ -197,6 +198,45 @@ def extra_memory(title: str, verb: str, *, stock_verb: str | None = None) -> Rul
     return rule
 
 
+def memory_ratio(section: str, title: str, key: str, ours: str, at_most: float) -> Rule:
+    """The memory that a conversion takes, as a part of what stock DCP takes for the same."""
+    target = f"{at_most:g} of its memory"
+
+    def rule(_: Measures, facts: Facts) -> Row:
+        peaks = facts.get(key, {}).get("peaks", {})
+        if ours not in peaks or not peaks.get(STOCK):
+            return Row(section, title, NOT_MEASURED, target)
+        ratio = peaks[ours] / peaks[STOCK]
+        stock = f"{peaks[STOCK] / MIB:,.0f} MiB"
+        return Row(
+            section,
+            title,
+            f"{ratio:.3f} of it",
+            target,
+            ratio <= at_most,
+            f"{peaks[ours] / MIB:.0f} MiB",
+            stock,
+            f"{peaks[ours] / MIB:.0f} MiB of {stock}",
+        )
+
+    return rule
+
+
+def memory_limit(section: str, title: str, key: str, ours: str, most: int) -> Rule:
+    """The memory that a conversion takes, against a limit."""
+    target = f"{most // MIB} MiB"
+
+    def rule(_: Measures, facts: Facts) -> Row:
+        fact = facts.get(key, {})
+        if ours not in fact.get("peaks", {}):
+            return Row(section, title, NOT_MEASURED, target)
+        peak = fact["peaks"][ours]
+        found = f"{peak / MIB:.0f} MiB"
+        return Row(section, title, found, target, peak <= most, found, details=f"for {fact['bytes'] / 1e9:.2f} GB")
+
+    return rule
+
+
 # --- pauses ---
 
 
@@ -237,6 +277,7 @@ _HUGE = "one huge tensor"
 _STALLS = "background saves"
 _SLICES = "slices"
 _RESHARDING = "resharding"
+_CONVERSIONS = "conversions"
 _BEST_STOCK = (STOCK, *STOCK_VARIANTS)
 
 
@@ -328,6 +369,48 @@ RULES: list[Rule] = [
     speed(_SLICES, "rows of a tensor, warm, vs stock DCP", "slice: rows", (STOCK,)),
     speed(_SLICES, "a few columns of some rows, warm, vs stock DCP", "slice: few columns", (STOCK,)),
     speed(_SLICES, "half of the columns of some rows, warm, vs stock DCP", "slice: half of the columns", (STOCK,)),
+    speed(
+        _CONVERSIONS,
+        "dcp_to_torch_save of what stock DCP wrote vs stock DCP, which does not flush",
+        "conversion to torch.save",
+        (UNFLUSHED,),
+        ours=OURS_DCP,
+        at_least=3,
+    ),
+    speed(
+        _CONVERSIONS,
+        "dcp_to_torch_save of what stock DCP wrote vs stock DCP with a flush",
+        "conversion to torch.save",
+        (STOCK,),
+        ours=OURS_DCP,
+        at_least=3,
+    ),
+    speed(
+        _CONVERSIONS,
+        "convert the same to torch.save, and read it back, vs stock DCP with a flush",
+        "conversion to torch.save",
+        (STOCK,),
+    ),
+    memory_ratio(
+        _CONVERSIONS, "memory of dcp_to_torch_save vs stock DCP", "memory of conversion to torch.save", OURS_DCP, 0.1
+    ),
+    memory_ratio(
+        _CONVERSIONS, "memory of convert to torch.save vs stock DCP", "memory of conversion to torch.save", OURS, 0.1
+    ),
+    speed(
+        _CONVERSIONS,
+        "export to Hugging Face, not read back, vs direct-write probe",
+        "export to Hugging Face",
+        tuple(DIRECT_WRITES),
+        ours=UNCHECKED,
+    ),
+    speed(
+        _CONVERSIONS,
+        "export to Hugging Face, read back and compared, vs direct-write probe",
+        "export to Hugging Face",
+        tuple(DIRECT_WRITES),
+    ),
+    memory_limit(_CONVERSIONS, "memory of export to Hugging Face", "memory of export to Hugging Face", OURS, 128 * MIB),
     *(_saved_by(size) for size in FULL.world_sizes),
     *(_resharded(before, after) for before, after in itertools.permutations(FULL.world_sizes, 2)),
 ]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.conversions import measure_conversions
 from benchmarks.memory import measure_memory
 from benchmarks.pauses import measure_pauses
 from benchmarks.quiet import quietly
@@ -41,6 +42,7 @@ PARTS: dict[str, Callable[[Suite], None]] = {
     "memory": measure_memory,
     "pauses": measure_pauses,
     "stalls": measure_stalls,
+    "conversions": measure_conversions,
 }
 
 
@@ -126,6 +128,7 @@ def _added_to(before: dict[str, Any], results: dict[str, Any], parts: list[str])
         "began": results["began"],
         "seconds": results["seconds"],
         "commit": results["machine"]["holdfast"]["commit"],
+        "load_average_before": results["machine"]["load_average_before"],
     }
     return before | {
         "rows": [asdict(row) for row in fill_in(found, facts)],
@@ -134,7 +137,7 @@ def _added_to(before: dict[str, Any], results: dict[str, Any], parts: list[str])
         "problems": {name: text for name, text in before["problems"].items() if name not in parts}
         | results["problems"],
         "scale": results["scale"],
-        "later": later,
+        "later": [*(run for run in before.get("later", []) if not set(run["parts"]) <= set(parts)), later],
     }
 
 

@@ -38,6 +38,8 @@ class Scale:
     stalled_tensors: int
     trained_bytes: int
     """Of the state of a training loop that saves all the time."""
+    converted_bytes: int
+    """Of the state that is converted to other formats."""
     memory_workloads: tuple[str, ...] = ("transformer", "small tensors", "huge tensor")
 
     @property
@@ -65,6 +67,7 @@ FULL = Scale(
     stalled_bytes=1200 * MIB,
     stalled_tensors=150,
     trained_bytes=192 * MIB,
+    converted_bytes=2000 * MIB,
 )
 
 QUICK = Scale(
@@ -86,6 +89,7 @@ QUICK = Scale(
     stalled_bytes=256 * MIB,
     stalled_tensors=60,
     trained_bytes=48 * MIB,
+    converted_bytes=300 * MIB,
 )
 
 TINY = Scale(
@@ -107,6 +111,7 @@ TINY = Scale(
     stalled_bytes=MIB,
     stalled_tensors=6,
     trained_bytes=MIB // 4,
+    converted_bytes=2 * MIB,
     memory_workloads=("huge tensor",),
 )
 
