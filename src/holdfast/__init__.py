@@ -40,13 +40,20 @@ from holdfast.watching import Event, subscribe, trace_to
 if TYPE_CHECKING:
     from holdfast.converting.convert import convert
     from holdfast.converting.export import export
+    from holdfast.converting.report import ConversionReport
+    from holdfast.inspecting.damage import VerifyReport
     from holdfast.inspecting.diff import diff
+    from holdfast.inspecting.diff_report import DiffReport
     from holdfast.inspecting.explain import explain
+    from holdfast.inspecting.explanation import Explanation
+    from holdfast.inspecting.statistics import Statistics
     from holdfast.inspecting.verify import verify
     from holdfast.manager.manager import CheckpointManager
     from holdfast.manager.restoring import RestoredStep
     from holdfast.manager.steps import StepInfo
     from holdfast.repairing.repair import repair
+    from holdfast.repairing.report import RepairReport
+    from holdfast.reporting.report import Report
     from holdfast.states.per_rank import PerRank
     from holdfast.states.rng import RngState
     from holdfast.stock import HoldfastReader, HoldfastWriter
@@ -59,18 +66,25 @@ __all__ = [
     "Checkpoint",
     "CheckpointException",
     "CheckpointManager",
+    "ConversionReport",
+    "DiffReport",
     "Event",
+    "Explanation",
     "HoldfastError",
     "HoldfastReader",
     "HoldfastWriter",
     "LoadReport",
     "PendingSave",
     "PerRank",
+    "RepairReport",
+    "Report",
     "RestoredStep",
     "RngState",
     "SaveProgress",
     "SaveReport",
+    "Statistics",
     "StepInfo",
+    "VerifyReport",
     "__version__",
     "async_save",
     "convert",
@@ -90,6 +104,13 @@ __all__ = [
 ]
 
 _LATER = {
+    "ConversionReport": "holdfast.converting.report",
+    "DiffReport": "holdfast.inspecting.diff_report",
+    "Explanation": "holdfast.inspecting.explanation",
+    "RepairReport": "holdfast.repairing.report",
+    "Report": "holdfast.reporting.report",
+    "Statistics": "holdfast.inspecting.statistics",
+    "VerifyReport": "holdfast.inspecting.damage",
     "convert": "holdfast.converting.convert",
     "diff": "holdfast.inspecting.diff",
     "explain": "holdfast.inspecting.explain",
