@@ -6,15 +6,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import typer
 
-_UNITS = {"": 1, "B": 1}
-_UNITS.update({f"{letter}{end}": 1000 ** (at + 1) for at, letter in enumerate("KMGT") for end in ("", "B")})
-_UNITS.update({f"{letter}IB": 1024 ** (at + 1) for at, letter in enumerate("KMGT")})
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+from holdfast.sizes import parse_size
 
 
 def size_in_bytes(text: str | int) -> int:
@@ -23,16 +19,10 @@ def size_in_bytes(text: str | int) -> int:
     >>> size_in_bytes("256MB"), size_in_bytes("1.5 GiB"), size_in_bytes("4096")
     (256000000, 1610612736, 4096)
     """
-    if isinstance(text, int):
-        return text
-    found = _SIZE.fullmatch(text.strip())
-    unit = None if found is None else _UNITS.get(found.group(2).upper())
-    if found is None or unit is None:
-        raise typer.BadParameter(f"{text!r} is no size; write it like 256MB, 1.5GiB or 4096")
-    whole = round(float(found.group(1)) * unit)
-    if whole < 1:
-        raise typer.BadParameter(f"{text!r} is no size: it has to be one byte at least")
-    return whole
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def pairs(texts: list[str] | None, *, option: str) -> dict[str, str]:

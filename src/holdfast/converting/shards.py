@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
-_UNITS = {"": 1, "B": 1}
-_UNITS.update({f"{letter}{end}": 1000 ** (at + 1) for at, letter in enumerate("KMGT") for end in ("", "B")})
-_UNITS.update({f"{letter}IB": 1024 ** (at + 1) for at, letter in enumerate("KMGT")})
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+from holdfast.sizes import parse_size
+
 _LARGEST_HEADER = 90_000_000
 """Readers refuse headers beyond 100 MB."""
 
@@ -19,16 +16,10 @@ def shard_size(wish: int | str | None) -> int | None:
     >>> shard_size("5GB"), shard_size("1.5 GiB"), shard_size(1 << 20)
     (5000000000, 1610612736, 1048576)
     """
-    if wish is None:
-        return None
-    found = _SIZE.fullmatch(wish.strip()) if isinstance(wish, str) else None
-    unit = None if found is None else _UNITS.get(found.group(2).upper())
-    nbytes = wish if isinstance(wish, int) else 0
-    if found is not None and unit is not None:
-        nbytes = int(float(found.group(1)) * unit)
-    if nbytes < 1:
-        raise ValueError(f"max_shard_size must be a number of bytes, or a text such as '5GB', not {wish!r}")
-    return nbytes
+    try:
+        return None if wish is None else parse_size(wish)
+    except ValueError as error:
+        raise ValueError(f"max_shard_size: {error}") from None
 
 
 def fill_shards(sizes: Mapping[str, int], largest: int | None) -> list[list[str]]:
