@@ -20,7 +20,7 @@ from holdfast.html_tables import page, table
 from holdfast.patterns import Chooser, Patterns, chooser
 from holdfast.progress import size
 from holdfast.sources.detect import open_source
-from holdfast.sources.source import Piece, Source, WholeReads
+from holdfast.sources.source import ChunkPlace, Source, WholeReads
 from holdfast.sources.stored_nodes import StoredNode
 from holdfast.stores.store import Store
 from holdfast.tensor_handles import TensorHandle, as_elements, torch_is_here
@@ -146,15 +146,15 @@ class Checkpoint(Mapping[str, Any]):
         }
         return substituted(_with_lists(tree), lambda ref: elements[ref.key])
 
-    def layout(self, key: str) -> list[Piece]:
-        """How a tensor is cut: its pieces, with the file in which each lies and the rank that wrote it.
+    def layout(self, key: str) -> list[ChunkPlace]:
+        """How a tensor is cut: its chunks, with the file in which each lies and the rank that wrote it.
 
         Example:
             >>> import tempfile, torch
             >>> import holdfast as hf
             >>> path = tempfile.mkdtemp() + "/step-100"
             >>> saved = hf.save({"w": torch.ones(4, 2)}, path)
-            >>> [(piece.offsets, piece.sizes, piece.rank) for piece in hf.open(path).layout("w")]
+            >>> [(chunk.offsets, chunk.sizes, chunk.rank) for chunk in hf.open(path).layout("w")]
             [((0, 0), (4, 2), 0)]
         """
         leaf = self._leaves.get(key)
@@ -162,7 +162,7 @@ class Checkpoint(Mapping[str, Any]):
             raise self._unknown(key)
         if not isinstance(leaf.value, TensorRef):
             raise TypeError(f"{key!r} of {self.path} is a value and no tensor: it is kept whole")
-        return list(self._source.pieces(leaf.value.key))
+        return list(self._source.chunk_places(leaf.value.key))
 
     def files(self) -> list[tuple[str, int]]:
         """The files that it consists of, by name, and the bytes that each has on disk."""

@@ -1,13 +1,17 @@
-"""A progress bar for the terminal: how far, how fast, how long still."""
+"""How far long work is: counted, drawn on the terminal, and in numbers for people."""
 
 from __future__ import annotations
 
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TextIO
+from typing import TextIO, TypeAlias
+
+OnProgress: TypeAlias = Callable[[int, int], None]
+"""Called with the bytes that are done and with those there are in all, by one thread at a time."""
 
 _PAUSE = 0.1
 _WIDTH = 30
@@ -87,6 +91,28 @@ class ProgressBar:
             self._is_shown = False
 
 
+class Tally:
+    """How many bytes are done. Any thread may add to it.
+
+    >>> tally = Tally(10, lambda done, total: print(done, "of", total))
+    >>> tally.add(4)
+    4 of 10
+    """
+
+    def __init__(self, total: int, on_progress: OnProgress | None = None) -> None:
+        self.total = total
+        self.done = 0
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        """That many more are done. Never are more told than there are."""
+        with self._lock:
+            self.done += nbytes
+            if self._on_progress is not None:
+                self._on_progress(min(self.done, self.total), self.total)
+
+
 def render(done: int, total: int, seconds: float, label: str = "") -> str:
     """One line about how far things are.
 
@@ -123,6 +149,17 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def time_taken(seconds: float) -> str:
+    """How long something took, for people.
+
+    >>> time_taken(0.0834), time_taken(12.34), time_taken(75)
+    ('0.08 s', '12.3 s', '1:15')
+    """
+    if round(seconds, 1) >= 60:
+        return duration(seconds)
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -65,7 +65,7 @@ def test_parts_of_tensors_are_read(holdfast, place, part, expected):
 
     assert ran.status == 0, ran.err
     assert ran.json["elements"] == expected
-    assert ran.json["pieces"][0]["rank"] == 0
+    assert ran.json["chunks"][0]["rank"] == 0
     shown = holdfast("show", place, part).out.split("\n", 1)[1]
     assert np.array2string(
         np.array(expected, float if part[0] == "a" else None), separator=", "

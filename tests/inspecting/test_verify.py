@@ -86,14 +86,14 @@ def changed(path: Path, scratch: Path, name: str, at: int, flip: int = 1) -> Pat
 
 
 def expected_keys(path: Path, name: str, begin: int, end: int) -> set[str]:
-    """The keys with bytes between these places, found by looking at every piece of every tensor."""
+    """The keys with bytes between these places, found by looking at every chunk of every tensor."""
     checkpoint = hf.open(path)
     return {
         key
         for key, value in checkpoint.items()
         if hasattr(value, "dtype")
-        for piece in checkpoint.layout(key)
-        if piece.file == name and piece.begin is not None and piece.begin < end and piece.begin + piece.nbytes > begin
+        for chunk in checkpoint.layout(key)
+        if chunk.file == name and chunk.begin is not None and chunk.begin < end and chunk.begin + chunk.nbytes > begin
     }
 
 
@@ -230,23 +230,23 @@ def test_without_its_columns_sizes_are_still_compared(native: Path, scratch: Pat
 def test_header_and_gaps_are_told_from_tensors(tmp_path: Path) -> None:
     hf.save({"w": torch.ones(200_000), "x": torch.zeros(200_000, dtype=torch.uint8)}, tmp_path / "c")
     checkpoint = hf.open(tmp_path / "c")
-    [piece] = checkpoint.layout("w")
-    copy = changed(tmp_path / "c", tmp_path, piece.file, 20)
+    [chunk] = checkpoint.layout("w")
+    copy = changed(tmp_path / "c", tmp_path, chunk.file, 20)
     [damage] = verify(copy).damage
     assert "the header of the file lies here" in damage.problem
 
-    ends = {piece.begin + piece.nbytes for key in checkpoint for piece in checkpoint.layout(key) if piece.begin}
-    begins = {piece.begin for key in checkpoint for piece in checkpoint.layout(key)}
-    gaps = [end for end in ends if end not in begins and end < (tmp_path / "c" / piece.file).stat().st_size]
+    ends = {chunk.begin + chunk.nbytes for key in checkpoint for chunk in checkpoint.layout(key) if chunk.begin}
+    begins = {chunk.begin for key in checkpoint for chunk in checkpoint.layout(key)}
+    gaps = [end for end in ends if end not in begins and end < (tmp_path / "c" / chunk.file).stat().st_size]
     for gap in gaps:
-        assert not verify(changed(tmp_path / "c", tmp_path, piece.file, gap)).ok
+        assert not verify(changed(tmp_path / "c", tmp_path, chunk.file, gap)).ok
 
 
 def test_only_chosen_keys_are_looked_at(native: Path, scratch: Path) -> None:
     checkpoint = hf.open(native)
-    piece = checkpoint.layout("model.large")[0]
-    assert piece.begin is not None
-    copy = changed(native, scratch, piece.file, piece.begin + 100_000)
+    chunk = checkpoint.layout("model.large")[0]
+    assert chunk.begin is not None
+    copy = changed(native, scratch, chunk.file, chunk.begin + 100_000)
 
     assert verify(copy, exclude="model.large").ok
     assert not verify(copy, include="model.large").ok
@@ -268,7 +268,7 @@ def save_on_ranks(path: Path) -> None:
 def test_damage_of_one_rank_names_its_part(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2).run(save_on_ranks, tmp_path / "c")
     checkpoint = hf.open(tmp_path / "c")
-    file = next(piece for piece in checkpoint.layout("own.1")).file
+    file = next(chunk for chunk in checkpoint.layout("own.1")).file
     copy = changed(tmp_path / "c", tmp_path, file, (tmp_path / "c" / file).stat().st_size - 1)
 
     assert verify(copy).damaged_keys == ["own.1"]
@@ -308,7 +308,7 @@ def test_any_changed_byte_of_our_dcp_data_is_found(dcp: Path, scratch: Path, dat
 def test_damage_of_a_stock_checkpoint_is_listed_with_files_that_are_gone(tmp_path: Path) -> None:
     stock.save(state(), checkpoint_id=tmp_path / "c")
     source = open_source(tmp_path / "c")
-    large = source.pieces("model.large")[0]
+    large = source.chunk_places("model.large")[0]
     assert large.begin is not None
     copy = changed(tmp_path / "c", tmp_path, large.file, large.begin + large.nbytes // 2)
     report = verify(copy)

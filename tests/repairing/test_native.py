@@ -204,9 +204,9 @@ def test_columns_are_not_rebuilt_while_a_data_file_is_missing(checkpoint):
 
 def test_lost_data_files_are_named_with_all_keys_in_them(checkpoint):
     with NativeSource(LocalStore(checkpoint)) as source:
-        pieces = [(key, piece) for key in source.tensors for piece in source.pieces(key)]
-    data = checkpoint / next(piece.file for key, piece in pieces if key == "optim.0")
-    held = {key: piece.begin for key, piece in pieces if piece.file == data.name}
+        chunks = [(key, chunk) for key in source.tensors for chunk in source.chunk_places(key)]
+    data = checkpoint / next(chunk.file for key, chunk in chunks if key == "optim.0")
+    held = {key: chunk.begin for key, chunk in chunks if chunk.file == data.name}
     assert len(held) > 1
     data.write_bytes(data.read_bytes()[:-1])
 

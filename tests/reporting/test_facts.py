@@ -33,7 +33,7 @@ def keys_in(columns: dict[str, Any]) -> list[str]:
     return found
 
 
-def pieces_in(facts: dict[str, Any], number: int) -> list[tuple[Any, ...]]:
+def chunks_in(facts: dict[str, Any], number: int) -> list[tuple[Any, ...]]:
     placement = facts["placement"]
     cut = placement["cuts"][placement["cut"][number]]
     files = placement["lists"][placement["placed"][number]]
@@ -142,7 +142,7 @@ def save_sharded(path: Path) -> None:
     hf.save(state, path)
 
 
-def test_pieces_lie_where_they_are_said_to(ranks: RankPool, tmp_path: Path) -> None:
+def test_chunks_lie_where_they_are_said_to(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     ranks(4).run(save_sharded, path)
     rows = np.arange(60, dtype=np.float32).reshape(10, 6)
@@ -156,13 +156,13 @@ def test_pieces_lie_where_they_are_said_to(ranks: RankPool, tmp_path: Path) -> N
             assert facts["placement"]["cut"][number] == -1
             continue
         whole = np.full_like(rows, -1)
-        for offsets, sizes, (name, nbytes, rank), begin in pieces_in(facts, number):
+        for offsets, sizes, (name, nbytes, rank), begin in chunks_in(facts, number):
             assert (path / name).stat().st_size == nbytes
             found = np.fromfile(path / name, np.float32, math.prod(sizes), offset=begin).reshape(sizes)
             whole[offsets[0] : offsets[0] + sizes[0], offsets[1] : offsets[1] + sizes[1]] = found
             nbytes_by_rank[rank] += found.nbytes
         assert np.array_equal(whole, rows), key
-    assert len(pieces_in(facts, keys.index("both"))) == 4
+    assert len(chunks_in(facts, keys.index("both"))) == 4
     assert {row[0]: row[1] for row in facts["placement"]["ranks"]} == nbytes_by_rank
     assert len(facts["checkpoint"]["phases"]["write"]) == 4
 

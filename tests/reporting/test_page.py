@@ -219,7 +219,7 @@ def test_the_list_can_be_walked_by_keys(pages: Path, open_page: Open) -> None:
     assert page.text_content(f"#{active} .key") == "layers"
 
 
-def test_the_panel_draws_pieces_by_rank(pages: Path, open_page: Open) -> None:
+def test_the_panel_draws_chunks_by_rank(pages: Path, open_page: Open) -> None:
     opened = open_page(pages / "sharded.html")
     page = opened.page
     boxes = "#panel svg.drawing rect"

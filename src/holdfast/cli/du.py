@@ -108,11 +108,11 @@ def _rows(source: Source, by: By, depth: int) -> Iterator[Row]:
             nbytes[name] += ref.nbytes
             tensors[name].add(key)
             continue
-        for piece in source.pieces(key):
-            name = piece.file if by is By.file else f"rank {'?' if piece.rank is None else piece.rank}"
+        for chunk in source.chunk_places(key):
+            name = chunk.file if by is By.file else f"rank {'?' if chunk.rank is None else chunk.rank}"
             tensors[name].add(key)
             if by is By.rank:
-                nbytes[name] += piece.nbytes
+                nbytes[name] += chunk.nbytes
     for name, number in nbytes.items():
         yield Row(name, number, len(tensors[name]))
 

@@ -10,10 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from holdfast.progress import ProgressBar, is_terminal, render
-
-OnProgress = Callable[[int, int], None]
-"""Called with the bytes that are done, and with those there are in all."""
+from holdfast.progress import OnProgress, ProgressBar, is_terminal, render
 
 _PATIENCE = 0.5
 """Seconds after which a bar appears: what takes less needs none."""

@@ -107,7 +107,7 @@ def _show_part(checkpoint: Checkpoint, text: str, *, statistics: bool, everythin
         "dtype": str(found.dtype),
         "shape": list(found.shape),
         "part": None if index is None else text[len(name) :].strip(),
-        "pieces": [piece._asdict() for piece in checkpoint.layout(name)],
+        "chunks": [chunk._asdict() for chunk in checkpoint.layout(name)],
     }
     lines = [f"{name}: {found.dtype} {list(found.shape)}"]
     if statistics:

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import NotAFolderError
+from holdfast.progress import OnProgress, Tally
 from holdfast.stores.roots import LocalRoot
 
 _PIECE = 8 << 20
 _FLUSHES = 20
 _TENSORS = 16
 _DIRECT = getattr(os, "O_DIRECT", 0)
-
-OnProgress = Callable[[int, int], None]
 
 
 def measure(place: str, nbytes: int, on_progress: OnProgress) -> dict[str, Any]:
@@ -34,7 +33,7 @@ def measure(place: str, nbytes: int, on_progress: OnProgress) -> dict[str, Any]:
     free = LocalRoot(folder).free_bytes() or 0
     if free < 3 * nbytes:
         raise ValueError(f"{folder} has {free} bytes free, and 3 times {nbytes} are needed; give a smaller --size")
-    steps = _Steps(4 * nbytes, on_progress)
+    steps = Tally(4 * nbytes, on_progress)
     with _folder_of_its_own(folder) as own:
         write = _timed(nbytes, lambda: _write(own / "plain", pieces, steps))
         seconds, direct = _read(own / "plain", pieces, steps)
@@ -54,19 +53,6 @@ def measure(place: str, nbytes: int, on_progress: OnProgress) -> dict[str, Any]:
         "save_ratio": None if saved is None else saved / write,
         "load_ratio": None if loaded is None else loaded / read,
     }
-
-
-class _Steps:
-    """Adds up what was done."""
-
-    def __init__(self, total: int, on_progress: OnProgress) -> None:
-        self._total = total
-        self._done = 0
-        self._on_progress = on_progress
-
-    def advance(self, nbytes: int) -> None:
-        self._done += nbytes
-        self._on_progress(min(self._done, self._total), self._total)
 
 
 @contextmanager
@@ -103,13 +89,13 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
     return os.open(path, flags, 0o666), False
 
 
-def _write(path: Path, pieces: int, steps: _Steps) -> None:
+def _write(path: Path, pieces: int, steps: Tally) -> None:
     descriptor, _ = _open(path, os.O_WRONLY | os.O_CREAT)
     with _aligned(fill=True) as memory:
         try:
             for _ in range(pieces):
                 _write_all(descriptor, memory)
-                steps.advance(_PIECE)
+                steps.add(_PIECE)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -122,7 +108,7 @@ def _write_all(descriptor: int, memory: mmap.mmap) -> None:
             at += os.write(descriptor, view[at:])
 
 
-def _read(path: Path, pieces: int, steps: _Steps) -> tuple[float, bool]:
+def _read(path: Path, pieces: int, steps: Tally) -> tuple[float, bool]:
     """How long it takes to read the file, and whether that was past the cache."""
     forget(path)
     descriptor, direct = _open(path, os.O_RDONLY)
@@ -131,7 +117,7 @@ def _read(path: Path, pieces: int, steps: _Steps) -> tuple[float, bool]:
             started = time.perf_counter()
             for _ in range(pieces):
                 os.readv(descriptor, [memory])
-                steps.advance(_PIECE)
+                steps.add(_PIECE)
             return time.perf_counter() - started, direct
         finally:
             os.close(descriptor)
@@ -162,7 +148,7 @@ def _flushes(folder: Path) -> list[float]:
     return times
 
 
-def _save_and_load(folder: Path, nbytes: int, steps: _Steps) -> tuple[float | None, float | None]:
+def _save_and_load(folder: Path, nbytes: int, steps: Tally) -> tuple[float | None, float | None]:
     """The rates of a save and of a load of random tensors; nothing without torch."""
     try:
         import torch
@@ -176,9 +162,9 @@ def _save_and_load(folder: Path, nbytes: int, steps: _Steps) -> tuple[float | No
     save({"warm": torch.zeros(1)}, folder / "warm")
     load({"warm": torch.zeros(1)}, folder / "warm")
     saved = _timed(nbytes, lambda: save(state, folder / "saved"))
-    steps.advance(nbytes)
+    steps.add(nbytes)
     for file in (folder / "saved").iterdir():
         forget(file)
     loaded = _timed(nbytes, lambda: load(state, folder / "saved"))
-    steps.advance(nbytes)
+    steps.add(nbytes)
     return saved, loaded

@@ -21,13 +21,12 @@ from holdfast.converting.target import Target, Written
 from holdfast.converting.work_folders import work_folder
 from holdfast.errors import CheckpointException
 from holdfast.patterns import Patterns
+from holdfast.progress import OnProgress, Tally
 from holdfast.renames import Rename
 from holdfast.sources.detect import open_source
 from holdfast.sources.source import Source
 from holdfast.stores.places import local_path, store_at
 from holdfast.stores.store import Store
-
-OnProgress = Callable[[int, int], None]
 
 _TARGETS = {
     "native": ("holdfast.converting.native_target", "NativeTarget"),
@@ -137,7 +136,7 @@ def carry_out(
     started = time.monotonic()
     outgoing = prepared.outgoing
     target.refuse(outgoing)
-    advance = _Progress(_bytes_to_move(prepared, target, check=check), on_progress)
+    advance = Tally(_bytes_to_move(prepared, target, check=check), on_progress).add
     outgoing.advance = advance
     final = local_path(destination)
     if final is None:
@@ -222,17 +221,3 @@ def _refuse_what_was_not_taken(prepared: Prepared) -> None:
     missing = prepared.outgoing.tensors.keys() - prepared.outgoing.digests.keys()
     if missing:
         raise AssertionError(f"{len(missing)} tensor(s) were not written, such as {min(missing)!r}")
-
-
-class _Progress:
-    """Counts bytes, and tells whoever wants to know."""
-
-    def __init__(self, total: int, on_progress: OnProgress | None) -> None:
-        self._total = total
-        self._done = 0
-        self._on_progress = on_progress
-
-    def __call__(self, count: int) -> None:
-        self._done = min(self._done + count, self._total)
-        if self._on_progress is not None:
-            self._on_progress(self._done, self._total)

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.budgets import checked_budget
 from holdfast.checkpoint import Checkpoint
-from holdfast.converting.convert import OnProgress, Opened, carry_out
+from holdfast.converting.convert import Opened, carry_out
 from holdfast.converting.model_part import find_model
 from holdfast.converting.preparing import Cast, Wishes, prepare_flat
 from holdfast.converting.report import ConversionReport
@@ -18,6 +18,7 @@ from holdfast.converting.shards import shard_size
 from holdfast.errors import StateMismatchError, UnknownKeyError
 from holdfast.formats.native.refs import TensorRef
 from holdfast.patterns import Patterns, Selection
+from holdfast.progress import OnProgress
 from holdfast.renames import Rename, Renaming
 from holdfast.stores.store import Store
 

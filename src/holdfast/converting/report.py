@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from holdfast.progress import duration, size
+from holdfast.progress import size, time_taken
 
 _MOST_SHOWN = 10
 
@@ -45,7 +45,7 @@ class ConversionReport:
         lines = [
             f"{self.source} → {self.destination} ({self.to}): {_count(self.tensors, 'tensor')} with "
             f"{_count(self.elements, 'element')}, {_count(self.values, 'value')}, {size(self.bytes_written)} in "
-            f"{_count(len(self.files), 'file')}, {duration(self.seconds)}"
+            f"{_count(len(self.files), 'file')}, {time_taken(self.seconds)}"
         ]
         if self.part:
             lines.append(f"  the model is '{self.part}'")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import HoldfastError
-from holdfast.progress import duration, size
+from holdfast.progress import size, time_taken
 
 _MOST_KEYS = 5
 
@@ -96,7 +96,7 @@ class VerifyReport:
         lines = [
             f"{self.path} ({self.format}): {verdict}",
             f"  {self.keys:,} keys, {self.tensors:,} tensors, {size(self.bytes_read)} read in "
-            f"{duration(self.seconds)}{rate}",
+            f"{time_taken(self.seconds)}{rate}",
             f"  digests: {self.checked}. {self.why}",
         ]
         if self.damage:

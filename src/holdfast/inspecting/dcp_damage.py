@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 from holdfast.inspecting.damage import Damage
-from holdfast.inspecting.working import Tally, work_through
+from holdfast.inspecting.working import work_through
+from holdfast.progress import Tally
 from holdfast.sources.dcp import DcpSource, StoredItem
 from holdfast.tuning import READERS
 

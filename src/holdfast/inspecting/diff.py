@@ -16,8 +16,9 @@ from holdfast.inspecting.changes import Change, compare
 from holdfast.inspecting.diff_report import ChangedTensor, DiffReport, shortly
 from holdfast.inspecting.parts import Lot, Part, elements_at_once, lots_of, read_parts, threads_for
 from holdfast.inspecting.same_values import same_value
-from holdfast.inspecting.working import OnProgress, Tally, work_through
+from holdfast.inspecting.working import work_through
 from holdfast.patterns import Patterns, Selection
+from holdfast.progress import OnProgress, Tally
 from holdfast.renames import Rename, Renaming
 from holdfast.sources.detect import open_source
 from holdfast.sources.renaming import rename as rename_leaves

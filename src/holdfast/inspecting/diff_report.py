@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.formats.native.refs import TensorRef
 from holdfast.inspecting.changes import Change
-from holdfast.progress import duration, size
+from holdfast.progress import size, time_taken
 
 _MOST_SHOWN = 20
 _SHORT = reprlib.Repr()
@@ -91,7 +91,7 @@ class DiffReport:
         lines = [
             f"{self.a}",
             f"{self.b}",
-            f"  {self.equal:,} {what} ({size(self.bytes_read)} read in {duration(self.seconds)})",
+            f"  {self.equal:,} {what} ({size(self.bytes_read)} read in {time_taken(self.seconds)})",
         ]
         lines += _listed("only in the first", self.only_in_a)
         lines += _listed("only in the second", self.only_in_b)

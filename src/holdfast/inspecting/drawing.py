@@ -88,17 +88,17 @@ def summed(branch: Branch) -> str:
 def layout_in_words(checkpoint: Checkpoint, ref: TensorRef) -> str:
     """How a tensor is cut over files and ranks."""
     try:
-        pieces = checkpoint.source.pieces(ref.key)
+        chunks = checkpoint.source.chunk_places(ref.key)
     except HoldfastError:
         return "where it lies cannot be read"
-    ranks = sorted({piece.rank for piece in pieces if piece.rank is not None})
-    if not pieces:
+    ranks = sorted({chunk.rank for chunk in chunks if chunk.rank is not None})
+    if not chunks:
         return ""
-    if len(pieces) == 1:
+    if len(chunks) == 1:
         return f"rank {ranks[0]}" if ranks else ""
-    files = len({piece.file for piece in pieces})
+    files = len({chunk.file for chunk in chunks})
     where = f"ranks {_ranges(ranks)}" if ranks else f"{files} file{'' if files == 1 else 's'}"
-    return f"{len(pieces):,} pieces, {where}"
+    return f"{len(chunks):,} chunks, {where}"
 
 
 def aligned(rows: Sequence[Row]) -> str:

@@ -17,7 +17,8 @@ from holdfast.formats.native.readable_files import OpenFiles, ReadableFile
 from holdfast.formats.native.reading import read_size
 from holdfast.formats.native.windows import runs_of
 from holdfast.inspecting.damage import Damage
-from holdfast.inspecting.working import Tally, work_through
+from holdfast.inspecting.working import work_through
+from holdfast.progress import Tally
 from holdfast.sources.native import NativeSource
 from holdfast.stores.store import Reader
 from holdfast.tuning import CACHED_READ_BYTES, MEMORY_BUDGET, MEMORY_OF_A_READER, READERS

@@ -10,7 +10,8 @@ from pathlib import Path
 from holdfast.errors import HoldfastError
 from holdfast.formats.safetensors.header import Header, read_header
 from holdfast.inspecting.damage import Damage
-from holdfast.inspecting.working import Tally, work_through
+from holdfast.inspecting.working import work_through
+from holdfast.progress import Tally
 from holdfast.sources.safetensors import SafetensorsSource
 from holdfast.sources.source import Nowhere, Request
 from holdfast.storage.hf_names import INDEX_NAME, SUFFIX, lies_inside
@@ -35,22 +36,22 @@ class SafetensorsCheck:
 
     def _look(self, key: str, tally: Tally) -> None:
         ref = self._source.tensors[key]
-        for piece in self._source.pieces(key):
-            request = Request(key, piece.offsets, piece.sizes, Nowhere(piece.sizes, ref.dtype.carrier))
+        for chunk in self._source.chunk_places(key):
+            request = Request(key, chunk.offsets, chunk.sizes, Nowhere(chunk.sizes, ref.dtype.carrier))
             try:
                 self._source.read([request], memory=self._memory)
             except (HoldfastError, OSError) as error:
                 with self._lock:
                     self.damage.append(
                         Damage(
-                            piece.file,
+                            chunk.file,
                             f"cannot be read: {error}",
                             (key,),
-                            piece.begin,
-                            None if piece.begin is None else piece.begin + piece.nbytes,
+                            chunk.begin,
+                            None if chunk.begin is None else chunk.begin + chunk.nbytes,
                         )
                     )
-            tally.add(piece.nbytes)
+            tally.add(chunk.nbytes)
 
 
 def damage_of_folder(path: Path) -> list[Damage]:

@@ -15,7 +15,8 @@ from holdfast.errors import UnsupportedTensorError
 from holdfast.formats.native.refs import TensorRef
 from holdfast.inspecting.numbers import Array, are_numbers, is_nan, magnitudes, numbers_of
 from holdfast.inspecting.parts import Lot, elements_at_once, lots_of, read_parts, threads_for
-from holdfast.inspecting.working import OnProgress, Tally, work_through
+from holdfast.inspecting.working import work_through
+from holdfast.progress import OnProgress, Tally
 from holdfast.sources.source import Source
 
 

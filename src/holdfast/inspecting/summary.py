@@ -12,9 +12,8 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.formats.native.refs import TensorRef
 from holdfast.inspecting.numbers import are_numbers
 from holdfast.inspecting.statistics import count
-from holdfast.inspecting.working import OnProgress
 from holdfast.patterns import dotted
-from holdfast.progress import size
+from holdfast.progress import OnProgress, size
 from holdfast.sources.stored_nodes import StoredNode
 
 _MOST_SHOWN = 20

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from holdfast.errors import HoldfastError
 from holdfast.inspecting.damage import Damage
-from holdfast.inspecting.working import Tally, work_through
+from holdfast.inspecting.working import work_through
+from holdfast.progress import Tally
 from holdfast.sources.torch_file import StoredEntry, TorchFileSource
 from holdfast.tuning import READERS
 

@@ -16,8 +16,8 @@ from holdfast.errors import CheckpointNotFoundError, HoldfastError, NotACheckpoi
 from holdfast.formats.native.names import RECORD
 from holdfast.formats.native.refs import TensorRef
 from holdfast.inspecting.damage import Damage, VerifyReport
-from holdfast.inspecting.working import OnProgress, Tally
 from holdfast.patterns import Patterns, Selection
+from holdfast.progress import OnProgress, Tally
 from holdfast.sources.detect import open_source
 from holdfast.sources.source import Source
 from holdfast.sources.stored_nodes import StoredNode

@@ -1,47 +1,15 @@
-"""Long work in several threads, with one count of how far it is."""
+"""Long work in several threads."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
-from holdfast.processors import count_processors
-from holdfast.tuning import READERS
 from holdfast.waiting import some_threads, wait_for_all
 
-OnProgress: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes that are done and with those there are in all, by one thread at a time."""
-
 T = TypeVar("T")
-
-
-class Tally:
-    """How many bytes are done.
-
-    >>> tally = Tally(10, lambda done, total: print(done, "of", total))
-    >>> tally.add(4)
-    4 of 10
-    """
-
-    def __init__(self, total: int, on_progress: OnProgress | None = None) -> None:
-        self.total = total
-        self.done = 0
-        self._on_progress = on_progress
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        """That many more are done."""
-        with self._lock:
-            self.done += nbytes
-            if self._on_progress is not None:
-                self._on_progress(self.done, self.total)
-
-
-def count_workers(nbytes: int, each: int) -> int:
-    """How many threads are worth it for so much work, of which each thread takes ``each`` bytes at once."""
-    return max(1, min(READERS, count_processors() + 1, nbytes // max(1, each)))
 
 
 def work_through(tasks: Iterable[T], work: Callable[[T], None], threads: int) -> None:

@@ -19,10 +19,11 @@ from holdfast.formats.native.columns import Columns, chunk_volumes, decode_colum
 from holdfast.formats.native.names import RECORD, generation_of, index_file, rank_of
 from holdfast.formats.native.record import BLOCK_BYTES, Record, StoredFile, encode_record
 from holdfast.formats.native.refs import TensorRef
+from holdfast.progress import OnProgress
 from holdfast.repairing.columns_alone import ColumnsAlone
 from holdfast.repairing.data_files import Part, Parts, header_in, parts_of_known, parts_of_unknown
 from holdfast.repairing.key_trees import tree_of_keys
-from holdfast.repairing.planned import OnProgress, Planned
+from holdfast.repairing.planned import Planned
 from holdfast.sources.native import read_record
 from holdfast.stores.store import Store
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from holdfast.errors import HoldfastError
 from holdfast.repairing.report import Finding, Outcome
 
-OnProgress = Callable[[int, int], None]
-
 
 @dataclass(frozen=True)
 class Planned:

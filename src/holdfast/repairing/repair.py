@@ -8,6 +8,7 @@ from pathlib import Path
 from holdfast.errors import HoldfastError, NotACheckpointError
 from holdfast.formats.native.names import RECORD, generation_of
 from holdfast.manager.run_file import RUN_FILE
+from holdfast.progress import OnProgress
 from holdfast.repairing import dcp, hugging_face, native
 from holdfast.repairing.debris import (
     Heap,
@@ -17,7 +18,7 @@ from holdfast.repairing.debris import (
     is_debris_alone,
 )
 from holdfast.repairing.liveliness import why_perhaps_alive
-from holdfast.repairing.planned import OnProgress, Planned
+from holdfast.repairing.planned import Planned
 from holdfast.repairing.report import RepairReport
 from holdfast.sources.native import read_record
 from holdfast.stores.places import local_path, store_at

@@ -8,11 +8,11 @@ from typing import Any
 from holdfast.checkpoint import Checkpoint
 from holdfast.inspecting.diff import diff
 from holdfast.inspecting.diff_report import DiffReport
+from holdfast.progress import OnProgress
 from holdfast.reporting.describing import description
 from holdfast.reporting.entries import Entry, entries_of, entry_columns
 from holdfast.reporting.facts import totals_of
 from holdfast.reporting.packing import Distinct, as_json_number
-from holdfast.reporting.work import OnProgress
 
 
 def compare_facts(

@@ -12,10 +12,10 @@ from typing import Any
 from holdfast.errors import HoldfastError
 from holdfast.reporting.entries import Entry
 from holdfast.reporting.packing import Distinct
-from holdfast.sources.source import Piece, Source
+from holdfast.sources.source import ChunkPlace, Source
 
 _MOST_BEGINS = 200_000
-"""Where each piece begins in its file is told if there are not more pieces than that: it is the one thing that never
+"""Where each chunk begins in its file is told if there are not more chunks than that: it is the one thing that never
 repeats."""
 
 
@@ -34,14 +34,14 @@ def placement_columns(source: Source, entries: Sequence[Entry]) -> dict[str, Any
             placed.append(-1)
             begins.append([])
             continue
-        pieces = known.of(entry.ref.key)
-        cut.append(cuts.number(tuple((tuple(piece.offsets), tuple(piece.sizes)) for piece in pieces)))
-        placed.append(lists.number(tuple(files.number(piece.file) for piece in pieces)))
-        begins.append([piece.begin for piece in pieces])
-        rank_of.update({piece.file: piece.rank for piece in pieces})
+        chunks = known.of(entry.ref.key)
+        cut.append(cuts.number(tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)))
+        placed.append(lists.number(tuple(files.number(chunk.file) for chunk in chunks)))
+        begins.append([chunk.begin for chunk in chunks])
+        rank_of.update({chunk.file: chunk.rank for chunk in chunks})
         if entry.ref.key not in seen:  # tied ones are stored once
             seen.add(entry.ref.key)
-            written.add(pieces)
+            written.add(chunks)
     sizes = dict(source.files())
     for name in sizes:
         files.number(name)
@@ -58,16 +58,16 @@ def placement_columns(source: Source, entries: Sequence[Entry]) -> dict[str, Any
 
 
 class _KnownPieces:
-    """The pieces of tensors, as far as they can be told: where that is damaged, the rest can still be shown."""
+    """The chunks of tensors, as far as they can be told: where that is damaged, the rest can still be shown."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self.problem: str | None = None
 
-    def of(self, key: str) -> Sequence[Piece]:
+    def of(self, key: str) -> Sequence[ChunkPlace]:
         if self.problem is None:
             try:
-                return self._source.pieces(key)
+                return self._source.chunk_places(key)
             except HoldfastError as error:
                 self.problem = str(error)
         return ()
@@ -78,16 +78,16 @@ class _Written:
 
     def __init__(self) -> None:
         self._bytes: Counter[int] = Counter()
-        self._pieces: Counter[int] = Counter()
+        self._chunks: Counter[int] = Counter()
         self._files: dict[int, set[str]] = {}
 
-    def add(self, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            if piece.rank is not None:
-                self._bytes[piece.rank] += piece.nbytes
-                self._pieces[piece.rank] += 1
-                self._files.setdefault(piece.rank, set()).add(piece.file)
+    def add(self, chunks: Iterable[ChunkPlace]) -> None:
+        for chunk in chunks:
+            if chunk.rank is not None:
+                self._bytes[chunk.rank] += chunk.nbytes
+                self._chunks[chunk.rank] += 1
+                self._files.setdefault(chunk.rank, set()).add(chunk.file)
 
     def rows(self) -> list[list[int]]:
-        """Rank, bytes, pieces and files."""
-        return [[rank, self._bytes[rank], self._pieces[rank], len(self._files[rank])] for rank in sorted(self._files)]
+        """Rank, bytes, chunks and files."""
+        return [[rank, self._bytes[rank], self._chunks[rank], len(self._files[rank])] for rank in sorted(self._files)]

@@ -13,14 +13,14 @@ from typing import Any, TypeAlias
 from holdfast.checkpoint import Checkpoint
 from holdfast.inspecting.verify import verify as verify_checkpoint
 from holdfast.patterns import Patterns
-from holdfast.progress import size
+from holdfast.progress import OnProgress, size
 from holdfast.reporting.assets import page
 from holdfast.reporting.comparing import compare_facts
 from holdfast.reporting.entries import entries_of
 from holdfast.reporting.facts import facts_of
 from holdfast.reporting.sampling import chosen_tensors, statistics_facts
 from holdfast.reporting.saving import write_page
-from holdfast.reporting.work import OnProgress, Work
+from holdfast.reporting.work import Work
 from holdfast.sources.detect import open_source
 from holdfast.stores.store import Store
 

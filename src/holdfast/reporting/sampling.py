@@ -9,9 +9,9 @@ from holdfast.errors import HoldfastError
 from holdfast.formats.native.refs import TensorRef
 from holdfast.inspecting.statistics import statistics_of
 from holdfast.patterns import Chooser, Patterns
+from holdfast.progress import OnProgress
 from holdfast.reporting.entries import Entry
 from holdfast.reporting.packing import as_json_number
-from holdfast.reporting.work import OnProgress
 from holdfast.sources.source import Source
 
 _MOST_TENSORS = 24

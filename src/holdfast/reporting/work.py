@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from collections.abc import Mapping
 
-OnProgress: TypeAlias = Callable[[int, int], None]
+from holdfast.progress import OnProgress
 
 
 class Work:

@@ -13,9 +13,10 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote_to_bytes, urlsplit
 
 from holdfast.errors import CheckpointNotFoundError, HoldfastError
+from holdfast.progress import OnProgress
 from holdfast.reporting.assets import asset
 from holdfast.serving.checkpoint_facts import CheckpointFacts, quoted
-from holdfast.serving.reports import Key, OnProgress, Reports
+from holdfast.serving.reports import Key, Reports
 from holdfast.serving.run_facts import RunFacts, RunWatch
 
 _PATIENCE = 1.5

@@ -9,7 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-OnProgress: TypeAlias = Callable[[int, int], None]
+from holdfast.progress import OnProgress
+
 Key: TypeAlias = tuple[str, ...]
 """By what a report is known: the names and identities of its checkpoints."""
 

@@ -26,7 +26,7 @@ from holdfast.planning.planner import LoadPlanner
 from holdfast.planning.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
 from holdfast.sources.file_sizes import sizes_of
 from holdfast.sources.nesting import nested
-from holdfast.sources.source import ByteStream, Into, Nowhere, Piece, Request, Source, check_requests, part_of
+from holdfast.sources.source import ByteStream, ChunkPlace, Into, Nowhere, Request, Source, check_requests, part_of
 from holdfast.storage import layout
 from holdfast.storage.chunk_reads import Buffer
 from holdfast.storage.load_progress import Progress
@@ -118,7 +118,7 @@ class DcpSource(Source):
         assert isinstance(entry, TensorStorageMetadata)
         return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
 
-    def pieces(self, key: str) -> list[Piece]:
+    def chunk_places(self, key: str) -> list[ChunkPlace]:
         """The same boxes, with the archives that they lie in and who wrote them."""
         found = []
         for box in self.chunks(key):
@@ -126,7 +126,7 @@ class DcpSource(Source):
             if info is not None:
                 name = info.relative_path
                 rank = layout.rank_of_data_file(PurePath(name).name)
-                found.append(Piece(box.offsets, box.sizes, name, info.offset, info.length, rank))
+                found.append(ChunkPlace(box.offsets, box.sizes, name, info.offset, info.length, rank))
         return found
 
     @cached_property

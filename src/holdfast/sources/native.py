@@ -29,7 +29,7 @@ from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.runs import Numbers, Runs
 from holdfast.formats.native.values import decode
 from holdfast.sources.native_cuts import Cutter, first_keys
-from holdfast.sources.source import Piece, Request, Source, WholeReads, check_requests
+from holdfast.sources.source import ChunkPlace, Request, Source, WholeReads, check_requests
 from holdfast.stores.store import Reader, Store
 
 _LARGE = 1 << 36
@@ -76,14 +76,14 @@ class NativeSource(Source):
         """The boxes in which a tensor is stored."""
         return [Box(chunk.offsets, chunk.sizes) for chunk in self._chunks(key)]
 
-    def pieces(self, key: str) -> list[Piece]:
+    def chunk_places(self, key: str) -> list[ChunkPlace]:
         """The same boxes, with the files that they lie in and who wrote them."""
         itemsize = self.tensors[key].dtype.itemsize
         found = []
         for chunk in self._chunks(key):
             name = self.record.files[chunk.file].name
             nbytes = volume(chunk.sizes) * itemsize
-            found.append(Piece(chunk.offsets, chunk.sizes, name, chunk.begin, nbytes, rank_of(name)))
+            found.append(ChunkPlace(chunk.offsets, chunk.sizes, name, chunk.begin, nbytes, rank_of(name)))
         return found
 
     def files(self) -> list[tuple[str, int]]:

@@ -15,7 +15,7 @@ from holdfast.formats.native.names import generation_of
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.safetensors.header import read_header
 from holdfast.sources.file_sizes import sizes_of
-from holdfast.sources.source import Piece, Request, Source, check_requests, part_of
+from holdfast.sources.source import ChunkPlace, Request, Source, check_requests, part_of
 from holdfast.storage.byte_ranges import StreamRanges, refuse_short_chunk
 from holdfast.storage.chunk_reads import ArrayPlace, ChunkRead, Wanted
 from holdfast.storage.hf_commit import Folder
@@ -88,11 +88,11 @@ class SafetensorsSource(Source):
         """The boxes in which a tensor is stored."""
         return [Box(chunk.offsets, chunk.sizes) for chunk in self._contents.keys[key].chunks]
 
-    def pieces(self, key: str) -> list[Piece]:
+    def chunk_places(self, key: str) -> list[ChunkPlace]:
         """The same boxes, with the files that they lie in and who wrote them."""
         itemsize = self.tensors[key].dtype.itemsize
         return [
-            Piece(
+            ChunkPlace(
                 chunk.offsets,
                 chunk.sizes,
                 self._name_of(chunk.file),

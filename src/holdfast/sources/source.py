@@ -115,8 +115,8 @@ def _whole_request(ref: TensorRef, address: int, nbytes: int) -> Request:
     return Request(ref.key, (0,) * len(ref.shape), ref.shape, memory)
 
 
-class Piece(NamedTuple):
-    """A part of a tensor as it is stored: which box of it, and where that lies."""
+class ChunkPlace(NamedTuple):
+    """Where a chunk lies: which box of a tensor it is, and in which file."""
 
     offsets: tuple[int, ...]
     """Where the box begins in the whole tensor."""
@@ -126,7 +126,7 @@ class Piece(NamedTuple):
     begin: int | None
     """Where in the file its bytes begin; None if they do not lie side by side."""
     nbytes: int
-    """What it takes in the file. Formats that wrap every piece in an archive have some bytes around the elements."""
+    """What it takes in the file. Formats that wrap every chunk in an archive have some bytes around the elements."""
     rank: int | None
     """Who wrote it, where the name of the file tells."""
 
@@ -179,7 +179,7 @@ class Source(ABC):
         """The boxes in which a tensor is stored."""
 
     @abstractmethod
-    def pieces(self, key: str) -> Sequence[Piece]:
+    def chunk_places(self, key: str) -> Sequence[ChunkPlace]:
         """The same boxes, with the files that they lie in and who wrote them."""
 
     @abstractmethod

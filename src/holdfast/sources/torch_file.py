@@ -19,7 +19,7 @@ from holdfast.formats.native.torch_elements import as_array
 from holdfast.formats.torch_file.reading import read_torch_file
 from holdfast.formats.torch_file.reserved_memory import ReservedFile
 from holdfast.sources.opened_states import open_state
-from holdfast.sources.source import ByteStream, Piece, Request, Source, check_requests, part_of
+from holdfast.sources.source import ByteStream, ChunkPlace, Request, Source, check_requests, part_of
 from holdfast.sources.torch_file_access import LocalFile, StoredFile
 from holdfast.sources.torch_file_streams import EntryStream, PartsStream
 from holdfast.storage.byte_ranges import Ranges, read_with_crc
@@ -101,13 +101,13 @@ class TorchFileSource(Source):
         shape = self._refs[key].shape
         return [Box((0,) * len(shape), shape)]
 
-    def pieces(self, key: str) -> list[Piece]:
+    def chunk_places(self, key: str) -> list[ChunkPlace]:
         """The whole tensor, in the only file."""
         ref, tensor = self._refs[key], self._tensors[key]
         begin = None
         if self._file is not None and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
             begin = self._file.position_of(tensor) if ref.nbytes else None
-        return [Piece((0,) * len(ref.shape), ref.shape, Path(self.location).name, begin, ref.nbytes, None)]
+        return [ChunkPlace((0,) * len(ref.shape), ref.shape, Path(self.location).name, begin, ref.nbytes, None)]
 
     def files(self) -> list[tuple[str, int]]:
         """The only file."""

@@ -21,10 +21,10 @@ function showBalance(section, facts, onRank) {
 
 function balanceBars(rows, onRank) {
   const most = Math.max(1, ...rows.map(([, bytes]) => bytes));
-  return make("div", { class: "bars" }, rows.map(([rank, bytes, pieces, files]) => make("div", { class: "bar" },
+  return make("div", { class: "bars" }, rows.map(([rank, bytes, chunks, files]) => make("div", { class: "bar" },
     make("button", { type: "button", class: "chip", title: "Show what it wrote", onclick: () => onRank(rank) }, `rank ${rank}`),
     make("div", { class: "track" }, make("div", { class: "fill", style: { width: `${(bytes / most) * 100}%`, background: rankColour(rank, rows.length) } })),
-    make("span", { class: "figure" }, make("b", {}, sizeText(bytes)), ` · ${plural(pieces, "piece")} · ${plural(files, "file")}`))));
+    make("span", { class: "figure" }, make("b", {}, sizeText(bytes)), ` · ${plural(chunks, "chunk")} · ${plural(files, "file")}`))));
 }
 
 // Many ranks as columns side by side.
@@ -34,10 +34,10 @@ function balanceColumns(rows) {
   const wide = 1000 / rows.length;
   const image = draw("svg", { class: "chart", viewBox: "0 0 1000 150", role: "img",
     "aria-label": `Bytes by rank: least ${sizeText(sizes[0])}, most ${sizeText(most)}` });
-  rows.forEach(([rank, bytes, pieces], at) => {
+  rows.forEach(([rank, bytes, chunks], at) => {
     const high = Math.max(1, (bytes / most) * 130);
     image.append(draw("rect", { x: at * wide, y: 132 - high, width: Math.max(0.6, wide * 0.86), height: high, fill: rankColour(rank, rows.length) },
-      draw("title", {}, `rank ${rank}: ${sizeText(bytes)}, ${plural(pieces, "piece")}`)));
+      draw("title", {}, `rank ${rank}: ${sizeText(bytes)}, ${plural(chunks, "chunk")}`)));
   });
   image.append(draw("text", { x: 0, y: 148 }, `rank ${rows[0][0]}`), draw("text", { x: 1000, y: 148, "text-anchor": "end" }, `rank ${rows[rows.length - 1][0]}`));
   return make("div", {}, image, make("p", { class: "small soft" },

@@ -82,8 +82,8 @@ class Entries {
     return others.length ? [first, ...others].filter((other) => other !== number) : [];
   }
 
-  // The pieces of a tensor: offsets, sizes, file number, where they begin.
-  pieces(number) {
+  // The chunks of a tensor: offsets, sizes, file number, where they begin.
+  chunks(number) {
     if (number >= this.own || this.placement.cut[number] < 0) return [];
     const files = this.placement.lists[this.placement.placed[number]];
     const begins = this.placement.begins ? this.placement.begins[number] : null;

@@ -1,6 +1,6 @@
 // All about one entry.
 
-const MOST_PIECES = 100;
+const MOST_CHUNKS = 100;
 
 class Panel {
   constructor(element, facts, { onSelect, onClose }) {
@@ -56,7 +56,7 @@ class Panel {
         ...(ranks.length ? [["written by", ranks.length > 8 ? `${ranks.length} ranks` : `rank${ranks.length > 1 ? "s" : ""} ${ranks.join(", ")}`]] : []),
         ...this.ties(number),
       ]),
-      ...this.difference(number), ...this.statistics(number), ...this.pieces(number),
+      ...this.difference(number), ...this.statistics(number), ...this.chunks(number),
     ];
   }
 
@@ -91,19 +91,19 @@ class Panel {
     return [make("h3", {}, "Elements"), ...(bad ? [make("p", { class: "notice bad" }, bad)] : []), ...histogram(statistics), pairs(statisticsRows(statistics))];
   }
 
-  pieces(number) {
+  chunks(number) {
     const entries = this.facts.entries;
-    const pieces = entries.pieces(number);
-    if (!pieces.length) return [];
-    const drawing = chunkDrawing(entries.shape(number), pieces, entries.placement.ranks.length);
-    const row = (piece) => [
-      piece.file[2] === null ? "–" : piece.file[2], make("span", { class: "mono" }, placeText(piece)), sizeText(piece.nbytes),
-      make("span", { class: "mono" }, piece.file[0] + (piece.begin === null ? "" : ` @ ${countText(piece.begin)}`)),
+    const chunks = entries.chunks(number);
+    if (!chunks.length) return [];
+    const drawing = chunkDrawing(entries.shape(number), chunks, entries.placement.ranks.length);
+    const row = (chunk) => [
+      chunk.file[2] === null ? "–" : chunk.file[2], make("span", { class: "mono" }, placeText(chunk)), sizeText(chunk.nbytes),
+      make("span", { class: "mono" }, chunk.file[0] + (chunk.begin === null ? "" : ` @ ${countText(chunk.begin)}`)),
     ];
     return [
-      make("h3", {}, `Stored in ${plural(pieces.length, "piece")}`), drawing,
-      table(["rank", "part", "size", "file @ byte"], pieces.slice(0, MOST_PIECES).map(row)),
-      pieces.length > MOST_PIECES ? make("p", { class: "small soft" }, `and ${countText(pieces.length - MOST_PIECES)} more`) : null,
+      make("h3", {}, `Stored in ${plural(chunks.length, "chunk")}`), drawing,
+      table(["rank", "part", "size", "file @ byte"], chunks.slice(0, MOST_CHUNKS).map(row)),
+      chunks.length > MOST_CHUNKS ? make("p", { class: "small soft" }, `and ${countText(chunks.length - MOST_CHUNKS)} more`) : null,
     ].filter(Boolean);
   }
 }

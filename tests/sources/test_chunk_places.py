@@ -1,4 +1,4 @@
-"""Where the pieces of tensors lie: the bytes at that place of the named file are the elements."""
+"""Where the chunks of tensors lie: the bytes at that place of the named file are the elements."""
 
 from __future__ import annotations
 
@@ -28,50 +28,50 @@ def save_sharded(library: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("library", ["native", *LIBRARIES])
-def test_pieces_of_sharded_tensors_name_file_and_rank(library: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_chunks_of_sharded_tensors_name_file_and_rank(library: str, ranks: RankPool, tmp_path: Path) -> None:
     ranks(2).run(save_sharded, library, tmp_path / "c")
 
     source = open_source(tmp_path / "c")
-    pieces = sorted(source.pieces("w"))
+    chunks = sorted(source.chunk_places("w"))
     sizes = dict(source.files())
 
-    assert [(piece.offsets, piece.sizes, piece.rank) for piece in pieces] == [((0, 0), (4, 6), 0), ((4, 0), (4, 6), 1)]
-    assert len({piece.file for piece in pieces}) == 2
-    for piece in pieces:
-        content = (tmp_path / "c" / piece.file).read_bytes()
-        assert sizes[piece.file] == len(content)
-        assert piece.begin is not None
-        stored = content[piece.begin : piece.begin + piece.nbytes]
-        elements = NUMBERS[piece.offsets[0] :][:4].numpy().tobytes()
+    assert [(chunk.offsets, chunk.sizes, chunk.rank) for chunk in chunks] == [((0, 0), (4, 6), 0), ((4, 0), (4, 6), 1)]
+    assert len({chunk.file for chunk in chunks}) == 2
+    for chunk in chunks:
+        content = (tmp_path / "c" / chunk.file).read_bytes()
+        assert sizes[chunk.file] == len(content)
+        assert chunk.begin is not None
+        stored = content[chunk.begin : chunk.begin + chunk.nbytes]
+        elements = NUMBERS[chunk.offsets[0] :][:4].numpy().tobytes()
         assert elements in stored
         if library == "native":
             assert elements == stored
     assert {path.name for path in (tmp_path / "c").iterdir()} == set(sizes)
 
 
-def test_pieces_of_safetensors_files(tmp_path: Path) -> None:
+def test_chunks_of_safetensors_files(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(3), "w": NUMBERS}, file)
 
     for place in (file, tmp_path):
-        [piece] = open_source(place).pieces("w")
-        assert (piece.file, piece.rank, piece.sizes) == ("model.safetensors", None, (8, 6))
-        assert file.read_bytes()[piece.begin :][: piece.nbytes] == NUMBERS.numpy().tobytes()
+        [chunk] = open_source(place).chunk_places("w")
+        assert (chunk.file, chunk.rank, chunk.sizes) == ("model.safetensors", None, (8, 6))
+        assert file.read_bytes()[chunk.begin :][: chunk.nbytes] == NUMBERS.numpy().tobytes()
         assert open_source(place).files() == [("model.safetensors", file.stat().st_size)]
 
 
-def test_pieces_of_torch_files(tmp_path: Path) -> None:
+def test_chunks_of_torch_files(tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
     torch.save({"w": NUMBERS, "turned": NUMBERS.T, "empty": torch.empty(0), "step": 1}, file)
 
     source = open_source(file)
-    [piece] = source.pieces("w")
+    [chunk] = source.chunk_places("w")
 
-    assert (piece.file, piece.rank, piece.offsets) == ("model.pt", None, (0, 0))
-    assert piece.begin is not None
-    assert np.array_equal(np.frombuffer(file.read_bytes(), "<i4", 48, offset=piece.begin), NUMBERS.flatten().numpy())
-    assert source.pieces("turned")[0].begin is None  # its elements do not lie as they are counted
-    assert source.pieces("empty")[0][3:5] == (None, 0)
+    assert (chunk.file, chunk.rank, chunk.offsets) == ("model.pt", None, (0, 0))
+    assert chunk.begin is not None
+    assert np.array_equal(np.frombuffer(file.read_bytes(), "<i4", 48, offset=chunk.begin), NUMBERS.flatten().numpy())
+    assert source.chunk_places("turned")[0].begin is None  # its elements do not lie as they are counted
+    assert source.chunk_places("empty")[0][3:5] == (None, 0)
     assert source.files() == [("model.pt", file.stat().st_size)]
 
 
