@@ -31,12 +31,12 @@ def save_a_part_each(path):
 
 def test_by_tree_the_parts_of_keys_are_added_up(checkpoint, holdfast):
     found = rows(holdfast("du", checkpoint, "--json"))
-    assert {name: (row["nbytes"], row["tensors"]) for name, row in found.items()} == {
+    assert {name: (row["bytes"], row["tensors"]) for name, row in found.items()} == {
         "optim": (2400, 1),
         "model": (2480, 2),
     }
     found = rows(holdfast("du", checkpoint, "--depth", "2", "--json"))
-    assert {name: row["nbytes"] for name, row in found.items()} == {
+    assert {name: row["bytes"] for name, row in found.items()} == {
         "model.small": 80,
         "model.big": 2400,
         "optim.big": 2400,
@@ -45,17 +45,17 @@ def test_by_tree_the_parts_of_keys_are_added_up(checkpoint, holdfast):
 
 def test_by_dtype_and_by_rank(checkpoint, holdfast):
     by_dtype = rows(holdfast("du", checkpoint, "--by", "dtype", "--json"))
-    assert {name: row["nbytes"] for name, row in by_dtype.items()} == {"int64": 80, "float32": 4800}
+    assert {name: row["bytes"] for name, row in by_dtype.items()} == {"int64": 80, "float32": 4800}
     by_rank = rows(holdfast("du", checkpoint, "--by", "rank", "--json"))
     assert by_rank.keys() == {"rank 0", "rank 1"}
-    assert sorted(row["nbytes"] for row in by_rank.values()) == [2400, 2480]
+    assert sorted(row["bytes"] for row in by_rank.values()) == [2400, 2480]
 
 
 def test_by_file_everything_on_the_disk_is_there(checkpoint, holdfast):
     ran = holdfast("du", checkpoint, "--by", "file", "--json")
 
     sizes = {name: os.path.getsize(checkpoint / name) for name in os.listdir(checkpoint)}
-    assert {name: row["nbytes"] for name, row in rows(ran).items()} == sizes
+    assert {name: row["bytes"] for name, row in rows(ran).items()} == sizes
     assert ran.json["places"][0]["bytes_on_disk"] == sum(sizes.values())
     assert ran.json["places"][0]["tensor_bytes"] == 4880
 
@@ -64,7 +64,7 @@ def test_by_file_everything_on_the_disk_is_there(checkpoint, holdfast):
 def test_all_formats_have_the_same_tensors(prepared, holdfast, name):
     place = holdfast("du", name, "--by", "dtype", "--json").json["places"][0]
 
-    assert place["rows"] == [{"name": "float32", "nbytes": 4 * (8 * 16 + 16 + 16 * 4 + 4), "tensors": 4}]
+    assert place["rows"] == [{"name": "float32", "bytes": 4 * (8 * 16 + 16 + 16 * 4 + 4), "tensors": 4}]
 
 
 def test_a_run_shows_its_checkpoints_and_what_can_be_swept(prepared, holdfast):

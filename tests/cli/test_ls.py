@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.cli.listing import list_place
 from holdfast.cli.ls import age
+from holdfast.listing.listing import list_place
 from holdfast.manager.run_file import RunFile
 from holdfast.stores.roots import root_at
 
@@ -39,7 +39,7 @@ def test_a_run_is_listed_with_steps_sizes_times_and_metrics(prepared, holdfast):
     assert list(found) == ["step-00000100", "step-00000200", "step-00000300"]
     step = found["step-00000200"]
     folder = prepared / "runs/a/step-00000200"
-    assert step["nbytes"] == sum(file.stat().st_size for file in folder.iterdir())
+    assert step["bytes"] == sum(file.stat().st_size for file in folder.iterdir())
     assert (step["step"], step["state"], step["format"], step["pinned"]) == (200, "committed", "native", False)
     assert step["metrics"] == {"loss": 0.5}
     assert abs(datetime.now(timezone.utc) - datetime.fromisoformat(step["saved_at"])) < timedelta(hours=1)
@@ -77,9 +77,9 @@ def test_states_tell_what_became_of_saves(prepared, holdfast):
         "step-00000400": "debris",
         "step-00000500": "being written",
     }
-    assert found["step-00000100"]["reason"] == "loss was [red] NaN"
-    assert "does not end as a record must" in found["step-00000200"]["reason"]
-    assert found["step-00000400"]["nbytes"] == 1000
+    assert found["step-00000100"]["why"] == "loss was [red] NaN"
+    assert "does not end as a record must" in found["step-00000200"]["why"]
+    assert found["step-00000400"]["bytes"] == 1000
     assert "set aside: loss was [red] NaN" in holdfast("ls", run).out
 
 
@@ -110,7 +110,7 @@ def test_formats_of_a_mixed_folder_are_told(prepared, holdfast):
         "model.pt": "torch",
         "model.safetensors": "safetensors",
     }
-    assert found["model.pt"]["nbytes"] == os.path.getsize("model.pt")
+    assert found["model.pt"]["bytes"] == os.path.getsize("model.pt")
     assert all(entry["saved_at"] for entry in found.values())
 
 

@@ -184,7 +184,7 @@ def test_a_kill_leaves_nothing_that_looks_like_a_checkpoint_and_the_next_job_goe
 
 
 def removing_entries(path):
-    from holdfast.cli.listing import list_place
+    from holdfast.listing.listing import list_place
 
     return list_place(path).entries
 

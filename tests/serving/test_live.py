@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 import holdfast as hf
+from holdfast.listing.shelf import Shelf
 from holdfast.manager.owners import Owner
 from holdfast.manager.run_file import RunState
 from holdfast.serving.live import LiveSaves, SaveFacts
 from holdfast.serving.run_facts import RunWatch
-from holdfast.serving.shelf import Shelf
 from tests.manager.managed import a_run
 from tests.serving.slow_job import PART, STEP_BYTES, SlowJob
 
@@ -91,14 +91,16 @@ def test_a_save_whose_index_is_there_is_committing(folder) -> None:
     [
         (RunState(), 5, "writing"),
         (RunState(), 60, "stalled"),
+        (RunState(), 599, "stalled"),
         (RunState(), 600, "debris"),
         (owned_by(ALIVE), 5, "writing"),
         (owned_by(ALIVE), 600, "stalled"),
         (owned_by(DEAD), 1, "debris"),
-        (owned_by(None), 1, "debris"),
+        (owned_by(None), 1, "writing"),
+        (owned_by(None), 600, "debris"),
         (owned_by(ELSEWHERE), 5, "writing"),
         (owned_by(ELSEWHERE), 60, "stalled"),
-        (owned_by(ELSEWHERE), 600, "debris"),
+        (owned_by(ELSEWHERE), 600, "stalled"),
         (owned_by(ALIVE, GENERATION), 1, "being deleted"),
     ],
 )

@@ -36,6 +36,10 @@ class Row(NamedTuple):
     nbytes: int
     tensors: int
 
+    def to_json(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"name": self.name, "bytes": self.nbytes, "tensors": self.tensors}
+
 
 @command(
     "du",
@@ -64,20 +68,20 @@ def du(
 
 
 def _place(path: str, by: By, depth: int, allow_pickle: bool) -> dict[str, Any]:
-    from holdfast.cli.listing import list_place
+    from holdfast.listing.listing import list_place
 
     listing = list_place(path)
     if listing.kind == "checkpoint" and listing.entries[0].state in ("committed", "set aside"):
         return _checkpoint(path, by, depth, allow_pickle)
-    from holdfast.repairing.repair import repair
+    from holdfast.repairing.all_debris import debris_of
 
-    rows = [Row(entry.name, entry.nbytes, 0) for entry in listing.entries]
+    rows = [Row(entry.name, entry.bytes_on_disk, 0) for entry in listing.entries]
     return {
         "path": listing.path,
         "kind": listing.kind,
         "bytes_on_disk": sum(row.nbytes for row in rows),
-        "debris_bytes": repair(path).debris_bytes,
-        "rows": [row._asdict() for row in sorted(rows, key=lambda row: row.nbytes)],
+        "debris_bytes": sum(heap.nbytes for heap in debris_of(path) if heap.obstacle is None),
+        "rows": [row.to_json() for row in sorted(rows, key=lambda row: row.nbytes)],
     }
 
 
@@ -93,7 +97,7 @@ def _checkpoint(path: str, by: By, depth: int, allow_pickle: bool) -> dict[str, 
             "tensor_bytes": sum(ref.nbytes for ref in source.tensors.values()),
             "bytes_on_disk": sum(nbytes for _, nbytes in source.files()),
             "by": by.value,
-            "rows": [row._asdict() for row in rows],
+            "rows": [row.to_json() for row in rows],
         }
 
 
@@ -142,10 +146,10 @@ def _view(places: list[dict[str, Any]], by: By) -> RenderableType:
         if is_one:
             table.add_column("TENSORS", justify="right", no_wrap=True)
         table.add_column(by.value.upper() if is_one else "NAME", no_wrap=True)
-        total = sum(row["nbytes"] for row in place["rows"]) or 1
+        total = sum(row["bytes"] for row in place["rows"]) or 1
         for row in place["rows"]:
             count = [str(row["tensors"])] if is_one else []
-            table.add_row(size(row["nbytes"]), f"{row['nbytes'] / total:.0%}", *count, Text(row["name"]))
+            table.add_row(size(row["bytes"]), f"{row['bytes'] / total:.0%}", *count, Text(row["name"]))
         parts += [Text(_headline(place), style="bold"), table]
     return Group(*parts)
 
@@ -155,5 +159,5 @@ def _headline(place: dict[str, Any]) -> str:
     if place["kind"] == "checkpoint" and "tensor_bytes" in place:
         return f"{place['path']}: {on_disk} on the disk, {size(place['tensor_bytes'])} of tensors ({place['format']})"
     debris = place["debris_bytes"]
-    tail = f", {size(debris)} of debris (holdfast repair --sweep)" if debris else ""
+    tail = f", {size(debris)} of debris (holdfast repair --sweep --apply removes it)" if debris else ""
     return f"{place['path']}: {on_disk} on the disk{tail}"

@@ -16,7 +16,8 @@ from holdfast.progress import size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from holdfast.cli.listing import Entry, Listing
+    from holdfast.listing.entries import Entry
+    from holdfast.listing.listing import Listing
 
 
 class Order(str, Enum):
@@ -47,10 +48,11 @@ def ls(
     """List checkpoints: step, state, size, age, metrics.
 
     A folder of checkpoints of any format can be given, or the folder of a run. States are: committed; set aside, after
-    damage was found; damaged, if its record cannot be read; being written; debris, which a killed save has left. Only
+    damage was found; damaged, if its record cannot be read or its files are missing or cut off; being written;
+    unfinished, if it cannot be told whether somebody still writes it; debris, which a killed save has left. Only
     records are read. What the data files hold is checked by holdfast verify.
     """
-    from holdfast.cli.listing import list_place
+    from holdfast.listing.listing import list_place
 
     listings = [list_place(path) for path in paths or ["."]]
     answer = {"places": [_as_json(listing, sort) for listing in listings]}
@@ -109,12 +111,12 @@ def _table(entries: list[Entry]) -> RenderableType:
     return table
 
 
-_STYLES = {"set aside": "yellow", "damaged": "red", "being written": "cyan", "debris": "dim"}
+_STYLES = {"set aside": "yellow", "damaged": "red", "being written": "cyan", "unfinished": "cyan", "debris": "dim"}
 
 
 def _state(entry: Entry) -> str:
     state = f"{entry.state}, pinned" if entry.pinned else entry.state
-    return f"{state}: {entry.reason}" if entry.reason else state
+    return f"{state}: {entry.why}" if entry.why else state
 
 
 def age(moment: datetime | None) -> str:

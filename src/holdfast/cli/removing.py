@@ -6,21 +6,24 @@ Only files of checkpoints are removed, and a folder only if it is empty then.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from dataclasses import dataclass
 
-from holdfast.cli.listing import Entry, look_at_store
-from holdfast.errors import NotACheckpointError, NotDeletedError, RunInUseError
+from holdfast.errors import HoldfastError, NotACheckpointError, NotDeletedError, RunInUseError
 from holdfast.formats.native.names import RECORD, generation_of
+from holdfast.listing.entries import Entry
+from holdfast.listing.listing import list_place
+from holdfast.listing.liveliness import around, owner_around, run_at, why_perhaps_alive
 from holdfast.manager.run_file import RUN_FILE, RunFile
 from holdfast.manager.steps import SET_ASIDE
-from holdfast.repairing.liveliness import owner_around, why_perhaps_alive
-from holdfast.repairing.native import KEPT
-from holdfast.storage.hf_names import COMMIT_NAME, INDEX_NAME
+from holdfast.repairing.kept import KEPT
+from holdfast.storage import hf_names, layout
 from holdfast.stores.places import local_path
-from holdfast.stores.roots import Root, root_at
+from holdfast.stores.roots import Root
 from holdfast.stores.store import Store
+
+_ABOUT_A_MODEL = (hf_names.INDEX_NAME, hf_names.COMMIT_NAME)
 
 
 def refuse_to_remove(entry: Entry, *, force: bool) -> None:
@@ -28,30 +31,35 @@ def refuse_to_remove(entry: Entry, *, force: bool) -> None:
     path = local_path(entry.path)
     if path is not None and path.is_symlink():
         raise _kept(entry, "is a link to another place. Delete what is there, or remove the link yourself")
-    if path is not None and path.is_file():
+    root, name = around(entry.path)
+    if _is_file(root, name):
+        _refuse_a_part(root, entry)
         return
-    root, name = _around(entry.path)
     store = root.child(name)
-    run_file = RunFile(root)
-    owner = run_file.read().owner
-    if owner is not None and owner.owns(root.marks()) and owner.life() == "alive":
+    run, _ = run_at(root)
+    if run.owner is not None and run.owner.life() == "alive":
         raise RunInUseError(
-            f"{root.location} is in use by {owner}. Its manager deletes by its policy; or stop it first.",
+            f"{root.location} is in use by {run.owner}. Its manager deletes by its policy; or stop it first.",
             path=root.location,
-            host=owner.host,
-            pid=owner.pid,
-            since=owner.since,
+            host=run.owner.host,
+            pid=run.owner.pid,
+            since=run.owner.since,
         )
+    names = _Names.of(store, entry.format)
+    if not names.first and not names.rest:
+        raise _kept(entry, "has no files that could be told to be its own. Delete them yourself")
     if force:
         return
     doubt = owner_around(store)
     if doubt is not None:
         raise _kept(entry, f"may be in use by {doubt}. --force deletes it nevertheless")
-    if entry.step is not None and entry.step in run_file.read().pinned:
+    if entry.pinned:
         raise _kept(entry, "is pinned. --force deletes it nevertheless")
     if entry.state == "being written":
         raise _kept(entry, "is being written, it seems. --force deletes it nevertheless")
-    newer = [listed.name for listed in store.list() if generation_of(listed.name) not in (None, entry.identity)]
+    if entry.state == "unfinished":
+        raise _kept(entry, f"may be being written: {entry.why}. --force deletes it nevertheless")
+    newer = [other for other in names.rest if _is_of_another_save(other, entry)]
     alive = why_perhaps_alive(store, newer) if newer and entry.identity else None
     if alive is not None:
         raise _kept(entry, f"has files of another save beside it: {alive}. --force deletes all of it nevertheless")
@@ -59,54 +67,85 @@ def refuse_to_remove(entry: Entry, *, force: bool) -> None:
 
 def remove(entry: Entry) -> list[str]:
     """Delete a checkpoint. Returns the names of other files that are left in its folder."""
-    path = local_path(entry.path)
-    if path is not None and path.is_file():
-        path.unlink()
+    root, name = around(entry.path)
+    if _is_file(root, name):
+        root.store.delete([name])
+        root.store.sync()
         return []
-    root, name = _around(entry.path)
     store = root.child(name)
     with _noted(root, name, entry):
-        now = look_at_store(store, name)
-        if now is None:
-            raise NotACheckpointError(f"{entry.path} is no checkpoint any more.", path=entry.path, found=[])
+        try:
+            (now,) = list_place(entry.path).entries
+        except HoldfastError as error:
+            raise NotACheckpointError(f"{entry.path} is no checkpoint any more.", path=entry.path, found=[]) from error
         if now.identity != entry.identity:
             raise _kept(entry, "has been replaced by another save meanwhile")
-        _remove_files(store, _Names.of(store, entry.format))
+        names = _Names.of(store, entry.format)
+        store.delete(names.first)
+        store.sync()  # a power cut must not bring it back when the files are gone
+        store.delete(names.rest)
+        store.sync()
         root.remove(name)
     return sorted(listed.name for listed in store.list())
 
 
+@dataclass(frozen=True)
 class _Names:
-    """The files of a checkpoint: what makes it one, and the rest."""
+    """The files of a checkpoint: what makes it one, and the rest, of which some may be of saves that were cut off."""
 
-    def __init__(self, first: list[str], rest: list[str]) -> None:
-        self.first = first
-        self.rest = rest
+    first: Sequence[str]
+    rest: Sequence[str]
 
-    @classmethod
-    def of(cls, store: Store, format_: str) -> _Names:
+    @staticmethod
+    def of(store: Store, format_: str) -> _Names:
         names = [listed.name for listed in store.list()]
         if format_ == "native":
-            rest = [
-                name for name in names if generation_of(name) or name == SET_ASIDE or KEPT in name or _temporary(name)
-            ]
-            return cls([RECORD], rest)
+            return _Names([RECORD] if RECORD in names else [], [name for name in names if _is_native(name)])
         if format_ == "dcp":
-            indexes = [name for name in names if name.endswith(".metadata")]
-            return cls(indexes, [name for name in names if name.endswith(".distcp") or ".metadata." in name])
-        first = [name for name in names if name in (INDEX_NAME, COMMIT_NAME)]
-        return cls(first, [name for name in names if name.endswith(".safetensors") or ".safetensors." in name])
+            rest = layout.stale_names(names, [name for name in names if layout.is_index(name)])
+            return _Names([name for name in names if layout.is_index(name)], rest)
+        return _Names([name for name in _ABOUT_A_MODEL if name in names], list(_of_a_model(store, names)))
 
 
-def _temporary(name: str) -> bool:
-    return name.startswith((f".{RECORD}.", f".{SET_ASIDE}.")) and name.endswith(".tmp")
+def _is_native(name: str) -> bool:
+    is_temporary = name.startswith((f".{RECORD}.", f".{SET_ASIDE}.")) and name.endswith(".tmp")
+    is_copy = KEPT in name and (name.startswith(RECORD) or generation_of(name.partition(KEPT)[0]) is not None)
+    return generation_of(name) is not None or name == SET_ASIDE or is_temporary or is_copy
 
 
-def _remove_files(store: Store, names: _Names) -> None:
-    store.delete(names.first)
-    store.sync()  # a power cut must not bring it back when the files are gone
-    store.delete(names.rest)
-    store.sync()
+def _of_a_model(store: Store, names: Collection[str]) -> Iterator[str]:
+    """The files of a model with safetensors files: what its index names, or all if there is none."""
+    from holdfast.sources.safetensors import SafetensorsSource
+
+    try:
+        with SafetensorsSource(local_path(store.location) or store) as source:
+            own = {name for name, _ in source.files()}
+    except HoldfastError:  # what cannot be opened is known by its name alone
+        own = {name for name in names if hf_names.is_data_file(name) or name == f"model{hf_names.SUFFIX}"}
+    for name in names:
+        if name not in _ABOUT_A_MODEL and (name in own or hf_names.generation_of(name) is not None):
+            yield name
+
+
+def _is_of_another_save(name: str, entry: Entry) -> bool:
+    if entry.format == "native":
+        return generation_of(name) not in (None, entry.identity)
+    return entry.format == "safetensors" and hf_names.generation_of(name) is not None
+
+
+def _is_file(root: Root, name: str) -> bool:
+    return root.store.size(name) is not None
+
+
+def _refuse_a_part(root: Root, entry: Entry) -> None:
+    """Raise if a file is one of several that make up a checkpoint."""
+    beside = {listed.name for listed in root.store.list()}
+    is_ours = generation_of(entry.name) is not None or layout.is_data_file(entry.name)
+    is_of_a_model = hf_names.is_data_file(entry.name) and not beside.isdisjoint(
+        {*_ABOUT_A_MODEL, *(name for name in beside if hf_names.is_data_file(name) and name != entry.name)}
+    )
+    if is_ours or is_of_a_model:
+        raise _kept(entry, f"is a part of the checkpoint in {root.location}. Give that folder, to delete all of it")
 
 
 @contextmanager
@@ -118,23 +157,14 @@ def _noted(root: Root, name: str, entry: Entry) -> Iterator[None]:
     run_file, token = RunFile(root), secrets.token_hex(8)
     run_file.claim(token)
     try:
-        run_file.begin(token, {name: entry.identity})
+        run_file.begin(token, {name: entry.identity if entry.format == "native" else ""})
         yield
         run_file.end(token, [name], gone=[name])
-        if entry.step is not None:
+        if entry.pinned and entry.step is not None:
             with suppress(OSError):
                 run_file.unpin(entry.step)
     finally:
         run_file.release(token)
-
-
-def _around(place: str) -> tuple[Root, str]:
-    """The folder that a checkpoint lies in, and its name there."""
-    path = local_path(place)
-    if path is not None:
-        return root_at(Path(path).parent), path.name
-    parent, _, name = place.rstrip("/").rpartition("/")
-    return root_at(parent), name
 
 
 def _kept(entry: Entry, why: str) -> NotDeletedError:

@@ -12,7 +12,7 @@ from holdfast.cli.options import Json, Yes
 from holdfast.progress import size
 
 if TYPE_CHECKING:
-    from holdfast.cli.listing import Entry
+    from holdfast.listing.entries import Entry
 
 
 @command(
@@ -43,7 +43,7 @@ def rm(
     entries = [_checkpoint_at(path) for path in paths]
     for entry in entries:
         refuse_to_remove(entry, force=force)
-    total = sum(entry.nbytes for entry in entries)
+    total = sum(entry.bytes_on_disk for entry in entries)
     if not dry_run and not yes and not _are_to_go(entries, total):
         note("Nothing was deleted.")
         return 2
@@ -58,10 +58,18 @@ def rm(
 
 
 def _checkpoint_at(path: str) -> Entry:
-    from holdfast.cli.listing import list_place
     from holdfast.errors import NotACheckpointError
+    from holdfast.listing.listing import list_place
+    from holdfast.sources.format_names import stands_for_its_folder
 
     listing = list_place(path)
+    name = path.rstrip("/").rpartition("/")[2]
+    if stands_for_its_folder(name) and listing.path.rpartition("/")[2] != name:
+        raise NotACheckpointError(
+            f"{path} is only a file of the checkpoint {listing.path}. Give that folder, to delete all of it.",
+            path=path,
+            found=[listing.path],
+        )
     if listing.kind != "checkpoint":
         raise NotACheckpointError(
             f"{listing.path} is not one checkpoint but a folder of {len(listing.entries)}. Give those that are to be "
@@ -79,7 +87,7 @@ def _are_to_go(entries: list[Entry], total: int) -> bool:
             "nobody is there to be asked; give --yes to delete, or --dry-run to look", param_hint="--yes"
         )
     for entry in entries:
-        note(f"{entry.path}  {size(entry.nbytes)}  {entry.state}")
+        note(f"{entry.path}  {size(entry.bytes_on_disk)}  {entry.state}")
     return typer.confirm(f"Delete {len(entries)} checkpoint(s), {size(total)}?", err=True)
 
 
@@ -89,5 +97,5 @@ def _text(entries: list[Entry], left: dict[str, list[str]], *, dry_run: bool) ->
     for entry in entries:
         others = left.get(entry.path, [])
         tail = f"; left what is no part of it: {', '.join(others[:5])}" if others else ""
-        lines.append(f"{word} {entry.path}, {size(entry.nbytes)}{tail}")
+        lines.append(f"{word} {entry.path}, {size(entry.bytes_on_disk)}{tail}")
     return "\n".join(lines)

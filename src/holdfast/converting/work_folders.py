@@ -71,6 +71,15 @@ def left_over(folder: Path, name: str | None = None) -> list[Path]:
     return [folder / other for other, match in found if match is not None and name in (None, match.group(1))]
 
 
+def is_in_use(work: Path) -> bool:
+    """Whether the process that made a work folder lives, or nobody knows."""
+    lock = _lock(work)
+    if lock is None:
+        return work.exists()
+    os.close(lock)
+    return False
+
+
 def remove_left_over(work: Path) -> bool:
     """Remove a work folder, if the process that made it is gone. False if it lives, or nobody knows."""
     lock = _lock(work)

@@ -14,18 +14,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.converting.work_folders import left_over, remove_left_over
+from holdfast.converting.work_folders import is_in_use, left_over, remove_left_over
 from holdfast.formats.native.names import RECORD, generation_of
 from holdfast.formats.native.record import Record
-from holdfast.repairing.liveliness import is_locked, why_perhaps_alive
+from holdfast.listing.liveliness import why_perhaps_alive
 from holdfast.repairing.report import Debris
 from holdfast.storage import hf_names
+from holdfast.storage.layout import METADATA_NAME
 from holdfast.stores.places import store_at
 from holdfast.stores.store import Listed, Store
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 _DCP_FILE = re.compile(r"__\d+_(?P<generation>[0-9a-f]{8})_\d+\.distcp")
-_DCP_TEMPORARY = re.compile(r"(?:__\d+)?\.metadata\.[0-9a-f]{8}\.tmp")
+_DCP_TEMPORARY = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]{8}\.tmp")
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,12 @@ def heaps_of_dcp(store: Store, needed: Collection[str]) -> Iterator[Heap]:
             by_generation[match["generation"]].append(file)
     for generation, files in sorted(by_generation.items()):
         yield _heap(store, files, f"left by a save that was not committed (generation {generation})")
-    temporary = [file for file in store.list() if _DCP_TEMPORARY.fullmatch(file.name)]
+    names = {file.name for file in store.list()}
+    # Without an index of the whole, one of a rank may be needed though a kill kept it from getting its name.
+    is_whole = METADATA_NAME in names
+    temporary = [
+        file for file in store.list() if (match := _DCP_TEMPORARY.fullmatch(file.name)) and (is_whole or not match[1])
+    ]
     if temporary:
         yield _heap(store, temporary, "indexes of saves that were not committed")
 
@@ -114,8 +120,13 @@ def heaps_of_dcp(store: Store, needed: Collection[str]) -> Iterator[Heap]:
 def heaps_of_conversions(folder: Path) -> Iterator[Heap]:
     """Unfinished outputs of conversions in a folder."""
     for path in left_over(folder):
-        obstacle = "a conversion is writing it" if is_locked(path) else None
+        obstacle = "a conversion is writing it, or it cannot be locked" if is_in_use(path) else None
         yield WorkFolder(str(folder), [path.name], _tree_bytes(path), "left by a conversion that was killed", obstacle)
+
+
+def generations_of_dcp(names: Collection[str]) -> set[str]:
+    """The saves of ``holdfast.dcp`` that have data files in a folder."""
+    return {match["generation"] for match in map(_DCP_FILE.fullmatch, names) if match is not None}
 
 
 def is_debris_alone(store: Store) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from holdfast.budgets import checked_budget
 from holdfast.errors import HoldfastError, NotACheckpointError
 from holdfast.formats.native.names import RECORD, generation_of
+from holdfast.listing.liveliness import why_perhaps_alive
 from holdfast.manager.run_file import RUN_FILE
 from holdfast.progress import OnProgress
 from holdfast.repairing import dcp, hugging_face, native
@@ -17,10 +19,11 @@ from holdfast.repairing.debris import (
     heaps_of_native,
     is_debris_alone,
 )
-from holdfast.repairing.liveliness import why_perhaps_alive
 from holdfast.repairing.planned import Planned
+from holdfast.repairing.rebuilding import Digesting
 from holdfast.repairing.report import RepairReport
 from holdfast.sources.native import read_record
+from holdfast.storage.hf_names import COMMIT_NAME
 from holdfast.stores.places import local_path, store_at
 from holdfast.stores.roots import root_at
 from holdfast.stores.store import Store
@@ -32,6 +35,7 @@ def repair(
     apply: bool = False,
     sweep: bool = False,
     generation: str | None = None,
+    memory_budget: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> RepairReport:
     """Find out what is wrong with the files of a checkpoint or of a whole run, and with ``apply`` put it right.
@@ -39,6 +43,7 @@ def repair(
     Without ``apply`` nothing is changed: the report tells what would be. ``sweep`` removes files that killed saves and
     conversions left behind, and that nobody can be writing any more. ``generation`` chooses one of several saves whose
     data files are there and whose record is lost. What is replaced is kept beside it, as ``<name>.before-repair``.
+    Where digests are computed again, buffers take ``memory_budget`` at most.
 
     The bytes of tensors are not compared with their digests here: ``holdfast.verify`` does that.
 
@@ -57,8 +62,8 @@ def repair(
         tensor([1., 1., 1.])
     """
     store = path if isinstance(path, Store) else None
-    place = store.location if store is not None else os.fspath(path)  # type: ignore[arg-type]
-    plan = _Plan(generation, on_progress)
+    place = path.location if isinstance(path, Store) else os.fsdecode(path)
+    plan = _Plan(generation, Digesting(checked_budget(memory_budget), on_progress))
     if store is not None:
         plan.look_at(store)
     else:
@@ -71,9 +76,9 @@ def repair(
 class _Plan:
     """What was found so far."""
 
-    def __init__(self, generation: str | None, on_progress: OnProgress | None) -> None:
+    def __init__(self, generation: str | None, digesting: Digesting) -> None:
         self._generation = generation
-        self._on_progress = on_progress
+        self._digesting = digesting
         self.problems: list[Planned] = []
         self.heaps: list[Heap] = []
         self.checked: list[str] = []
@@ -141,7 +146,7 @@ class _Plan:
             self.heaps += heaps
         elif path is not None and any(".safetensors" in name for name in names):
             self.problems += hugging_face.problems_of(path)
-            if "model.safetensors.commit.json" not in names:
+            if COMMIT_NAME not in names:
                 self.heaps += heaps_of_hugging_face(store)
         else:
             return False
@@ -154,12 +159,9 @@ class _Plan:
         def may_rebuild() -> str | None:
             return why_perhaps_alive(store, [name for name in names if generation_of(name)])
 
-        found = list(
-            native.problems_of(
-                store, generation=self._generation, may_rebuild=may_rebuild, on_progress=self._on_progress
-            )
+        self.problems += native.problems_of(
+            store, generation=self._generation, may_rebuild=may_rebuild, digesting=self._digesting
         )
-        self.problems += found
         try:
             record = read_record(store)
         except HoldfastError:

@@ -16,10 +16,11 @@ from datetime import datetime, timezone
 from typing import Any, Literal, TypeAlias
 
 from holdfast.formats.native.names import RECORD, generation_of
+from holdfast.listing.entries import number_in
+from holdfast.listing.liveliness import was_cut_off, why_perhaps_writing
+from holdfast.listing.seen import SeenFile, SeenFolder
 from holdfast.manager.run_file import RunState
-from holdfast.serving.checkpoint_facts import number_in
 from holdfast.serving.file_growth import written_bytes
-from holdfast.serving.shelf import SeenFile, SeenFolder
 
 Activity: TypeAlias = Literal["writing", "committing", "stalled", "being deleted", "debris"]
 RUNNING: tuple[Activity, ...] = ("writing", "committing", "stalled")
@@ -27,8 +28,6 @@ RUNNING: tuple[Activity, ...] = ("writing", "committing", "stalled")
 _RANK = re.compile(r"(?:data-[0-9a-f]{16}-([0-9]{1,9})-[0-9]{1,9}\.safetensors|__([0-9]{1,9})_[0-9]+\.distcp)")
 _STALLED = 10.0
 """Seconds without a byte after which a save is called stalled."""
-_GIVEN_UP = 120.0
-"""Seconds without a byte after which nobody is believed to be writing, if nobody says so."""
 _WINDOW = 10.0
 """Seconds over which the rate is taken."""
 _TOLD_FOR = 600.0
@@ -200,17 +199,15 @@ class LiveSaves:
         noted = run.unfinished.get(found.name)
         if key in self._committed or (noted and noted == found.generation):
             return "being deleted", "its record is gone, and its files are being removed"
-        if noted is not None:
-            life = "dead" if run.owner is None else run.owner.life()
-            if life == "dead":
-                who = "" if run.owner is None else f" ({run.owner})"
-                return "debris", f"the job that wrote it has ended{who}. The next job of this run removes it"
-            if life == "alive" and quiet > _STALLED:
-                return "stalled", f"its job is alive: {run.owner}"
-        if quiet > _GIVEN_UP:
-            return "debris", "the save was cut off. holdfast repair --sweep removes what it has left"
+        if was_cut_off(run, found.name):
+            return "debris", f"the job that wrote it has ended ({run.owner}). The next job of this run removes it"
+        is_dated = any(file.changed_at is not None for file in found.files)
+        doubt = why_perhaps_writing(run, found.name, quiet if is_dated else None)
+        if doubt is None:
+            return "debris", "the save was cut off. holdfast repair --sweep --apply removes what it has left"
         if quiet > _STALLED:
-            return "stalled", "it may have been cut off"
+            is_begun = noted is not None and run.owner is not None and run.owner.life() == "alive"
+            return "stalled", f"its job is alive: {run.owner}" if is_begun else f"it may have been cut off, but {doubt}"
         has_index = any(file.name.startswith("index-") for file in found.files)
         return ("committing" if has_index else "writing"), ""
 

@@ -14,12 +14,12 @@ from pathlib import PurePath
 from typing import Any
 
 from holdfast.errors import HoldfastError
+from holdfast.listing.catalogue import Catalogue
+from holdfast.listing.entries import Entry
 from holdfast.manager.owners import Owner
-from holdfast.manager.run_file import Row, RunFile, RunState
-from holdfast.manager.steps import list_steps, rows_of
-from holdfast.serving.checkpoint_facts import CheckpointFacts, facts_of_other, facts_of_step
+from holdfast.manager.run_file import RunState
+from holdfast.serving.checkpoint_facts import CheckpointFacts, Writing
 from holdfast.serving.live import Ended, LiveSaves, SaveFacts
-from holdfast.serving.shelf import SeenFolder, Shelf
 from holdfast.stores.roots import Root
 
 _FRESH = 0.5
@@ -85,14 +85,14 @@ class RunWatch:
     """
 
     def __init__(self, place: str | os.PathLike[str] | Root) -> None:
-        self.shelf = Shelf(place)
+        self._catalogue = Catalogue(place)
+        self.shelf = self._catalogue.shelf
         self._live = LiveSaves()
         self._lock = threading.Lock()
         self._facts: RunFacts | None = None
         self._encoded: Encoded | None = None
         self._good_until = 0.0
-        self._rows: dict[str, Row] = {}
-        self._known: dict[str, tuple[Any, CheckpointFacts | None]] = {}
+        self._writings: dict[tuple[str, str], Writing] = {}
         self._names: set[str] = set()
 
     def look(self) -> RunFacts:
@@ -133,75 +133,41 @@ class RunWatch:
         return self._facts
 
     def _look_at_all(self) -> RunFacts:
-        root = self.shelf.root
-        run, problem = _run_of(root)
-        folders = self.shelf.look()
-        checkpoints = self._checkpoints(root, run, folders)
+        look = self._catalogue.look()
+        checkpoints = [CheckpointFacts.of(entry, self._writing(entry)) for entry in look.checkpoints]
+        here = {(facts.name, facts.identity) for facts in checkpoints}
+        self._writings = {key: writing for key, writing in self._writings.items() if key in here}
         whole = [facts for facts in checkpoints if facts.state == "committed"]
         newest = max(whole, key=_age_of, default=None)
         saves = self._live.look(
-            folders,
+            look.folders,
             {facts.name: facts.identity for facts in checkpoints if facts.identity},
-            run,
+            look.run,
             expected=None if newest is None else newest.nbytes,
         )
         self._names |= {facts.name for facts in checkpoints}
         return RunFacts(
             location=self.shelf.location,
             is_single=self.shelf.single is not None,
-            run=run,
+            run=look.run,
             checkpoints=checkpoints,
             saves=saves,
             ended=self._live.ended(),
-            free_bytes=root.free_bytes(),
-            problem=problem,
+            free_bytes=self.shelf.root.free_bytes(),
+            problem=look.problem,
         )
 
-    def _checkpoints(self, root: Root, run: RunState, folders: Sequence[SeenFolder]) -> list[CheckpointFacts]:
-        seen = {folder.name: folder for folder in folders}
-        remembered = replace(run, rows={**self._rows, **run.rows})
-        found: dict[str, CheckpointFacts] = {}
-        steps = list_steps(root, remembered)
-        for info in steps:
-            folder = seen.get(info.name)
-            if folder is not None:  # or else it came since, or is not to be shown
-                known = info, folder
-                facts = self._recalled(info.name, known) or facts_of_step(info, folder, root.child(info.name))
-                self._known[info.name] = known, facts
-                found[info.name] = facts
-        fresh = [info for info in steps if info.identity and info.name not in remembered.rows]
-        self._rows = {**{name: row for name, row in self._rows.items() if name in seen}, **rows_of(root, fresh, run)}
-        for name, folder in seen.items():
-            if name not in found:
-                other = self._other(root, folder)
-                if other is not None:
-                    found[name] = other
-        return sorted(found.values(), key=lambda facts: (facts.step is None, facts.step or 0, facts.name))
-
-    def _other(self, root: Root, folder: SeenFolder) -> CheckpointFacts | None:
-        facts = self._recalled(folder.name, folder)
-        if facts is None:
-            facts = facts_of_other(folder, None if folder.is_file else root.child(folder.name))
-            self._known[folder.name] = folder, facts
-        return facts
-
-    def _recalled(self, name: str, known: Any) -> CheckpointFacts | None:
-        """What was found out about a folder, if nothing of what was seen of it has changed since."""
-        before = self._known.get(name)
-        return before[1] if before is not None and before[0] == known else None
+    def _writing(self, entry: Entry) -> Writing:
+        if entry.format != "native" or not entry.identity:
+            return Writing()
+        key = entry.name, entry.identity
+        if key not in self._writings:
+            self._writings[key] = Writing.noted_in(self.shelf.root.child(entry.name))
+        return self._writings[key]
 
 
 def _age_of(facts: CheckpointFacts) -> tuple[float, int]:
     return (0.0 if facts.saved_at is None else facts.saved_at.timestamp(), facts.step or 0)
-
-
-def _run_of(root: Root) -> tuple[RunState, str]:
-    try:
-        run = RunFile(root).read()
-        is_owned = run.owner is None or run.owner.owns(root.marks())
-        return (run if is_owned else replace(run, owner=None)), ""  # in a copy, the job of the original has no part
-    except (HoldfastError, OSError) as error:
-        return RunState(), str(error)
 
 
 def _owner(owner: Owner | None) -> Mapping[str, Any] | None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,9 +29,12 @@ FORMAT = "holdfast"
 VERSION = (1, 0)
 BLOCK_BYTES = 1 << 16
 LARGEST_RECORD = 1 << 31
+HEAD_BYTES = 1 << 18
+"""So many bytes of a record tell all but what it contains."""
 
 KINDS = ("sharded", "replicated", "per_rank")
 _HEAD = re.compile(rb'\{"format":"holdfast",\n"version":\[([0-9]{1,9}),([0-9]{1,9})\],')
+_WRITTEN = re.compile(rb'\n"written":(\{[^\n]*\}),\n')
 _TAIL = re.compile(rb',"check":"([0-9a-f]{32})"\}\n')
 _TAIL_BYTES = len(b',"check":""}\n') + 32
 MOST_DIMENSIONS = 64
@@ -114,6 +118,15 @@ def decode_record(data: bytes, source: str) -> Record:
         block_bytes=block_bytes,
         version=(version[0], version[1]),
     )
+
+
+def written_in(head: bytes) -> Any:
+    """How a checkpoint was written, from the first ``HEAD_BYTES`` of its record; None if that cannot be told."""
+    found = _WRITTEN.search(head)
+    try:
+        return None if found is None else json.loads(found.group(1))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _refuse_newer(major: int, minor: int, source: str, doubt: str = "") -> None:

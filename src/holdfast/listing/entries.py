@@ -1,0 +1,188 @@
+"""What is listed of one checkpoint. Names, sizes and records tell; the data is not read."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from typing import Any, Literal, TypeAlias
+
+from holdfast.errors import HoldfastError
+from holdfast.formats.native.names import RECORD, generation_of
+from holdfast.formats.native.record import LARGEST_RECORD, decode_record
+from holdfast.listing.liveliness import is_at_work, why_perhaps_writing
+from holdfast.listing.seen import SeenFolder
+from holdfast.manager.run_file import RunState
+from holdfast.manager.steps import SET_ASIDE, StepInfo, reason_to_pass_over, step_of
+from holdfast.manager.summaries import Summary
+from holdfast.progress import size
+from holdfast.sources.format_names import Format
+from holdfast.stores.store import Store
+
+State: TypeAlias = Literal["committed", "set aside", "damaged", "being written", "unfinished", "debris"]
+
+_NUMBER = re.compile(r"[0-9]{1,15}")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint, or what is left of one."""
+
+    name: str
+    state: State
+    format: Format
+    identity: str
+    """Another one if other content is under this name; empty if that cannot be told."""
+    step: int | None
+    nbytes: int
+    """Of its files. What other saves have left in its folder does not count."""
+    path: str = ""
+    bytes_on_disk: int = 0
+    """Of everything in its folder."""
+    saved_at: datetime | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    pinned: bool = False
+    why: str = ""
+    """Why it is in this state, if it is not committed."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "name": self.name,
+            "path": self.path,
+            "format": self.format,
+            "state": self.state,
+            "why": self.why,
+            "step": self.step,
+            "bytes": self.nbytes,
+            "bytes_on_disk": self.bytes_on_disk,
+            "saved_at": None if self.saved_at is None else self.saved_at.isoformat(),
+            "metrics": {name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()},
+            "pinned": self.pinned,
+            "identity": self.identity,
+        }
+
+
+def entry_of_step(info: StepInfo, seen: SeenFolder) -> Entry:
+    """The entry of a step of a run."""
+    state: State = "committed" if info.is_usable else "damaged" if info.damage is not None else "set aside"
+    entry = Entry(
+        name=info.name,
+        state=state,
+        format="native",
+        identity=info.identity,
+        step=info.step,
+        nbytes=info.nbytes or seen.nbytes,
+        path=info.path,
+        bytes_on_disk=seen.nbytes,
+        saved_at=info.saved_at,
+        metrics=info.metrics,
+        metadata=info.metadata,
+        pinned=info.pinned,
+        why=info.damage or info.set_aside or "",
+    )
+    return _with_missing_files(entry, seen)
+
+
+def entry_of_other(seen: SeenFolder, path: str, store: Store | None) -> Entry | None:
+    """The entry of a checkpoint that is no step of a run; None if there is none. A single file has no store."""
+    found = seen.format
+    if found is None:
+        return None
+    if found == "native" and store is not None:
+        return _entry_of_native(seen, path, store)
+    newest = seen.last_change()
+    return Entry(
+        name=seen.name,
+        state="committed",
+        format=found,
+        identity=f"{newest}-{seen.nbytes}-{len(seen.files)}",
+        step=number_in(seen.name),
+        nbytes=seen.nbytes,
+        path=path,
+        bytes_on_disk=seen.nbytes,
+        saved_at=_moment(newest),
+    )
+
+
+def entry_of_unfinished(seen: SeenFolder, path: str, run: RunState) -> Entry | None:
+    """What a save without a record has left in a folder, or is writing there; None if there is nothing of the kind."""
+    found = seen.unfinished_format
+    if found is None:
+        return None
+    newest = seen.last_change()
+    quiet = None if newest is None else time.time() - newest
+    why = why_perhaps_writing(run, seen.name, quiet)
+    state: State = "debris" if why is None else "being written" if is_at_work(run, seen.name, quiet) else "unfinished"
+    return Entry(
+        name=seen.name,
+        state=state,
+        format=found,
+        identity="",
+        step=number_in(seen.name),
+        nbytes=seen.nbytes,
+        path=path,
+        bytes_on_disk=seen.nbytes,
+        saved_at=_moment(newest),
+        why={"debris": "a save was cut off: there is no record", "unfinished": why or ""}.get(state, ""),
+    )
+
+
+def number_in(name: str) -> int | None:
+    """The step that a name ends in, perhaps: programs name folders in many ways.
+
+    >>> number_in("checkpoint-500"), number_in("epoch=3-step=70.ckpt"), number_in("final")
+    (500, 70, None)
+    """
+    found = _NUMBER.findall(name)
+    return int(found[-1]) if found else None
+
+
+def _entry_of_native(seen: SeenFolder, path: str, store: Store) -> Entry | None:
+    entry = Entry(seen.name, "damaged", "native", "", number_in(seen.name), seen.nbytes, path, seen.nbytes)
+    try:
+        record_bytes = store.size(RECORD)
+        if record_bytes is None:
+            return None
+        if record_bytes > LARGEST_RECORD:
+            return replace(entry, why=f"{store.path_of(RECORD)} is too large for a record: {record_bytes} bytes")
+        content = store.read(RECORD)
+        summary = Summary.of(decode_record(content, store.path_of(RECORD)), len(content))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (HoldfastError, OSError) as error:
+        return replace(entry, why=str(error))
+    aside = reason_to_pass_over(store) if SET_ASIDE in seen.names else None
+    step = step_of(seen.name)
+    entry = replace(
+        entry,
+        state="committed" if aside is None else "set aside",
+        identity=summary.identity,
+        step=step if step is not None else summary.step if summary.step is not None else number_in(seen.name),
+        nbytes=summary.nbytes,
+        saved_at=summary.time(),
+        metrics=summary.numbers(),
+        metadata=summary.metadata,
+        why=aside or "",
+    )
+    return _with_missing_files(entry, seen)
+
+
+def _with_missing_files(entry: Entry, seen: SeenFolder) -> Entry:
+    """A record without its files is no checkpoint. That much can be told without reading them."""
+    if entry.state == "damaged":
+        return entry
+    present = sum(file.size for file in seen.files if file.name == RECORD or generation_of(file.name) == entry.identity)
+    if present == entry.nbytes:
+        return entry
+    what = "more" if present > entry.nbytes else "fewer"
+    why = f"its files have {what} bytes than its record says: {size(present)} of {size(entry.nbytes)}"
+    return replace(entry, state="damaged", why=why)
+
+
+def _moment(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, timezone.utc)

@@ -1,0 +1,214 @@
+"""What there is to be listed: the checkpoints in a folder, of whatever format, or a single one."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from collections.abc import Collection
+
+from holdfast.errors import CheckpointNotFoundError
+from holdfast.formats.native.names import generation_of
+from holdfast.listing.seen import SeenFile, SeenFolder
+from holdfast.manager.run_file import RUN_FILE
+from holdfast.sources.format_names import (
+    FILE_ENDINGS,
+    SAFETENSORS,
+    SAFETENSORS_COMMIT,
+    SAFETENSORS_INDEX,
+    START,
+    TORCH_ENDINGS,
+    format_of_file,
+    format_of_folder,
+    format_of_unfinished,
+    stands_for_its_folder,
+)
+from holdfast.storage.hf_names import SHARDED_FOLDER, is_data_file
+from holdfast.stores.places import local_path
+from holdfast.stores.roots import LocalRoot, Root, root_at
+from holdfast.stores.store import Store
+
+_ONE_OF_SEVERAL = re.compile(r"(.*)-\d{5,}-of-\d{5,}\.safetensors")
+_UNSETTLED = 2.0
+"""Seconds within which a folder may have changed again without a new time of change."""
+
+
+class Shelf:
+    """A folder with checkpoints, looked at again and again. A folder in it that has not changed is not read twice."""
+
+    def __init__(self, place: str | os.PathLike[str] | Root) -> None:
+        self.single: str | None = None
+        """The name of the only checkpoint to be shown, if a checkpoint was given and not a folder with some."""
+        self.root, self.single = _root_and_single(place)
+        self._seen: dict[str, tuple[int, SeenFolder]] = {}
+
+    @property
+    def location(self) -> str:
+        """What was given."""
+        return self.root.location if self.single is None else self.location_of(self.single)
+
+    def location_of(self, name: str) -> str:
+        """Where something is that ``look`` has found."""
+        return f"{self.root.location.rstrip('/')}/{name}"
+
+    def look(self) -> list[SeenFolder]:
+        """Everything that may hold a checkpoint, now."""
+        if isinstance(self.root, LocalRoot):
+            return self._look_at_the_disk(self.root)
+        files = {listed.name: listed.size for listed in self.root.store.list()}
+        if self.single is not None:
+            names = [] if self.single in files else [self.single]
+            files = {name: size for name, size in files.items() if name == self.single}
+        else:
+            names = sorted(name for name in self.root.children() if not name.startswith("."))
+        found = [_listed(self.root, name) for name in names]
+        for name, size in sorted(files.items()):
+            seen = _seen_file(self.root.store, SeenFile(name, size), is_given=name == self.single)
+            found += [seen] if seen is not None else []
+        return found
+
+    def place(self, name: str) -> str | Store:
+        """What to open for a checkpoint that ``look`` has found."""
+        if isinstance(self.root, LocalRoot):
+            return self.location_of(name)
+        is_file = self.root.store.size(name) is not None
+        return self.location_of(name) if is_file else self.root.child(name)
+
+    def _look_at_the_disk(self, root: LocalRoot) -> list[SeenFolder]:
+        found, folder = [], root.folder
+        for name in self._names_in(root):
+            try:
+                status = os.stat(folder / name)
+                if stat.S_ISDIR(status.st_mode):
+                    found.append(self._folder(str(folder / name), name, status))
+                elif stat.S_ISREG(status.st_mode):
+                    file = SeenFile(name, status.st_size, status.st_mtime, str(folder / name))
+                    seen = _seen_file(root.store, file, is_given=name == self.single)
+                    found += [seen] if seen is not None else []
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # it was deleted meanwhile
+            except PermissionError:
+                if self.single is not None:
+                    raise
+        for name in self._seen.keys() - {seen.name for seen in found}:
+            del self._seen[name]
+        return found
+
+    def _names_in(self, root: LocalRoot) -> list[str]:
+        if self.single is not None:
+            return [self.single]
+        try:
+            return sorted(name for name in os.listdir(root.folder) if not name.startswith("."))
+        except FileNotFoundError:
+            return []
+
+    def _folder(self, path: str, name: str, status: os.stat_result) -> SeenFolder:
+        known = self._seen.get(name)
+        if known is not None and known[0] == status.st_mtime_ns and not _may_grow(known[1]):
+            return known[1]
+        seen = SeenFolder(name, tuple(_files_in(path)), status.st_mtime)
+        if time.time() - status.st_mtime > _UNSETTLED:
+            self._seen[name] = status.st_mtime_ns, seen
+        return seen
+
+
+def _seen_file(store: Store, file: SeenFile, *, is_given: bool) -> SeenFolder | None:
+    """A file that is a checkpoint by itself, and is called like one."""
+    if not file.name.endswith((SAFETENSORS, *TORCH_ENDINGS)) or (generation_of(file.name) and not is_given):
+        return None
+    try:
+        format_ = format_of_file(file.name, store.read(file.name, 0, min(START, file.size)))
+    except OSError:
+        if is_given:
+            raise
+        return None
+    return None if format_ is None else SeenFolder(file.name, (file,), file.changed_at, format_)
+
+
+def _root_and_single(place: str | os.PathLike[str] | Root) -> tuple[Root, str | None]:
+    if isinstance(place, Root):
+        return place, None
+    path = local_path(place)
+    if path is None:
+        return _at_a_url(os.fsdecode(place).rstrip("/"))
+    path = path.resolve() if path.name in ("", "..") else path
+    if not path.exists():
+        raise CheckpointNotFoundError(
+            f"there is nothing at {path}. Give the folder of a run, or a checkpoint; check the path for a typo.",
+            path=str(path),
+        )
+    if not path.is_dir():
+        path = path.parent if stands_for_its_folder(path.name) else path
+        return LocalRoot(path.parent), path.name
+    root = LocalRoot(path)
+    return (LocalRoot(path.parent), path.name) if _is_single(root) else (root, None)
+
+
+def _at_a_url(url: str) -> tuple[Root, str | None]:
+    above, _, name = url.rpartition("/")
+    has_place_above = bool(name) and not above.endswith(("/", ":"))
+    if has_place_above and url.endswith(FILE_ENDINGS):  # a web server would be asked for all of it as a list
+        root = root_at(above)
+        if root.store.size(name) is not None:
+            return _at_a_url(above) if stands_for_its_folder(name) else (root, name)
+    root = root_at(url)
+    if has_place_above and _is_single(root):
+        return root_at(above), name
+    if not root.store.list() and not root.children():
+        raise CheckpointNotFoundError(f"there is nothing at {url}. Check the URL for a typo.", path=url)
+    return root, None
+
+
+def _is_single(root: Root) -> bool:
+    """Whether a folder is one checkpoint or what is left of one, and not a place where several are."""
+    names = {listed.name for listed in root.store.list()}
+    if RUN_FILE in names:
+        return False
+    found = format_of_folder(names)
+    if found in ("native", "dcp"):
+        return True
+    if found is None and format_of_unfinished(names) is None:
+        return False
+    if any(_holds_a_checkpoint(root, name) for name in root.children() if name != SHARDED_FOLDER):
+        return False  # those of a training, and the final weights beside them
+    return found is None or _are_of_one_model(names)
+
+
+def _holds_a_checkpoint(root: Root, name: str) -> bool:
+    return not name.startswith(".") and format_of_folder({file.name for file in root.child(name).list()}) is not None
+
+
+def _are_of_one_model(names: Collection[str]) -> bool:
+    """Whether the safetensors files with these names are those of one model, and do not just lie side by side."""
+    if any(name.endswith((SAFETENSORS_INDEX, SAFETENSORS_COMMIT)) for name in names):
+        return True
+    files = [name for name in names if name.endswith(SAFETENSORS)]
+    matches = [_ONE_OF_SEVERAL.fullmatch(name) for name in files]
+    is_one_series = len({match and match.group(1) for match in matches}) == 1 and None not in matches
+    return len(files) == 1 or all(map(is_data_file, files)) or is_one_series
+
+
+def _files_in(path: str) -> list[SeenFile]:
+    found = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            try:
+                status = entry.stat()
+            except FileNotFoundError:
+                continue
+            if not stat.S_ISDIR(status.st_mode):
+                found.append(SeenFile(entry.name, status.st_size, status.st_mtime, entry.path))
+    return found
+
+
+def _listed(root: Root, name: str) -> SeenFolder:
+    return SeenFolder(name, tuple(SeenFile(listed.name, listed.size) for listed in root.child(name).list()))
+
+
+def _may_grow(seen: SeenFolder) -> bool:
+    """Whether files may be added to without the folder changing: files of saves that are not committed."""
+    if seen.format is None:
+        return True
+    generations = {generation_of(file.name) for file in seen.files} - {None}
+    return len(generations) > 1 or seen.format != "native"
