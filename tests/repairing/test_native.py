@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+from contextlib import contextmanager
 from itertools import count
 
 import hypothesis.strategies as st
@@ -14,13 +16,16 @@ from hypothesis import assume, given
 
 import holdfast as hf
 from holdfast.formats.native.names import RECORD, index_file
-from holdfast.repairing import native
+from holdfast.repairing import native, rebuilding, unrecorded
+from holdfast.repairing.kept import KEPT
+from holdfast.repairing.rebuilding import Digesting
 from holdfast.repairing.repair import repair
 from holdfast.sources.native import NativeSource
 from holdfast.sources.source import WholeReads
 from holdfast.stores.local_store import LocalStore
 from holdfast.stores.memory_store import MemoryStore
 from tests.repairing.checkpoints import GENERATION, age_all, grid, write
+from tests.stores.counting import CountingMemoryStore
 
 NUMBERS = count()
 KEYS = ["w", "w[0:2]", "w[0:2]#2", "w#2", "model.layers.0.weight", "x[0:1,0:2]", '["a.b"]', '["a"]["b"]', '["a"][null]']
@@ -53,7 +58,7 @@ def contents(store):
 def repaired(store, *, generation=None):
     """Carries out all that can be done. Returns what is wrong."""
     plans = list(
-        native.problems_of(store, generation=generation, may_rebuild=lambda: None, on_progress=None),
+        native.problems_of(store, generation=generation, may_rebuild=lambda: None, digesting=Digesting()),
     )
     return [plan.carried_out(apply=True) for plan in plans]
 
@@ -80,7 +85,7 @@ def test_columns_are_rebuilt_from_the_record_and_the_data_files(layout):
     assert [source.tensors[ref.key].dtype for ref in refs] == [ref.dtype for ref in refs]
     assert source.metadata == {"note": 1}
     assert source.identity == GENERATION
-    assert store.read(f"{RECORD}{native.KEPT}") == record
+    assert store.read(f"{RECORD}{KEPT}") == record
 
 
 @given(layouts(STORED_AS_THEY_ARE))
@@ -118,6 +123,66 @@ def test_no_record_is_made_if_a_data_file_is_missing_or_changed(layout, data):
 
     assert findings[0].outcome in ("cannot be repaired", "failed")
     assert store.size(RECORD) is None
+
+
+class MeetingReader:
+    """Does not read before another thread wants to read too."""
+
+    def __init__(self, reader, barrier):
+        self._reader, self._barrier, self.size = reader, barrier, reader.size
+
+    def read_into(self, begin, buffer):
+        self._barrier.wait(60)
+        self._reader.read_into(begin, buffer)
+
+
+def test_digests_are_computed_by_several_threads():
+    store = MemoryStore(f"threads-{next(NUMBERS)}")
+    tensors = {f"w{number}": ("float32", (100,)) for number in range(4)}
+    write(store, tensors, {key: [(number, (0,), (100,))] for number, key in enumerate(tensors)})
+    source, _ = contents(store)
+    barrier = threading.Barrier(2)
+
+    class MeetingStore(MemoryStore):
+        @contextmanager
+        def reader(self, name):
+            with super().reader(name) as reader:
+                yield MeetingReader(reader, barrier)
+
+    meeting = MeetingStore(store.location.removeprefix("memory://"))
+    found = Digesting().digests_of(meeting, source.record.files, source.record.block_bytes)
+
+    assert found.tolist() == source.columns.digests.tolist()
+
+
+@pytest.mark.parametrize("lost", [RECORD, index_file(GENERATION)])
+def test_digests_are_computed_within_the_memory_budget(lost):
+    store = CountingMemoryStore(f"budget-{next(NUMBERS)}")
+    _, arrays = write(
+        store, {"w": ("float32", (300_000,))}, {"w": [(0, (0,), (200_000,)), (1, (200_000,), (100_000,))]}
+    )
+    size = sum(listed.size for listed in store.list() if listed.name.startswith("data-"))
+    store.delete([lost])
+    store.reads.clear()
+    seen = []
+
+    problems = native.problems_of(
+        store,
+        generation=None,
+        may_rebuild=lambda: None,
+        digesting=Digesting(256 << 10, lambda done, total: seen.append((done, total))),
+    )
+    assert [planned.carried_out(apply=True).outcome for planned in problems] == ["repaired"]
+
+    assert max(read.nbytes for read in store.data_reads()) <= 128 << 10
+    assert seen == sorted(seen)
+    assert seen[-1] == (size, size)
+    assert contents(store)[1] == {"w": arrays["w"].tobytes()}
+
+
+def test_a_budget_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="memory_budget must be"):
+        repair(tmp_path, memory_budget=1000)
 
 
 @pytest.fixture
@@ -311,14 +376,14 @@ def test_of_several_whole_saves_one_has_to_be_chosen(tmp_path):
 
 def test_a_repair_that_another_save_overtakes_changes_nothing(checkpoint, monkeypatch):
     (checkpoint / RECORD).write_bytes(b"damaged")
-    put = native._put_in_place
+    put = rebuilding.put_in_place
 
     def overtaken(store, *rest):
         hf.save({"new": torch.ones(1)}, checkpoint, overwrite=True)
         put(store, *rest)
 
-    monkeypatch.setattr(native, "_kept", lambda store, name: b"damaged" if name == RECORD else None)
-    monkeypatch.setattr(native, "_put_in_place", overtaken)
+    monkeypatch.setattr(rebuilding, "keep_copy", lambda store, name: b"damaged" if name == RECORD else None)
+    monkeypatch.setattr(unrecorded, "put_in_place", overtaken)
     report = repair(checkpoint, apply=True)
 
     assert [finding.outcome for finding in report.findings] == ["failed"]

@@ -15,7 +15,9 @@ import torch.distributed.checkpoint as stock
 
 import holdfast as hf
 import holdfast.dcp
+from holdfast.errors import NotACheckpointError
 from holdfast.repairing.repair import repair
+from holdfast.stores import FsspecStore, MemoryStore
 from holdfast.stores.local import FileSystem
 from tests.repairing.checkpoints import ended_by
 
@@ -96,6 +98,17 @@ def test_an_index_is_rebuilt_from_the_headers_of_the_files(model, spoil):
     assert repair(model).findings == ()
     if spoilt is not None:
         assert (model / f"{INDEX}.before-repair").read_bytes() == spoilt
+
+
+def test_an_index_that_was_kept_before_is_not_overwritten(model):
+    for text in ("first", "second", "second"):
+        (model / INDEX).write_text(text)
+        assert repair(model, apply=True).ok
+
+    assert (model / f"{INDEX}.before-repair").read_text() == "first"
+    assert (model / f"{INDEX}.before-repair2").read_text() == "second"
+    assert not (model / f"{INDEX}.before-repair3").exists()
+    assert_whole(model)
 
 
 @pytest.mark.parametrize("has_index", [True, False])
@@ -259,3 +272,36 @@ def test_a_file_of_torch_save_is_refused_and_what_lies_beside_it_is_not_touched(
     assert not index.exists()
     assert repair(tmp_path / "beside/holdfast.json", apply=True).ok
     assert index.exists()
+
+
+def uploaded(folder, store):
+    """The same files in another place."""
+    for file in folder.iterdir():
+        store.put(file.name, file.read_bytes())
+    return store
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, FsspecStore])
+def test_dcp_is_looked_at_in_other_places_too(tmp_path, kind):
+    stock.save({"w": torch.ones(5)}, checkpoint_id=tmp_path, no_dist=True)
+    store = uploaded(tmp_path, kind(f"memory://{kind.__name__}/dcp-to-repair"))
+    assert repair(store).ok
+    assert repair(store).checked == (store.location,)
+
+    store.delete(["__0_0.distcp"])
+
+    (finding,) = repair(store).findings
+    assert (finding.path, finding.keys) == (store.path_of("__0_0.distcp"), ["w"])
+
+
+def test_hugging_face_folders_in_other_places_are_not_looked_at_and_that_is_said(model):
+    store = uploaded(model, MemoryStore("model-to-repair/inside"))
+
+    for place in (store, store.location, "memory://model-to-repair"):
+        with pytest.raises(NotACheckpointError, match="/inside holds safetensors files, which repair only looks at in"):
+            repair(place)
+
+
+def test_a_store_without_a_checkpoint_is_an_error():
+    with pytest.raises(NotACheckpointError, match="there is no checkpoint at memory://nothing-to-repair"):
+        repair(MemoryStore("nothing-to-repair"))

@@ -8,7 +8,7 @@ import typer
 
 from holdfast.cli.app import Example, command
 from holdfast.cli.console import reply
-from holdfast.cli.options import Json, Quiet
+from holdfast.cli.options import Json, Memory, Quiet
 from holdfast.cli.progress import progress
 
 
@@ -38,6 +38,7 @@ def repair(
             "there are several, or if nothing proves that all files of it are there.",
         ),
     ] = None,
+    memory: Memory = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> int:
@@ -54,6 +55,8 @@ def repair(
     from holdfast.repairing.repair import repair as repair_place
 
     with progress("reading", quiet=quiet) as on_progress:
-        report = repair_place(path, apply=apply, sweep=sweep, generation=generation, on_progress=on_progress)
+        report = repair_place(
+            path, apply=apply, sweep=sweep, generation=generation, memory_budget=memory, on_progress=on_progress
+        )
     reply(report.to_json(), lambda: str(report), as_json=as_json)
     return 0 if report.ok else 1

@@ -60,8 +60,7 @@ def _heaps_of_dcp(store: Store, names: set[str]) -> list[Heap]:
         return []
     if len(generations_of_dcp(names)) < 2:
         return list(heaps_of_dcp(store, names))
-    path = local_path(store.location)
     try:
-        return [] if path is None else dcp.problems_of(path)[1]
+        return dcp.problems_of(store)[1]
     except (HoldfastError, ImportError):
         return []

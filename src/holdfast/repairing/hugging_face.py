@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 from holdfast.formats.json_objects import parse_json_object
 from holdfast.formats.safetensors.header import Header, read_header
-from holdfast.repairing.native import KEPT
+from holdfast.repairing.kept import keep_copy
 from holdfast.repairing.planned import Planned
 from holdfast.storage.hf_commit import Folder, Switch, make_index
 from holdfast.storage.hf_names import COMMIT_NAME, INDEX_NAME, lies_inside, temporary_name
 from holdfast.storage.hf_notes import read_notes
 from holdfast.stores.atomic import written_atomically
 from holdfast.stores.local import FileSystem
+from holdfast.stores.local_store import LocalStore
 
 _NUMBERED = re.compile(r"model-(\d{5,})-of-(\d{5,})\.safetensors")
 
@@ -141,8 +141,7 @@ def _rebuilt(path: Path, names: list[str], problem: str) -> Planned:
     index = make_index(weights, total, next(iter(saves)))
 
     def rebuild() -> None:
-        with suppress(FileNotFoundError):
-            (path / f"{INDEX_NAME}{KEPT}").write_bytes((path / INDEX_NAME).read_bytes())
+        keep_copy(LocalStore(path), INDEX_NAME)
         _write_json(path / INDEX_NAME, index)
 
     return Planned(file, problem, f"made from the headers of {len(names)} file(s), {len(weights)} tensors", do=rebuild)

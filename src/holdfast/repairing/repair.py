@@ -61,11 +61,10 @@ def repair(
         >>> hf.open(path).load()["w"]
         tensor([1., 1., 1.])
     """
-    store = path if isinstance(path, Store) else None
     place = path.location if isinstance(path, Store) else os.fsdecode(path)
     plan = _Plan(generation, Digesting(checked_budget(memory_budget), on_progress))
-    if store is not None:
-        plan.look_at(store)
+    if isinstance(path, Store):
+        plan.look_at_one(path)
     else:
         plan.look_around(place)
     findings = [planned.carried_out(apply=apply) for planned in plan.problems]
@@ -82,6 +81,13 @@ class _Plan:
         self.problems: list[Planned] = []
         self.heaps: list[Heap] = []
         self.checked: list[str] = []
+        self._passed_over: list[str] = []
+        """Places with files of a format that is only looked at in local folders."""
+
+    def look_at_one(self, store: Store) -> None:
+        """Look at the checkpoint in one place, where there has to be one."""
+        if not self.look_at(store):
+            raise self._nothing_found(store, f"there is no checkpoint at {store.location}. Check the path.")
 
     def look_around(self, place: str) -> None:
         """Look at a checkpoint, or at all that lie directly in a folder."""
@@ -100,11 +106,19 @@ class _Plan:
         inner = [root.child(name) for name in sorted(root.children()) if not name.startswith(".")]
         looked = [self._look_inside(store) for store in inner]
         if not is_run and not any(looked) and not self.heaps:
-            raise NotACheckpointError(
+            raise self._nothing_found(
+                root.store,
                 f"there is no checkpoint at {place}, nor in a folder directly inside of it. Check the path.",
-                path=place,
-                found=[listed.name for listed in root.store.list()][:20],
             )
+
+    def _nothing_found(self, store: Store, message: str) -> NotACheckpointError:
+        if self._passed_over:
+            message = (
+                f"{self._passed_over[0]} holds safetensors files, which repair only looks at in local folders. Copy "
+                "them to one; holdfast verify checks them where they are."
+            )
+        found = [listed.name for listed in store.list()][:20]
+        return NotACheckpointError(message, path=store.location, found=found)
 
     def _look_at_file(self, path: Path) -> None:
         """A file stands for the checkpoint whose index it is. Others have nothing that they could be rebuilt from."""
@@ -140,11 +154,14 @@ class _Plan:
         path = local_path(store.location)
         if RECORD in names or any(generation_of(name) for name in names):
             self._native(store)
-        elif path is not None and any(name.endswith((".metadata", ".distcp")) for name in names):
-            problems, heaps = dcp.problems_of(path)
+        elif any(name.endswith((".metadata", ".distcp")) for name in names):
+            problems, heaps = dcp.problems_of(store)
             self.problems += problems
             self.heaps += heaps
-        elif path is not None and any(".safetensors" in name for name in names):
+        elif any(".safetensors" in name for name in names):
+            if path is None:
+                self._passed_over.append(store.location)
+                return False
             self.problems += hugging_face.problems_of(path)
             if COMMIT_NAME not in names:
                 self.heaps += heaps_of_hugging_face(store)
