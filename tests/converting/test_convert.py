@@ -6,6 +6,10 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
+from fractions import Fraction
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +25,9 @@ from holdfast.errors import (
     UnsupportedTensorError,
     UnsupportedValueError,
 )
+from holdfast.sources.renaming import rename as rename_leaves
+from holdfast.sources.stored_nodes import StoredNode
+from holdfast.stores.memory_store import MemoryStore
 from tests.exact import assert_same
 
 
@@ -107,6 +114,70 @@ def test_a_cast_is_about_floating_point_tensors_alone(tmp_path):
     assert (loaded["w"].dtype, loaded["n"].dtype, loaded["a"].dtype) == (torch.float16, torch.int64, np.float32)
 
 
+@pytest.mark.parametrize("pattern", ["embed", "head"])
+@pytest.mark.parametrize(("to", "name"), [("native", "new"), ("safetensors", "new.safetensors")])
+def test_any_name_of_a_tied_tensor_says_what_it_is_cast_to(tmp_path, pattern, to, name):
+    shared = torch.randn(4, 3)
+    hf.save({"embed": shared, "head": shared}, tmp_path / "saved")
+    hf.convert(tmp_path / "saved", tmp_path / name, to=to, cast={pattern: "float16"}, rename={"head": "out"})
+    for key in ("embed", "out"):
+        assert torch.equal(hf.open(tmp_path / name)[key][...], shared.to(torch.float16))
+
+
+def test_two_types_for_one_tensor_are_refused(tmp_path):
+    shared = torch.randn(4, 3)
+    hf.save({"embed": shared, "head": shared}, tmp_path / "saved")
+    with pytest.raises(ValueError, match="'embed' and 'head' are one tensor"):
+        hf.convert(tmp_path / "saved", tmp_path / "new", to="native", cast={"embed": "float16", "head": "bfloat16"})
+
+
+def test_the_first_pattern_that_fits_counts_and_those_that_fit_nothing_are_told(saved, tmp_path):
+    report = hf.convert(
+        saved,
+        tmp_path / "new",
+        to="native",
+        cast={"model.weight": "float16", "model": "float64", "modle": "bfloat16", re.compile("step|mean"): "float16"},
+        rename={"modle": "net", "list": "tensors"},
+    )
+    loaded = hf.open(tmp_path / "new").load()
+    assert loaded["model"]["weight"].dtype == torch.float16
+    assert loaded["model"]["bias"].dtype == torch.float64
+    assert report.unused == {"rename": ["modle"], "cast": ["modle", "step|mean"]}
+    assert "rename fits nothing: 'modle'" in str(report)
+    assert report.to_json()["unused"]["cast"] == ["modle", "step|mean"]
+    assert not hf.convert(saved, tmp_path / "other", to="native", cast="float16", rename={"list": "x"}).unused
+
+
+@pytest.mark.parametrize(("to", "name"), [("native", "new"), ("torch", "new.pt"), ("safetensors", "new.safetensors")])
+def test_a_size_of_files_is_refused_where_there_is_no_folder_of_files(saved, tmp_path, to, name):
+    with pytest.raises(ValueError, match="max_shard_size"):
+        hf.convert(saved, tmp_path / name, to=to, only_tensors=True, max_shard_size="1MB")
+
+
+def test_every_element_of_the_source_is_written_or_told_to_be_left_out(tmp_path):
+    shared = torch.randn(4, 3)
+    hf.save({"embed": shared, "head": shared, "w": torch.ones(5), "mean": np.ones(7), "n": 1}, tmp_path / "saved")
+    for to, name, once in (("native", "new", 1), ("torch", "new.pt", 1), ("dcp", "d", 2), ("safetensors", "s", 2)):
+        report = hf.convert(tmp_path / "saved", tmp_path / name, to=to, exclude=["w", "mean", "n"])
+        assert (report.elements, report.elements_left_out) == (once * 12, 12), to
+        other = tmp_path / f"half {name}"
+        half = hf.convert(tmp_path / "saved", other, to=to, exclude=["head", "n"])  # it is still there as 'embed'
+        assert (half.elements, half.elements_left_out) == (24, 0), to
+
+
+def test_a_tensor_that_gets_lost_on_the_way_is_noticed(saved, tmp_path):
+    def forget_one(root, renaming):
+        tree, renamed = rename_leaves(root, renaming)
+        return StoredNode.of({**tree.value, "model": {"weight": tree.value["model"]["weight"]}}), renamed
+
+    with (
+        mock.patch("holdfast.converting.preparing.rename_leaves", forget_one),
+        pytest.raises(AssertionError, match="of 14 elements, 12 were written and 0 left out"),
+    ):
+        hf.convert(saved, tmp_path / "new", to="native")
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_rename_that_gives_one_key_twice_is_refused(saved, tmp_path):
     with pytest.raises(ValueError, match="both"):
         hf.convert(saved, tmp_path / "new", to="native", rename={re.compile("model.(weight|bias)"): "model.x"})
@@ -124,7 +195,13 @@ def test_tied_tensors_stay_one_tensor_where_the_format_can(tmp_path):
     hf.convert(tmp_path / "saved", tmp_path / "new", to="native")
     hf.convert(tmp_path / "saved", tmp_path / "new.pt", to="torch")
     report = hf.convert(tmp_path / "saved", tmp_path / "new.safetensors", to="safetensors")
+    hf.convert(tmp_path / "new.pt", tmp_path / "back", to="native")
+    hf.convert(tmp_path / "new.pt", tmp_path / "again.pt", to="torch")
 
+    assert len(hf.open(tmp_path / "back").source.tensors) == 1
+    again = torch.load(tmp_path / "again.pt", weights_only=True)
+    assert again["embed"].data_ptr() == again["head"].data_ptr()
+    assert torch.equal(again["head"], shared)
     assert len(hf.open(tmp_path / "new").source.tensors) == 1
     loaded = torch.load(tmp_path / "new.pt", weights_only=True)
     assert loaded["embed"].data_ptr() == loaded["head"].data_ptr()
@@ -175,6 +252,45 @@ def test_a_store_takes_checkpoints_of_our_format_only(saved, tmp_path):
         hf.convert(saved, "memory://converted", to="native")
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_in_a_store_stays_until_the_new_one_is_proven(saved, tmp_path, overwrite):
+    class Forgetful(MemoryStore):
+        """Changes a bit of what is written."""
+
+        @contextmanager
+        def create(self, name, size=None):
+            with super().create(name, size) as sink:
+                write = sink.write
+
+                def damaged(buffer):
+                    content = bytearray(buffer)
+                    content[-1] ^= name.startswith("data-")
+                    write(content)
+
+                yield SimpleNamespace(write=damaged)
+
+    place = f"memory://{tmp_path.name}-{overwrite}"
+    before = []
+    if overwrite:
+        hf.convert(saved, place, to="native", include="step")
+        before = sorted(listed.name for listed in MemoryStore(place[9:]).list())
+    with pytest.raises(DamagedCheckpointError):
+        hf.convert(saved, Forgetful(place[9:]), to="native", overwrite=overwrite)
+    assert sorted(listed.name for listed in MemoryStore(place[9:]).list()) == before
+    if overwrite:
+        assert hf.open(place).load() == {"step": 7}
+        hf.convert(saved, MemoryStore(place[9:]), to="native", overwrite=True)
+        assert_same(hf.open(place).load(), hf.open(saved).load())
+
+
+def test_values_that_nobody_can_compare_are_told(tmp_path):
+    hf.save({"w": torch.ones(2), "odd": Odd(), "date": Fraction(1, 3)}, tmp_path / "saved", allow_pickle=True)
+    report = hf.convert(tmp_path / "saved", tmp_path / "new.pt", to="torch", allow_pickle=True)
+    assert report.not_compared == ["odd"]
+    assert "cannot be compared: odd" in str(report)
+    assert report.to_json()["not_compared"] == ["odd"]
+
+
 def test_a_damaged_source_leaves_nothing_under_the_final_name(tmp_path):
     hf.save({"w": torch.randn(1 << 18), "v": torch.randn(9)}, tmp_path / "saved")
     data = next((tmp_path / "saved").glob("data-*"))
@@ -203,6 +319,22 @@ def test_progress_goes_up_to_all_of_it(saved, tmp_path):
 def test_an_unknown_format_is_refused(saved, tmp_path):
     with pytest.raises(ValueError, match="native, dcp, safetensors, torch"):
         hf.convert(saved, tmp_path / "new", to="onnx")
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_where_torch_is_needed_and_missing_this_is_said(tmp_path, to):
+    hf.save({"w": torch.ones(3, 4)}, tmp_path / "saved")
+    program = f"""
+import sys
+sys.modules["torch"] = None
+from holdfast.cli.main import run
+sys.exit(run(["convert", {str(tmp_path / "saved")!r}, {str(tmp_path / "new")!r}, "--to", {to!r}]))
+"""
+    run = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    assert run.returncode == 2
+    assert "needs torch" in run.stderr
+    assert "defect" not in run.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 def test_torch_is_not_needed_between_native_and_safetensors(tmp_path):

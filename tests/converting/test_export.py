@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import save_file
 
 import holdfast as hf
 from holdfast.errors import StateMismatchError, UnknownKeyError
+from holdfast.stores.file_sink import FileSink
 from tests.converting.formats import load_like_transformers
 from tests.exact import assert_same
 
@@ -145,13 +148,15 @@ def test_patterns_renames_and_casts_are_about_names_of_the_model(tmp_path):
         tmp_path / "hf",
         exclude="norm",
         rename={"layers": "transformer.h", "embed": "transformer.wte"},
-        cast="bfloat16",
+        cast={"layers.1": "bfloat16", "head": "float16", "model.*": "float64"},
     )
     found = load_like_transformers(tmp_path / "hf")
     assert torch.equal(found["transformer.h.1.weight"], model.layers[1].weight.detach().to(torch.bfloat16))
     assert not any(key.startswith("norm") for key in found)
     assert report.renamed["model.embed.weight"] == "transformer.wte.weight"
-    assert report.cast["head.weight"] == ("float32", "bfloat16")
+    assert report.cast["head.weight"] == ("float32", "float16")
+    assert found["transformer.h.0.weight"].dtype == torch.float32
+    assert report.unused == {"cast": ["model.*"]}
     with pytest.raises(UnknownKeyError, match="its own names"):
         hf.export(tmp_path / "saved", tmp_path / "other", include="model.layers")
 
@@ -164,6 +169,54 @@ def test_files_are_put_beside_and_must_exist(tmp_path):
     assert "config.json" in report.files
     with pytest.raises(FileNotFoundError):
         hf.export(tmp_path / "saved", tmp_path / "other", files=[tmp_path / "tokenizer.json"])
+
+
+def test_files_never_take_the_place_of_weights_or_of_each_other(tmp_path):
+    save_training(tmp_path / "saved")
+    (tmp_path / "a").mkdir()
+    for name in ("model.safetensors", "model.safetensors.index.json", "config.json", "a/config.json"):
+        (tmp_path / name).write_text("{}")
+    for names in (["model.safetensors"], ["model.safetensors.index.json"], ["config.json", "a/config.json"]):
+        with pytest.raises(ValueError, match="beside the weights"):
+            hf.export(tmp_path / "saved", tmp_path / "hf", files=[tmp_path / name for name in names], check=False)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_files_are_durable_before_the_folder_gets_its_name(tmp_path):
+    save_training(tmp_path / "saved")
+    (tmp_path / "config.json").write_text("{}")
+    synced = []
+    finish = FileSink.finish
+    with mock.patch.object(FileSink, "finish", lambda sink: (synced.append(Path(sink.path).name), finish(sink))):
+        hf.export(tmp_path / "saved", tmp_path / "hf", files=[tmp_path / "config.json"])
+    assert "config.json" in synced
+
+
+def test_parts_of_a_model_may_be_called_almost_anything(tmp_path):
+    names = ["resampler.proj.weight", "upscaler.w", "random_features.w", "downsampler.0.weight", "sampler.w", "rng.w"]
+    state = {name: torch.ones(2) for name in [*names, "lm_head.weight", "scheduler.emb"]}
+    save_file(state, tmp_path / "m.safetensors")
+    hf.export(tmp_path / "m.safetensors", tmp_path / "hf")
+    assert load_like_transformers(tmp_path / "hf").keys() == state.keys()
+
+    nested = {"resampler": {"w": torch.ones(2)}, "head": torch.ones(3), "upsampler": {"w": torch.ones(1)}}
+    training = ["optimizer", "critic_optim", "optimizer_states", "lr_scheduler", "rng_state", "grad_scaler", "sampler"]
+    hf.save(nested | {name: {"x": torch.ones(4)} for name in training} | {"step": torch.ones(1)}, tmp_path / "saved")
+    report = hf.export(tmp_path / "saved", tmp_path / "nested")
+    assert load_like_transformers(tmp_path / "nested").keys() == {"resampler.w", "head", "upsampler.w"}
+    assert set(report.left_out) == {*(f"{name}.x" for name in training), "step"}
+
+
+def test_people_see_in_short_what_was_renamed_and_left_out(tmp_path):
+    save_training(tmp_path / "saved")
+    report = hf.export(tmp_path / "saved", tmp_path / "hf", rename={"embed": "wte"}, exclude="layers")
+    lines = str(report).splitlines()
+    count = len(report.left_out)
+    assert "  'model.' taken off 6 keys" in lines
+    assert "  renamed: model.embed.weight → wte.weight" in lines
+    assert f"  left out: {count} keys of optimizer, step, model" in lines
+    assert len(report.to_json()["left_out"]) == count
+    assert len(report.to_json()["renamed"]) == 7
 
 
 @pytest.mark.parametrize("size", ["much", "-1GB", 0, "0", 1.5])

@@ -112,14 +112,15 @@ class Pair(NamedTuple):
 
 def test_containers_keep_their_types(tmp_path: Path) -> None:
     t = torch.ones(2)
+    a, b, c, d, e, f = (t.clone() for _ in range(6))
     state = {
-        "ordered": OrderedDict(a=t),
-        "default": defaultdict(list, {"a": [t]}),
-        "deep": [({"x": [t]},)],
-        "pair": Pair(t, 1),
+        "ordered": OrderedDict(a=a),
+        "default": defaultdict(list, {"a": [b]}),
+        "deep": [({"x": [c]},)],
+        "pair": Pair(d, 1),
         "list of values": [1, (2, "three")],
-        3: {"a": t},
-        (1, "a"): t,
+        3: {"a": e},
+        (1, "a"): f,
     }
     torch.save(state, tmp_path / "state.pt")
     source = open_source(tmp_path / "state.pt", allow_pickle=True)

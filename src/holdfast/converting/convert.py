@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from holdfast.budgets import checked_budget
 from holdfast.checkpoint import Checkpoint
-from holdfast.converting.outgoing import Outgoing
+from holdfast.converting.chosen_casts import Cast
+from holdfast.converting.outgoing import Outgoing, OutTensor
 from holdfast.converting.placing import put_in_place, refuse_what_is_there
-from holdfast.converting.preparing import Cast, Prepared, Wishes, prepare
+from holdfast.converting.preparing import Prepared, Wishes, prepare
 from holdfast.converting.proof import content_digest, prove
 from holdfast.converting.report import ConversionReport
 from holdfast.converting.shards import shard_size
@@ -27,6 +28,9 @@ from holdfast.sources.detect import open_source
 from holdfast.sources.source import Source
 from holdfast.stores.places import local_path, store_at
 from holdfast.stores.store import Store
+from holdfast.torch_needed import needing_torch
+
+DEFAULT_SHARD_SIZE = "5GB"
 
 _TARGETS = {
     "native": ("holdfast.converting.native_target", "NativeTarget"),
@@ -46,7 +50,7 @@ def convert(
     exclude: Patterns | None = None,
     rename: Rename | None = None,
     cast: Cast | None = None,
-    max_shard_size: int | str | None = "5GB",
+    max_shard_size: int | str | None = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
     only_tensors: bool = False,
     check: bool = True,
@@ -94,16 +98,23 @@ def convert(
         return carry_out(prepared, target, destination, overwrite=overwrite, check=check, on_progress=on_progress)
 
 
-def target_for(to: str, destination: Any, *, max_shard_size: int | str | None = None) -> Target:
+def target_for(to: str, destination: Any, *, max_shard_size: int | str | None = DEFAULT_SHARD_SIZE) -> Target:
     """What writes a format to a destination."""
     if to not in _TARGETS:
         raise ValueError(f"there is no format {to!r} to convert to; there are {', '.join(_TARGETS)}")
     module, name = _TARGETS[to]
+    is_file = not isinstance(destination, Store) and os.fsdecode(destination).endswith(".safetensors")
+    is_folder_of_shards = to == "safetensors" and not is_file
+    if max_shard_size != DEFAULT_SHARD_SIZE and not is_folder_of_shards:
+        raise ValueError(
+            f"max_shard_size ({max_shard_size}) is about the files of a safetensors folder, and {destination} ({to}) "
+            "is to be no such folder. Leave it out."
+        )
     options: dict[str, Any] = {}
     if to == "safetensors":
-        is_file = not isinstance(destination, Store) and os.fsdecode(destination).endswith(".safetensors")
         options = {"is_file": is_file, "max_shard_size": shard_size(max_shard_size)}
-    made: Target = getattr(importlib.import_module(module), name)(**options)
+    with needing_torch(f"converting to {to!r}"):
+        made: Target = getattr(importlib.import_module(module), name)(**options)
     return made
 
 
@@ -139,18 +150,20 @@ def carry_out(
     advance = Tally(_bytes_to_move(prepared, target, check=check), on_progress).add
     outgoing.advance = advance
     final = local_path(destination)
+    options: dict[str, Any] = {"overwrite": overwrite, "check": check, "advance": advance}
     if final is None:
-        written = _write_to_store(prepared, target, destination, overwrite=overwrite, check=check, advance=advance)
+        written, not_compared = _write_to_store(prepared, target, destination, **options)
     else:
         final = Path(os.path.realpath(final))  # a link stays a link, and what it points to is replaced
-        written = _write_locally(prepared, target, final, overwrite=overwrite, check=check, advance=advance)
+        written, not_compared = _write_locally(prepared, target, final, **options)
     return ConversionReport(
         source=outgoing.source.location,
         destination=str(final) if final is not None else store_at(destination).location,
         to=target.format,
         tensors=len(outgoing.names),
         values=len(outgoing.values),
-        elements=sum(tensor.elements for tensor in outgoing.names.values()),
+        elements=sum(tensor.elements for tensor in _stored_tensors(outgoing, target)),
+        elements_left_out=prepared.elements_left_out,
         bytes_read=outgoing.bytes_read,
         bytes_written=written.nbytes,
         files=list(written.files),
@@ -161,23 +174,26 @@ def carry_out(
         left_out=prepared.left_out,
         renamed=prepared.renamed,
         cast=prepared.cast,
+        unused=prepared.unused,
+        not_compared=not_compared,
     )
 
 
 def _write_locally(
     prepared: Prepared, target: Target, final: Path, *, overwrite: bool, check: bool, advance: Callable[[int], None]
-) -> Written:
+) -> tuple[Written, list[str]]:
     outgoing = prepared.outgoing
     refuse_what_is_there(final, overwrite=overwrite, is_file=target.is_file)
+    not_compared: list[str] = []
     with work_folder(final) as work:
         place = work / final.name
         outgoing.scratch = work
         written = _write(target, outgoing, place)
-        _refuse_what_was_not_taken(prepared)
+        _account_for_every_element(prepared)
         if check:
-            prove(outgoing, place, written.keys, advance)
+            not_compared = prove(outgoing, place, written.keys, advance)
         put_in_place(place, final, overwrite=overwrite)
-    return written
+    return written, not_compared
 
 
 def _write(target: Target, outgoing: Outgoing, place: Path) -> Written:
@@ -189,7 +205,7 @@ def _write(target: Target, outgoing: Outgoing, place: Path) -> Written:
 
 def _write_to_store(
     prepared: Prepared, target: Target, place: Any, *, overwrite: bool, check: bool, advance: Callable[[int], None]
-) -> Written:
+) -> tuple[Written, list[str]]:
     from holdfast.converting.native_target import NativeTarget
 
     store = store_at(place)
@@ -198,26 +214,35 @@ def _write_to_store(
             f"{store.location} is not a folder of this machine, and only checkpoints of Holdfast's own format are "
             f"written to such places. Convert to 'native', or write {target.format} to a local path and copy it"
         )
-    written = target.write_to(store, prepared.outgoing, overwrite=overwrite)
-    _refuse_what_was_not_taken(prepared)
-    if check:
-        try:
-            prove(prepared.outgoing, store, written.keys, advance)
-        except BaseException:
-            store.delete(written.files[::-1])  # the record first
-            raise
-    return written
+    not_compared: list[str] = []
+
+    def prove_all(result: Source) -> None:
+        _account_for_every_element(prepared)
+        if check:
+            not_compared.extend(prove(prepared.outgoing, result, {}, advance))
+
+    return target.write_to(store, prepared.outgoing, overwrite=overwrite, prove=prove_all), not_compared
 
 
 def _bytes_to_move(prepared: Prepared, target: Target, *, check: bool) -> int:
     outgoing = prepared.outgoing
-    every = outgoing.names if target.has_flat_keys else outgoing.tensors
-    return sum(tensor.nbytes for tensor in every.values()) * (2 if check else 1)
+    return sum(tensor.nbytes for tensor in _stored_tensors(outgoing, target)) * (2 if check else 1)
 
 
-def _refuse_what_was_not_taken(prepared: Prepared) -> None:
-    """Every element must have gone out. Which target it was that forgot some is a defect of ours."""
+def _stored_tensors(outgoing: Outgoing, target: Target) -> Iterable[OutTensor]:
+    """Each as often as the format stores it."""
+    return (outgoing.tensors if target.keeps_ties else outgoing.names).values()
+
+
+def _account_for_every_element(prepared: Prepared) -> None:
+    """Every element of the source must have gone out, or be known as left out. All else is a defect of ours."""
     prepared.outgoing.note_empty()
     missing = prepared.outgoing.tensors.keys() - prepared.outgoing.digests.keys()
     if missing:
         raise AssertionError(f"{len(missing)} tensor(s) were not written, such as {min(missing)!r}")
+    written = sum(tensor.elements for tensor in prepared.outgoing.tensors.values())
+    if written + prepared.elements_left_out != prepared.elements_in_source:
+        raise AssertionError(
+            f"of {prepared.elements_in_source} elements, {written} were written and {prepared.elements_left_out} "
+            "left out"
+        )

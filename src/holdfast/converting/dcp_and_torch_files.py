@@ -1,4 +1,9 @@
-"""The conversion flows: a ``torch.save`` file becomes a DCP checkpoint, and the other way round.
+"""The conversions of ``holdfast.dcp.format_utils``: a ``torch.save`` file becomes a DCP checkpoint, or the other way.
+
+They do what DCP's own do, and are a save and a load by DCP's planners: every key, value and tensor of whatever kind
+comes out as ``dcp.save`` and ``dcp.load`` would have it, a checkpoint that is there is replaced as a save replaces it,
+and what goes wrong is a ``CheckpointException``. ``holdfast.convert`` does more (choosing, renaming, casts, a proof),
+knows the state as a tree of its own, and goes through ``Outgoing``; what writes archives and files is the same.
 
 Tensors go through in pieces, so that no memory is needed for any of them as a whole. What comes out appears whole or
 not at all.
@@ -19,6 +24,7 @@ import torch
 
 from holdfast import settings
 from holdfast.budgets import checked_budget
+from holdfast.converting.streaming_writer import StreamingWriter
 from holdfast.coordination.collectives import Collectives
 from holdfast.errors import CheckpointNotFoundError, UnsupportedTensorError
 from holdfast.formats.dcp.tensor_records import QUANTIZED_DTYPES
@@ -33,10 +39,8 @@ from holdfast.planning.plan import LoadItemType, LoadPlan, ReadItem, SavePlan, W
 from holdfast.planning.save_planner import DefaultSavePlanner
 from holdfast.progress import ProgressBar
 from holdfast.saving import save_state
-from holdfast.storage.blobs import Elements
 from holdfast.storage.tensor_streams import StreamingReader
 from holdfast.storage.torch_file_elements import TorchFileElements
-from holdfast.storage.writer import _FileSystemWriter
 from holdfast.stores.atomic_sink import sink_atomically
 from holdfast.stores.filesystem import AnyPath
 from holdfast.tuning import MEMORY_BUDGET, READ_BYTES
@@ -60,7 +64,7 @@ def torch_file_to_dcp(
     opened = open_torch_file(file, allow_pickle=allowed, verify=knobs.verify)
     try:
         with _no_new_folder_after_an_error(folder), _bar("saving", progress) as bar:
-            writer = _StreamingWriter(folder, TorchFileElements(opened, budget // 2), budget // 2)
+            writer = StreamingWriter(folder, TorchFileElements(opened, budget // 2), budget // 2)
             save_state(opened.state, writer, _FromFile(opened, bar), _alone())
     finally:
         opened.close()
@@ -93,15 +97,6 @@ def dcp_to_torch_file(
     ):
         export.write(archive, entries, bar)
     logger.info("converted %s to %s", folder, file)
-
-
-class _StreamingWriter(_FileSystemWriter):
-    """Writes tensors whose elements it has to ask for. ``memory`` is for those that are on their way to the disk."""
-
-    def __init__(self, folder: AnyPath, elements: Elements, memory: int) -> None:
-        super().__init__(folder)
-        self._elements = elements
-        self._memory_budget = memory
 
 
 class _FromFile(DefaultSavePlanner):

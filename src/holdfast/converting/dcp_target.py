@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from holdfast.converting.outgoing import Outgoing, Piece
+from holdfast.converting.outgoing import Outgoing, Piece, bytes_of_next
+from holdfast.converting.streaming_writer import StreamingWriter
 from holdfast.converting.target import Target, Written, refuse_values
 from holdfast.converting.torch_states import LEAVE_OUT, UNPICKLABLE, refuse_what_torch_lacks, stand_ins_for
 from holdfast.coordination.collectives import Collectives
@@ -21,8 +22,7 @@ from holdfast.planning.save_planner import DefaultSavePlanner
 from holdfast.planning.trees import ObjectPath, flat_name
 from holdfast.saving import save_state
 from holdfast.storage.blobs import Elements
-from holdfast.storage.writer import _FileSystemWriter
-from holdfast.tuning import MEMORY_BUDGET, SHARE_OF_ROOMS
+from holdfast.tuning import SHARE_OF_ROOMS
 
 _NAME = "a DCP checkpoint"
 
@@ -59,7 +59,7 @@ class DcpTarget(Target):
     def write(self, outgoing: Outgoing, place: Path) -> Written:
         """Write one data file and then the index."""
         flow = _Flow(outgoing)
-        writer = _Writer(place, flow, outgoing.memory_budget)
+        writer = _Writer(place, flow, outgoing.budget // SHARE_OF_ROOMS)
         metadata = save_state(
             {}, writer, _Planner(outgoing, flow), Collectives(None, use_dist=False, coordinator_rank=0)
         )
@@ -130,20 +130,11 @@ class _Flow(Elements):
 
     def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
         """The same in parts."""
-        left = tensor.nbytes
-        while left:
-            data = next(self._stream).data
-            yield data
-            left -= data.nbytes
+        return bytes_of_next(self._stream, tensor.nbytes)
 
 
-class _Writer(_FileSystemWriter):
-    """Writes tensors whose elements come by themselves, to a place that gets another name later."""
-
-    def __init__(self, folder: Path, flow: _Flow, memory_budget: int | None) -> None:
-        super().__init__(folder, per_thread_copy_ahead=0)  # nothing is on a device
-        self._elements = flow
-        self._memory_budget = (memory_budget or MEMORY_BUDGET) // SHARE_OF_ROOMS
+class _Writer(StreamingWriter):
+    """Writes to a place that gets another name later."""
 
     def storage_meta(self) -> StorageMeta:
         """The id of this save, and no path."""

@@ -9,9 +9,11 @@ from typing import Any
 
 from holdfast.budgets import checked_budget
 from holdfast.checkpoint import Checkpoint
+from holdfast.converting.chosen_casts import Cast, Casts
 from holdfast.converting.convert import Opened, carry_out
 from holdfast.converting.model_part import find_model
-from holdfast.converting.preparing import Cast, Wishes, prepare_flat
+from holdfast.converting.placing import is_of_a_checkpoint
+from holdfast.converting.preparing import Wishes, prepare_renamed, unused
 from holdfast.converting.report import ConversionReport
 from holdfast.converting.safetensors_target import SafetensorsTarget
 from holdfast.converting.shards import shard_size
@@ -21,6 +23,7 @@ from holdfast.patterns import Patterns, Selection
 from holdfast.progress import OnProgress
 from holdfast.renames import Rename, Renaming
 from holdfast.stores.store import Store
+from holdfast.words import some_of
 
 _MOST_SHOWN = 10
 
@@ -76,7 +79,7 @@ def export(
         >>> report.part, report.tensors, sorted(os.listdir(f"{folder}/hf"))
         ('model', 2, ['model.safetensors'])
     """
-    wishes = Wishes(cast=cast, allow_pickle=allow_pickle, memory_budget=checked_budget(memory_budget))
+    wishes = Wishes(allow_pickle=allow_pickle, memory_budget=checked_budget(memory_budget))
     target = SafetensorsTarget(max_shard_size=shard_size(max_shard_size), files=_checked_files(files))
     with Opened(source, allow_pickle=allow_pickle) as opened:
         model = find_model(opened, part)
@@ -94,9 +97,19 @@ def export(
         named = _renamed(wanted, renaming)
         if like is not None:
             left_out += _agree(named, like, allow_pickle=allow_pickle)
-        renamed = {key: name for name, (key, _) in named.items() if name != key}
-        flat = {name: ref for name, (_, ref) in named.items()}
-        prepared = prepare_flat(opened, target, flat, wishes, left_out, renamed)
+        own_names = {key: name for name, (key, _) in wanted.items()}
+        casts = Casts.of(cast, [(own_names[key], ref) for key, ref in named.values()])
+        prepared = prepare_renamed(
+            opened,
+            target,
+            {name: ref for name, (_, ref) in named.items()},
+            wishes,
+            casts,
+            leaves=model.leaves,
+            left_out=left_out,
+            renamed={key: name for name, (key, _) in named.items() if name != key},
+            unused=unused(renaming, casts),
+        )
         return carry_out(
             prepared,
             target,
@@ -111,9 +124,17 @@ def export(
 def _checked_files(files: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """The files to copy, which must be there before anything is done."""
     paths = [Path(file) for file in files]
+    names: dict[str, Path] = {}
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(2, "there is no such file to copy along", str(path))
+        if is_of_a_checkpoint(path.name):
+            raise ValueError(
+                f"{path} cannot be put beside the weights: files of that name are a part of checkpoints. Leave it out."
+            )
+        other = names.setdefault(path.name, path)
+        if other is not path:
+            raise ValueError(f"{other} and {path} would both become {path.name} beside the weights. Give one of them.")
     return paths
 
 
@@ -167,12 +188,12 @@ def _mismatch(
 ) -> StateMismatchError:
     lines = []
     if missing:
-        lines.append(f"  missing: {_shown(missing)}")
+        lines.append(f"  missing: {some_of(missing, _MOST_SHOWN)}")
     if unexpected:
-        lines.append(f"  unexpected: {_shown(unexpected)}")
+        lines.append(f"  unexpected: {some_of(unexpected, _MOST_SHOWN)}")
     if shapes:
         texts = [f"{name} ({list(found)}, not {list(wanted)})" for name, (found, wanted) in shapes.items()]
-        lines.append(f"  of another shape: {_shown(texts)}")
+        lines.append(f"  of another shape: {some_of(texts, _MOST_SHOWN)}")
     return StateMismatchError(
         f"the model does not agree with {location}, so nothing was written:\n" + "\n".join(lines) + "\n"
         "Rename or exclude what differs, or choose another part of the state.",
@@ -183,8 +204,3 @@ def _mismatch(
         kinds={},
         uncovered={},
     )
-
-
-def _shown(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _MOST_SHOWN} more" if len(texts) > _MOST_SHOWN else ""
-    return ", ".join(texts[:_MOST_SHOWN]) + more

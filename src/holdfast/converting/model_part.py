@@ -15,10 +15,16 @@ from holdfast.sources.stored_nodes import StoredNode
 
 _NAMES = ("model", "module", "state_dict", "model_state_dict", "net", "network", "weights", "model_state")
 """What people call the model in a state, the likeliest first."""
+_OPTIMIZER = r"(?:.*_)?optim(?:izer)?s?(?:_.*|\d*)"
 _NOT_THE_MODEL = re.compile(
-    r".*optim.*|.*sched.*|.*rng.*|.*random.*|.*dataloader.*|.*sampler.*|.*scaler|global_step|steps?|epochs?|iteration",
+    rf"{_OPTIMIZER}|opt_states?|(?:.*_)?schedulers?(?:_.*)?|(?:.*_)?rng(?:_.*)?|"
+    r"(?:random|data_?loader|sampler|(?:grad_|amp_)?scaler)s?(?:_states?|_state_dicts?)?|"
+    r"(?:global_)?steps?|epochs?|iterations?",
     re.IGNORECASE,
 )
+"""Whole words, since models have parts such as ``resampler`` too."""
+_NOT_THE_MODEL_IN_FLAT_KEYS = re.compile(_OPTIMIZER, re.IGNORECASE)
+"""Keys with dots are those of a state dict of a model, which may call its parts anything."""
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
@@ -31,6 +37,8 @@ class ModelPart(NamedTuple):
     """New names, without the prefix, with the old keys and what is stored there."""
     rest: list[str]
     """All other keys."""
+    leaves: dict[str, Any]
+    """Everything that the state holds, by its key there."""
 
 
 def find_model(source: Source, part: str | None) -> ModelPart:
@@ -42,12 +50,13 @@ def find_model(source: Source, part: str | None) -> ModelPart:
     prefix = _find_prefix(source.tree) if part is None else part.removesuffix(".")
     chosen = {key: leaf for key, leaf in leaves.items() if _is_below(key, prefix)}
     if part is None and not prefix:
-        chosen = {key: leaf for key, leaf in leaves.items() if not _NOT_THE_MODEL.fullmatch(_first(leaf))}
+        chosen = {key: leaf for key, leaf in leaves.items() if not _is_of_training(leaf)}
     tensors = {key: leaf.value for key, leaf in chosen.items() if isinstance(leaf.value, TensorRef)}
     if not tensors:
         raise _no_weights(source, part, list(leaves))
     names = {key[len(prefix) + 1 :] if prefix else key: (key, ref) for key, ref in tensors.items()}
-    return ModelPart(prefix, _without_wrappers(names), [key for key in leaves if key not in tensors])
+    rest = [key for key in leaves if key not in tensors]
+    return ModelPart(prefix, _without_wrappers(names), rest, {key: leaf.value for key, leaf in leaves.items()})
 
 
 def _find_prefix(tree: Any) -> str:
@@ -72,9 +81,10 @@ def _is_below(key: str, prefix: str) -> bool:
     return not prefix or key.startswith(f"{prefix}.")
 
 
-def _first(leaf: StoredNode) -> str:
-    """The first step to a leaf; of a flat key, what comes before its first dot."""
-    return str(leaf.path[0]).partition(".")[0] if leaf.path else ""
+def _is_of_training(leaf: StoredNode) -> bool:
+    """Whether a leaf is called like something that trains a model and is no part of it."""
+    first, dot, _ = str(leaf.path[0]).partition(".") if leaf.path else ("", "", "")
+    return (_NOT_THE_MODEL_IN_FLAT_KEYS if dot else _NOT_THE_MODEL).fullmatch(first) is not None
 
 
 def _without_wrappers(names: dict[str, tuple[str, TensorRef]]) -> dict[str, tuple[str, TensorRef]]:

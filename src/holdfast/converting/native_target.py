@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from holdfast.converting.outgoing import Outgoing
+from holdfast.converting.outgoing import Outgoing, bytes_of_next
 from holdfast.converting.target import Target, Written
 from holdfast.environment import stamp
 from holdfast.errors import UnsupportedTensorError, UnsupportedValueError
 from holdfast.formats.native.layout import ChunkToWrite, FileLayout, lay_out
 from holdfast.formats.native.names import RECORD, data_file, new_generation
-from holdfast.formats.native.record import BLOCK_BYTES
+from holdfast.formats.native.record import BLOCK_BYTES, Record
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.values import Encoder
 from holdfast.formats.native.values import Path as TreePath
 from holdfast.formats.native.writing import Bytes, write_data_file
+from holdfast.sources.native import NativeSource
+from holdfast.sources.source import Source
 from holdfast.storage.native_files import (
     Contents,
     WrittenFile,
@@ -28,7 +30,7 @@ from holdfast.storage.native_files import (
 )
 from holdfast.stores.local_store import LocalStore
 from holdfast.stores.store import Store
-from holdfast.tuning import MEMORY_BUDGET, SHARE_OF_ROOMS
+from holdfast.tuning import SHARE_OF_ROOMS
 
 
 class NativeTarget(Target):
@@ -36,6 +38,7 @@ class NativeTarget(Target):
 
     format = "native"
     keeps_per_rank = True
+    keeps_ties = True
     arrays_are_tensors = True
 
     def refuse(self, outgoing: Outgoing) -> None:
@@ -46,8 +49,18 @@ class NativeTarget(Target):
         """Write a new folder."""
         return self.write_to(LocalStore(place), outgoing, overwrite=False)
 
-    def write_to(self, store: Store, outgoing: Outgoing, *, overwrite: bool) -> Written:
-        """Write to a store, and commit. If it raises, what is in the store is as it was."""
+    def write_to(
+        self,
+        store: Store,
+        outgoing: Outgoing,
+        *,
+        overwrite: bool,
+        prove: Callable[[Source], None] | None = None,
+    ) -> Written:
+        """Write to a store, and commit. If it raises, what is in the store is as it was.
+
+        ``prove`` gets the checkpoint to read before it is committed, and raises if something is wrong with it.
+        """
         before = look_before(store, overwrite=overwrite)
         generation = new_generation()
         refs = [
@@ -62,11 +75,16 @@ class NativeTarget(Target):
             written={**stamp(1), "converted_from": noted},
         )
         files: list[WrittenFile] = []
+
+        def proof(record: Record) -> None:
+            if prove is not None:
+                prove(NativeSource(store, allow_pickle=outgoing.allow_pickle, record=record))
+
         try:
             for layout in lay_out(_chunks(refs), generation):
                 files.append(_write_file(store, data_file(generation, 0, len(files)), layout, outgoing))
             store.sync()
-            record = commit_checkpoint(store, before, files, contents, generation)
+            record = commit_checkpoint(store, before, files, contents, generation, prove=proof)
         except BaseException:
             remove_unfinished(store, [file.name for file in files])
             raise
@@ -109,20 +127,16 @@ def _chunks(refs: list[TensorRef]) -> list[ChunkToWrite]:
 
 
 def _write_file(store: Store, name: str, layout: FileLayout, outgoing: Outgoing) -> WrittenFile:
-    budget = MEMORY_BUDGET if outgoing.memory_budget is None else outgoing.memory_budget
     stream = outgoing.stream(chunk.key for chunk, _ in layout.chunks)
 
     def pieces(chunk: ChunkToWrite) -> Iterator[Bytes]:
         """The next ones of the stream, which has the chunks in the same order."""
-        rest = chunk.nbytes
-        while rest:
-            piece = next(stream)
-            rest -= piece.data.nbytes
-            yield np.frombuffer(piece.data, np.uint8)
+        for data in bytes_of_next(stream, chunk.nbytes):
+            yield np.frombuffer(data, np.uint8)
 
     try:
         with store.create(name, layout.nbytes) as sink:
-            digests = write_data_file(sink, layout, pieces, BLOCK_BYTES, budget // SHARE_OF_ROOMS)
+            digests = write_data_file(sink, layout, pieces, BLOCK_BYTES, outgoing.budget // SHARE_OF_ROOMS)
     finally:
         stream.close()
     rows = [(chunk.tensor, position, chunk.offsets, chunk.sizes) for chunk, position in layout.chunks]

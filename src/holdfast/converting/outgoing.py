@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -78,6 +79,14 @@ class Piece(NamedTuple):
     data: memoryview
 
 
+def bytes_of_next(stream: Iterator[Piece], nbytes: int) -> Iterator[memoryview]:
+    """The bytes of the tensor that comes next in a stream, of which there are so many."""
+    while nbytes:
+        data = next(stream).data
+        nbytes -= data.nbytes
+        yield data
+
+
 @dataclass
 class Outgoing:
     """Everything that goes into the new checkpoint."""
@@ -104,8 +113,9 @@ class Outgoing:
     bytes_read: int = 0
 
     def __post_init__(self) -> None:
-        budget = MEMORY_BUDGET if self.memory_budget is None else self.memory_budget
-        self.piece_bytes = max(_SMALL_PIECE, min(PIECE_BYTES, budget // SHARE_OF_A_PIECE))
+        self.budget = MEMORY_BUDGET if self.memory_budget is None else self.memory_budget
+        """How many bytes of memory buffers may take."""
+        self.piece_bytes = max(_SMALL_PIECE, min(PIECE_BYTES, self.budget // SHARE_OF_A_PIECE))
         """A piece has so many bytes at most, unless a single element has more."""
         self._counting = threading.Lock()
 
@@ -114,25 +124,10 @@ class Outgoing:
         """All leaves that are no tensors."""
         return {key: value for key, value in self.leaves.items() if key not in self.names}
 
-    @property
+    @cached_property
     def names(self) -> Mapping[str, OutTensor]:
         """All keys of the new tree that are tensors. Tied ones have several, with the same tensor."""
-        if self._names is None:
-            self._names = {
-                key: self.tensors[value.key] for key, value in self.leaves.items() if type(value) is TensorRef
-            }
-        return self._names
-
-    def fill(self, key: str, begin: int, memory: Any) -> None:
-        """Fill memory with the bytes of a tensor from ``begin`` on, in whole elements. Several threads may do that."""
-        view = np.frombuffer(memory, np.uint8)
-        if view.nbytes:
-            self._read([_Part(key, self.names[key], begin, view.nbytes)], view)
-
-    def pieces(self, key: str) -> Iterator[memoryview]:
-        """The bytes of a tensor from front to back."""
-        for piece in self.stream([key]):
-            yield piece.data
+        return {key: self.tensors[value.key] for key, value in self.leaves.items() if type(value) is TensorRef}
 
     def stream(self, keys: Iterable[str]) -> Generator[Piece, None, None]:
         """The bytes of tensors, in this order, each from front to back. Nothing comes for tensors without elements.
@@ -214,8 +209,7 @@ class Outgoing:
 
     def _in_order(self, tensor: OutTensor, until_done: ExitStack) -> OrderedReads | None:
         """How to read the parts of a tensor one after the other, where parts have no checksums of their own."""
-        budget = MEMORY_BUDGET if self.memory_budget is None else self.memory_budget
-        opening = self.source.stream(tensor.source_key, memory=budget // SHARE_OF_ROOMS, scratch=self.scratch)
+        opening = self.source.stream(tensor.source_key, memory=self.budget // SHARE_OF_ROOMS, scratch=self.scratch)
         if opening is None:
             return None
         reads = OrderedReads(opening, tensor.elements * tensor.stored.itemsize)
@@ -257,15 +251,11 @@ class Outgoing:
                 requests.append(Request(tensor.source_key, tuple(box.offsets), tuple(box.sizes), into))
                 done += size
         if requests:
-            read += self.source.read(
-                requests, memory=MEMORY_BUDGET if self.memory_budget is None else self.memory_budget
-            )
+            read += self.source.read(requests, memory=self.budget)
         with self._counting:
             self.bytes_read += read
         for part, elements, target in casts:
             target[:] = cast_elements(elements, part.tensor.stored, part.tensor.dtype).view(np.uint8)
-
-    _names: Mapping[str, OutTensor] | None = None
 
 
 class _Part(NamedTuple):

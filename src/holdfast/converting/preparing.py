@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from math import prod
+from typing import Any
 
-from holdfast.converting.casts import FLOATS, floating_dtype
+from holdfast.converting.chosen_casts import Cast, Casts
 from holdfast.converting.held_arrays import with_references
 from holdfast.converting.outgoing import Outgoing, OutTensor
 from holdfast.converting.target import Target, refuse_values
 from holdfast.errors import UnknownKeyError
-from holdfast.formats.native.dtypes import DType
 from holdfast.formats.native.pruning import NOTHING, pruned
-from holdfast.formats.native.refs import PerRankValues, PickledValue, TensorRef, UndeclaredValue, UnknownValue
-from holdfast.formats.native.trees import children_of, mapped, substituted
-from holdfast.patterns import Choice, Pattern, Patterns, Selection
+from holdfast.formats.native.refs import PickledValue, TensorRef, UndeclaredValue, UnknownValue
+from holdfast.formats.native.trees import children_of, substituted, with_lists
+from holdfast.patterns import Patterns, Selection
 from holdfast.renames import Rename, Renaming
 from holdfast.sources.renaming import rename as rename_leaves
 from holdfast.sources.source import Source
 from holdfast.sources.stored_nodes import StoredNode
-
-Cast: TypeAlias = "Any | Mapping[Pattern, Any]"
-"""A floating point type for all tensors that are of one, or types by patterns of keys."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +43,16 @@ class Prepared:
     left_out: list[str]
     renamed: dict[str, str]
     cast: dict[str, tuple[str, str]]
+    unused: dict[str, list[str]]
+    """Patterns of renames and casts that fit nothing, by the name of the option."""
+    elements_in_source: int
+    """Of all tensors that the source has, each counted once, whatever names it has."""
+    elements_left_out: int
+    """Of those that were left out under all of their names."""
 
 
 def prepare(source: Source, target: Target, wishes: Wishes) -> Prepared:
-    """Choose and rename what is in a source, as far as a target can hold it. Nothing is read but values."""
+    """Choose, rename and cast what is in a source, as far as a target can hold it. Nothing is read but values."""
     arrays: dict[str, Any] = {}
     tree = with_references(source.tree, arrays) if target.arrays_are_tensors else source.tree
     leaves = {leaf.path: leaf for leaf in StoredNode.of(tree).leaves()}
@@ -63,38 +66,45 @@ def prepare(source: Source, target: Target, wishes: Wishes) -> Prepared:
         tree = pruned(tree, (), lambda path: path in wanted)
     if tree is NOTHING or not wanted:
         raise _nothing_left(source, wishes)
-    left_out = [leaf.key for path, leaf in leaves.items() if path not in wanted]
     if target.has_flat_keys:
         tree = {leaves[path].key: leaves[path].value for path in leaves if path in wanted}
-    root, renamed = rename_leaves(StoredNode.of(tree), Renaming(wishes.rename))
-    tree = root.value if target.keeps_per_rank else _with_lists(root.value)
-    prepared = _outgoing(source, target, tree, wishes, left_out, renamed)
+    renaming = Renaming(wishes.rename)
+    root, renamed = rename_leaves(StoredNode.of(tree), renaming)
+    casts = Casts.of(wishes.cast, [(leaf.key, leaf.value) for path, leaf in leaves.items() if path in wanted])
+    prepared = prepare_renamed(
+        source,
+        target,
+        root.value if target.keeps_per_rank else with_lists(root.value),
+        wishes,
+        casts,
+        leaves={leaf.key: leaf.value for leaf in leaves.values()},
+        left_out=[leaf.key for path, leaf in leaves.items() if path not in wanted],
+        renamed=renamed,
+        unused=unused(renaming, casts),
+    )
     prepared.outgoing.arrays = arrays
     return prepared
 
 
-def prepare_flat(
+def prepare_renamed(
     source: Source,
     target: Target,
-    flat: Mapping[str, TensorRef],
+    tree: Any,
     wishes: Wishes,
+    casts: Casts,
+    *,
+    leaves: Mapping[str, Any],
     left_out: list[str],
     renamed: dict[str, str],
+    unused: dict[str, list[str]],
 ) -> Prepared:
-    """What goes out under keys that were chosen and renamed already."""
-    return _outgoing(source, target, dict(flat), wishes, left_out, renamed)
-
-
-def _outgoing(
-    source: Source, target: Target, tree: Any, wishes: Wishes, left_out: list[str], renamed: dict[str, str]
-) -> Prepared:
-    wish = _casting(wishes.cast)
+    """What goes out of a tree that was chosen and renamed already. ``leaves`` are all that the source has, by key."""
     tensors: dict[str, OutTensor] = {}
     refs: dict[str, TensorRef] = {}
     for leaf in StoredNode.of(tree).leaves():
         ref = leaf.value
         if isinstance(ref, TensorRef) and ref.key not in refs:
-            dtype = _new_dtype(ref, wish)
+            dtype = casts.dtypes.get(ref.key, ref.dtype)
             kind, rank = (ref.kind, ref.rank) if target.keeps_per_rank else (_kind_for_all(ref), None)
             tensors[leaf.key] = OutTensor(leaf.key, ref.key, ref.shape, ref.dtype, dtype, kind, ref.numpy, rank)
             refs[ref.key] = TensorRef(leaf.key, dtype, ref.shape, kind, ref.numpy, rank)
@@ -112,7 +122,17 @@ def _outgoing(
     cast = {
         key: (tensor.stored.name, tensor.dtype.name) for key, tensor in tensors.items() if tensor.dtype != tensor.stored
     }
-    return Prepared(outgoing, left_out, renamed, cast)
+    elements = {ref.key: prod(ref.shape) for ref in leaves.values() if isinstance(ref, TensorRef)}
+    gone = {leaves[key].key for key in left_out if isinstance(leaves[key], TensorRef)} - refs.keys()
+    return Prepared(
+        outgoing, left_out, renamed, cast, unused, sum(elements.values()), sum(elements[key] for key in gone)
+    )
+
+
+def unused(renaming: Renaming, casts: Casts) -> dict[str, list[str]]:
+    """Renames and casts that were given for nothing, by the name of the option."""
+    found = {"rename": renaming.unused, "cast": casts.unused}
+    return {option: names for option, names in found.items() if names}
 
 
 def _nothing_left(source: Source, wishes: Wishes) -> UnknownKeyError:
@@ -126,33 +146,8 @@ def _nothing_left(source: Source, wishes: Wishes) -> UnknownKeyError:
     )
 
 
-def _casting(cast: Cast | None) -> Callable[[str], DType | None]:
-    if cast is None:
-        return lambda key: None
-    if isinstance(cast, Mapping):
-        return Choice({pattern: floating_dtype(wish) for pattern, wish in cast.items()})
-    dtype = floating_dtype(cast)
-    return lambda key: dtype
-
-
-def _new_dtype(ref: TensorRef, wish: Callable[[str], DType | None]) -> DType:
-    # A wish such as "all of the model" is about weights, and must not take away a counter's or a mask's meaning.
-    if ref.dtype.name not in FLOATS or ref.numpy is not None:
-        return ref.dtype
-    return wish(ref.key) or ref.dtype
-
-
 def _kind_for_all(ref: TensorRef) -> str:
     return "replicated" if ref.kind == "per_rank" else ref.kind
-
-
-def _with_lists(tree: Any) -> Any:
-    """A tree with lists where it has a value per rank."""
-    if isinstance(tree, PerRankValues):
-        return [_with_lists(value) for value in tree.ranks]
-    if isinstance(tree, TensorRef):
-        return tree
-    return mapped(tree, _with_lists)
 
 
 def _refuse_unread_values(outgoing: Outgoing, target: Target) -> None:

@@ -17,17 +17,18 @@ from holdfast.formats.native.values import Encoder
 from holdfast.sources.detect import open_source
 from holdfast.sources.source import Source
 from holdfast.sources.stored_nodes import StoredNode
-from holdfast.stores.store import Store
 
 
 def prove(
-    outgoing: Outgoing, place: str | Path | Store, keys: Mapping[str, str], advance: Callable[[int], None]
-) -> None:
+    outgoing: Outgoing, place: str | Path | Source, keys: Mapping[str, str], advance: Callable[[int], None]
+) -> list[str]:
     """Raise unless everything that went out is at ``place``: the same keys, shapes, types, values and elements.
 
     ``keys`` are those by which the result calls things otherwise. ``advance`` is told of the bytes that are read.
+    Returns the keys of values that cannot be compared, since their classes do not say when two are equal.
     """
-    with open_source(place, allow_pickle=outgoing.allow_pickle) as result:
+    not_compared: list[str] = []
+    with place if isinstance(place, Source) else open_source(place, allow_pickle=outgoing.allow_pickle) as result:
         found = {leaf.key: leaf.value for leaf in StoredNode.of(result.tree).leaves()}
         expected = {keys.get(key, key): value for key, value in outgoing.leaves.items()}
         _compare_keys(result, expected, found)
@@ -40,7 +41,9 @@ def prove(
                     to_read.setdefault(found[key].key, _as_it_is(found[key]))
                 elif _digest_of_value(found[key]) != digest:
                     raise _differs(result, key, "its elements", digest.hex(), _digest_of_value(found[key]).hex())
-            elif not _are_equal(value, found[key]):
+            elif (is_equal := _are_equal(value, found[key])) is None:
+                not_compared.append(key)
+            elif not is_equal:
                 raise _differs(result, key, "its value", value, found[key])
         digests = _read(result, to_read, outgoing, advance)
         for key, value in expected.items():
@@ -48,6 +51,7 @@ def prove(
                 taken, read = outgoing.digests[value.key], digests[found[key].key]
                 if taken != read:
                     raise _differs(result, key, "its elements", taken.hex(), read.hex())
+    return not_compared
 
 
 def content_digest(outgoing: Outgoing) -> str:
@@ -105,18 +109,20 @@ def _digest_of_value(value: Any) -> bytes:
     return xxhash.xxh3_128(np.ascontiguousarray(value).tobytes()).digest()
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool | None:
+    """Whether two values are the same; None if nobody knows."""
     try:
         return _encoded(one) == _encoded(other)
     except HoldfastError:  # it is of a type that only a pickle can hold
         pass
     if type(one) is not type(other):
         return False
+    if getattr(type(one), "__eq__", None) is getattr(object, "__eq__", None):
+        return None
     try:
-        has_no_comparison = getattr(type(one), "__eq__", None) is getattr(object, "__eq__", None)
-        return has_no_comparison or bool(one == other)
+        return bool(one == other)
     except Exception:  # whatever the class of the value raises
-        return True
+        return None
 
 
 def _encoded(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from holdfast.formats.safetensors.dtypes import IN_MEMORY, PAIRS
 from holdfast.formats.safetensors.header import METADATA_KEY, Header, plan_header
 from holdfast.storage.hf_names import INDEX_NAME
 from holdfast.stores.local_store import LocalStore
-from holdfast.tuning import MEMORY_BUDGET, SHARE_OF_ROOMS
+from holdfast.tuning import PIECE_BYTES, SHARE_OF_ROOMS
 
 _IN_FILES = {name: in_file for in_file, name in IN_MEMORY.items()}
 _MOST_SHOWN = 20
@@ -63,22 +62,30 @@ class SafetensorsTarget(Target):
             LocalStore(place).put(INDEX_NAME, index)
             names, total = [*names, INDEX_NAME], total + len(index)
         for file in self._files:
-            shutil.copyfile(file, place / file.name)
-            names, total = [*names, file.name], total + file.stat().st_size
+            total += _copy(file, place)
+            names = [*names, file.name]
         LocalStore(place).sync()
         return Written(names, total)
 
 
 def _write_file(path: Path, keys: Sequence[str], outgoing: Outgoing) -> int:
     """Write a file, durably. Returns its size."""
-    budget = MEMORY_BUDGET if outgoing.memory_budget is None else outgoing.memory_budget
     header, start = plan_header([_entry(key, outgoing.names[key]) for key in keys], _notes(outgoing))
     nbytes = _size_of(header)
     with LocalStore(path.parent).create(path.name, nbytes) as sink:
-        sink.room(budget // SHARE_OF_ROOMS)  # the first call decides how much memory there is
+        sink.room(outgoing.budget // SHARE_OF_ROOMS)  # the first call decides how much memory there is
         sink.write(start)
         for piece in outgoing.stream(header.tensors):
             sink.write(piece.data)
+    return nbytes
+
+
+def _copy(file: Path, folder: Path) -> int:
+    """Copy a file of the user, durably. Returns its size."""
+    nbytes = file.stat().st_size
+    with file.open("rb") as stream, LocalStore(folder).create(file.name) as sink:
+        while content := stream.read(PIECE_BYTES):
+            sink.write(content)
     return nbytes
 
 

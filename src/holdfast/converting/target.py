@@ -21,6 +21,8 @@ class Target(ABC):
     """Whether the result is a file; a folder otherwise."""
     has_flat_keys: bool = False
     """Whether the format knows nothing but keys. The tree of what goes out is a flat dict then."""
+    keeps_ties: bool = False
+    """Whether a tensor that has several names is stored once. Elsewhere it is stored once for every name."""
     arrays_are_tensors: bool = False
     """Whether numpy arrays that a source holds as values are written as tensors."""
     keeps_per_rank: bool = False

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from holdfast.budgets import checked_budget
-from holdfast.converting.outgoing import Outgoing, Piece
+from holdfast.converting.outgoing import Outgoing, bytes_of_next
 from holdfast.converting.target import Target, Written, refuse_values
 from holdfast.converting.torch_states import LEAVE_OUT, UNPICKLABLE, refuse_what_torch_lacks, stand_ins_for
 from holdfast.formats.native.keys import readable
@@ -19,7 +18,7 @@ from holdfast.formats.torch_file.description import StoredBytes, describe
 from holdfast.formats.torch_file.state_archive import bytes_of_storage, expected_size, state_archive
 from holdfast.formats.torch_file.zip_writer import ZipWriter
 from holdfast.stores.atomic_sink import sink_atomically
-from holdfast.tuning import MEMORY_BUDGET, SHARE_OF_ROOMS
+from holdfast.tuning import SHARE_OF_ROOMS
 
 _NAME = "a torch.save file"
 
@@ -29,6 +28,7 @@ class TorchTarget(Target):
 
     format = "torch"
     is_file = True
+    keeps_ties = True
 
     def refuse(self, outgoing: Outgoing) -> None:
         """Raise for tensors of types that torch lacks, and for values that ``torch.load`` would refuse."""
@@ -47,8 +47,7 @@ class TorchTarget(Target):
         state = substituted(outgoing.tree, lambda ref: stand_ins[ref.key])
         description, entries = describe(state, stand_ins.values())
         keys = {id(stand_in): key for key, stand_in in stand_ins.items()}
-        budget = checked_budget(outgoing.memory_budget) or MEMORY_BUDGET
-        with sink_atomically(place, expected_size(description, entries), budget // SHARE_OF_ROOMS) as sink:
+        with sink_atomically(place, expected_size(description, entries), outgoing.budget // SHARE_OF_ROOMS) as sink:
             with state_archive(sink, description) as archive:
                 _add_all(archive, outgoing, entries, keys)
             return Written([place.name], sink.size)
@@ -62,15 +61,7 @@ def _add_all(archive: ZipWriter, outgoing: Outgoing, entries: Sequence[StoredByt
         if isinstance(entry.source, torch.UntypedStorage):
             archive.add(entry.name, bytes_of_storage(entry.source))
         else:
-            archive.add_from(entry.name, entry.nbytes, _bytes_of_next(stream, entry.nbytes))
-
-
-def _bytes_of_next(stream: Iterator[Piece], nbytes: int) -> Iterator[memoryview]:
-    """The bytes of the tensor that comes next."""
-    while nbytes:
-        data = next(stream).data
-        yield data
-        nbytes -= data.nbytes
+            archive.add_from(entry.name, entry.nbytes, bytes_of_next(stream, entry.nbytes))
 
 
 def _refused(value: Any, path: tuple[Any, ...]) -> dict[str, str]:

@@ -41,11 +41,12 @@ class NativeSource(Source):
 
     format = "native"
 
-    def __init__(self, store: Store, *, allow_pickle: bool = False) -> None:
+    def __init__(self, store: Store, *, allow_pickle: bool = False, record: Record | None = None) -> None:
+        """``record`` is that of a checkpoint which is not committed yet; otherwise the one in the store counts."""
         self.store = store
         self._allow_pickle = allow_pickle
         self.location = store.location
-        self.record = read_record(store)
+        self.record = read_record(store) if record is None else record
         self.identity = self.record.generation
         self._numbers = {ref.key: number for number, ref in enumerate(self.record.tensors)}
         self._checked_headers: set[int] = set()
@@ -240,6 +241,7 @@ class NativeSource(Source):
                 file.nbytes,
                 self._opener(file, self._names[needed_for[number]] if number in needed_for else None),
                 self.columns.digests[starts[number] : starts[number + 1]] if verify else None,
+                self.store.read_bytes,
             )
             for number, file in enumerate(self.record.files)
         ]

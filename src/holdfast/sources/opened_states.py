@@ -36,6 +36,7 @@ class OpenedState:
 def open_state(state: Any, source: str) -> OpenedState:
     """Put references in place of the tensors in the containers of ``state``, which itself stays as it is.
 
+    Tied tensors, which are the same elements in the same memory, have the same reference: that of the first name.
     ``source`` is how errors call the file that it comes from.
 
     >>> opened = open_state({"model": {"w": torch.ones(2)}, "lrs": [0.1, 0.2]}, "a file")
@@ -47,12 +48,14 @@ def open_state(state: Any, source: str) -> OpenedState:
     paths = [path for path, _ in leaves]
     opened = OpenedState(None)
     references: dict[Path, TensorRef] = {}
+    known: dict[Any, TensorRef] = {}
     for key, (path, value) in zip(keys_of(paths), leaves, strict=True):
         if _is_plain_tensor(value):
             dtype = dtype_of(value.dtype)
             assert dtype is not None
-            references[path] = opened.refs[key] = TensorRef(key, dtype, tuple(value.shape))
-            opened.tensors[key] = value.detach()
+            ref = references[path] = known.setdefault(_memory_of(value), TensorRef(key, dtype, tuple(value.shape)))
+            if ref.key == key:
+                opened.refs[key], opened.tensors[key] = ref, value.detach()
         elif type(value) not in _ATOMS:
             opened.values.append(value)
     opened.tree = finding.rebuilt(state, (), references)
@@ -122,6 +125,13 @@ class _Finding:
             "Load it with torch.load.",
             key=place,
         )
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Which elements in which memory a tensor is."""
+    storage = tensor.untyped_storage()._cdata
+    is_lazy = (tensor.is_conj(), tensor.is_neg())
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, is_lazy
 
 
 def _container_like(value: Any, children: list[tuple[Any, Any]]) -> Any:

@@ -150,9 +150,18 @@ def _stored_as_it_is(held: HeldTensor) -> Any:
 
 
 def commit_checkpoint(
-    store: Store, before: Before, files: Sequence[WrittenFile], contents: Contents, generation: str
+    store: Store,
+    before: Before,
+    files: Sequence[WrittenFile],
+    contents: Contents,
+    generation: str,
+    *,
+    prove: Callable[[Record], None] | None = None,
 ) -> Record:
-    """Write the columns, put the record in place, and remove what only the old checkpoint needed."""
+    """Write the columns, put the record in place, and remove what only the old checkpoint needed.
+
+    ``prove`` is called when all is there but the record, which it gets. If it raises, nothing is committed.
+    """
     _refuse_missing_files(store, files)
     columns = _columns(files)
     data = encode_columns(columns)
@@ -170,6 +179,8 @@ def commit_checkpoint(
     try:
         store.put(index.name, data)
         store.sync()
+        if prove is not None:
+            prove(decode_record(encoded, store.path_of(RECORD)))
         store.commit(RECORD, encoded, replaces=before.record)
     except BaseException:
         # The record may be in place although its commit raised; then it needs the file.

@@ -92,6 +92,19 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return rebuilt
 
 
+def with_lists(tree: Any) -> Any:
+    """A tree with lists where it has a value per rank.
+
+    >>> with_lists({"seed": PerRankValues((1, 2))})
+    {'seed': [1, 2]}
+    """
+    if isinstance(tree, PerRankValues):
+        return [with_lists(value) for value in tree.ranks]
+    if isinstance(tree, TensorRef):
+        return tree
+    return mapped(tree, with_lists)
+
+
 def refs_in(value: Any) -> Iterator[TensorRef]:
     """All references to tensors in a value, in order."""
     if isinstance(value, TensorRef):
