@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,13 +17,14 @@ from holdfast.formats.native.pruning import NOTHING, pruned
 from holdfast.formats.native.refs import PerRankValues, TensorRef
 from holdfast.formats.native.trees import mapped, refs_in, substituted
 from holdfast.html_tables import page, table
-from holdfast.patterns import Chooser, Patterns, chooser
-from holdfast.progress import size
+from holdfast.patterns import Chooser, Patterns, Selection, chooser
+from holdfast.progress import OnProgress, size
 from holdfast.sources.detect import open_source
 from holdfast.sources.source import ChunkPlace, Source, WholeReads
 from holdfast.sources.stored_nodes import StoredNode
 from holdfast.stores.store import Store
 from holdfast.tensor_handles import TensorHandle, as_elements, torch_is_here
+from holdfast.words import in_short
 
 if TYPE_CHECKING:
     from holdfast.inspecting.statistics import Statistics
@@ -48,6 +49,16 @@ def open_checkpoint(path: str | os.PathLike[str] | Store, *, allow_pickle: bool 
         ((2, 4), torch.Size([1, 4]))
     """
     return Checkpoint(open_source(path, allow_pickle=allow_pickle))
+
+
+@contextmanager
+def opened(place: str | os.PathLike[str] | Store | Checkpoint, *, allow_pickle: bool = False) -> Iterator[Checkpoint]:
+    """A checkpoint for a ``with`` block. One that the caller has opened stays open."""
+    if isinstance(place, Checkpoint):
+        yield place
+        return
+    with open_checkpoint(place, allow_pickle=allow_pickle) as checkpoint:
+        yield checkpoint
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -102,17 +113,23 @@ class Checkpoint(Mapping[str, Any]):
     def __contains__(self, key: object) -> bool:
         return key in self._leaves
 
-    def leaves(self, pattern: Patterns | None = None) -> list[StoredNode]:
-        """All that has a key, or what is meant by ``pattern``, as it is stored: with references in place of tensors."""
-        chosen = chooser(pattern, otherwise=True)
+    def leaves(self, pattern: Patterns | None = None, *, exclude: Patterns | None = None) -> list[StoredNode]:
+        """All that has a key, or what is meant by ``pattern``, as it is stored: with references in place of tensors.
+
+        That no key is left is an error, as a misspelt pattern would leave none.
+        """
+        chosen = Selection(pattern, exclude)
         found = [leaf for key, leaf in self._leaves.items() if chosen(key)]
-        if not found and pattern is not None:
-            raise self._unknown(pattern if isinstance(pattern, str) else ", ".join(map(str, self._listed(pattern))))
+        if not found and not chosen.is_everything:
+            raise self.lacks(pattern, exclude)
         return found
 
-    @staticmethod
-    def _listed(pattern: Any) -> list[Any]:
-        return list(pattern) if isinstance(pattern, (list, tuple)) else [pattern]
+    def lacks(self, include: Patterns | None, exclude: Patterns | None = None) -> UnknownKeyError:
+        """What to raise if patterns leave no key of it."""
+        if include is None:
+            text = f"all keys of {self.path} are excluded by {_in_words(exclude)}"
+            return UnknownKeyError(text, key=_in_words(exclude), path=self.path, near=[])
+        return self._unknown(_in_words(include))
 
     def tree(self) -> Any:
         """The saved state in its containers, with a handle in place of every tensor."""
@@ -174,7 +191,7 @@ class Checkpoint(Mapping[str, Any]):
         *,
         bins: int = 64,
         memory_budget: int | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Statistics:
         """What the numbers in a tensor are like: smallest, largest, mean, spread, norm, how many are nan, a histogram.
 
@@ -213,18 +230,26 @@ class Checkpoint(Mapping[str, Any]):
         path: str | os.PathLike[str] | None = None,
         *,
         compare: str | os.PathLike[str] | Store | Checkpoint | None = None,
-        statistics: Patterns | None = None,
+        statistics: Patterns | bool | None = None,
         verify: bool = False,
-        on_progress: Callable[[int, int], None] | None = None,
+        memory_budget: int | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Report:
         """A page about it, for a browser or a notebook. It is written to ``path`` if that is given.
 
-        ``compare`` is another checkpoint, ``statistics`` says which tensors to count and draw, and ``verify`` reads all
-        that is stored, to compare digests.
+        ``compare`` is another checkpoint, ``statistics`` says which tensors to count and draw (True for all, False for
+        none; the largest by default), and ``verify`` reads all that is stored, to compare digests.
         """
         from holdfast.reporting.report import make_report
 
-        report = make_report(self, compare=compare, statistics=statistics, verify=verify, on_progress=on_progress)
+        report = make_report(
+            self,
+            compare=compare,
+            statistics=statistics,
+            verify=verify,
+            memory_budget=memory_budget,
+            on_progress=on_progress,
+        )
         if path is not None:
             report.save(path)
         return report
@@ -232,7 +257,8 @@ class Checkpoint(Mapping[str, Any]):
     def verify(self) -> int:
         """Read everything and compare all digests that the format has. Returns how many bytes were read.
 
-        Raises ``DamagedCheckpointError`` at the first damage, which names file and key.
+        Raises ``DamagedCheckpointError`` at the first damage, which names file and key. ``holdfast.verify`` goes on and
+        gives a report of all damage.
         """
         return self._source.verify()
 
@@ -294,15 +320,15 @@ class Checkpoint(Mapping[str, Any]):
         return UnknownKeyError(text, key=str(key), path=self.path, near=near)
 
 
+def _in_words(patterns: Any) -> str:
+    return ", ".join(map(str, patterns if isinstance(patterns, (list, tuple)) else [patterns]))
+
+
 def _in_columns(value: Any) -> tuple[str, str]:
     """What something that is stored is, and what it takes."""
     if isinstance(value, TensorRef):
         return f"{value.dtype} {list(value.shape)}", size(value.nbytes)
-    return _SHORT.repr(value), ""
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
+    return in_short(value), ""
 
 
 def _with_lists(tree: Any) -> Any:

@@ -82,8 +82,12 @@ REMOTE_START_BYTES = 64 * KIB
 """What the first request for an object of a store at a URL brings along. It takes no longer than to ask for its size,
 and the records of most checkpoints are smaller."""
 
-REMOTE_READ_BYTES = 8 * MIB
-"""What one request asks an object store for. Larger reads become several requests at once."""
+REMOTE_READ_BYTES = 16 * MIB
+"""What one request asks an object store for. Larger reads become several requests at once. Each costs some
+milliseconds, and a server may have to do something with all of an object to give out a part of it."""
+
+REMOTE_WINDOW_BYTES = 8 * MIB
+"""What small things in an object store are read together in. It is copied from there, so that memory limits it."""
 
 CACHED_READ_BYTES = 512 * KIB
 """What is taken from the page cache at once: it is still in the processor's own cache when its digest is taken, which
@@ -114,6 +118,19 @@ DELIVERY_BYTES = 16 * MIB
 
 COMPARED_BYTES = 16 * MIB
 """What is read at once of tensors that are only compared with the state. Less would start readers too often."""
+
+COUNTED_ELEMENTS = 32 * KIB
+"""Elements that statistics and comparisons count with at a time: as wide numbers they still fit into the processor's
+cache, where the dozen passes over them cost next to nothing."""
+
+COUNTED_ELEMENT_BYTES = 32
+"""What memory an element of a lot takes at most while it is counted: its bits in two checkpoints."""
+
+COUNTED_TOGETHER = 512
+"""Small tensors that are read together to be counted."""
+
+VERIFIED_BYTES = 64 * MIB
+"""Items of a DCP file that are verified together. If one is damaged, each of them is looked at alone."""
 
 STOCK_BATCH_BYTES = 1024 * MIB
 """Of tensors that a planner of stock DCP is asked for together. They are its state, as a rule, so that this takes no

@@ -21,7 +21,7 @@ def test_stat_tells_who_saved_what(holdfast, prepared):
     found = holdfast("stat", STEP, "--json").json
 
     assert (found["format"], found["tensors"], found["keys"], found["elements"]) == ("native", 4, 5, 212)
-    assert found["parts"]["model"] == {"tensors": 4, "elements": 212, "nbytes": 848, "values": 0}
+    assert found["parts"]["model"] == {"tensors": 4, "elements": 212, "bytes": 848, "values": 0}
     assert found["dtypes"] == {"float32": 212}
     assert found["written"]["world_size"] == 1
     assert found["metadata"]["holdfast"]["step"] == 300
@@ -93,7 +93,7 @@ def test_diff_tells_what_changed_and_ends_with_one(holdfast, prepared):
     assert ran.status == 1
     assert ran.json["changed_values"] == {"step": ["100", "200"]}
     assert ran.json["changed_tensors"]["model.1.bias"]["differing"] == 4
-    assert holdfast("diff", "runs/a/step-00000100", "runs/a/step-00000200", "--exclude", "*").status == 0
+    assert holdfast("diff", "runs/a/step-00000100", "runs/a/step-00000200", "--exclude", "*").status == 2
     only = holdfast("diff", "dcp", "model.safetensors", "--include", "*.0.*", "--json").json
     assert (only["only_in_a"], only["only_in_b"]) == (["model.0.weight", "model.0.bias"], [])
 
@@ -148,3 +148,61 @@ assert run(["diff", place, place]) == 0
         [sys.executable, "-c", program, place], capture_output=True, text=True, check=False, timeout=60, cwd=prepared
     )
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["show", "dcp"],
+        ["stat", "model.pt"],
+        ["verify", "dcp"],
+        ["diff", STEP, "model.pt"],
+        ["explain", STEP, "hf-model"],
+    ],
+)
+def test_what_needs_torch_says_so(prepared, line):
+    program = "import sys; sys.modules['torch'] = None; from holdfast.cli.main import run; sys.exit(run(sys.argv[1:]))"
+    ran = subprocess.run([sys.executable, "-c", program, *line], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "needs torch, which is not installed" in ran.stderr
+    assert "defect" not in ran.stderr
+
+
+# --- nothing, and errors of the user -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", [["verify", STEP], ["diff", STEP, "dcp"], ["show", STEP]])
+def test_patterns_that_mean_nothing_are_an_error(holdfast, prepared, line):
+    ran = holdfast(*line, "--include", "modle.*")
+    assert (ran.status, ran.out) == (2, "")
+    assert "modle.*" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("def make(): return missing", "NameError: name 'missing' is not defined"),
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("def make(): raise SystemExit(3)", "SystemExit: 3"),
+    ],
+)
+def test_errors_of_the_code_of_the_user_are_called_so(holdfast, prepared, code, told):
+    (prepared / "bad.py").write_text(code)
+    ran = holdfast("explain", STEP, "bad.py:make")
+    words = " ".join(ran.err.replace("│", " ").split())
+    assert ran.status == 2
+    assert told in words
+    assert "raised by the code that makes the state" in words
+    assert "defect" not in words
+
+
+def test_debug_shows_where_the_code_of_the_user_failed(holdfast, prepared):
+    (prepared / "bad.py").write_text("def make(): return missing")
+    with pytest.raises(Exception, match="missing") as raised:
+        holdfast("explain", STEP, "bad.py:make", "--debug")
+    assert isinstance(raised.value.__cause__, NameError)
+
+
+def test_a_budget_that_is_too_small_is_refused_whatever_is_asked(holdfast, prepared):
+    for options in ([], ["--finite"]):
+        assert holdfast("stat", STEP, "--memory", "1", *options).status == 2

@@ -122,3 +122,33 @@ def test_without_its_columns_a_checkpoint_is_still_shown(holdfast, prepared):
     assert ran.status == 0
     assert "float32 [16, 8]" in ran.out
     assert "where it lies cannot be read" in ran.out
+
+
+def test_json_has_elements_and_chunks_as_the_text_does(holdfast, place):
+    answer = holdfast("show", place, "--key", "a.b", "--values", "--json").json
+    assert answer["tensors"]["a.b"]["elements"] == list(range(20))
+    [chunk] = answer["tensors"]["a.b"]["chunks"]
+    assert (chunk["offsets"], chunk["sizes"], chunk["bytes"], chunk["rank"]) == ([0], [20], 80, 0)
+    assert "elements" not in holdfast("show", place, "--key", "a.b", "--json").json["tensors"]["a.b"]
+
+
+def test_include_is_another_name_of_key_and_exclude_leaves_out(holdfast, place):
+    chosen = holdfast("show", place, "--include", "model.*", "--exclude", "model.layers", "--json").json
+    assert list(chosen["tensors"]) == ["model.one", "model.again"]
+    assert chosen["values"] == {}
+    nothing = holdfast("show", place, "--exclude", "*")
+    assert (nothing.status, "are excluded by *" in nothing.err) == (2, True)
+
+
+def test_statistics_of_one_tensor_keep_to_the_memory_that_was_given(holdfast, place):
+    assert holdfast("show", place, "a.b", "--statistics", "--memory", "1MB", "--quiet").status == 0
+    for arguments in (["a.b"], []):
+        refused = holdfast("show", place, *arguments, "--statistics", "--memory", "1")
+        assert (refused.status, "memory_budget" in refused.err) == (2, True), refused.err
+
+
+def test_parts_that_a_tensor_does_not_have_are_told_with_its_shape(holdfast, place):
+    ran = holdfast("show", place, "a.b[5:, 9]")
+    assert ran.status == 2
+    assert "[20]" in ran.err
+    assert "defect" not in ran.err

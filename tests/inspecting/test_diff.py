@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import holdfast as hf
 import holdfast.dcp
+from holdfast.errors import UnknownKeyError
 from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.refs import TensorRef
 from holdfast.inspecting.changes import Change, compare
@@ -89,8 +90,7 @@ def _distance(x: Any, y: Any) -> float:
 
 
 def _norm(distances: list[float]) -> float:
-    with np.errstate(all="ignore"):
-        return float(np.sqrt(np.dot(distances, distances)))
+    return math.hypot(*distances)  # whatever becomes of the squares
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
@@ -238,3 +238,12 @@ print(diff({str(tmp_path / "a")!r}, {str(tmp_path / "b.safetensors")!r}).changed
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert ran.stdout.strip() == "1.0", ran.stderr
+
+
+def test_patterns_that_mean_nothing_are_an_error_and_not_equal(tmp_path: Path) -> None:
+    saved(tmp_path / "a", {"w": torch.ones(3)})
+    saved(tmp_path / "b", {"w": torch.zeros(3), "only": torch.zeros(3)})
+    for arguments in ({"include": "typo"}, {"exclude": ["w", "only"]}):
+        with pytest.raises(UnknownKeyError):
+            diff(tmp_path / "a", tmp_path / "b", **arguments)
+    assert diff(tmp_path / "a", tmp_path / "b", include="only").only_in_b == ("only",)

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 import holdfast as hf
 import holdfast.dcp
-from holdfast.errors import CheckpointNotFoundError, HoldfastError, NotACheckpointError
+from holdfast.errors import CheckpointNotFoundError, HoldfastError, NotACheckpointError, UnknownKeyError
 from holdfast.inspecting.verify import verify
 from holdfast.sources.detect import open_source
 from tests.ranks import RankPool
@@ -384,3 +384,41 @@ def test_safetensors_reports_say_that_changed_elements_cannot_be_noticed(tmp_pat
     assert (report.ok, report.checked) == (True, "none")
     assert "cannot be noticed" in str(report)
     assert np.frombuffer(content[-4:], "<f4")[0] != 1
+
+
+# --- what lies where -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("past", [0, 1])
+def test_a_tensor_belongs_to_the_block_that_its_last_byte_lies_in(past: int, tmp_path: Path) -> None:
+    begin = 0
+    for _ in range(3):  # where it begins depends on the header, and so on the sizes in it
+        length = 6 * BLOCK - begin + past
+        hf.save({"w": torch.ones(length, dtype=torch.uint8)}, tmp_path / "c", overwrite=True)
+        [chunk] = hf.open(tmp_path / "c").layout("w")
+        assert chunk.begin is not None
+        begin = chunk.begin
+    assert chunk.begin + chunk.nbytes == 6 * BLOCK + past
+
+    copy = changed(tmp_path / "c", tmp_path, chunk.file, 6 * BLOCK + past - 1)
+    for found in (verify(copy), verify(copy, include="w")):
+        [damage] = found.damage
+        assert damage.keys == ("w",)
+        assert damage.begin == (6 if past else 5) * BLOCK
+    read = verify(tmp_path / "c", include="w").bytes_read
+    assert read == -(-(6 * BLOCK + past) // BLOCK) * BLOCK - begin // BLOCK * BLOCK - (BLOCK - 1 if past else 0)
+
+
+@pytest.mark.parametrize("kind", ["native", "dcp", "torch_file"])
+def test_patterns_that_mean_nothing_are_an_error_and_no_verdict(kind: str, request: pytest.FixtureRequest) -> None:
+    path = request.getfixturevalue(kind)
+    with pytest.raises(UnknownKeyError, match="no 'model.lrge'"):
+        verify(path, include="model.lrge")
+    with pytest.raises(UnknownKeyError, match=r"all keys of .* are excluded by \*"):
+        verify(path, exclude=["*"])
+
+
+def test_a_report_about_a_part_does_not_speak_of_every_byte(native: Path, torch_file: Path) -> None:
+    assert "Every byte of every file" in verify(native).why
+    assert verify(native, include="model").why.startswith("Every block that the chosen tensors lie in")
+    assert verify(torch_file, include="model").why.startswith("The chosen entries")

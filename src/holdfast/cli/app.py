@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 STATUSES: Mapping[int, str] = MappingProxyType(
     {
         0: "fine",
-        1: "the answer is bad: damage, differences, a state that would not load",
+        1: "the answer is bad: damage (also that repair leaves), differences, a state that would not load, nan",
         2: "it could not be done: a wrong option, no such checkpoint, an error",
         130: "interrupted by Ctrl-C",
     }

@@ -7,7 +7,6 @@ a pipe gets the answer alone.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any, TypeAlias
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from holdfast.plain_data import plain
 from holdfast.progress import is_terminal
 
 View: TypeAlias = "RenderableType | Callable[[], RenderableType]"
@@ -48,23 +48,6 @@ def print_json(answer: Mapping[str, Any]) -> None:
     """One JSON object on the standard output."""
     text = json.dumps(plain(answer), ensure_ascii=False, allow_nan=False)
     print(text.encode("utf-8", "backslashreplace").decode("utf-8"))
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON has them. Numbers that JSON has no words for, and other objects, become text.
-
-    >>> plain({1: (2, float("nan")), "path": b"x"})
-    {'1': [2, 'nan'], 'path': "b'x'"}
-    """
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    return str(value)
 
 
 def out() -> Console:

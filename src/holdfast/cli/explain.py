@@ -66,7 +66,10 @@ def explain(
     state. Exit status 1 if it would not load.
     """
     from holdfast.cli.given_states import state_named
-    from holdfast.inspecting.explain import explain as ask
+    from holdfast.torch_needed import needing_torch
+
+    with needing_torch("holdfast explain"):
+        from holdfast.inspecting.explain import explain as ask
 
     answer = ask(
         path,

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,11 +22,24 @@ def state_named(target: str) -> Any:
     named = _NAMED.fullmatch(target)
     if named is None or os.path.exists(target):
         return target
-    module = _module_at(named["where"])
+    module = _run(named["where"], lambda: _module_at(named["where"]))
     made = getattr(module, named["name"], None)
     if made is None:
         raise typer.BadParameter(f"{named['where']} has no {named['name']!r}", param_hint="TARGET")
-    return made() if callable(made) and not hasattr(made, "state_dict") else made
+    return _run(target, made) if callable(made) and not hasattr(made, "state_dict") else made
+
+
+def _run(where: str, code: Callable[[], Any]) -> Any:
+    """Run code of the user. That it fails is no defect of ours, and must not look like one."""
+    try:
+        return code()
+    except typer.BadParameter:
+        raise
+    except (Exception, SystemExit) as error:
+        raise typer.BadParameter(
+            f"{where}: {type(error).__name__}: {error}, raised by the code that makes the state (--debug shows where)",
+            param_hint="TARGET",
+        ) from error
 
 
 def _module_at(where: str) -> ModuleType:

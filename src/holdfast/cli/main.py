@@ -14,6 +14,7 @@ import typer
 from holdfast.cli.app import app
 from holdfast.cli.console import note, print_json
 from holdfast.errors import CheckpointException, HoldfastError
+from holdfast.torch_needed import is_about_torch
 
 MODULES = (
     "ls",
@@ -34,7 +35,7 @@ MODULES = (
 )
 """The modules of commands in this package, in the order in which the help lists them."""
 
-_USAGE_ERROR: type[Any] = typer.BadParameter.__mro__[2]
+_USAGE_ERROR: type[Any] = next(kind for kind in reversed(typer.BadParameter.__mro__) if hasattr(kind, "format_message"))
 """What the parser of arguments raises, whichever package typer takes it from."""
 _SIGPIPE = 128 + int(getattr(signal, "SIGPIPE", 13))
 _INTERRUPTED = 130
@@ -66,6 +67,8 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as error:  # by the parser, if the reader of a pipe is gone
         return _reader_is_gone() if isinstance(error.__context__, BrokenPipeError) else _status_of(error.code)
     except _USAGE_ERROR as error:
+        if has_debug and error.__cause__ is not None:  # code of the user has failed
+            raise
         return _refused(error, has_json)
     except Exception as error:
         if has_debug:
@@ -107,7 +110,9 @@ def _refused(error: Any, has_json: bool) -> int:
 def _failed(error: Exception, has_json: bool) -> int:
     is_expected = isinstance(error, (HoldfastError, CheckpointException, OSError, ValueError, TypeError))
     message = str(error) or type(error).__name__
-    if not is_expected:
+    if isinstance(error, ImportError) and is_about_torch(error):
+        message = "this needs torch, which is not installed (pip install torch)"
+    elif not is_expected:
         message = f"{type(error).__name__}: {message} (a defect of holdfast; --debug shows where)"
     if has_json:
         fields = error.fields if isinstance(error, HoldfastError) else {}

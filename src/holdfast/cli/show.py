@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from holdfast.cli.app import Example, command
 from holdfast.cli.console import reply
-from holdfast.cli.options import AllowPickle, Json, Memory, Place
+from holdfast.cli.options import AllowPickle, Exclude, Json, Memory, Place, Quiet
+from holdfast.cli.progress import progress
 
 if TYPE_CHECKING:
     from holdfast.checkpoint import Checkpoint
+    from holdfast.inspecting.statistics import Statistics
     from holdfast.sources.stored_nodes import StoredNode
 
 _MOST_ELEMENTS = 1000
@@ -44,11 +46,13 @@ def show(
         typer.Option(
             "--key",
             "-k",
+            "--include",
             metavar="PATTERN",
             help="Only keys that match, such as 'model.*'. May be given several times.",
             show_default=False,
         ),
     ] = None,
+    exclude: Exclude = None,
     values: Annotated[
         bool, typer.Option("--values", help="Show the elements of tensors, long ones shortened.")
     ] = False,
@@ -63,6 +67,7 @@ def show(
     ] = False,
     memory: Memory = None,
     allow_pickle: AllowPickle = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Show what is in a checkpoint: keys, shapes, dtypes, sizes, and the elements themselves.
@@ -74,21 +79,44 @@ def show(
 
     with open_checkpoint(path, allow_pickle=allow_pickle) as checkpoint:
         if part is not None:
-            _show_part(checkpoint, part, statistics=statistics, everything=everything, as_json=as_json)
+            counting = _Counting(memory, quiet) if statistics else None
+            _show_part(checkpoint, part, counting, everything=everything, as_json=as_json)
             return
-        _show_tree(
-            checkpoint,
-            key,
-            depth,
-            values=values,
-            statistics=statistics,
-            everything=everything,
-            memory=memory,
-            as_json=as_json,
-        )
+        leaves = checkpoint.leaves(key, exclude=exclude)
+        counted = _Counting(memory, quiet).each(checkpoint, leaves) if statistics else {}
+        if as_json:
+            reply(_tree_as_json(checkpoint, leaves, counted, values=values, everything=everything), "", as_json=True)
+        else:
+            text = _tree_as_text(checkpoint, leaves, counted, depth, values=values, everything=everything)
+            reply({}, text, as_json=False)
 
 
-def _show_part(checkpoint: Checkpoint, text: str, *, statistics: bool, everything: bool, as_json: bool) -> None:
+class _Counting(NamedTuple):
+    """How to read what is to be counted."""
+
+    memory: int | None
+    quiet: bool
+
+    def one(self, checkpoint: Checkpoint, key: str) -> Statistics:
+        """With a histogram, which takes reading it twice."""
+        with progress("reading", quiet=self.quiet) as on_progress:
+            return checkpoint.statistics(key, memory_budget=self.memory, on_progress=on_progress)
+
+    def each(self, checkpoint: Checkpoint, leaves: list[StoredNode]) -> dict[str, Statistics]:
+        """Of all tensors that are numbers, by their stored keys."""
+        from holdfast.inspecting.numbers import are_numbers
+        from holdfast.inspecting.statistics import count
+
+        refs = {leaf.value.key: leaf.value for leaf in leaves if _is_tensor(leaf)}
+        numbers = [ref for ref in refs.values() if are_numbers(ref)]
+        with progress("reading", quiet=self.quiet) as on_progress:
+            found = count(checkpoint.source, numbers, memory_budget=self.memory, on_progress=on_progress)
+        return {key: own.result() for key, own in found.items()}
+
+
+def _show_part(
+    checkpoint: Checkpoint, text: str, counting: _Counting | None, *, everything: bool, as_json: bool
+) -> None:
     """One tensor, a part of one, or a value."""
     from holdfast.inspecting.elements import Excerpt, elements_of, in_words, plain_elements
     from holdfast.inspecting.key_slices import parse_key_slice
@@ -101,17 +129,20 @@ def _show_part(checkpoint: Checkpoint, text: str, *, statistics: bool, everythin
             raise typer.BadParameter(f"{name!r} is a value and no tensor, so it has no such part", param_hint="KEY")
         reply({"key": name, "value": found}, f"{name}: {found!r}", as_json=as_json)
         return
-    elements = elements_of(found, index, limit=None if everything else _MOST_ELEMENTS)
+    try:
+        elements = elements_of(found, index, limit=None if everything else _MOST_ELEMENTS)
+    except IndexError as error:
+        raise typer.BadParameter(f"{text}: {error} (the shape is {list(found.shape)})", param_hint="KEY") from None
     answer: dict[str, Any] = {
         "key": name,
         "dtype": str(found.dtype),
         "shape": list(found.shape),
         "part": None if index is None else text[len(name) :].strip(),
-        "chunks": [chunk._asdict() for chunk in checkpoint.layout(name)],
+        "chunks": _chunks_as_json(checkpoint, name),
     }
     lines = [f"{name}: {found.dtype} {list(found.shape)}"]
-    if statistics:
-        counted = checkpoint.statistics(name)
+    if counting is not None:
+        counted = counting.one(checkpoint, name)
         answer["statistics"] = counted.to_json()
         lines.append(str(counted))
     answer["elements"] = None if isinstance(elements, Excerpt) else plain_elements(elements)
@@ -119,32 +150,18 @@ def _show_part(checkpoint: Checkpoint, text: str, *, statistics: bool, everythin
     reply(answer, "\n".join(lines), as_json=as_json)
 
 
-def _show_tree(
+def _tree_as_text(
     checkpoint: Checkpoint,
-    patterns: list[str] | None,
+    leaves: list[StoredNode],
+    counted: dict[str, Statistics],
     depth: int | None,
     *,
     values: bool,
-    statistics: bool,
     everything: bool,
-    memory: int | None,
-    as_json: bool,
-) -> None:
+) -> str:
     from holdfast.inspecting.drawing import Drawing, summed
-    from holdfast.inspecting.numbers import are_numbers
-    from holdfast.inspecting.statistics import count
     from holdfast.inspecting.tree import tree_of
     from holdfast.progress import size
-
-    leaves = checkpoint.leaves(patterns)
-    refs = {leaf.value.key: leaf.value for leaf in leaves if _is_tensor(leaf)}
-    counted: dict[str, Any] = {}
-    if statistics:
-        numbers = [ref for ref in refs.values() if are_numbers(ref)]
-        counted = {key: own.result() for key, own in count(checkpoint.source, numbers, memory_budget=memory).items()}
-    if as_json:
-        reply(_tree_as_json(checkpoint, leaves, counted), "", as_json=True)
-        return
 
     def remark(ref: Any) -> str:
         from holdfast.inspecting.elements import elements_of, in_words
@@ -158,9 +175,9 @@ def _show_tree(
         return "  ".join(words)
 
     root = tree_of(leaves)
-    drawing = Drawing(checkpoint, depth=depth, everything=everything, remark=remark if values or statistics else None)
+    drawing = Drawing(checkpoint, depth=depth, everything=everything, remark=remark if values or counted else None)
     headline = f"{checkpoint.path} ({checkpoint.format}): {summed(root) or 'nothing'}, {size(root.nbytes)}"
-    reply({}, f"{headline}\n{drawing.text(root)}", as_json=False)
+    return f"{headline}\n{drawing.text(root)}"
 
 
 def _is_tensor(leaf: StoredNode) -> bool:
@@ -169,12 +186,47 @@ def _is_tensor(leaf: StoredNode) -> bool:
     return isinstance(leaf.value, TensorRef)
 
 
-def _tree_as_json(checkpoint: Checkpoint, leaves: list[StoredNode], counted: dict[str, Any]) -> dict[str, Any]:
+def _chunks_as_json(checkpoint: Checkpoint, key: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "offsets": list(chunk.offsets),
+            "sizes": list(chunk.sizes),
+            "file": chunk.file,
+            "begin": chunk.begin,
+            "bytes": chunk.nbytes,
+            "rank": chunk.rank,
+        }
+        for chunk in checkpoint.layout(key)
+    ]
+
+
+def _tree_as_json(
+    checkpoint: Checkpoint,
+    leaves: list[StoredNode],
+    counted: dict[str, Statistics],
+    *,
+    values: bool,
+    everything: bool,
+) -> dict[str, Any]:
+    from holdfast.errors import HoldfastError
+    from holdfast.inspecting.elements import Excerpt, elements_of, plain_elements
+    from holdfast.tensor_handles import TensorHandle
+
+    def elements_in(ref: Any) -> Any:
+        found = elements_of(TensorHandle(checkpoint.source, ref), limit=None if everything else _MOST_ELEMENTS)
+        return None if isinstance(found, Excerpt) else plain_elements(found)
+
+    def chunks_of(key: str) -> Any:
+        try:
+            return _chunks_as_json(checkpoint, key)
+        except HoldfastError:  # damaged, which the rest of the tree is not
+            return None
+
     tensors: dict[str, Any] = {}
-    values: dict[str, Any] = {}
+    plain_values: dict[str, Any] = {}
     for leaf in leaves:
         if not _is_tensor(leaf):
-            values[leaf.key] = leaf.value
+            plain_values[leaf.key] = leaf.value
             continue
         ref = leaf.value
         tensors[leaf.key] = {
@@ -182,13 +234,15 @@ def _tree_as_json(checkpoint: Checkpoint, leaves: list[StoredNode], counted: dic
             "shape": list(ref.shape),
             "bytes": ref.nbytes,
             "kind": ref.kind,
+            "chunks": chunks_of(leaf.key),
             **({} if ref.key == leaf.key else {"same_as": ref.key}),
             **({"statistics": counted[ref.key].to_json()} if ref.key in counted else {}),
+            **({"elements": elements_in(ref)} if values else {}),
         }
     return {
         "path": checkpoint.path,
         "format": checkpoint.format,
         "identity": checkpoint.source.identity,
         "tensors": tensors,
-        "values": values,
+        "values": plain_values,
     }

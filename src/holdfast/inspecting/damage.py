@@ -8,8 +8,7 @@ from typing import Any
 
 from holdfast.errors import HoldfastError
 from holdfast.progress import size, time_taken
-
-_MOST_KEYS = 5
+from holdfast.words import some_of
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,7 @@ class Damage:
         expected = "" if is_told else f" (expected {self.expected}, found {self.found})"
         needed = ""
         if self.keys:
-            more = f" and {len(self.keys) - _MOST_KEYS:,} more" if len(self.keys) > _MOST_KEYS else ""
-            needed = f"; in there: {', '.join(self.keys[:_MOST_KEYS])}{more}"
+            needed = f"; in there: {some_of(self.keys)}"
         return f"{self.file}{place}: {self.problem}{expected}{needed}"
 
     def to_json(self) -> dict[str, Any]:
@@ -105,9 +103,7 @@ class VerifyReport:
             lines.append(f"  {places}, which touches {len(keys):,} key{'' if len(keys) == 1 else 's'}:")
             lines += [f"    {damage}" for damage in self.damage]
         if self.extra:
-            shown = ", ".join(self.extra[:_MOST_KEYS])
-            more = f" and {len(self.extra) - _MOST_KEYS:,} more" if len(self.extra) > _MOST_KEYS else ""
-            lines.append(f"  beside it, and no part of it: {shown}{more}")
+            lines.append(f"  beside it, and no part of it: {some_of(self.extra)}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:

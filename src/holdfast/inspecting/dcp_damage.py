@@ -12,10 +12,7 @@ from holdfast.inspecting.damage import Damage
 from holdfast.inspecting.working import work_through
 from holdfast.progress import Tally
 from holdfast.sources.dcp import DcpSource, StoredItem
-from holdfast.tuning import READERS
-
-_AT_ONCE = 64 << 20
-"""Items of a file are read so many bytes at a time. If one is damaged, each of them is looked at alone."""
+from holdfast.tuning import READERS, VERIFIED_BYTES
 
 
 class _Lot(NamedTuple):
@@ -39,6 +36,7 @@ class DcpCheck:
         self._lock = threading.Lock()
         self._sizes = dict(source.files())
         self.damage: list[Damage] = []
+        self.has_digests = True
 
     def run(self, on_total: Callable[[int], Tally]) -> None:
         """Find all damage. ``on_total`` is told how many bytes there are to read."""
@@ -96,7 +94,7 @@ def _cut_into_lots(file: str, items: Sequence[StoredItem]) -> list[_Lot]:
     waiting: list[StoredItem] = []
     nbytes = 0
     for item in items:
-        if waiting and nbytes + item.nbytes > _AT_ONCE:
+        if waiting and nbytes + item.nbytes > VERIFIED_BYTES:
             lots.append(_Lot(file, waiting))
             waiting, nbytes = [], 0
         waiting.append(item)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from holdfast.budgets import checked_budget
-from holdfast.checkpoint import Checkpoint
+from holdfast.checkpoint import Checkpoint, opened
 from holdfast.formats.native.refs import TensorRef
 from holdfast.inspecting.changes import Change, compare
 from holdfast.inspecting.diff_report import ChangedTensor, DiffReport, shortly
@@ -20,7 +20,6 @@ from holdfast.inspecting.working import work_through
 from holdfast.patterns import Patterns, Selection
 from holdfast.progress import OnProgress, Tally
 from holdfast.renames import Rename, Renaming
-from holdfast.sources.detect import open_source
 from holdfast.sources.renaming import rename as rename_leaves
 from holdfast.sources.source import Source
 from holdfast.sources.stored_nodes import StoredNode
@@ -75,17 +74,14 @@ def diff(
     budget = checked_budget(memory_budget)
     chosen = Selection(include, exclude)
     with ExitStack() as stack:
-        before, after = (_opened(place, stack, allow_pickle) for place in (a, b))
-        both = _Comparison(before, after, _leaves_of(before, Renaming(rename)), _leaves_of(after), chosen)
+        before, after = (stack.enter_context(opened(place, allow_pickle=allow_pickle)) for place in (a, b))
+        first, second = _leaves_of(before.source, Renaming(rename)), _leaves_of(after.source)
+        both = _Comparison(before.source, after.source, first, second, chosen)
+        if both.is_empty and not chosen.is_everything:
+            raise after.lacks(include, exclude)
         both.look_at_keys()
         bytes_read = both.compare_tensors(budget, on_progress) if values else 0
         return both.report(time.perf_counter() - started, bytes_read, compared=values)
-
-
-def _opened(place: Any, stack: ExitStack, allow_pickle: bool) -> Source:
-    if isinstance(place, Checkpoint):
-        return place.source
-    return stack.enter_context(open_source(place, allow_pickle=allow_pickle))
 
 
 def _leaves_of(source: Source, renaming: Renaming | None = None) -> dict[str, StoredNode]:
@@ -116,6 +112,11 @@ class _Comparison:
         self._pairs: dict[str, tuple[TensorRef, TensorRef]] = {}
         """Tensors of the same shape, by key."""
         self._changes: dict[str, Change] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compare."""
+        return not (self._first or self._second)
 
     def look_at_keys(self) -> None:
         """Compare all that needs no tensor to be read."""

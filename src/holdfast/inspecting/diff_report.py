@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.formats.native.refs import TensorRef
 from holdfast.inspecting.changes import Change
+from holdfast.plain_data import plain
 from holdfast.progress import size, time_taken
+from holdfast.words import in_short
 
 _MOST_SHOWN = 20
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class DiffReport:
             "only_in_b": list(self.only_in_b),
             "changed_shape": {key: [list(old), list(new)] for key, (old, new) in self.changed_shape.items()},
             "changed_dtype": {key: list(pair) for key, pair in self.changed_dtype.items()},
-            "changed_tensors": {key: dict(vars(change)) for key, change in self.changed_tensors.items()},
+            "changed_tensors": {key: plain(vars(change)) for key, change in self.changed_tensors.items()},
             "changed_values": {key: list(pair) for key, pair in self.changed_values.items()},
         }
 
@@ -131,7 +130,7 @@ def shortly(value: Any) -> str:
     """A value of a checkpoint in a few words."""
     if isinstance(value, TensorRef):
         return f"a tensor of {value.dtype} {list(value.shape)}"
-    return _SHORT.repr(value)
+    return in_short(value)
 
 
 def _listed(headline: str, rows: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.checkpoint import Checkpoint
+from holdfast.checkpoint import Checkpoint, opened
 from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.meeting import own_place
 from holdfast.errors import HoldfastError
@@ -17,7 +17,6 @@ from holdfast.inspecting.hints import Found, hints_for
 from holdfast.inspecting.templates import template_of
 from holdfast.patterns import Pattern, Patterns
 from holdfast.renames import Rename, Renaming
-from holdfast.sources.detect import open_source
 from holdfast.sources.source import Source
 from holdfast.stores.store import Store
 from holdfast.verbs.load_agreement import Agreement, agree
@@ -79,24 +78,18 @@ def explain(
         memory_budget=memory_budget,
     )
     with ExitStack() as stack:
-        source = _opened(path, stack, allow_pickle)
+        source = stack.enter_context(opened(path, allow_pickle=allow_pickle)).source
         described, state = _state_of(target, stack, allow_pickle)
         asking = _Asking(source, state, options)
         plan, agreement = asking.plan(options)
         return asking.answer(described, plan, agreement, may_rename=not callable(rename), given=rename)
 
 
-def _opened(place: Any, stack: ExitStack, allow_pickle: bool) -> Source:
-    if isinstance(place, Checkpoint):
-        return place.source
-    return stack.enter_context(open_source(place, allow_pickle=allow_pickle))
-
-
 def _state_of(target: Any, stack: ExitStack, allow_pickle: bool) -> tuple[str, Any]:
     """What the target is called, and the state that it is or stands for."""
     if not isinstance(target, (str, os.PathLike, Store, Checkpoint)):
         return "the state", target
-    source = _opened(target, stack, allow_pickle)
+    source = stack.enter_context(opened(target, allow_pickle=allow_pickle)).source
     return source.location, template_of(source)
 
 

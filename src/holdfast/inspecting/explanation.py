@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from holdfast.words import some_of
 
 _MOST_SHOWN = 8
 
@@ -68,7 +70,7 @@ class Explanation:
             ("in the checkpoint, not asked for", self.not_requested),
         ]:
             if keys:
-                lines.append(f"  {headline}: {len(keys):,}: {_some(keys)}")
+                lines.append(f"  {headline}: {len(keys):,}: {some_of(keys, _MOST_SHOWN)}")
         lines += [f"  note: {note}" for note in self.notes]
         if self.hints:
             lines.append("  What would help:")
@@ -86,8 +88,3 @@ class Explanation:
         shapes = {key: [list(saved), list(current)] for key, (saved, current) in self.shapes.items()}
         others = {name: {key: list(pair) for key, pair in getattr(self, name).items()} for name in ("dtypes", "cast")}
         return {"ok": self.ok, **plain, "shapes": shapes, **others}
-
-
-def _some(keys: Sequence[str]) -> str:
-    shown = ", ".join(keys[:_MOST_SHOWN])
-    return shown if len(keys) <= _MOST_SHOWN else f"{shown}, …"

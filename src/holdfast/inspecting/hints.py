@@ -14,6 +14,7 @@ from holdfast.inspecting.name_changes import likely_renames
 from holdfast.verbs.load_agreement import Agreement
 from holdfast.verbs.load_planning import LoadPlan
 from holdfast.verbs.targets import is_target, shape_and_dtype
+from holdfast.words import some_of
 
 _MOST_TURNED = 4
 """Dimensions up to which turned shapes are looked for: there are 24 ways to turn those."""
@@ -85,7 +86,7 @@ def _shape_hints(shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> l
         hint = _shape_hint(tuple(saved), tuple(current))
         if hint is not None:
             by_hint.setdefault(hint, []).append(key)
-    return [f"{_named(keys)}: {hint}" for hint, keys in by_hint.items()]
+    return [f"{some_of(keys, _MOST_NAMED)}: {hint}" for hint, keys in by_hint.items()]
 
 
 def _shape_hint(saved: tuple[int, ...], current: tuple[int, ...]) -> str | None:
@@ -126,8 +127,3 @@ def _keys(count: int) -> str:
 
 def _it(count: int) -> str:
     return "it needs" if count == 1 else "they need"
-
-
-def _named(keys: Sequence[str]) -> str:
-    shown = ", ".join(keys[:_MOST_NAMED])
-    return shown if len(keys) <= _MOST_NAMED else f"{shown} and {len(keys) - _MOST_NAMED:,} more"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -10,9 +12,12 @@ import numpy.typing as npt
 from holdfast.formats.native.numpy_types import numpy_dtype_from
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.small_floats import widened
+from holdfast.tuning import COUNTED_ELEMENTS
 
 Array: TypeAlias = npt.NDArray[Any]
 
+_SMALLEST_SQUARES = 1e-280
+"""Below, squares may have lost digits."""
 _WIDENED = frozenset(
     {"bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"}
 )
@@ -26,6 +31,33 @@ def are_numbers(ref: TensorRef) -> bool:
         except Exception:  # of a numpy that has more types than this one
             return False
     return ref.dtype.numpy is not None or ref.dtype.name in _WIDENED or ref.dtype.name == "complex32"
+
+
+def blocks_of(raw: Array, ref: TensorRef) -> Iterator[Array]:
+    """Bits as numbers, in blocks that the processor's cache has room for."""
+    flat = np.ascontiguousarray(raw).reshape(-1)
+    for begin in range(0, flat.size, COUNTED_ELEMENTS):
+        yield numbers_of(flat[begin : begin + COUNTED_ELEMENTS], ref)
+
+
+def norm_of(numbers: Array) -> float:
+    """The square root of the sum of squares, also where the squares are too large or too small to be had.
+
+    >>> norm_of(np.array([3e200, 4e200])), norm_of(np.array([3e-200, 4e-200]))
+    (5e+200, 5e-200)
+    """
+    if numbers.dtype.kind == "c":
+        numbers = numbers.astype(np.complex128, copy=False).view(np.float64)
+    wide = numbers.astype(np.float64, copy=False)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        squares = float(np.einsum("i,i->", wide, wide))  # not dot, which starts threads of its own
+        if _SMALLEST_SQUARES < squares < math.inf:
+            return math.sqrt(squares)
+        largest = float(np.abs(wide).max(initial=0.0))
+        if largest == 0 or not math.isfinite(largest):
+            return largest
+        scaled = wide / largest
+        return largest * math.sqrt(float(np.einsum("i,i->", scaled, scaled)))
 
 
 def numbers_of(raw: Array, ref: TensorRef) -> Array:

@@ -12,12 +12,7 @@ from holdfast.boxes import Box, cut, volume
 from holdfast.formats.native.refs import TensorRef
 from holdfast.inspecting.numbers import Array
 from holdfast.sources.source import Request, Source
-from holdfast.tuning import MEMORY_BUDGET, READERS, SMALLEST_BUDGET
-
-_BYTES_PER_ELEMENT = 48
-"""What counting with an element takes at most: its bits, itself as a wide number, and a few results of that size."""
-_MOST_TOGETHER = 512
-"""Tensors that are read together."""
+from holdfast.tuning import COUNTED_ELEMENT_BYTES, COUNTED_TOGETHER, MEMORY_BUDGET, READERS, SMALLEST_BUDGET
 
 
 class Part(NamedTuple):
@@ -48,7 +43,7 @@ class Lot:
 def elements_at_once(memory: int | None, threads: int) -> int:
     """How many elements each of some threads may count with at once."""
     budget = max(SMALLEST_BUDGET, MEMORY_BUDGET if memory is None else memory)
-    return max(1024, budget // (_BYTES_PER_ELEMENT * threads))
+    return max(1024, budget // (COUNTED_ELEMENT_BYTES * threads))
 
 
 def threads_for(nbytes: int) -> int:
@@ -62,7 +57,7 @@ def lots_of(refs: Iterable[TensorRef], most: int) -> Iterator[Lot]:
     for ref in refs:
         for box in cut(Box((0,) * len(ref.shape), ref.shape), most):
             count = volume(box.sizes)
-            if waiting.parts and (waiting.elements + count > most or len(waiting.parts) >= _MOST_TOGETHER):
+            if waiting.parts and (waiting.elements + count > most or len(waiting.parts) >= COUNTED_TOGETHER):
                 yield waiting
                 waiting = Lot()
             waiting.parts.append(Part(ref, box))

@@ -27,6 +27,7 @@ class SafetensorsCheck:
         self._memory = memory
         self._lock = threading.Lock()
         self.damage: list[Damage] = []
+        self.has_digests = True
 
     def run(self, on_total: Callable[[int], Tally]) -> None:
         """Find all damage. ``on_total`` is told how many bytes there are to read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,10 @@ import numpy as np
 from holdfast.budgets import checked_budget
 from holdfast.errors import UnsupportedTensorError
 from holdfast.formats.native.refs import TensorRef
-from holdfast.inspecting.numbers import Array, are_numbers, is_nan, magnitudes, numbers_of
+from holdfast.inspecting.numbers import Array, are_numbers, blocks_of, is_nan, magnitudes, norm_of
 from holdfast.inspecting.parts import Lot, elements_at_once, lots_of, read_parts, threads_for
 from holdfast.inspecting.working import work_through
+from holdfast.plain_data import plain
 from holdfast.progress import OnProgress, Tally
 from holdfast.sources.source import Source
 
@@ -46,17 +47,18 @@ class Statistics:
 
     def __str__(self) -> str:
         if not self.finite:
-            return f"{self.count:,} elements: {self.nan:,} nan, {self.inf:,} inf"
+            return f"{_elements(self.count)}: {self.nan:,} nan, {self.inf:,} inf"
         odd = f", {self.nan:,} nan" * bool(self.nan) + f", {self.inf:,} inf" * bool(self.inf)
         zeros = f", {self.zeros / self.count:.1%} zeros" if self.zeros else ""
         return (
-            f"{self.count:,} elements, {_short(self.minimum)} to {_short(self.maximum)}, mean {_short(self.mean)}, "
+            f"{_elements(self.count)}, {_short(self.minimum)} to {_short(self.maximum)}, mean {_short(self.mean)}, "
             f"std {_short(self.std)}, norm {_short(self.norm)}{zeros}{odd}"
         )
 
     def to_json(self) -> dict[str, Any]:
         """All fields as plain data."""
-        return {**vars(self), "histogram": list(self.histogram), "edges": list(self.edges)}
+        fields: dict[str, Any] = plain(vars(self))
+        return fields
 
 
 def statistics_of(
@@ -68,8 +70,8 @@ def statistics_of(
     on_progress: OnProgress | None = None,
 ) -> Statistics:
     """The statistics of all elements of some tensors together. ``bins=0`` leaves the histogram out, and reads once."""
-    if bins < 0:
-        raise ValueError(f"bins is the number of bins of the histogram, not {bins}")
+    if type(bins) is not int or bins < 0:
+        raise ValueError(f"bins is the number of bins of the histogram, not {bins!r}")
     whole = Counts()
     found = count(source, refs, memory_budget=memory_budget, on_progress=_halved(on_progress, 0, bins))
     for counts in found.values():
@@ -77,7 +79,8 @@ def statistics_of(
     edges = _edges(whole, bins)
     histogram = np.zeros(max(len(edges) - 1, 0), np.int64)
     if edges.size:
-        histogram = _histogram(source, refs, edges, memory_budget, _halved(on_progress, 1, bins))
+        progress, all_finite = _halved(on_progress, 1, bins), whole.finite == whole.count
+        histogram = _histogram(source, refs, edges, memory_budget, progress, all_finite=all_finite)
     return whole.result(histogram.tolist(), edges.tolist())
 
 
@@ -101,7 +104,9 @@ def count(
 
     def work(lot: Lot, bits: Sequence[Array]) -> None:
         counted = [
-            (part.ref.key, Counts.of(numbers_of(raw, part.ref))) for part, raw in zip(lot.parts, bits, strict=True)
+            (part.ref.key, Counts.of(numbers))
+            for part, raw in zip(lot.parts, bits, strict=True)
+            for numbers in blocks_of(raw, part.ref)
         ]
         with lock:
             for key, counts in counted:
@@ -126,7 +131,13 @@ def _through(source: Source, refs: Sequence[TensorRef], work: Any, memory: int |
 
 
 def _histogram(
-    source: Source, refs: Sequence[TensorRef], edges: Array, memory: int | None, on_progress: OnProgress | None
+    source: Source,
+    refs: Sequence[TensorRef],
+    edges: Array,
+    memory: int | None,
+    on_progress: OnProgress | None,
+    *,
+    all_finite: bool,
 ) -> Array:
     whole = np.zeros(len(edges) - 1, np.int64)
     lock = threading.Lock()
@@ -134,8 +145,10 @@ def _histogram(
     def work(lot: Lot, bits: Sequence[Array]) -> None:
         own = np.zeros_like(whole)
         for part, raw in zip(lot.parts, bits, strict=True):
-            numbers = magnitudes(numbers_of(raw, part.ref)).astype(np.float64, copy=False)
-            own += np.histogram(numbers[np.isfinite(numbers)], bins=len(whole), range=(edges[0], edges[-1]))[0]
+            for block in blocks_of(raw, part.ref):
+                numbers = magnitudes(block).astype(np.float64, copy=False)
+                numbers = numbers if all_finite else numbers[np.isfinite(numbers)]
+                own += np.histogram(numbers, bins=len(whole), range=(edges[0], edges[-1]))[0]
         with lock:
             np.add(whole, own, out=whole)
 
@@ -150,7 +163,8 @@ def _edges(whole: Counts, bins: int) -> Array:
     if not math.isfinite(high - low):
         return np.empty(0)
     if low == high:
-        low, high = low - 0.5, high + 0.5
+        around = max(0.5, abs(low) * 2**-40)  # enough to be another number
+        low, high = low - around, high + around
     edges = np.linspace(low, high, bins + 1)
     return edges if np.all(np.diff(edges) > 0) else np.empty(0)  # so near each other that there is nothing between
 
@@ -173,9 +187,9 @@ class Counts:
     minimum: Any = None
     maximum: Any = None
     mean: float = 0.0
-    scatter: float = 0.0
-    """The sum of the squares of how far elements are from the mean."""
-    squares: float = field(default=0.0)
+    spread: float = 0.0
+    """The norm of how far elements are from the mean."""
+    norm: float = 0.0
 
     @property
     def finite(self) -> int:
@@ -185,26 +199,31 @@ class Counts:
     @classmethod
     def of(cls, numbers: Array) -> Counts:
         """Count some elements."""
-        counts = cls(count=numbers.size, zeros=numbers.size - int(np.count_nonzero(numbers)))
-        if not numbers.size:
-            return counts
-        counts.nan = int(np.count_nonzero(is_nan(numbers)))
+        if numbers.dtype == np.float16:
+            numbers = numbers.astype(np.float32)  # which processors count with
+        counts = cls(count=numbers.size, zeros=int(np.count_nonzero(numbers == 0)))
         ordered = magnitudes(numbers)
-        if ordered.dtype.kind == "f":
-            finite = np.isfinite(ordered)
-            if not finite.all():
-                nan = is_nan(numbers)
-                finite &= ~nan
-                counts.inf = int(np.count_nonzero(~finite & ~nan))
-                ordered = ordered[finite]
         if not ordered.size:
             return counts
-        counts.minimum, counts.maximum = ordered.min().item(), ordered.max().item()
-        wide = ordered.astype(np.float64, copy=False)
-        with np.errstate(over="ignore", invalid="ignore"):
-            counts.mean = float(wide.mean())
-            counts.scatter = float(np.square(wide - counts.mean).sum())
-            counts.squares = float(np.einsum("i,i->", wide, wide))  # not dot, which starts threads of its own
+        low, high = ordered.min(), ordered.max()
+        if ordered.dtype.kind == "f" and not (np.isfinite(low) and np.isfinite(high)):
+            nan = is_nan(numbers)
+            finite = np.isfinite(ordered) & ~nan
+            counts.nan = int(np.count_nonzero(nan))
+            counts.inf = numbers.size - counts.nan - int(np.count_nonzero(finite))
+            ordered = ordered[finite]
+            if not ordered.size:
+                return counts
+            low, high = ordered.min(), ordered.max()
+        counts.minimum, counts.maximum = low.item(), high.item()
+        counts.mean = float(counts.minimum)
+        if low != high:
+            wide = ordered.astype(np.float64)
+            counts.mean = _mean(wide)
+            with np.errstate(over="ignore"):
+                wide -= counts.mean
+            counts.spread = norm_of(wide)
+        counts.norm = math.hypot(counts.spread, counts.mean * math.sqrt(ordered.size))
         return counts
 
     def add(self, other: Counts) -> None:
@@ -214,8 +233,8 @@ class Counts:
         if theirs:
             apart = other.mean - self.mean if mine else 0.0
             self.mean = self.mean + apart * (theirs / both) if mine else other.mean
-            self.scatter += other.scatter + apart * apart * (mine / both) * theirs
-            self.squares += other.squares
+            self.spread = math.hypot(self.spread, other.spread, apart * math.sqrt(mine / both * theirs))
+            self.norm = math.hypot(self.norm, other.norm)
             self.minimum = other.minimum if self.minimum is None else min(self.minimum, other.minimum)
             self.maximum = other.maximum if self.maximum is None else max(self.maximum, other.maximum)
         self.count += other.count
@@ -235,14 +254,24 @@ class Counts:
             minimum=self.minimum,
             maximum=self.maximum,
             mean=self.mean if has_any else None,
-            std=math.sqrt(self.scatter / self.finite) if has_any else None,
-            norm=math.sqrt(self.squares),
+            std=self.spread / math.sqrt(self.finite) if has_any else None,
+            norm=self.norm,
             histogram=tuple(histogram),
             edges=tuple(edges),
         )
 
 
+def _elements(count: int) -> str:
+    return f"{count:,} element{'' if count == 1 else 's'}"
+
+
+def _mean(wide: Array) -> float:
+    with np.errstate(over="ignore"):
+        mean = float(wide.mean())
+    return mean if math.isfinite(mean) else float((wide / wide.size).sum())
+
+
 def _short(number: float | int | None) -> str:
     if isinstance(number, int):
         return f"{number:,}"
-    return "-" if number is None else f"{number:.4g}"
+    return "-" if number is None else f"{number + 0.0:.4g}"  # which has no sign of zero

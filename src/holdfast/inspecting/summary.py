@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from holdfast.budgets import checked_budget
 from holdfast.checkpoint import Checkpoint
 from holdfast.formats.native.refs import TensorRef
 from holdfast.inspecting.numbers import are_numbers
@@ -20,7 +21,7 @@ _MOST_SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Part:
+class PartSummary:
     """All that lies below one name at the top."""
 
     tensors: int
@@ -28,9 +29,13 @@ class Part:
     nbytes: int
     values: int
 
+    def to_json(self) -> dict[str, Any]:
+        """All fields as plain data."""
+        return {"tensors": self.tensors, "elements": self.elements, "bytes": self.nbytes, "values": self.values}
+
 
 @dataclass(frozen=True)
-class Summary:
+class CheckpointSummary:
     """What there is to say about a checkpoint in a few lines."""
 
     path: str
@@ -48,7 +53,7 @@ class Summary:
     """How many elements there are of each type."""
     kinds: Mapping[str, int]
     """How many tensors are sharded, replicated, or of a rank each."""
-    parts: Mapping[str, Part]
+    parts: Mapping[str, PartSummary]
     not_finite: Mapping[str, tuple[int, int]] | None = field(default=None)
     """Tensors with nan or infinite elements, and how many of each; None if nobody looked."""
 
@@ -85,7 +90,7 @@ class Summary:
     def to_json(self) -> dict[str, Any]:
         """All fields as plain data."""
         finite = None if self.not_finite is None else {key: list(pair) for key, pair in self.not_finite.items()}
-        parts = {name: dict(vars(part)) for name, part in self.parts.items()}
+        parts = {name: part.to_json() for name, part in self.parts.items()}
         return {**vars(self), "ok": self.ok, "parts": parts, "not_finite": finite}
 
 
@@ -95,7 +100,7 @@ def summarize(
     finite: bool = False,
     memory_budget: int | None = None,
     on_progress: OnProgress | None = None,
-) -> Summary:
+) -> CheckpointSummary:
     """Put together what is known. With ``finite`` all tensors are read, to look for nan and infinities.
 
     >>> import tempfile, torch
@@ -106,6 +111,7 @@ def summarize(
     >>> found.tensors, found.parts["model"].elements, found.not_finite
     (1, 2, {'model.w': (1, 0)})
     """
+    checked_budget(memory_budget)
     source = checkpoint.source
     refs = list(source.tensors.values())
     files = source.files()
@@ -117,7 +123,7 @@ def summarize(
     dtypes: Counter[str] = Counter()
     for ref in refs:
         dtypes[str(ref.dtype)] += prod(ref.shape)
-    return Summary(
+    return CheckpointSummary(
         path=checkpoint.path,
         format=checkpoint.format,
         identity=source.identity,
@@ -136,7 +142,7 @@ def summarize(
     )
 
 
-def _parts(tree: Any) -> dict[str, Part]:
+def _parts(tree: Any) -> dict[str, PartSummary]:
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     seen: set[str] = set()
     for leaf in StoredNode.of(tree).leaves():
@@ -148,10 +154,10 @@ def _parts(tree: Any) -> dict[str, Part]:
             own[0] += 1
             own[1] += prod(leaf.value.shape)
             own[2] += leaf.value.nbytes
-    return {name: Part(*numbers) for name, numbers in sums.items()}
+    return {name: PartSummary(*numbers) for name, numbers in sums.items()}
 
 
-def _part_in_words(part: Part) -> str:
+def _part_in_words(part: PartSummary) -> str:
     tensors = f"{part.elements:,} elements in {part.tensors:,} tensors, {size(part.nbytes)}" if part.tensors else ""
     values = f"{part.values:,} value{'' if part.values == 1 else 's'}" if part.values else ""
     return ", ".join(filter(None, (tensors, values)))

@@ -11,20 +11,25 @@ from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 from holdfast.budgets import checked_budget
-from holdfast.checkpoint import Checkpoint
-from holdfast.errors import CheckpointNotFoundError, HoldfastError, NotACheckpointError, UnsupportedVersionError
+from holdfast.checkpoint import Checkpoint, opened
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    HoldfastError,
+    MissingPackageError,
+    NotACheckpointError,
+    UnsupportedVersionError,
+)
 from holdfast.formats.native.names import RECORD
 from holdfast.formats.native.refs import TensorRef
 from holdfast.inspecting.damage import Damage, VerifyReport
 from holdfast.patterns import Patterns, Selection
 from holdfast.progress import OnProgress, Tally
-from holdfast.sources.detect import open_source
 from holdfast.sources.source import Source
 from holdfast.sources.stored_nodes import StoredNode
 from holdfast.stores.places import in_messages, local_path
 from holdfast.stores.store import Store
 
-_COULD_NOT_LOOK = (CheckpointNotFoundError, NotACheckpointError, UnsupportedVersionError)
+_COULD_NOT_LOOK = (CheckpointNotFoundError, MissingPackageError, NotACheckpointError, UnsupportedVersionError)
 
 
 def verify(
@@ -73,21 +78,24 @@ def verify(
     selection = Selection(include, exclude)
     looking = _Looking(None if selection.is_everything else selection, budget, on_progress)
     with ExitStack() as stack:
-        if isinstance(path, Checkpoint):
-            return looking.at(path.source, started)
         try:
-            source = stack.enter_context(open_source(path, allow_pickle=allow_pickle))
+            checkpoint = stack.enter_context(opened(path, allow_pickle=allow_pickle))
         except _COULD_NOT_LOOK:
             raise
         except HoldfastError as error:
+            assert not isinstance(path, Checkpoint)  # it is open
             return _unopened(path, error, started)
-        return looking.at(source, started)
+        if not selection.is_everything and not looking.finds_any(checkpoint):
+            raise checkpoint.lacks(include, exclude)
+        return looking.at(checkpoint.source, started)
 
 
 class _Check(Protocol):
     """The look at a checkpoint of one format."""
 
     damage: list[Damage]
+    has_digests: bool
+    """Whether what the format has of digests could be read."""
 
     def run(self, on_total: Callable[[int], Tally]) -> None:
         """Find all damage."""
@@ -99,6 +107,13 @@ class _Looking:
     memory: int | None
     on_progress: OnProgress | None
     tally: Tally | None = None
+
+    def finds_any(self, checkpoint: Checkpoint) -> bool:
+        """Whether there is anything to look at. What a damaged checkpoint has cannot be told."""
+        try:
+            return self.chosen is None or any(map(self.chosen, checkpoint))
+        except HoldfastError:
+            return True
 
     def at(self, source: Source, started: float) -> VerifyReport:
         """Look at an opened checkpoint."""
@@ -113,8 +128,8 @@ class _Looking:
         damage = _settled(check.damage)
         if unreadable is not None and unreadable.file not in {found.file for found in damage}:
             damage.append(unreadable)
-        checked, why = _digests_of(source)
-        if not getattr(check, "has_digests", True):
+        checked, why = _digests_of(source, in_part=self.chosen is not None)
+        if not check.has_digests:
             checked, why = (
                 "none",
                 "The digests are in a file that is damaged: of the others only the sizes were compared.",
@@ -189,8 +204,10 @@ def _own_file(source: Source, error: HoldfastError) -> str:
     return RECORD if source.format == "native" else PurePath(source.location).name
 
 
-def _digests_of(source: Source) -> tuple[str, str]:
+def _digests_of(source: Source, *, in_part: bool) -> tuple[str, str]:
     """How much of a checkpoint has digests, and what that means."""
+    if source.format == "native" and in_part:
+        return "all", "Every block that the chosen tensors lie in was compared with the digest taken when it was saved."
     if source.format == "native":
         return "all", "Every byte of every file was compared with the digests that were taken when it was saved."
     if source.format == "dcp":
@@ -202,9 +219,11 @@ def _digests_of(source: Source) -> tuple[str, str]:
         entries: Any = getattr(source, "entries", list)()
         if not entries:
             return "none", "A file of torch from before 1.6 has no checksums; it was only read."
+        which = "The chosen" if in_part else "All"
         if not all(entry.has_crc for entry in entries):
             return "some", "Some entries of the archive were written without a CRC-32; those were not compared."
-        return "some", "All entries of the archive were compared with their CRC-32. What lies between them has none."
+        compared = f"{which} entries of the archive were compared with their CRC-32."
+        return "some", f"{compared} What lies between them has none."
     return "none", (
         "Safetensors files have no checksums: sizes and headers were checked, and that all can be read. A changed byte "
         "inside of a tensor cannot be noticed. holdfast convert makes a checkpoint that has digests."

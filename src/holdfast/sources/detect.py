@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from holdfast.errors import CheckpointNotFoundError, NotACheckpointError, UncommittedCheckpointError
 from holdfast.formats.native.names import RECORD, generation_of
+from holdfast.sources.format_names import (
+    FILE_ENDINGS,
+    SAFETENSORS,
+    SAFETENSORS_COMMIT,
+    SAFETENSORS_INDEX,
+    START,
+    ZIP_MAGIC,
+    format_of_file,
+    stands_for_its_folder,
+)
 from holdfast.sources.source import Source
+from holdfast.storage.layout import is_index
 from holdfast.stores.places import local_path, store_at
 from holdfast.stores.roots import root_at
 from holdfast.stores.store import Store
+from holdfast.torch_needed import needing_torch
+from holdfast.words import some_of
 
-_DCP_INDEX = re.compile(r"(?:__\d+)?\.metadata")
-_SAFETENSORS = ".safetensors"
-_SAFETENSORS_INDEX = ".safetensors.index.json"
-_SAFETENSORS_COMMIT = ".safetensors.commit.json"
-_ZIP_MAGIC = b"PK\x03\x04"
-_PICKLE_MAGIC = b"\x80\x02"
-"""How files of ``torch.save`` began before torch 1.6."""
-_START = 9
-"""How many bytes of a file tell its format."""
-_FILE_ENDINGS = (_SAFETENSORS, _SAFETENSORS_INDEX, ".pt", ".pth", ".bin", ".ckpt", RECORD, ".metadata")
-"""URLs that end like this are tried as those of single files first."""
 _MOST_NAMED = 5
 _MOST_LOOKED_AT = 20
 
@@ -55,7 +56,7 @@ def open_source(place: str | os.PathLike[str] | Store, *, allow_pickle: bool = F
 
 
 def _open_in_store(place: str | os.PathLike[str] | Store, allow_pickle: bool) -> Source:
-    if not isinstance(place, Store) and os.fsdecode(place).endswith(_FILE_ENDINGS):
+    if not isinstance(place, Store) and os.fsdecode(place).endswith(FILE_ENDINGS):
         opened = _open_object(os.fsdecode(place), allow_pickle)  # a web server would be asked for all of it as a list
         if opened is not None:
             return opened
@@ -65,12 +66,13 @@ def _open_in_store(place: str | os.PathLike[str] | Store, allow_pickle: bool) ->
 
         return NativeSource(store, allow_pickle=allow_pickle)
     names = sorted(listed.name for listed in store.list())
-    if any(map(_DCP_INDEX.fullmatch, names)):
-        from holdfast.sources.dcp import DcpSource
+    if any(map(is_index, names)):
+        with needing_torch(f"{store.location}, a checkpoint of torch.distributed.checkpoint,"):
+            from holdfast.sources.dcp import DcpSource
 
         return DcpSource(store, allow_pickle=allow_pickle)
     _refuse_uncommitted(store.location, names)
-    if any(name.endswith((_SAFETENSORS, _SAFETENSORS_INDEX, _SAFETENSORS_COMMIT)) for name in names):
+    if any(name.endswith((SAFETENSORS, SAFETENSORS_INDEX, SAFETENSORS_COMMIT)) for name in names):
         from holdfast.sources.safetensors import SafetensorsSource
 
         return SafetensorsSource(store)
@@ -93,11 +95,12 @@ def _open_object(url: str, allow_pickle: bool) -> Source | None:
     size = store.size(name)
     if size is None:
         return None
-    if name == RECORD or _DCP_INDEX.fullmatch(name) or name.endswith(_SAFETENSORS_INDEX):
+    if stands_for_its_folder(name):
         return _open_in_store(store, allow_pickle)
-    kind = _kind_of_file(store.path_of(name), store.read(name, 0, min(_START, size)))
+    kind = _kind_of_file(store.path_of(name), store.read(name, 0, min(START, size)))
     if kind == "torch":
-        from holdfast.sources.torch_file import TorchFileSource
+        with needing_torch(f"{store.path_of(name)}, a file of torch.save,"):
+            from holdfast.sources.torch_file import TorchFileSource
 
         return TorchFileSource(name, allow_pickle=allow_pickle, store=store)
     from holdfast.sources.safetensors import SafetensorsSource
@@ -111,12 +114,13 @@ def _open_folder(path: Path, allow_pickle: bool) -> Source:
         from holdfast.sources.native import NativeSource
 
         return NativeSource(store_at(path), allow_pickle=allow_pickle)
-    if any(map(_DCP_INDEX.fullmatch, names)):
-        from holdfast.sources.dcp import DcpSource
+    if any(map(is_index, names)):
+        with needing_torch(f"{path}, a checkpoint of torch.distributed.checkpoint,"):
+            from holdfast.sources.dcp import DcpSource
 
         return DcpSource(path, allow_pickle=allow_pickle)
     _refuse_uncommitted(str(path), names)
-    if any(name.endswith((_SAFETENSORS, _SAFETENSORS_INDEX, _SAFETENSORS_COMMIT)) for name in names):
+    if any(name.endswith((SAFETENSORS, SAFETENSORS_INDEX, SAFETENSORS_COMMIT)) for name in names):
         from holdfast.sources.safetensors import SafetensorsSource
 
         return SafetensorsSource(path)
@@ -126,12 +130,13 @@ def _open_folder(path: Path, allow_pickle: bool) -> Source:
 
 
 def _open_file(path: Path, allow_pickle: bool) -> Source:
-    if path.name == RECORD or _DCP_INDEX.fullmatch(path.name) or path.name.endswith(_SAFETENSORS_INDEX):
+    if stands_for_its_folder(path.name):
         return _open_folder(path.parent, allow_pickle)
     with path.open("rb") as stream:
-        kind = _kind_of_file(str(path), stream.read(_START))
+        kind = _kind_of_file(str(path), stream.read(START))
     if kind == "torch":
-        from holdfast.sources.torch_file import TorchFileSource
+        with needing_torch(f"{path}, a file of torch.save,"):
+            from holdfast.sources.torch_file import TorchFileSource
 
         return TorchFileSource(path, allow_pickle=allow_pickle)
     from holdfast.sources.safetensors import SafetensorsSource
@@ -141,10 +146,9 @@ def _open_file(path: Path, allow_pickle: bool) -> Source:
 
 def _kind_of_file(path: str, start: bytes) -> str:
     """The format of a file that begins so."""
-    if start.startswith((_ZIP_MAGIC, _PICKLE_MAGIC)):
-        return "torch"
-    if start[8:] == b"{" or path.endswith(_SAFETENSORS):
-        return "safetensors"
+    found = format_of_file(path, start)
+    if found is not None:
+        return found
     raise NotACheckpointError(
         f"{path} is not a checkpoint: it is a file that begins with {start!r}. Give a folder that holds a checkpoint, "
         "a safetensors file, or a file that torch.save wrote.",
@@ -156,7 +160,7 @@ def _kind_of_file(path: str, start: bytes) -> str:
 def _refuse_uncommitted(location: str, names: Sequence[str]) -> None:
     """Raise if all that could be of a checkpoint was left behind by saves that did not come to their end."""
     ours = [name for name in names if generation_of(name) is not None]
-    others = [name for name in names if name.endswith(_SAFETENSORS) and name not in ours]
+    others = [name for name in names if name.endswith(SAFETENSORS) and name not in ours]
     of_dcp = [name for name in names if name.endswith(".distcp")]
     if others or not (ours or of_dcp):
         return
@@ -169,11 +173,8 @@ def _refuse_uncommitted(location: str, names: Sequence[str]) -> None:
 
 
 def _not_a_checkpoint(location: str, names: Sequence[str], advice: str) -> NotACheckpointError:
-    shown = ", ".join(names[:_MOST_NAMED]) + (
-        f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    )
     return NotACheckpointError(
-        f"{location} is not a checkpoint of a known format: it holds {shown}. {advice}",
+        f"{location} is not a checkpoint of a known format: it holds {some_of(names, _MOST_NAMED)}. {advice}",
         path=location,
         found=list(names),
     )
@@ -185,11 +186,11 @@ def _what_to_do(path: Path, names: Iterable[str]) -> str:
     for name in names:
         place = path / name
         if place.is_dir():
-            if any(inside == RECORD or _DCP_INDEX.fullmatch(inside) for inside in os.listdir(place)):
+            if any(inside == RECORD or is_index(inside) for inside in os.listdir(place)):
                 inner.append(name)
         elif place.is_file():
             with place.open("rb") as stream:
-                if stream.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC:
+                if stream.read(len(ZIP_MAGIC)) == ZIP_MAGIC:
                     files.append(name)
     return _advice(inner, files)
 
@@ -200,7 +201,7 @@ def _checkpoints_below(place: str | os.PathLike[str]) -> list[str]:
     inner: list[str] = []
     for name in sorted(root.children(), reverse=True)[:_MOST_LOOKED_AT]:
         names = [listed.name for listed in root.child(name).list()]
-        if any(inside == RECORD or _DCP_INDEX.fullmatch(inside) for inside in names):
+        if any(inside == RECORD or is_index(inside) for inside in names):
             inner.insert(0, name)
     return inner
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from holdfast.plain_data import plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +66,3 @@ class Event:
         """
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {**fields, "detail": plain(self.detail)}
-
-
-def plain(value: Any) -> Any:
-    """The value as JSON has it; texts of what JSON has no place for."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if value is None or isinstance(value, (str, int)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item) for item in value]
-    return str(value)

@@ -12,8 +12,9 @@ import os
 import sys
 from typing import Any
 
+from holdfast.plain_data import plain
 from holdfast.version import __version__
-from holdfast.watching.event import Event, plain
+from holdfast.watching.event import Event
 from holdfast.watching.subscribers import Subscription
 
 _API = "opentelemetry.trace"
