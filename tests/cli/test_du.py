@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import holdfast as hf
+from holdfast.repairing.debris import heaps_of_dcp
+from holdfast.stores.local_store import LocalStore
 
 
 def rows(ran, place=0):
@@ -81,6 +86,61 @@ def test_a_run_shows_its_checkpoints_and_what_can_be_swept(prepared, holdfast):
     assert place["debris_bytes"] == 3000
     assert rows(ran).keys() == {"step-00000100", "step-00000200", "step-00000300", "step-00000400"}
     assert "3.0 KB of debris" in holdfast("du", "runs/a").out
+
+
+def test_a_folder_of_files_of_torch_alone_is_shown(tmp_path, holdfast):
+    for name in ("a", "b"):
+        torch.save({"w": torch.ones(10)}, tmp_path / f"{name}.pt")
+
+    ran = holdfast("du", tmp_path, "--json")
+
+    assert {name: row["bytes"] for name, row in rows(ran).items()} == {
+        name: (tmp_path / name).stat().st_size for name in ("a.pt", "b.pt")
+    }
+    assert ran.json["places"][0]["debris_bytes"] == 0
+
+
+def test_debris_beside_whole_checkpoints_of_all_formats_is_counted(prepared, holdfast):
+    old = [
+        "runs/b/step-00000100/data-00112233aabbccdd-0-0.safetensors",
+        "hf-model/model-00001-of-00001.safetensors.00112233.tmp",
+        "dcp/.metadata.00112233.tmp",
+    ]
+    for number, name in enumerate(old):
+        (prepared / name).write_bytes(bytes(10 ** (number + 1)))
+        os.utime(prepared / name, (1_000_000, 1_000_000))
+
+    ran = holdfast("du", ".", "runs/b", "--json")
+
+    assert [place["debris_bytes"] for place in ran.json["places"]] == [1100, 10]
+    assert "(holdfast repair --sweep --apply removes it)" in holdfast("du", "runs/b").out
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from holdfast.cli.main import run
+sys.exit(run(["du", ".", "--json"]))
+"""
+
+
+def test_a_folder_is_shown_without_torch_whatever_its_formats(prepared):
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=True)
+
+    (place,) = json.loads(ran.stdout)["places"]
+    assert {row["name"] for row in place["rows"]} >= {"dcp", "hf-model", "model.pt"}
+
+
+def test_indexes_that_got_stuck_are_debris_only_if_there_is_one_of_the_whole(tmp_path):
+    for name in ("__0.metadata", "__1.metadata.00112233.tmp"):  # as ranks leave them that save without collectives
+        (tmp_path / name).write_text("index")
+        os.utime(tmp_path / name, (1_000_000, 1_000_000))
+    assert list(heaps_of_dcp(LocalStore(tmp_path), [])) == []
+    (tmp_path / ".metadata").write_text("index")
+
+    (heap,) = heaps_of_dcp(LocalStore(tmp_path), [])
+
+    assert heap.names == ["__1.metadata.00112233.tmp"]
 
 
 def test_people_see_the_largest_last(checkpoint, holdfast):

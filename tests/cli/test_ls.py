@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
@@ -13,7 +14,11 @@ import torch
 import holdfast as hf
 from holdfast.cli.ls import age
 from holdfast.listing.listing import list_place
-from holdfast.manager.run_file import RunFile
+from holdfast.manager.owners import Owner
+from holdfast.manager.run_file import RunFile, RunState
+from holdfast.repairing.all_debris import debris_of
+from holdfast.serving.run_facts import RunWatch
+from holdfast.stores.places import store_at
 from holdfast.stores.roots import root_at
 
 LONG_AGO = 1_000_000
@@ -81,6 +86,165 @@ def test_states_tell_what_became_of_saves(prepared, holdfast):
     assert "does not end as a record must" in found["step-00000200"]["why"]
     assert found["step-00000400"]["bytes"] == 1000
     assert "set aside: loss was [red] NaN" in holdfast("ls", run).out
+
+
+def test_a_checkpoint_whose_files_are_gone_or_cut_off_is_damaged(prepared, holdfast):
+    run = prepared / "runs/a"
+    next((run / "step-00000100").glob("data-*")).unlink()
+    os.truncate(next((run / "step-00000200").glob("data-*")), 100)
+    shutil.copytree(run / "step-00000100", run / "best")
+
+    found = entries(holdfast("ls", run, "--json"))
+
+    states = {name: entry["state"] for name, entry in found.items()}
+    assert states == {
+        "step-00000100": "damaged",
+        "step-00000200": "damaged",
+        "step-00000300": "committed",
+        "best": "damaged",
+    }
+    assert "fewer bytes than its record says" in found["step-00000100"]["why"]
+    assert entries(holdfast("ls", run / "step-00000200", "--json"))["step-00000200"]["state"] == "damaged"
+
+
+def test_sizes_are_those_of_the_checkpoint_and_of_all_that_lies_beside_it(prepared, holdfast):
+    folder = prepared / "runs/a/step-00000200"
+    before = entries(holdfast("ls", folder, "--json"))[folder.name]
+    (folder / "data-00112233aabbccdd-0-0.safetensors").write_bytes(bytes(1000))
+
+    after = entries(holdfast("ls", folder, "--json"))[folder.name]
+
+    assert (before["bytes"], before["bytes"] + 1000) == (after["bytes"], after["bytes_on_disk"])
+    assert after["state"] == "committed"
+
+
+def test_at_a_url_nobody_knows_whether_a_save_without_a_record_still_goes_on():
+    store_at("memory://some-unfinished/step-1").put("data-00112233aabbccdd-0-0.safetensors", bytes(10))
+
+    (entry,) = list_place("memory://some-unfinished").entries
+
+    assert (entry.state, entry.why) == ("unfinished", "it cannot be told when it was written")
+
+
+def test_of_a_job_on_another_machine_nobody_knows_either(tmp_path, holdfast):
+    leave_debris(tmp_path / "step-00000002")
+    elsewhere = replace(Owner.this_process("token"), place="another machine")
+    RunFile(root_at(tmp_path)).change(lambda run: replace(run, owner=elsewhere))
+
+    (entry,) = entries(holdfast("ls", tmp_path, "--json")).values()
+
+    assert entry["state"] == "unfinished"
+    assert "nobody knows here whether it has ended" in entry["why"]
+
+
+def test_what_a_dead_job_had_begun_is_debris_at_once(tmp_path, holdfast):
+    leave_debris(tmp_path / "step-00000002", is_old=False)
+    dead = replace(Owner.this_process("token"), started="long ago")
+    RunFile(root_at(tmp_path)).change(lambda run: replace(run, owner=dead, unfinished={"step-00000002": ""}))
+
+    (entry,) = entries(holdfast("ls", tmp_path, "--json")).values()
+
+    assert entry["state"] == "debris"
+
+
+@pytest.mark.parametrize("age", [1, 200, 599, 700])
+@pytest.mark.parametrize("note", ["nothing", "a dead job", "a job elsewhere"])
+def test_ls_serve_and_repair_agree_about_a_save_without_a_record(tmp_path, age, note):
+    leave_debris(tmp_path / "step-00000002")
+    file = tmp_path / "step-00000002/data-00112233aabbccdd-0-0.safetensors"
+    os.utime(file, (time.time() - age, time.time() - age))
+    here = Owner.this_process("token")
+    owners = {"a dead job": replace(here, started="long ago"), "a job elsewhere": replace(here, place="elsewhere")}
+    if note in owners:
+        state = RunState("run", owners[note], unfinished={"step-00000002": ""})
+        RunFile(root_at(tmp_path)).change(lambda _: state)
+
+    (entry,) = list_place(str(tmp_path)).entries
+    (save,) = RunWatch(tmp_path).look().saves
+    (heap,) = debris_of(str(tmp_path))
+
+    is_debris = note == "a dead job" or (note == "nothing" and age > 600)
+    assert (entry.state == "debris", save.activity == "debris", heap.obstacle is None) == (is_debris,) * 3
+
+
+def test_ls_and_serve_list_the_same(prepared):
+    (prepared / "checkpoint-500").mkdir()
+    shutil.copy("model.safetensors", "checkpoint-500")
+    next((prepared / "runs/a/step-00000200").glob("data-*")).unlink()
+    for place in (".", "runs/a", "dcp", "model.pt", "checkpoint-500"):
+        told = [entry.to_json() for entry in list_place(place).entries]
+        served = [facts.to_json() for facts in RunWatch(place).look().checkpoints]
+        assert {entry["name"] for entry in told} == {facts["name"] for facts in served}
+        for facts in served:
+            (entry,) = [entry for entry in told if entry["name"] == facts["name"]]
+            assert entry.items() <= facts.items()
+    assert {entry.name: entry.step for entry in list_place(".").entries}["checkpoint-500"] == 500
+
+
+def test_single_files_at_urls_are_listed_like_those_in_folders(prepared):
+    store = store_at("memory://single-files/of a run")
+    for name in ("model.pt", "model.safetensors", "model.py"):
+        store.put(name, (prepared / name).read_bytes())
+    store.put("lora.safetensors", (prepared / "model.safetensors").read_bytes())
+
+    listing = list_place("memory://single-files/of a run")
+    assert [(entry.name, entry.format) for entry in listing.entries] == [
+        ("lora.safetensors", "safetensors"),
+        ("model.pt", "torch"),
+        ("model.safetensors", "safetensors"),
+    ]
+    for entry in listing.entries:
+        alone = list_place(entry.path)
+        assert (alone.kind, list(alone.entries)) == ("checkpoint", [entry])
+
+
+def test_a_url_where_nothing_is_is_told(holdfast):
+    ran = holdfast("ls", "memory://nothing/is-here", "--json")
+
+    assert (ran.status, ran.json["error"]["type"]) == (2, "CheckpointNotFoundError")
+
+
+def test_names_cannot_do_anything_to_a_terminal(tmp_path, holdfast):
+    torch.save(torch.ones(2), tmp_path / "a\x1b[31m\n\u202eb.pt")
+    torch.save(torch.ones(2), tmp_path / "c.pt")
+
+    for command in ("ls", "du"):
+        out = holdfast(command, tmp_path).out
+        assert "a\\x1b[31m\\n\\u202eb.pt" in out
+        assert all(line.isprintable() for line in out.splitlines())
+
+
+def test_a_pipe_is_not_read(tmp_path, holdfast):
+    torch.save(torch.ones(2), tmp_path / "a.pt")
+    os.mkfifo(tmp_path / "pipe.pt")
+    descriptor = os.open(tmp_path / "pipe.pt", os.O_RDWR)
+    try:
+        os.write(descriptor, b"PK\x03\x04" * 4)  # so that whoever reads is not stuck, and takes it for a checkpoint
+        assert list(entries(holdfast("ls", tmp_path, "--json"))) == ["a.pt"]
+    finally:
+        os.close(descriptor)
+
+
+def test_a_folder_that_may_not_be_looked_at_hides_no_other(prepared, holdfast, monkeypatch):
+    os.makedirs("runs/a/lost+found")
+    scandir = os.scandir
+
+    def refusing(path):
+        if os.path.basename(path) in ("lost+found", "step-00000100"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+
+    assert list(entries(holdfast("ls", "runs/a", "--json"))) == ["step-00000100", "step-00000200", "step-00000300"]
+    assert holdfast("du", "runs/a").status == 0
+    assert [facts.step for facts in RunWatch("runs/a").look().checkpoints] == [100, 200, 300]
+
+
+def test_work_folders_of_conversions_are_no_checkpoints(prepared, holdfast):
+    os.rename("hf-model", ".hf-model.holdfast-0011223344556677.partial")
+
+    assert not any(name.startswith(".") for name in entries(holdfast("ls", ".", "--json")))
 
 
 def test_a_run_that_a_job_owns_says_so_and_its_begun_saves_are_not_debris(tmp_path, holdfast):

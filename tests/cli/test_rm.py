@@ -15,6 +15,7 @@ import torch
 import holdfast as hf
 from holdfast.cli import removing
 from holdfast.manager.run_file import RunFile
+from holdfast.stores.places import store_at
 from holdfast.stores.roots import root_at
 
 
@@ -44,6 +45,133 @@ def test_files_that_are_no_part_of_a_checkpoint_stay(prepared, holdfast):
     assert os.listdir("runs/a/step-00000100") == ["notes.txt"]
     assert os.listdir("hf-model") == ["config.json"]
     assert "left what is no part of it: notes.txt" in ran.out
+
+
+STRANGE = [
+    "notes.metadata",
+    ".metadata.backup",
+    "dataset.metadata.json",
+    "model.safetensors.bak",
+    "a.safetensors.txt",
+    "x.before-repair",
+    "x.distcp",
+    "y.tmp",
+]
+
+
+@pytest.mark.parametrize("name", ["runs/a/step-00000100", "dcp", "hf-model"])
+def test_files_with_names_like_those_of_checkpoints_stay(prepared, holdfast, name):
+    for strange in STRANGE:
+        (prepared / name / strange).write_text("mine")
+    if name == "hf-model":
+        shutil.copy("model.safetensors", "hf-model/lora.safetensors")  # which its index does not name
+        kept = {*STRANGE, "config.json", "lora.safetensors"}
+    else:
+        kept = set(STRANGE)
+
+    assert holdfast("rm", name, "--yes").status == 0
+
+    assert set(os.listdir(name)) == kept
+
+
+def test_what_saves_and_repairs_left_goes_with_the_checkpoint(prepared, holdfast):
+    index = "model.safetensors.index.json"
+    for name in (f"{index}.before-repair", "model-00001-of-00001.safetensors.00112233.tmp"):
+        path = prepared / "hf-model" / name
+        path.write_text("left")
+        os.utime(path, (1_000_000, 1_000_000))
+    for name in ("holdfast.json.before-repair2", ".holdfast.json.00112233.tmp"):
+        (prepared / "runs/a/step-00000100" / name).write_text("left")
+    (prepared / "dcp/.metadata.00112233.tmp").write_text("left")
+
+    assert holdfast("rm", "hf-model", "runs/a/step-00000100", "dcp", "--yes").status == 0
+
+    assert os.listdir("hf-model") == ["config.json"]
+    assert not os.path.exists("runs/a/step-00000100")
+    assert not os.path.exists("dcp")
+
+
+def test_a_folder_of_several_models_is_refused(prepared, holdfast):
+    os.mkdir("models")
+    for name in ("model", "lora"):
+        shutil.copy("model.safetensors", f"models/{name}.safetensors")
+
+    ran = holdfast("rm", "models", "--yes", "--force", "--json")
+
+    assert error_of(ran) == "NotACheckpointError"
+    assert ran.json["error"]["message"].endswith(".safetensors.")
+    assert sorted(os.listdir("models")) == ["lora.safetensors", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "runs/a/step-00000100/data-*",
+        "runs/a/step-00000100/index-*",
+        "runs/a/step-00000100/holdfast.json",
+        "dcp/*.distcp",
+        "dcp/.metadata",
+        "hf-model/model-00001-*",
+        "hf-model/*.index.json",
+    ],
+)
+def test_a_file_that_is_only_a_part_of_a_checkpoint_is_refused(prepared, holdfast, pattern):
+    (path,) = prepared.glob(pattern)
+    before = sorted(prepared.rglob("*"))
+
+    assert holdfast("rm", path, "--yes", "--force").status == 2
+
+    assert sorted(prepared.rglob("*")) == before
+
+
+def test_what_is_given_twice_is_deleted_once(prepared, holdfast):
+    ran = holdfast("rm", "dcp", "./dcp/", "runs/../dcp", "model.pt", "--yes", "--json")
+
+    assert ran.status == 0
+    assert [entry["name"] for entry in ran.json["checkpoints"]] == ["dcp", "model.pt"]
+    assert not os.path.exists("model.pt")
+
+
+def test_a_zip_archive_is_no_checkpoint(prepared, holdfast):
+    shutil.copy("model.pt", "photos.zip")
+
+    assert error_of(holdfast("rm", "photos.zip", "--yes", "--json")) == "NotACheckpointError"
+
+    assert os.path.exists("photos.zip")
+
+
+def test_a_folder_that_ends_in_the_number_of_a_pinned_step_is_another_one(prepared, holdfast):
+    shutil.copytree("runs/a/step-00000100", "runs/a/best-300")
+
+    assert holdfast("rm", "runs/a/best-300", "--yes").status == 0
+
+    assert not os.path.exists("runs/a/best-300")
+    assert RunFile(root_at("runs/a")).read().pinned == frozenset([300])
+
+
+def test_what_may_be_being_written_at_a_url_goes_only_with_force(holdfast):
+    store = store_at("memory://rm-unfinished/step-1")
+    store.put("data-00112233aabbccdd-0-0.safetensors", bytes(10))
+
+    ran = holdfast("rm", "memory://rm-unfinished/step-1", "--yes", "--json")
+    assert error_of(ran) == "NotDeletedError"
+    assert "cannot be told when it was written" in ran.json["error"]["message"]
+    assert store.list()
+
+    assert holdfast("rm", "memory://rm-unfinished/step-1", "--yes", "--force").status == 0
+    assert not store.list()
+
+
+def test_a_single_file_at_a_url_is_deleted(prepared, holdfast):
+    store = store_at("memory://rm-files")
+    for name in ("model.pt", "model.safetensors"):
+        store.put(name, (prepared / name).read_bytes())
+
+    ran = holdfast("rm", "memory://rm-files/model.pt", "--yes", "--json")
+
+    assert ran.status == 0
+    assert ran.json["bytes"] == os.path.getsize("model.pt")
+    assert [listed.name for listed in store.list()] == ["model.safetensors"]
 
 
 def test_a_dry_run_changes_nothing(prepared, holdfast):

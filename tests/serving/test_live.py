@@ -141,6 +141,15 @@ def test_how_a_save_ended_is_told_for_a_while(folder, identity, outcome) -> None
     assert folder.live.ended(NOW + 3600) == []
 
 
+def test_a_save_that_has_ended_is_told_with_all_of_its_bytes(folder) -> None:
+    folder.write(0, 1000, NOW)
+    folder.look(NOW + 1)
+
+    folder.look(NOW + 4, committed={"step-00000300": GENERATION}, sizes={"step-00000300": 5000})
+
+    assert [ended.nbytes for ended in folder.live.ended(NOW + 5)] == [5000]
+
+
 def test_debris_that_is_swept_is_not_told_as_a_failure(folder) -> None:
     folder.write(0, 1000, NOW)
     folder.look(NOW + 1, owned_by(DEAD))

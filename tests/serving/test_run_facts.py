@@ -214,10 +214,17 @@ def test_a_folder_that_vanishes_is_empty_until_it_is_back(tmp_path) -> None:
     watch = RunWatch(tmp_path / "run")
     assert len(watch.look().checkpoints) == 1
     shutil.move(tmp_path / "run", tmp_path / "moved")
-    assert looked_at(watch).checkpoints == []
+    gone = looked_at(watch)
+    assert (gone.checkpoints, "nothing at" in gone.problem) == ([], True)
     shutil.move(tmp_path / "moved", tmp_path / "run")
 
-    assert len(looked_at(watch).checkpoints) == 1
+    back = looked_at(watch)
+    assert (len(back.checkpoints), back.problem) == (1, "")
+
+
+def test_a_url_where_nothing_is_is_told_at_once() -> None:
+    with pytest.raises(CheckpointNotFoundError, match="nothing at"):
+        RunWatch("memory://a-served-rnu")
 
 
 def test_a_checkpoint_that_replaces_another_under_its_name_is_seen(tmp_path) -> None:

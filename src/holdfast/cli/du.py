@@ -12,6 +12,7 @@ import typer
 from holdfast.cli.app import Example, command
 from holdfast.cli.console import reply
 from holdfast.cli.options import AllowPickle, Json, Places
+from holdfast.cli.printable import printable
 from holdfast.progress import size
 
 if TYPE_CHECKING:
@@ -149,8 +150,8 @@ def _view(places: list[dict[str, Any]], by: By) -> RenderableType:
         total = sum(row["bytes"] for row in place["rows"]) or 1
         for row in place["rows"]:
             count = [str(row["tensors"])] if is_one else []
-            table.add_row(size(row["bytes"]), f"{row['bytes'] / total:.0%}", *count, Text(row["name"]))
-        parts += [Text(_headline(place), style="bold"), table]
+            table.add_row(size(row["bytes"]), f"{row['bytes'] / total:.0%}", *count, Text(printable(row["name"])))
+        parts += [Text(printable(_headline(place)), style="bold"), table]
     return Group(*parts)
 
 

@@ -11,6 +11,7 @@ import typer
 from holdfast.cli.app import Example, command
 from holdfast.cli.console import reply
 from holdfast.cli.options import Json
+from holdfast.cli.printable import printable
 from holdfast.progress import size
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _view(listings: list[Listing], order: Order) -> RenderableType:
     parts: list[RenderableType] = []
     for listing in listings:
         if len(listings) > 1 or listing.kind != "checkpoint":
-            parts.append(Text(_headline(listing), style="bold"))
+            parts.append(Text(printable(_headline(listing)), style="bold"))
         parts.append(_table(_sorted(listing.entries, order)))
     return Group(*parts)
 
@@ -102,12 +103,12 @@ def _table(entries: list[Entry]) -> RenderableType:
     table.add_column("AGE", justify="right", no_wrap=True)
     table.add_column("FORMAT", no_wrap=True)
     for name in metrics:
-        table.add_column(Text(name), justify="right", no_wrap=True)
+        table.add_column(Text(printable(name)), justify="right", no_wrap=True)
     for entry in entries:
         numbers = [f"{entry.metrics[name]:.6g}" if name in entry.metrics else "" for name in metrics]
-        state = Text(_state(entry), _STYLES.get(entry.state, ""))
+        state = Text(printable(_state(entry)), _STYLES.get(entry.state, ""))
         rest = (size(entry.nbytes), age(entry.saved_at), entry.format, *numbers)
-        table.add_row(Text(entry.name), state, *map(Text, rest))
+        table.add_row(Text(printable(entry.name)), state, *map(Text, rest))
     return table
 
 

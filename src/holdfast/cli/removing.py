@@ -5,6 +5,7 @@ Only files of checkpoints are removed, and a folder only if it is empty then.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from holdfast.stores.places import local_path
 from holdfast.stores.roots import Root
 from holdfast.stores.store import Store
 
+_COPY = re.compile(rf"(.+){re.escape(KEPT)}[0-9]*", re.DOTALL)
 _ABOUT_A_MODEL = (hf_names.INDEX_NAME, hf_names.COMMIT_NAME)
 
 
@@ -109,8 +111,15 @@ class _Names:
 
 def _is_native(name: str) -> bool:
     is_temporary = name.startswith((f".{RECORD}.", f".{SET_ASIDE}.")) and name.endswith(".tmp")
-    is_copy = KEPT in name and (name.startswith(RECORD) or generation_of(name.partition(KEPT)[0]) is not None)
+    original = _original_of(name)
+    is_copy = original == RECORD or generation_of(original) is not None
     return generation_of(name) is not None or name == SET_ASIDE or is_temporary or is_copy
+
+
+def _original_of(name: str) -> str:
+    """What a file was called that a repair has replaced; empty for other files."""
+    found = _COPY.fullmatch(name)
+    return "" if found is None else found.group(1)
 
 
 def _of_a_model(store: Store, names: Collection[str]) -> Iterator[str]:
@@ -123,7 +132,8 @@ def _of_a_model(store: Store, names: Collection[str]) -> Iterator[str]:
     except HoldfastError:  # what cannot be opened is known by its name alone
         own = {name for name in names if hf_names.is_data_file(name) or name == f"model{hf_names.SUFFIX}"}
     for name in names:
-        if name not in _ABOUT_A_MODEL and (name in own or hf_names.generation_of(name) is not None):
+        is_left = hf_names.generation_of(name) is not None or _original_of(name) in _ABOUT_A_MODEL
+        if name not in _ABOUT_A_MODEL and (name in own or is_left):
             yield name
 
 

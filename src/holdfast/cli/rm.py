@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from holdfast.cli.app import Example, command
 from holdfast.cli.console import asks, note, reply
 from holdfast.cli.options import Json, Yes
+from holdfast.cli.printable import printable
 from holdfast.progress import size
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def rm(
     """
     from holdfast.cli.removing import refuse_to_remove, remove
 
-    entries = [_checkpoint_at(path) for path in paths]
+    entries = list({_real(entry.path): entry for entry in map(_checkpoint_at, paths)}.values())  # each once
     for entry in entries:
         refuse_to_remove(entry, force=force)
     total = sum(entry.bytes_on_disk for entry in entries)
@@ -80,6 +82,13 @@ def _checkpoint_at(path: str) -> Entry:
     return listing.entries[0]
 
 
+def _real(place: str) -> str:
+    from holdfast.stores.places import local_path
+
+    path = local_path(place)
+    return place if path is None else os.path.realpath(path)
+
+
 def _are_to_go(entries: list[Entry], total: int) -> bool:
     """What somebody at the terminal says."""
     if not asks():
@@ -87,7 +96,7 @@ def _are_to_go(entries: list[Entry], total: int) -> bool:
             "nobody is there to be asked; give --yes to delete, or --dry-run to look", param_hint="--yes"
         )
     for entry in entries:
-        note(f"{entry.path}  {size(entry.bytes_on_disk)}  {entry.state}")
+        note(f"{printable(entry.path)}  {size(entry.bytes_on_disk)}  {entry.state}")
     return typer.confirm(f"Delete {len(entries)} checkpoint(s), {size(total)}?", err=True)
 
 
@@ -97,5 +106,5 @@ def _text(entries: list[Entry], left: dict[str, list[str]], *, dry_run: bool) ->
     for entry in entries:
         others = left.get(entry.path, [])
         tail = f"; left what is no part of it: {', '.join(others[:5])}" if others else ""
-        lines.append(f"{word} {entry.path}, {size(entry.bytes_on_disk)}{tail}")
+        lines.append(printable(f"{word} {entry.path}, {size(entry.bytes_on_disk)}{tail}"))
     return "\n".join(lines)

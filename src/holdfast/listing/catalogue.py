@@ -25,7 +25,7 @@ class Look:
     """By step, those without one last."""
     run: RunState = field(default_factory=RunState)
     problem: str = ""
-    """What is wrong with the run file."""
+    """What is wrong with the folder or with its run file."""
 
 
 class Catalogue:
@@ -49,6 +49,8 @@ class Catalogue:
         """What there is now."""
         run, problem = run_at(self.shelf.root)
         folders = self.shelf.look()
+        if self.shelf.is_gone:
+            problem = f"there is nothing at {self.shelf.root.location} any more: it was deleted, moved or unmounted"
         return Look(folders, self._checkpoints(run, folders), run, problem)
 
     def _checkpoints(self, run: RunState, folders: Sequence[SeenFolder]) -> list[Entry]:

@@ -44,6 +44,11 @@ class Shelf:
         self._seen: dict[str, tuple[int, SeenFolder]] = {}
 
     @property
+    def is_gone(self) -> bool:
+        """Whether the folder is not there any more."""
+        return isinstance(self.root, LocalRoot) and not self.root.folder.is_dir()
+
+    @property
     def location(self) -> str:
         """What was given."""
         return self.root.location if self.single is None else self.location_of(self.single)
@@ -91,6 +96,7 @@ class Shelf:
             except PermissionError:
                 if self.single is not None:
                     raise
+                found.append(SeenFolder(name, ()))  # of which only the name is known
         for name in self._seen.keys() - {seen.name for seen in found}:
             del self._seen[name]
         return found
@@ -176,7 +182,11 @@ def _is_single(root: Root) -> bool:
 
 
 def _holds_a_checkpoint(root: Root, name: str) -> bool:
-    return not name.startswith(".") and format_of_folder({file.name for file in root.child(name).list()}) is not None
+    try:
+        names = set() if name.startswith(".") else {file.name for file in root.child(name).list()}
+    except PermissionError:
+        return False
+    return format_of_folder(names) is not None
 
 
 def _are_of_one_model(names: Collection[str]) -> bool:
@@ -197,7 +207,7 @@ def _files_in(path: str) -> list[SeenFile]:
                 status = entry.stat()
             except FileNotFoundError:
                 continue
-            if not stat.S_ISDIR(status.st_mode):
+            if stat.S_ISREG(status.st_mode):
                 found.append(SeenFile(entry.name, status.st_size, status.st_mtime, entry.path))
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from holdfast.errors import HoldfastError
 from holdfast.formats.native.names import RECORD, generation_of
 from holdfast.manager.run_file import RUN_FILE
@@ -37,7 +39,10 @@ def debris_of(place: str) -> list[Heap]:
     stores = [root.child(name) for name in sorted(root.children()) if not name.startswith(".")]
     if root.store.size(RUN_FILE) is None:
         stores.insert(0, root.store)
-    return [*heaps, *(heap for store in stores for heap in _heaps_in(store))]
+    for store in stores:
+        with suppress(PermissionError):  # what may not be looked at may not be swept either
+            heaps += _heaps_in(store)
+    return heaps
 
 
 def _heaps_in(store: Store) -> list[Heap]:

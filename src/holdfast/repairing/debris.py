@@ -120,7 +120,7 @@ def heaps_of_dcp(store: Store, needed: Collection[str]) -> Iterator[Heap]:
 def heaps_of_conversions(folder: Path) -> Iterator[Heap]:
     """Unfinished outputs of conversions in a folder."""
     for path in left_over(folder):
-        obstacle = "a conversion is writing it, or it cannot be locked" if is_in_use(path) else None
+        obstacle = "a conversion is writing it, or nobody knows" if is_in_use(path) else None
         yield WorkFolder(str(folder), [path.name], _tree_bytes(path), "left by a conversion that was killed", obstacle)
 
 

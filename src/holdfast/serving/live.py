@@ -139,18 +139,19 @@ class LiveSaves:
         run: RunState,
         *,
         expected: int | None = None,
+        sizes: Mapping[str, int] | None = None,
         now: float | None = None,
     ) -> list[SaveFacts]:
         """All saves without a record in these folders.
 
-        ``committed`` has the identity of the checkpoint in each folder that has one, and ``expected`` is how many bytes
-        a checkpoint has. ``now`` is in seconds since the epoch.
+        ``committed`` has the identity of the checkpoint in each folder that has one, ``sizes`` how many
+        bytes they have, and ``expected`` is how many a checkpoint has. ``now`` is in seconds since the epoch.
         """
         now = time.time() if now is None else now
         self._committed |= set(committed.items())
         unfinished = [found for folder in folders for found in _unfinished_in(folder, committed.get(folder.name))]
         facts = [self._facts(found, run, expected, now) for found in unfinished]
-        self._note_ended({(found.name, found.generation) for found in unfinished}, committed, now)
+        self._note_ended({(found.name, found.generation) for found in unfinished}, committed, sizes or {}, now)
         names = {folder.name for folder in folders}
         self._committed = {(name, identity) for name, identity in self._committed if name in names}
         return facts
@@ -211,7 +212,9 @@ class LiveSaves:
         has_index = any(file.name.startswith("index-") for file in found.files)
         return ("committing" if has_index else "writing"), ""
 
-    def _note_ended(self, present: Collection[tuple[str, str]], committed: Mapping[str, str], now: float) -> None:
+    def _note_ended(
+        self, present: Collection[tuple[str, str]], committed: Mapping[str, str], sizes: Mapping[str, int], now: float
+    ) -> None:
         for key in self._tracked.keys() - present:
             last, began = self._tracked[key].last, self._tracked[key].began
             del self._tracked[key]
@@ -221,7 +224,8 @@ class LiveSaves:
             has_record = committed.get(name) is not None and generation in ("", committed[name])
             at = datetime.fromtimestamp(now, timezone.utc)
             outcome: Literal["committed", "failed"] = "committed" if has_record else "failed"
-            self._ended.append(Ended(name, last.step, outcome, last.nbytes, max(0.0, now - began), at))
+            nbytes = sizes.get(name, last.nbytes) if has_record else last.nbytes
+            self._ended.append(Ended(name, last.step, outcome, nbytes, max(0.0, now - began), at))
 
 
 def _unfinished_in(folder: SeenFolder, committed: str | None) -> Iterator[_Unfinished]:

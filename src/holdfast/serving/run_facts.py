@@ -144,6 +144,7 @@ class RunWatch:
             {facts.name: facts.identity for facts in checkpoints if facts.identity},
             look.run,
             expected=None if newest is None else newest.nbytes,
+            sizes={facts.name: facts.nbytes for facts in checkpoints},
         )
         self._names |= {facts.name for facts in checkpoints}
         return RunFacts(
