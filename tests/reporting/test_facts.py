@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast as hf
-from holdfast.reporting.packing import as_json_number, front_coded, plain
+from holdfast.plain_data import plain
+from holdfast.reporting.packing import as_json_number, front_coded
 from holdfast.reporting.report import make_report
 from holdfast.reporting.value_texts import type_and_text
 from tests.ranks import RankPool
@@ -165,6 +166,31 @@ def test_chunks_lie_where_they_are_said_to(ranks: RankPool, tmp_path: Path) -> N
     assert len(chunks_in(facts, keys.index("both"))) == 4
     assert {row[0]: row[1] for row in facts["placement"]["ranks"]} == nbytes_by_rank
     assert len(facts["checkpoint"]["phases"]["write"]) == 4
+
+
+def save_for_few(path: Path) -> None:
+    hf.save({"one": torch.ones(6), "other": torch.zeros(4)}, path)
+
+
+def test_ranks_that_had_nothing_to_write_count_too(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(4).run(save_for_few, tmp_path / "ckpt")
+
+    rows = facts_as_read(tmp_path / "ckpt")["placement"]["ranks"]
+
+    assert [rank for rank, *_ in rows] == [0, 1, 2, 3]
+    assert sorted(row[1:] for row in rows) == [[0, 0, 0], [0, 0, 0], [16, 1, 1], [24, 1, 1]]
+
+
+def test_phases_are_told_in_the_order_in_which_they_happen(tmp_path: Path) -> None:
+    hf.async_save({"w": torch.ones(6)}, tmp_path / "ckpt").wait()
+
+    assert list(facts_as_read(tmp_path / "ckpt")["checkpoint"]["phases"]) == [
+        "capture",
+        "stage",
+        "compare",
+        "plan",
+        "write",
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

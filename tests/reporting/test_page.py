@@ -99,17 +99,12 @@ def test_the_summary_says_what_it_is(pages: Path, open_page: Open) -> None:
     opened.screenshot("report-laptop", full_page=True)
 
 
-def test_nothing_is_asked_of_the_network(pages: Path, open_page: Open) -> None:
-    opened = open_page(pages / "compared.html")
-    opened.page.click("#treemap")
-
-    assert opened.requests == [(pages / "compared.html").as_uri()]
-
-
-def test_the_map_opens_parts_and_leads_back(pages: Path, open_page: Open) -> None:
+def test_the_map_can_be_pointed_at_clicked_and_walked_by_keys(pages: Path, open_page: Open) -> None:
     page = open_page(pages / "plain.html").page
     crumbs = page.locator("#crumbs")
     assert crumbs.inner_text() == "all"
+    page.hover("#treemap", position={"x": 60, "y": 60})
+    assert re.match(r"model\.layers\.\d\.(up|down) · 8\.2 KB · ", page.text_content("#treemap-status") or "")
 
     page.click("#treemap", position={"x": 60, "y": 60})
     page.click("#treemap", position={"x": 60, "y": 60})
@@ -121,29 +116,16 @@ def test_the_map_opens_parts_and_leads_back(pages: Path, open_page: Open) -> Non
     crumbs.get_by_role("button", name="all").click()
     assert crumbs.inner_text() == "all"
 
-
-def test_the_map_tells_what_is_under_the_pointer(pages: Path, open_page: Open) -> None:
-    page = open_page(pages / "plain.html").page
-
-    page.hover("#treemap", position={"x": 60, "y": 60})
-
-    assert re.match(r"model\.layers\.\d\.(up|down) · 8\.2 KB · ", page.text_content("#treemap-status") or "")
-
-
-def test_the_map_can_be_walked_by_keys(pages: Path, open_page: Open) -> None:
-    page = open_page(pages / "plain.html").page
-
     page.focus("#treemap")
     page.keyboard.press("ArrowRight")
     assert (page.text_content("#treemap-status") or "").startswith("model · ")
     page.keyboard.press("Enter")
-    assert "model" in page.inner_text("#crumbs")
+    assert "model" in crumbs.inner_text()
     page.keyboard.press("Backspace")
+    assert crumbs.inner_text() == "all"
 
-    assert page.inner_text("#crumbs") == "all"
 
-
-def test_search_finds_parts_of_names_and_patterns(pages: Path, open_page: Open) -> None:
+def test_search_finds_names_and_patterns_and_filters_are_taken_together(pages: Path, open_page: Open) -> None:
     page = open_page(pages / "plain.html").page
     with hf.open(pages / "run" / "step-00000200") as ckpt:
         keys = list(ckpt)
@@ -161,10 +143,6 @@ def test_search_finds_parts_of_names_and_patterns(pages: Path, open_page: Open) 
     page.fill("#search", "")
     assert "model" in rows(page)
 
-
-def test_filters_are_taken_together(pages: Path, open_page: Open) -> None:
-    page = open_page(pages / "plain.html").page
-
     page.select_option("#filter-dtype", "bfloat16")
     assert rows(page) == [f"model.layers.{number}.down" for number in (0, 1, 3)]
     page.fill("#search", "3")
@@ -181,7 +159,7 @@ def test_filters_are_taken_together(pages: Path, open_page: Open) -> None:
     assert set(found[:4]) == {f"model.layers.{n}.up" for n in range(3)} | {"model.layers.2.down"}
 
 
-def test_the_tree_opens_and_closes(pages: Path, open_page: Open) -> None:
+def test_the_tree_opens_and_closes_by_pointer_and_keys(pages: Path, open_page: Open) -> None:
     page = open_page(pages / "plain.html").page
 
     assert "layers" in rows(page)
@@ -194,10 +172,9 @@ def test_the_tree_opens_and_closes(pages: Path, open_page: Open) -> None:
 
     assert page.text_content("#panel .key") == "model.norm"
     assert row(page, "norm").get_attribute("aria-selected") == "true"
-
-
-def test_the_list_can_be_walked_by_keys(pages: Path, open_page: Open) -> None:
-    page = open_page(pages / "plain.html").page
+    page.focus("#rows")
+    page.keyboard.press("Escape")
+    assert "Choose an entry" in page.inner_text("#panel")
 
     page.keyboard.press("/")
     page.keyboard.type("norm")
@@ -219,7 +196,7 @@ def test_the_list_can_be_walked_by_keys(pages: Path, open_page: Open) -> None:
     assert page.text_content(f"#{active} .key") == "layers"
 
 
-def test_the_panel_draws_chunks_by_rank(pages: Path, open_page: Open) -> None:
+def test_the_panel_draws_chunks_by_rank_and_each_rank_has_its_bars(pages: Path, open_page: Open) -> None:
     opened = open_page(pages / "sharded.html")
     page = opened.page
     boxes = "#panel svg.drawing rect"
@@ -239,20 +216,47 @@ def test_the_panel_draws_chunks_by_rank(pages: Path, open_page: Open) -> None:
     assert re.search(r"data-[0-9a-f]{16}-1-0\.safetensors @ [\d,]+", page.inner_text("#panel tbody tr:nth-child(2)"))
     opened.screenshot("report-sharded")
 
-
-def test_balance_and_time_have_a_bar_for_each_rank(pages: Path, open_page: Open) -> None:
-    page = open_page(pages / "sharded.html").page
-
     assert page.locator("#balance .bar").count() == 4
     assert page.locator("#time .bar").count() == 4
     assert "write files" in page.inner_text("#time .legend")
     widths = page.eval_on_selector_all("#time .bar:first-child .fill", "all => all.map(fill => fill.style.width)")
-    assert len(widths) == page.locator("#time .legend li").count()
+    assert len(widths) == page.locator("#time .legend li").count() - 1  # the last one is to wait
     assert any(float(width.rstrip("%")) > 0 for width in widths)
     page.get_by_role("button", name="rank 2").click()
 
     assert page.input_value("#filter-rank") == "2"
     assert {"model.weight", "model.wide"} <= set(rows(page))
+
+
+def page_of_facts(facts: dict[str, Any], path: Path) -> Path:
+    return write_page(path, page_of("report.html", title="made up", styles=STYLES, scripts=SCRIPTS, data=facts))
+
+
+def test_phases_begin_when_the_slowest_rank_has_ended_the_one_before(
+    pages: Path, tmp_path: Path, open_page: Open
+) -> None:
+    facts = json.loads(json.dumps(make_report(pages / "sharded").facts))
+    seconds = {"capture": [1, 3], "stage": [4, 1], "plan": [1, 1], "write": [2, 4]}  # copies are made without meeting
+    facts["checkpoint"]["phases"] = seconds
+    facts["placement"]["ranks"] = [[0, 2000, 2, 1], [1, 0, 0, 0]]
+    page = open_page(page_of_facts(facts, tmp_path / "page.html")).page
+
+    def bars(rank: int) -> list[tuple[float, float]]:
+        """Begin and length of each, in tenths of the whole."""
+        place = "fill => [fill, fill.parentElement].map(one => one.getBoundingClientRect())"
+        found = page.eval_on_selector_all(
+            f"#time .bar:nth-child({rank + 1}) .fill",
+            f"all => all.map({place}).map(([own, all]) => [(own.left - all.left) / all.width, own.width / all.width])",
+        )
+        return [(round(begin * 10, 2), round(length * 10, 2)) for begin, length in found]
+
+    assert bars(0) == [(0, 1), (1, 4), (5, 1), (6, 2)]
+    assert bars(1) == [(0, 3), (3, 1), (5, 1), (6, 4)]
+    assert "10.0 s without the commit, rank 1 was busy longest" in page.inner_text("#time")
+    assert "8.00 s · waited 2.00 s" in page.inner_text("#time .bar:nth-child(1)")
+    assert "9.00 s · waited 1.00 s" in page.inner_text("#time .bar:nth-child(2)")
+    assert "10.0 s" in page.inner_text("#summary .tiles")
+    assert re.search(r"wrote 2\.00 \S as much as the average, 1 rank wrote nothing", page.inner_text("#balance"))
 
 
 def test_a_thousand_ranks_fit_on_the_page(pages: Path, tmp_path: Path, open_page: Open) -> None:
@@ -267,8 +271,7 @@ def test_a_thousand_ranks_fit_on_the_page(pages: Path, tmp_path: Path, open_page
     placement["cut"][number], placement["placed"][number] = len(placement["cuts"]) - 1, len(placement["lists"]) - 1
     placement["begins"] = None
     facts["checkpoint"]["phases"] = {"write": [1 + (rank == 77) for rank in range(ranks)]}
-    text = page_of("report.html", title="many", styles=STYLES, scripts=SCRIPTS, data=facts)
-    page = open_page(write_page(tmp_path / "page.html", text)).page
+    page = open_page(page_of_facts(facts, tmp_path / "page.html")).page
 
     assert re.search(r"the busiest rank wrote 2\.00 \S as much as the average", page.inner_text("#balance"))
     assert page.locator("#balance svg rect").count() == ranks
@@ -327,8 +330,25 @@ def test_comparing_shows_what_changed(pages: Path, open_page: Open) -> None:
     assert rows(page)[0] == "model.layers.1.up"
     others = {"model.layers.3.up", "model.layers.2.down", "optim.lr", "step", "new", "old"}
     assert set(rows(page)) == {"model.layers.1.up", *others}
-    assert re.search(r"step\s+100\s+200", page.inner_text("#changes table"))
+    assert re.search(r"step\s+100 → 200", page.inner_text("#changes .changed-values"))
     assert "0.5 (was 1)" in page.inner_text("#summary")
+    page.click("#treemap")
+    assert opened.requests == [(pages / "compared.html").as_uri()]  # nothing was asked of the network
+
+
+def test_long_texts_take_no_more_room_than_they_need(tmp_path: Path, open_page: Open) -> None:
+    group = "optim.param_groups.a_long_name_of_a_group_of_parameters.learning_rate"
+    for name, rate in (("one", 0.1), ("two", 0.2)):
+        metadata = {"config": "x " * 10_000, **{f"option {number}": number for number in range(200)}}
+        hf.save({group: rate, "w": torch.ones(4, 4) * rate}, tmp_path / name, metadata=metadata)
+    make_report(tmp_path / "two", compare=tmp_path / "one").save(tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html").page
+
+    assert page.locator("#summary").bounding_box()["height"] < 800
+    assert page.locator(".changed-values dt").bounding_box()["height"] < 30  # the key is in one line
+    page.set_viewport_size({"width": 360, "height": 640})
+    assert page.locator("#summary").bounding_box()["height"] < 1280
+    assert page.locator(".changed-values dt").bounding_box()["height"] < 60
 
 
 def test_light_and_dark_can_be_chosen(pages: Path, open_page: Open) -> None:
@@ -417,6 +437,27 @@ def test_damage_is_the_first_thing_to_see(tmp_path: Path, open_page: Open) -> No
     assert data.name in page.inner_text("#summary .notice")
     row(page, "weight").click()
     assert "Damaged" in page.inner_text("#panel .notice")
+
+    make_report(tmp_path / "ckpt").save(tmp_path / "page.html")  # which reads it for the statistics
+    page.reload()
+    assert "1 tensor cannot be read" in page.inner_text("#summary .chips")
+    assert data.name in page.inner_text("#summary .notice")
+    row(page, "weight").click()
+    assert data.name in page.inner_text("#panel .notice")
+
+
+def test_a_tensor_that_became_nan_has_changed_most(tmp_path: Path, open_page: Open) -> None:
+    for name, broken in (("before", 2.0), ("after", math.nan)):
+        change = 0.5 * (name == "after")
+        hf.save({"a": torch.ones(4) + change, "b": torch.full((3,), broken), "c": torch.ones(5)}, tmp_path / name)
+    make_report(tmp_path / "after", compare=tmp_path / "before").save(tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html").page
+
+    assert re.split(r"\s+", page.inner_text(".changed-bars .bars").strip()) == ["b", "3", "NaN", "a", "50", "%"]
+    row(page, "b").click()
+    assert re.search(r"relative\s+3 NaN", page.inner_text("#panel"))
+    page.select_option("#filter-order", "change")
+    assert rows(page) == ["b", "a", "c"]
 
 
 @pytest.mark.parametrize("saved", [{"step": 3}, {}, {"none": torch.zeros(0, 4)}], ids=["values", "nothing", "empty"])

@@ -160,3 +160,22 @@ def test_a_report_takes_no_torch(path: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program, str(path), str(tmp_path / "page.html")], check=True, timeout=120)
 
     assert is_report(tmp_path / "page.html")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_a_folder_whose_name_is_no_text_has_a_page(path: Path, tmp_path: Path) -> None:
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad-\xff"))
+    path.rename(odd)
+
+    written = make_report(odd).save(tmp_path / "page.html")
+
+    assert "/bad-? · Holdfast report</title>" in written.read_text(encoding="utf-8")
+
+
+def test_a_page_in_a_folder_that_is_not_there_is_refused_before_anything_is_read(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"missing/page\.html cannot be written: there is no folder .*/missing"):
+        make_report(path).save(tmp_path / "missing" / "page.html")
+    with mock.patch("holdfast.reporting.report.make_report") as made:
+        assert run(["report", str(path), "-o", str(tmp_path / "missing" / "page.html")]) == 2
+
+    assert not made.called

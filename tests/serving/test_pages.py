@@ -54,7 +54,7 @@ def expect(found):
     return expect(found)
 
 
-def test_the_list_shows_every_checkpoint_and_what_is_wrong_with_it(served, open_page) -> None:
+def test_the_list_shows_every_checkpoint_and_what_is_wrong_with_it_sorted_and_filtered(served, open_page) -> None:
     opened = open_page(served.url)
     page = opened.page
 
@@ -71,6 +71,14 @@ def test_the_list_shows_every_checkpoint_and_what_is_wrong_with_it(served, open_
     page.evaluate("scrollTo(0, 0)")
     opened.screenshot("serve-laptop", full_page=True)
 
+    page.get_by_role("button", name="accuracy").click()
+    expect(page.locator("#rows tr").first).to_contain_text("step 100")
+    page.get_by_label("Filter checkpoints").fill("noise")
+    expect(page.locator("#rows tr")).to_have_count(1)
+    expect(page.locator("#count")).to_have_text(f"1 of {len(STEPS)}")
+    page.get_by_label("Filter checkpoints").fill("nothing like this")
+    expect(page.locator("#empty")).to_have_text("None of them matches.")
+
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_phone_shows_it_all_without_scrolling_sideways(served, open_page, dark) -> None:
@@ -85,12 +93,16 @@ def test_a_phone_shows_it_all_without_scrolling_sideways(served, open_page, dark
     opened.screenshot(f"serve-phone-list-{'dark' if dark else 'light'}")
 
 
-def test_a_click_opens_the_report_and_a_link_leads_back(served, open_page) -> None:
+def test_a_click_opens_the_report_in_the_chosen_colours_and_a_link_leads_back(served, open_page) -> None:
     page = open_page(served.url).page
+    page.get_by_role("button", name="Colours").click()
+    page.get_by_role("button", name="Colours").click()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     row(page, 1200).get_by_role("link").click()
 
     expect(page).to_have_url(f"{served.url}c/step-00001200")
     expect(page.get_by_text("model.weight").first).to_be_visible()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     page.get_by_role("link", name="All checkpoints").click()
     expect(page.locator("#rows tr")).to_have_count(len(STEPS))
 
@@ -109,7 +121,7 @@ def test_two_that_are_ticked_are_compared(served, open_page) -> None:
     expect(page.get_by_text("What changed")).to_be_visible()
 
 
-def test_pointing_at_a_chart_shows_the_value(served, open_page) -> None:
+def test_a_chart_shows_values_by_pointer_and_keys_and_opens_a_report(served, open_page) -> None:
     opened = open_page(served.url)
     loss = chart(opened.page, "loss")
     expect(loss.locator(".readout")).to_contain_text("best 0.24625 at step 1,000")
@@ -121,10 +133,8 @@ def test_pointing_at_a_chart_shows_the_value(served, open_page) -> None:
     opened.page.mouse.click(box["x"] + 53, box["y"] + 60)
     expect(opened.page).to_have_url(f"{served.url}c/step-00000100")
 
-
-def test_charts_can_be_read_with_the_keyboard(served, open_page) -> None:
-    page = open_page(served.url).page
-    loss = chart(page, "loss")
+    page = opened.page
+    page.go_back()
     loss.locator("svg").focus()
     for key in ("End", "ArrowLeft", "ArrowLeft"):
         page.keyboard.press(key)
@@ -136,7 +146,7 @@ def test_charts_can_be_read_with_the_keyboard(served, open_page) -> None:
     expect(page).to_have_url(f"{served.url}c/step-00000100")
 
 
-def test_a_chart_has_a_logarithmic_scale_and_another_best(served, open_page) -> None:
+def test_a_chart_has_a_logarithmic_scale_another_best_and_gaps(served, open_page) -> None:
     page = open_page(served.url).page
     loss = chart(page, "loss")
     before = loss.locator("polyline").first.get_attribute("points")
@@ -146,36 +156,9 @@ def test_a_chart_has_a_logarithmic_scale_and_another_best(served, open_page) -> 
 
     expect(loss.locator(".readout")).to_contain_text("best 2.3364 at step 100")
     expect(chart(page, "accuracy").get_by_role("button", name="best: highest")).to_be_visible()
-
-
-def test_a_value_that_is_no_number_interrupts_the_line(served, open_page) -> None:
-    odd = chart(open_page(served.url).page, ODD_METRIC)
-
+    odd = chart(page, ODD_METRIC)  # has a value that is no number
     expect(odd.locator("polyline")).to_have_count(2)
     expect(odd.locator(".no-number")).to_have_count(1)
-
-
-def test_the_list_is_sorted_and_filtered(served, open_page) -> None:
-    page = open_page(served.url).page
-    page.get_by_role("button", name="accuracy").click()
-    expect(page.locator("#rows tr").first).to_contain_text("step 100")
-    page.get_by_label("Filter checkpoints").fill("noise")
-    expect(page.locator("#rows tr")).to_have_count(1)
-    expect(page.locator("#count")).to_have_text(f"1 of {len(STEPS)}")
-    page.get_by_label("Filter checkpoints").fill("nothing like this")
-
-    expect(page.locator("#empty")).to_have_text("None of them matches.")
-
-
-def test_colours_are_kept_for_the_reports(served, open_page) -> None:
-    page = open_page(served.url).page
-    page.get_by_role("button", name="Colours").click()
-    page.get_by_role("button", name="Colours").click()
-    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-    row(page, 1200).get_by_role("link").click()
-    expect(page.get_by_text("model.weight").first).to_be_visible()
-
-    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
 def test_a_running_save_is_shown_and_becomes_a_checkpoint_without_reloading(tmp_path, open_page) -> None:

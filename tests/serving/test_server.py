@@ -124,6 +124,25 @@ def test_this_machine_is_answered_also_through_a_tunnel(served, host) -> None:
     assert visit(served, "/api/run.json", Host=host).status == 200
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+@pytest.mark.parametrize("target", ["/c/step-00000100", "/api/run.json", "/api/report.json?of=step-00000100", "/"])
+def test_pages_of_other_sites_can_ask_for_nothing(served, target, site) -> None:
+    picture = visit(served, target, Sec_Fetch_Site=site, Sec_Fetch_Mode="no-cors", Sec_Fetch_Dest="image")
+    link = visit(served, target, Sec_Fetch_Site=site, Sec_Fetch_Mode="navigate", Sec_Fetch_Dest="document")
+
+    assert picture.status == 403
+    assert link.status == (200 if target == "/" else 403)  # which somebody has clicked
+
+
+@pytest.mark.parametrize("site", ["same-origin", "none"])
+def test_own_pages_and_people_are_answered(served, site) -> None:
+    assert visit(served, "/c/step-00000100", Sec_Fetch_Site=site, Sec_Fetch_Mode="navigate").status == 200
+
+
+def test_many_can_ask_at_once(served) -> None:
+    assert served._server.request_queue_size >= 100  # those who find no room try again after a second
+
+
 def test_a_name_that_was_chosen_to_listen_at_is_answered() -> None:
     assert is_for_this_machine("training-box:8000", "training-box")
     assert is_for_this_machine(f"{socket.gethostname()}:8000", "0.0.0.0")
@@ -273,6 +292,10 @@ def test_a_report_that_takes_long_is_waited_for_on_a_page(server, monkeypatch) -
     assert visit(server, "/api/report.json?of=step-00000100").json["is_working"] is False
 
 
+def test_names_are_not_searched_for_places_to_fill() -> None:
+    assert b"<h1>Reading {{of}} and {{compare}}</h1>" in answers._waiting_page(["{{of}}", "{{compare}}"]).content
+
+
 def test_a_report_that_fails_after_long_is_told_once_and_then_tried_again(server, monkeypatch) -> None:
     tried = []
 
@@ -310,7 +333,7 @@ def test_closing_hangs_up_on_those_who_never_asked(tmp_path, monkeypatch) -> Non
 
 
 def test_a_port_that_is_taken_is_an_error(served) -> None:
-    with pytest.raises(OSError, match=rf"127\.0\.0\.1:{served.port}: .*in use"):
+    with pytest.raises(OSError, match=rf"127\.0\.0\.1:{served.port}: .*in use; port 0 takes"):
         serve(served.location, port=served.port)
 
 

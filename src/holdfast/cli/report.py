@@ -44,7 +44,7 @@ def report(
             "--statistics",
             metavar="PATTERN",
             help="Tensors to describe, such as 'model.*', or 'all', or 'none'. May be given several times. By default "
-            "the largest, as long as no more than 256 MB are read for it.",
+            "the largest, as long as no more than 256 MiB are read for it.",
         ),
     ] = None,
     verify: Annotated[
@@ -64,9 +64,10 @@ def report(
     With --verify the exit status is 1 if there is damage; the page is written and shows it.
     """
     from holdfast.reporting.report import make_report
-    from holdfast.reporting.saving import is_report
+    from holdfast.reporting.saving import is_report, require_folder
 
     path = output or Path(default_name(checkpoint))
+    require_folder(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; give the name of a file to write, such as {path / 'report.html'}")
     if path.exists() and not force and not is_report(path):

@@ -15,16 +15,14 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+BRAND = '<span class="brand">Holdfast</span>'
+"""Stands first in a page. The server has a link to its list there."""
+
 _PLACE = re.compile(r"<!-- holdfast:(\w+) -->")
 
 
-def page(
-    template: str, *, title: str, styles: Sequence[str], scripts: Sequence[str], data: Any, connect: str = ""
-) -> str:
-    """An HTML page of the named files, with ``data`` as JSON in the element ``#facts``.
-
-    ``connect`` is what the scripts may fetch from, as the policy calls it, such as ``'self'``; nothing if it is empty.
-    """
+def page(template: str, *, title: str, styles: Sequence[str], scripts: Sequence[str], data: Any) -> str:
+    """An HTML page of the named files, with ``data`` as JSON in the element ``#facts``."""
     style = "\n".join(map(asset, styles))
     script = '"use strict";\n(() => {\n' + "\n".join(map(asset, scripts)) + "\n})();\n"
     policy = [
@@ -35,11 +33,10 @@ def page(
         "base-uri 'none'",
         "form-action 'none'",
     ]
-    if connect:
-        policy.append(f"connect-src {connect}")
     parts = {
         "policy": f'<meta http-equiv="Content-Security-Policy" content="{html.escape("; ".join(policy))}">',
-        "title": f"<title>{html.escape(title)}</title>",
+        "title": f"<title>{html.escape(_writable(title))}</title>",
+        "brand": BRAND,
         "styles": f"<style>{style}</style>",
         "data": f'<script type="application/json" id="facts">{as_data(data)}</script>',
         "scripts": f"<script>{script}</script>",
@@ -61,6 +58,15 @@ def as_data(data: Any) -> str:
     '{"key":"\\u003c/script>"}'
     """
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _writable(text: str) -> str:
+    """A text without what UTF-8 lacks: names of folders can be any bytes.
+
+    >>> _writable("run-\\udcff")
+    'run-?'
+    """
+    return text.encode("utf-8", "replace").decode()
 
 
 def _allowed(text: str) -> str:

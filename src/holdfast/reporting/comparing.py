@@ -62,6 +62,7 @@ def _differences(found: DiffReport) -> dict[str, dict[str, Any]]:
     for key, change in found.changed_tensors.items():
         told.setdefault(key, {}).update(
             elements=change.differing,
+            incomparable=change.incomparable,
             largest=as_json_number(change.largest),
             norm=as_json_number(change.norm),
             before=as_json_number(change.norm_before),

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from holdfast.manager.summaries import NOTE
-from holdfast.reporting.packing import plain
+from holdfast.plain_data import plain
 from holdfast.sources.source import Source
 
 

@@ -26,6 +26,7 @@ def facts_of(
     entries: Sequence[Entry],
     *,
     statistics: Mapping[int, Any],
+    unread: Mapping[int, str],
     verify: Mapping[str, Any] | None,
     compare: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
@@ -39,6 +40,7 @@ def facts_of(
         "entries": entry_columns(entries),
         "placement": placement,
         "statistics": statistics,
+        "unread": unread,
         "verify": verify,
         "compare": compare,
     }

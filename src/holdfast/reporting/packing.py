@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 
@@ -62,20 +62,3 @@ def as_json_number(number: float | None) -> float | str | None:
     if number is None or number - number == 0:
         return number
     return str(float(number))
-
-
-def plain(value: Any) -> Any:
-    """Anything as JSON: what JSON lacks as text.
-
-    >>> plain({"loss": float("nan"), 3: (1, None)})
-    {'loss': 'nan', '3': [1, None]}
-    """
-    if isinstance(value, dict):
-        return {str(key): plain(inner) for key, inner in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [plain(inner) for inner in value]
-    if isinstance(value, float):
-        return as_json_number(value)
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    return str(value)

@@ -17,13 +17,14 @@ from holdfast.sources.source import ChunkPlace, Source
 _MOST_BEGINS = 200_000
 """Where each chunk begins in its file is told if there are not more chunks than that: it is the one thing that never
 repeats."""
+_MOST_RANKS = 1 << 17
 
 
 def placement_columns(source: Source, entries: Sequence[Entry]) -> dict[str, Any]:
     """For every entry the number of its cut and of its list of files; all cuts, lists and files."""
     files, cuts, lists = Distinct(), Distinct(), Distinct()
     rank_of: dict[str, int | None] = {}
-    known, written = _KnownPieces(source), _Written()
+    known, written = _KnownChunks(source), _Written()
     cut: list[int] = []
     placed: list[int] = []
     begins: list[list[int | None]] = []
@@ -52,12 +53,12 @@ def placement_columns(source: Source, entries: Sequence[Entry]) -> dict[str, Any
         "lists": lists.things,
         "begins": begins if sum(map(len, begins)) <= _MOST_BEGINS else None,
         "files": [[name, sizes.get(name), rank_of.get(name)] for name in files.things],
-        "ranks": written.rows(),
+        "ranks": written.rows(_world_size(source)),
         "problem": known.problem,
     }
 
 
-class _KnownPieces:
+class _KnownChunks:
     """The chunks of tensors, as far as they can be told: where that is damaged, the rest can still be shown."""
 
     def __init__(self, source: Source) -> None:
@@ -88,6 +89,13 @@ class _Written:
                 self._chunks[chunk.rank] += 1
                 self._files.setdefault(chunk.rank, set()).add(chunk.file)
 
-    def rows(self) -> list[list[int]]:
-        """Rank, bytes, chunks and files."""
-        return [[rank, self._bytes[rank], self._chunks[rank], len(self._files[rank])] for rank in sorted(self._files)]
+    def rows(self, world_size: int) -> list[list[int]]:
+        """Of all ranks, also those that had nothing to write: rank, bytes, chunks and files."""
+        ranks = sorted({*range(world_size), *self._files}) if self._files else []
+        return [[rank, self._bytes[rank], self._chunks[rank], len(self._files.get(rank, ()))] for rank in ranks]
+
+
+def _world_size(source: Source) -> int:
+    """How many ranks saved it; 0 if that is not recorded, or is no such number: the file may say anything."""
+    noted = source.written.get("world_size")
+    return noted if isinstance(noted, int) and 0 < noted <= _MOST_RANKS else 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from holdfast.checkpoint import Checkpoint
+from holdfast.checkpoint import Checkpoint, opened
 from holdfast.inspecting.verify import verify as verify_checkpoint
 from holdfast.patterns import Patterns
 from holdfast.progress import OnProgress, size
@@ -21,7 +21,6 @@ from holdfast.reporting.facts import facts_of
 from holdfast.reporting.sampling import chosen_tensors, statistics_facts
 from holdfast.reporting.saving import write_page
 from holdfast.reporting.work import Work
-from holdfast.sources.detect import open_source
 from holdfast.stores.store import Store
 
 Place: TypeAlias = "str | os.PathLike[str] | Store | Checkpoint"
@@ -30,6 +29,7 @@ STYLES = ("base.css", "report.css")
 SCRIPTS = (
     "dom.js",
     "units.js",
+    "memory.js",
     "theme.js",
     "colours.js",
     "facts.js",
@@ -111,30 +111,24 @@ def make_report(
         (1, '<!doctype html>')
     """
     with ExitStack() as stack:
-        opened = _opened(checkpoint, stack, allow_pickle=allow_pickle)
-        other = None if compare is None else _opened(compare, stack, allow_pickle=allow_pickle)
-        entries = entries_of(opened.source)
+        own = stack.enter_context(opened(checkpoint, allow_pickle=allow_pickle))
+        other = None if compare is None else stack.enter_context(opened(compare, allow_pickle=allow_pickle))
+        entries = entries_of(own.source)
         chosen = chosen_tensors(entries, statistics)
-        whole = _bytes_of(opened)
+        whole = _bytes_of(own)
         parts = {
             "verify": whole if verify else 0,
             "statistics": sum(ref.nbytes for ref in chosen.values()),
             "compare": 0 if other is None else whole + _bytes_of(other),
         }
         work = Work(parts, on_progress)
-        checked = _verified(opened, memory_budget, work.part("verify")) if verify else None
-        described = statistics_facts(opened.source, chosen, memory_budget, work.part("statistics"))
-        changes = None if other is None else compare_facts(other, opened, entries, memory_budget, work.part("compare"))
-        facts = facts_of(opened.source, entries, statistics=described, verify=checked, compare=changes)
+        checked = _verified(own, memory_budget, work.part("verify")) if verify else None
+        described, unread = statistics_facts(own.source, chosen, memory_budget, work.part("statistics"))
+        changes = None if other is None else compare_facts(other, own, entries, memory_budget, work.part("compare"))
+        facts = facts_of(own.source, entries, statistics=described, unread=unread, verify=checked, compare=changes)
     title = f"{facts['checkpoint']['name']} · Holdfast report"
     text = page("report.html", title=title, styles=STYLES, scripts=SCRIPTS, data=facts)
     return Report(facts["checkpoint"]["path"], facts, text)
-
-
-def _opened(place: Place, stack: ExitStack, *, allow_pickle: bool) -> Checkpoint:
-    if isinstance(place, Checkpoint):
-        return place  # whoever opened it closes it
-    return stack.enter_context(Checkpoint(open_source(place, allow_pickle=allow_pickle)))
 
 
 def _bytes_of(checkpoint: Checkpoint) -> int:

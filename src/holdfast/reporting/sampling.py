@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UnsupportedTensorError
 from holdfast.formats.native.refs import TensorRef
 from holdfast.inspecting.statistics import statistics_of
 from holdfast.patterns import Chooser, Patterns
@@ -49,14 +49,18 @@ def _is_of_an_optimizer(ref: TensorRef) -> bool:
 
 def statistics_facts(
     source: Source, chosen: Mapping[int, TensorRef], memory_budget: int | None, on_progress: OnProgress
-) -> dict[int, dict[str, Any]]:
-    """The statistics of chosen tensors, by the number of their entry; none of what cannot be read or counted with."""
+) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+    """The statistics of chosen tensors, and why others could not be read, by the number of their entry."""
     found: dict[int, dict[str, Any]] = {}
+    unread: dict[int, str] = {}
     total, done = sum(ref.nbytes for ref in chosen.values()), 0
     for number, ref in chosen.items():
         try:
             statistics = statistics_of(source, [ref], bins=_BINS, memory_budget=memory_budget)
-        except (HoldfastError, OSError):  # damage is told by verifying, and the rest can still be shown
+        except UnsupportedTensorError:  # of a dtype that is not counted with
+            continue
+        except (HoldfastError, OSError) as error:  # the rest can still be shown
+            unread[number] = str(error)
             continue
         finally:
             done += ref.nbytes
@@ -73,4 +77,4 @@ def statistics_facts(
             },
             "counts": list(statistics.histogram),  # empty if there is nothing to draw
         }
-    return found
+    return found, unread

@@ -12,6 +12,7 @@ _WITHIN = 4096
 
 def write_page(path: Path, text: str) -> Path:
     """Write a page and give it its name when it is whole. A page that was there is replaced at that moment."""
+    require_folder(path)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -23,6 +24,14 @@ def write_page(path: Path, text: str) -> Path:
         partial.unlink(missing_ok=True)
         raise
     return path
+
+
+def require_folder(path: Path) -> None:
+    """Refuse a name in a folder that does not exist."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"{path} cannot be written: there is no folder {path.parent}; make it, or choose another"
+        )
 
 
 def is_report(path: Path) -> bool:

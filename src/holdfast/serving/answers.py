@@ -5,7 +5,8 @@ from __future__ import annotations
 import html
 import json
 import os
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
 from importlib import resources
@@ -14,7 +15,7 @@ from urllib.parse import parse_qsl, unquote_to_bytes, urlsplit
 
 from holdfast.errors import CheckpointNotFoundError, HoldfastError
 from holdfast.progress import OnProgress
-from holdfast.reporting.assets import asset
+from holdfast.reporting.assets import BRAND, asset
 from holdfast.serving.checkpoint_facts import CheckpointFacts, quoted
 from holdfast.serving.reports import Key, Reports
 from holdfast.serving.run_facts import RunFacts, RunWatch
@@ -32,8 +33,9 @@ _REPORT_PAGES = (
 )
 """A report is one file with its scripts inside, and says more strictly itself which of them may run."""
 
-_SHARED = ("base.css", "dom.js", "units.js", "theme.js")
+_SHARED = ("base.css", "dom.js", "units.js", "memory.js", "theme.js")
 """What the pages of reports are made of too."""
+_PLACE = re.compile(r"\{\{(\w+)\}\}")
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
@@ -47,7 +49,6 @@ class Answer:
     policy: str = _OWN_PAGES
     tag: str | None = None
     """An answer with the same tag is the same."""
-    more: dict[str, str] = field(default_factory=dict)
 
 
 class Answers:
@@ -160,13 +161,12 @@ def _waiting_page(chosen: list[str]) -> Answer:
 def _with_way_back(report: str) -> bytes:
     """A report with a link to the list in place of its brand."""
     link = '<a class="brand" href="/">← All checkpoints</a>'
-    return report.replace('<span class="brand">Holdfast</span>', link, 1).encode("utf-8", "replace")
+    return report.replace(BRAND, link, 1).encode("utf-8", "replace")
 
 
 def _filled(name: str, **texts: str) -> bytes:
-    page = _asset(name).decode()
-    for key, text in texts.items():
-        page = page.replace("{{" + key + "}}", html.escape(text))
+    # In one pass: what was put in is not searched for places.
+    page = _PLACE.sub(lambda place: html.escape(texts[place.group(1)]), _asset(name).decode())
     return page.encode("utf-8", "replace")
 
 

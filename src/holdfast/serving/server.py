@@ -1,11 +1,13 @@
 """``holdfast.serving.serve``: a small web server for the checkpoints of a run, for the people at this machine.
 
 It only ever reads. Browsers are made to keep other sites out: answers go to requests for this machine only (a site
-whose name was pointed at this machine is refused), and no page may be put into a frame or run scripts of others.
+whose name was pointed at this machine is refused), pages of other sites can link to the list and ask for nothing else,
+and no page may be put into a frame or run scripts of others.
 """
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import os
@@ -111,6 +113,9 @@ class RunServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = False  # they are waited for when it is closed
     allow_reuse_port = False
+    request_queue_size = (
+        128  # a browser opens six connections at once, and those that find no room try again after a second
+    )
 
     def __init__(self, host: str, port: int, answers: Answers) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -126,7 +131,8 @@ class _Server(ThreadingHTTPServer):
             self.socket.bind(self.server_address)
         except OSError as error:
             place = f"{self.host}:{self.server_address[1]}"
-            raise OSError(error.errno, f"cannot listen at {place}: {error.strerror}") from error
+            hint = "; port 0 takes one that is free" if error.errno == errno.EADDRINUSE else ""
+            raise OSError(error.errno, f"cannot listen at {place}: {error.strerror}{hint}") from error
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = self.host, self.server_address[1]
 
@@ -188,12 +194,21 @@ class _Handler(BaseHTTPRequestHandler):
             )
             self._send(error_page(HTTPStatus.MISDIRECTED_REQUEST, text))
             return
+        if not is_of_this_site(self.headers.get("Sec-Fetch-Site")) and not self._is_a_visit_of_the_list():
+            text = "This was asked for by a page of another site. The list of checkpoints is where to begin."
+            self._send(error_page(HTTPStatus.FORBIDDEN, text))
+            return
         try:
             answer = self.server.answers.to(self.path)
         except Exception as error:
             logger.exception("%s could not be answered", self.path)
             answer = error_page(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
         self._send(answer)
+
+    def _is_a_visit_of_the_list(self) -> bool:
+        """Whether somebody follows a link to the list, which costs nothing to show."""
+        is_visit = self.headers.get("Sec-Fetch-Mode") == "navigate" and self.headers.get("Sec-Fetch-Dest") == "document"
+        return is_visit and self.path == "/"
 
     def _send(self, answer: Answer) -> None:
         headers = getattr(self, "headers", {})  # none if the first line was no request
@@ -214,6 +229,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not is_known and self.command != "HEAD":
             self.wfile.write(answer.content)
+
+
+def is_of_this_site(header: str | None) -> bool:
+    """Whether a request, by its ``Sec-Fetch-Site``, is one of our own pages, of a person, or of no browser.
+
+    >>> is_of_this_site("same-origin"), is_of_this_site("none"), is_of_this_site(None), is_of_this_site("cross-site")
+    (True, True, True, False)
+    """
+    return header in (None, "none", "same-origin")
 
 
 def is_for_this_machine(header: str | None, host: str) -> bool:

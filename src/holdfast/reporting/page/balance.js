@@ -12,11 +12,16 @@ function showBalance(section, facts, onRank) {
   if (!rows.length) return false;
   const ratio = imbalance(rows);
   const words = rows.length === 1 ? "one rank wrote everything"
-    : ratio < 1.02 ? "all ranks wrote about the same" : `the busiest rank wrote ${ratio.toFixed(2)} × as much as the average`;
+    : ratio < 1.02 ? "all ranks wrote about the same" : `the busiest rank wrote ${ratio.toFixed(2)} × as much as the average${idleText(rows)}`;
   section.append(
     make("div", { class: "section-head" }, make("h2", {}, "Balance of the ranks"), make("p", { class: "small soft" }, words)),
     make("div", { class: "card padded" }, rows.length <= MOST_BARS ? balanceBars(rows, onRank) : balanceColumns(rows)));
   return true;
+}
+
+function idleText(rows) {
+  const idle = rows.filter(([, , chunks]) => chunks === 0).length;
+  return idle ? `, ${plural(idle, "rank")} wrote nothing` : "";
 }
 
 function balanceBars(rows, onRank) {

@@ -28,22 +28,31 @@ function largestChanges(facts, onSelect) {
   const most = Math.max(...finite, 1e-300);
   return make("div", { class: "changed-bars" }, make("h3", {}, "Largest changes, relative to what was there"),
     make("div", { class: "bars" }, shown.map((number) => {
-      const relative = facts.compare.differences[number].relative;
-      const part = typeof relative === "number" ? relative / most : 1;
+      const relative = relativeChange(entries, number);
+      const part = Number.isFinite(relative) ? relative / most : 1;
       return make("button", { type: "button", class: "bar", onclick: () => onSelect(number), title: entries.keys[number] },
         make("span", { class: "mono" }, entries.keys[number]),
         make("div", { class: "track" }, make("div", { class: "fill", style: { width: `${part * 100}%`, background: colourOf(CHANGES.changed.hue, 0.5) } })),
-        make("span", { class: "figure" }, typeof relative === "number" ? percentText(relative) : numberText(relative)));
+        make("span", { class: "figure" }, changeText(facts.compare.differences[number])));
     })));
+}
+
+// Where one of both is NaN there is no difference that could be told in numbers.
+function changeText({ relative, incomparable }) {
+  if (incomparable) return `${countText(incomparable)} NaN`;
+  return typeof relative === "number" ? percentText(relative) : numberText(relative);
 }
 
 function changedValues(facts, onSelect) {
   const entries = facts.entries;
   const numbers = Object.keys(facts.compare.differences).map(Number).filter((number) => facts.compare.differences[number].old !== undefined);
   if (!numbers.length) return null;
-  const link = (number) => make("button", { type: "button", class: "chip mono", onclick: () => onSelect(number) }, entries.keys[number]);
   return make("div", {}, make("h3", {}, "Values"),
-    table(["key", "before", "now"], numbers.slice(0, 20).map((number) => [
-      link(number), make("span", { class: "mono wrap" }, facts.compare.differences[number].old), make("span", { class: "mono wrap" }, facts.compare.differences[number].new)])),
+    make("dl", { class: "changed-values" }, numbers.slice(0, 20).map((number) => {
+      const { old, new: now } = facts.compare.differences[number];
+      return make("div", {},
+        make("dt", {}, make("button", { type: "button", class: "mono", onclick: () => onSelect(number) }, entries.keys[number])),
+        make("dd", { class: "mono" }, make("span", { class: "before" }, old), " → ", now));
+    })),
     numbers.length > 20 ? make("p", { class: "small soft" }, `and ${countText(numbers.length - 20)} more`) : null);
 }

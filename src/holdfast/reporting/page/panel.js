@@ -27,6 +27,7 @@ class Panel {
         make("div", { class: "key" }, entries.keys[number]),
         make("button", { type: "button", class: "close", "aria-label": "Close", onclick: () => this.close() }, "✕")),
       ...(this.damaged.has(entries.keys[number]) ? [make("p", { class: "notice bad" }, "Damaged: bytes of it are not as they were written.")] : []),
+      ...(number in this.facts.unread ? [make("p", { class: "notice bad" }, `It cannot be read: ${this.facts.unread[number]}`)] : []),
       ...(change && change !== "equal" ? [make("p", {}, make("span", { class: `chip ${CHANGES[change].chip}` }, CHANGES[change].text))] : []),
       ...(entries.isTensor(number) ? this.tensor(number) : this.value(number)));
   }
@@ -79,7 +80,7 @@ class Panel {
       rows.push(["elements", `${countText(difference.elements)} differ${of ? ` (${percentText(difference.elements / of)})` : ""}`],
         ["largest", numberText(difference.largest)],
         ["norm", `${numberText(difference.norm)} of ${numberText(difference.before)}`],
-        ["relative", numberText(difference.relative)]);
+        ["relative", difference.incomparable ? changeText(difference) : numberText(difference.relative)]);
     }
     return rows.length ? [make("h3", {}, `Change since ${this.facts.compare.checkpoint.name}`), pairs(rows)] : [];
   }

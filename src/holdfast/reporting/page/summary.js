@@ -24,7 +24,9 @@ function showSummary(section, facts) {
   ]);
 }
 
-function healthChip({ verify }) {
+function healthChip({ verify, unread }) {
+  const lost = Object.keys(unread).length;
+  if (!verify && lost) return make("span", { class: "chip bad" }, `✕ ${plural(lost, "tensor")} cannot be read`);
   if (!verify) return make("span", { class: "chip", title: "holdfast verify reads everything and compares all digests" }, "digests not checked");
   if (!verify.ok) return make("span", { class: "chip bad" }, `✕ damaged: ${plural(verify.damage.length, "place")}`);
   if (verify.checked === "none") return make("span", { class: "chip warn" }, "readable; it has no digests");
@@ -34,6 +36,7 @@ function healthChip({ verify }) {
 function notices(facts) {
   const found = [];
   for (const damage of facts.verify ? facts.verify.damage.slice(0, 20) : []) found.push(["bad", damage]);
+  for (const [number, problem] of facts.verify ? [] : Object.entries(facts.unread).slice(0, 20)) found.push(["bad", `${facts.entries.keys[number]}: ${problem}`]);
   if (facts.placement.problem) found.push(["bad", facts.placement.problem]);
   const bad = Object.values(facts.statistics).filter((statistics) => notFinite(statistics)).length;
   if (bad) found.push(["warn", `${plural(bad, "tensor")} ${bad === 1 ? "has" : "have"} elements that are NaN or infinite.`]);
@@ -45,7 +48,7 @@ function notices(facts) {
 }
 
 function tiles({ totals, placement, checkpoint, compare }) {
-  const seconds = Math.max(0, ...saveSeconds(checkpoint.phases));
+  const seconds = timesOf(checkpoint.phases).length;
   const world = checkpoint.written.world_size ?? (placement.ranks.length || null);
   const grown = compare ? totals.bytes - compare.totals.bytes : 0;
   return [

@@ -19,31 +19,13 @@ function startTheme(onChange) {
     button.setAttribute("aria-label", `Colours: ${THEME_NAMES[theme]}`);
     button.title = `Colours: ${THEME_NAMES[theme]}`;
   };
-  let theme = remembered();
+  let theme = THEMES.find((one) => one === recall("theme")) ?? "";
   show(theme);
   button.addEventListener("click", () => {
     theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
     show(theme);
-    remember(theme);
+    keepInMind("theme", theme);
     onChange();
   });
   systemIsDark.addEventListener("change", onChange);
-}
-
-// A notebook shows the page where nothing may be stored.
-function remembered() {
-  try {
-    const theme = localStorage.getItem("holdfast-theme");
-    return THEMES.includes(theme) ? theme : "";
-  } catch {
-    return "";
-  }
-}
-
-function remember(theme) {
-  try {
-    localStorage.setItem("holdfast-theme", theme);
-  } catch {
-    // Then it is chosen for this time only.
-  }
 }

@@ -1,7 +1,6 @@
 // Line charts over steps: metrics, sizes, times. Values are read by pointing, by touch, or with the arrow keys.
 
 import { setText } from "./elements.js";
-import { keepInMind, recall } from "./memory.js";
 
 const HEIGHT = 150;
 const LEFT = 52;

@@ -1,6 +1,6 @@
-// What somebody has chosen, kept for the next time. Browsers can forbid that.
+// What somebody has chosen, kept for the next time. Browsers can forbid that, and a notebook shows pages where it is.
 
-export function recall(key) {
+function recall(key) {
   try {
     return localStorage.getItem(`holdfast-${key}`);
   } catch {
@@ -8,7 +8,7 @@ export function recall(key) {
   }
 }
 
-export function keepInMind(key, value) {
+function keepInMind(key, value) {
   try {
     localStorage.setItem(`holdfast-${key}`, value);
   } catch {
