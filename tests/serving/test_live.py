@@ -178,6 +178,17 @@ def test_a_save_of_dcp_is_seen_until_its_index_is_there(tmp_path) -> None:
     assert facts.saves == []
 
 
+@pytest.mark.parametrize("generation", ["", "00112233_"])
+def test_saves_of_dcp_are_told_by_rank_whoever_writes_them(tmp_path, generation) -> None:
+    (tmp_path / "step-7").mkdir()
+    for rank in range(3):
+        (tmp_path / "step-7" / f"__{rank}_{generation}0.distcp").write_bytes(b"x" * (rank + 1))
+
+    (save,) = RunWatch(tmp_path).look().saves
+
+    assert [(rank.rank, rank.nbytes) for rank in save.ranks] == [(0, 1), (1, 2), (2, 3)]
+
+
 def test_files_that_grow_are_seen_though_their_folder_has_not_changed_for_long(tmp_path) -> None:
     a_run(tmp_path, 100)
     file = tmp_path / "step-00000300" / f"data-{GENERATION}-0-0.safetensors"

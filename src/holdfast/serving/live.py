@@ -7,7 +7,6 @@ run file tells besides which folders its job has begun to change, and whether th
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,17 +14,17 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal, TypeAlias
 
-from holdfast.formats.native.names import RECORD, generation_of
+from holdfast.formats.native.names import RECORD, generation_of, rank_of
 from holdfast.listing.entries import number_in
 from holdfast.listing.liveliness import was_cut_off, why_perhaps_writing
 from holdfast.listing.seen import SeenFile, SeenFolder
 from holdfast.manager.run_file import RunState
 from holdfast.serving.file_growth import written_bytes
+from holdfast.storage.layout import rank_of_data_file
 
 Activity: TypeAlias = Literal["writing", "committing", "stalled", "being deleted", "debris"]
 RUNNING: tuple[Activity, ...] = ("writing", "committing", "stalled")
 
-_RANK = re.compile(r"(?:data-[0-9a-f]{16}-([0-9]{1,9})-[0-9]{1,9}\.safetensors|__([0-9]{1,9})_[0-9]+\.distcp)")
 _STALLED = 10.0
 """Seconds without a byte after which a save is called stalled."""
 _WINDOW = 10.0
@@ -71,6 +70,7 @@ class SaveFacts:
             "generation": self.generation,
             "step": self.step,
             "activity": self.activity,
+            "is_running": self.activity in RUNNING,
             "bytes": self.nbytes,
             "expected": self.expected,
             "rate": None if self.rate is None else round(self.rate),
@@ -247,8 +247,7 @@ def _unfinished_in(folder: SeenFolder, committed: str | None) -> Iterator[_Unfin
 def _by_rank(files: Sequence[SeenFile], tracked: _Tracked) -> list[RankBytes]:
     done: dict[int, list[int]] = {}
     for file in files:
-        found = _RANK.fullmatch(file.name)
-        rank = 0 if found is None else int(found.group(1) or found.group(2))
+        rank = rank_of(file.name) or rank_of_data_file(file.name) or 0
         sums = done.setdefault(rank, [0, 0])
         sums[0] += _written(file, tracked)
         sums[1] += file.size
