@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import holdfast as hf
 from holdfast.errors import CommitConflictError
 from holdfast.manager.steps import folder_of
-from holdfast.stores.remote_store import FsspecStore
+from holdfast.stores.fsspec_store import FsspecStore
 from holdfast.stores.s3_upload import S3Upload
 from tests import s3_server
 from tests.s3_server import Bucket

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.stores.remote_root import FsspecRoot
-from holdfast.stores.remote_store import FsspecStore
+from holdfast.stores.fsspec_root import FsspecRoot
+from holdfast.stores.fsspec_store import FsspecStore
 from holdfast.stores.roots import Root
 from holdfast.stores.store import Store
 from holdfast.testing import RootConformance, StoreConformance

@@ -10,12 +10,14 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import holdfast as hf
 from holdfast.errors import CommitConflictError
-from holdfast.stores.remote_store import FsspecStore
+from holdfast.stores.fsspec_store import FsspecStore
 from holdfast.stores.s3_upload import S3Upload
-from holdfast.tuning import MIB, REMOTE_START_BYTES, ROOM_BYTES, UPLOADS
+from holdfast.tuning import MIB, REMOTE_READ_BYTES, REMOTE_START_BYTES, REMOTE_WINDOW_BYTES, ROOM_BYTES, UPLOADS
 from tests import s3_server
 from tests.s3_server import Bucket
 from tests.stores.s3_requests import Requests, refusal
@@ -196,11 +198,36 @@ def test_only_what_is_wanted_is_read(store, requests):
 
 
 def test_large_reads_are_several_requests_at_once(store, requests):
-    content = content_of(20 * MIB)
+    content = content_of(2 * REMOTE_READ_BYTES + 1)
     store.put("data", content)
     requests.made.clear()
     assert store.read("data") == content
     assert len(requests.ranges()) == 1 + 3
+
+
+def test_a_load_asks_for_large_ranges_and_opens_each_file_once(store, requests):
+    """Tensors lie side by side, and their edges share blocks, but they are no requests of their own."""
+    state = {f"w{number}": torch.full((900_000,), float(number)) for number in range(10)}  # 36 MB
+    state["large"] = torch.arange(5_000_000.0)
+    hf.save(state, store)
+    requests.made.clear()
+    loaded = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    hf.load(loaded, store)
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
+    (data,) = [listed for listed in store.list() if listed.name.startswith("data-")]
+    ranges = requests.ranges(data.name)
+    assert [part for part in ranges if part[0] == 0 and part[1] < REMOTE_START_BYTES] == [(0, REMOTE_START_BYTES - 1)]
+    assert len(ranges) <= 1 + -(-data.size // REMOTE_WINDOW_BYTES)
+
+
+def test_a_load_with_little_memory_reads_small_things_in_small_ranges(store, requests):
+    state = {f"w{number}": torch.full((50_000,), float(number)) for number in range(20)}
+    hf.save(state, store)
+    requests.made.clear()
+    loaded = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    hf.load(loaded, store, memory_budget=1 << 20)
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
+    assert max(last - first + 1 for first, last in requests.ranges("-0-0.safetensors")) <= 1 << 19
 
 
 def test_a_connection_that_breaks_is_made_again(store, monkeypatch):

@@ -11,11 +11,11 @@ import fsspec
 import pytest
 
 from holdfast.errors import MissingPackageError
+from holdfast.stores.fsspec_root import FsspecRoot
+from holdfast.stores.fsspec_store import FsspecStore
 from holdfast.stores.local_store import LocalStore
 from holdfast.stores.memory_store import MemoryStore
 from holdfast.stores.places import store_at
-from holdfast.stores.remote_root import FsspecRoot
-from holdfast.stores.remote_store import FsspecStore
 from holdfast.stores.roots import root_at
 
 

@@ -26,7 +26,7 @@ from holdfast.errors import (
 from holdfast.sources.detect import open_source
 from holdfast.sources.source import Request
 from holdfast.stores import MemoryStore, Store
-from holdfast.stores.remote_store import FsspecStore
+from holdfast.stores.fsspec_store import FsspecStore
 from holdfast.stores.store_files import StoreFiles
 from tests import s3_server
 from tests.sources.regions import whole
@@ -127,7 +127,7 @@ def assert_all_there(place: Any, **options: Any) -> None:
         assert source.verify() > 0
         sizes = dict(source.files())
         for key in FLAT:
-            for piece in source.pieces(key):
+            for piece in source.chunk_places(key):
                 assert piece.file in sizes
                 assert sizes[piece.file] >= piece.nbytes
 
@@ -145,7 +145,7 @@ def test_folders_of_every_format_are_read_from_urls(place, tmp_path, make):
     with open_source(tmp_path) as local, open_source(place.url) as remote:
         assert remote.identity == local.identity
         assert sorted(remote.files()) == sorted(local.files())
-        assert [remote.pieces(key) for key in FLAT] == [local.pieces(key) for key in FLAT]
+        assert [remote.chunk_places(key) for key in FLAT] == [local.chunk_places(key) for key in FLAT]
 
 
 @pytest.mark.parametrize("make", FOLDERS)

@@ -38,7 +38,7 @@ def bench(
     Holdfast to the plain file. All is done in a folder of its own that is removed at the end. For numbers to rely on,
     take a size that is larger than the caches of the storage.
     """
-    from holdfast.cli.storage_test import measure
+    from holdfast.cli.storage_speed import measure
 
     with progress("measuring", quiet=quiet) as on_progress:
         result = measure(path, nbytes, on_progress)

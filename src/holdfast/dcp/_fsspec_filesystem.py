@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.dcp.filesystem import FileSystemReader, FileSystemWriter, SerializationFormat
 from holdfast.storage.transforms import StreamTransform, TransformRegistry
 from holdfast.stores.filesystem import AnyPath
-from holdfast.stores.fsspec_store import FsspecFileSystem as FileSystem
+from holdfast.stores.fsspec_filesystem import FsspecFileSystem as FileSystem
 
 __all__ = ["FsspecReader", "FsspecWriter"]
 

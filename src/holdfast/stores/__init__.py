@@ -20,8 +20,8 @@ from holdfast.stores.store import (
 )
 
 if TYPE_CHECKING:
-    from holdfast.stores.remote_root import FsspecRoot
-    from holdfast.stores.remote_store import FsspecStore
+    from holdfast.stores.fsspec_root import FsspecRoot
+    from holdfast.stores.fsspec_store import FsspecStore
 
 __all__ = [
     "FsspecRoot",
@@ -47,11 +47,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """What needs fsspec is only imported where it is used."""
     if name == "FsspecStore":
-        from holdfast.stores.remote_store import FsspecStore
+        from holdfast.stores.fsspec_store import FsspecStore
 
         return FsspecStore
     if name == "FsspecRoot":
-        from holdfast.stores.remote_root import FsspecRoot
+        from holdfast.stores.fsspec_root import FsspecRoot
 
         return FsspecRoot
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

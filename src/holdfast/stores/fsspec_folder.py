@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from holdfast.stores.durability import flush_to_disk
-from holdfast.stores.fsspec_store import FsspecFileSystem
+from holdfast.stores.fsspec_filesystem import FsspecFileSystem
 from holdfast.stores.remote_errors import name_is_taken, only_os_errors, was_replaced
 from holdfast.stores.remote_folder import Found, RemoteFolder
 from holdfast.stores.store import Buffer, Listed, Listing, Sink, too_short, wrong_size
@@ -39,7 +39,7 @@ class FsspecFolder(RemoteFolder):
     def find(self, name: str) -> Found | None:
         """Ask for it, whatever fsspec remembers."""
         inner = self._inner(name)
-        self._fs.invalidate_cache(self._files._inner(self._url))
+        self._fs.invalidate_cache(self._files.inner(self._url))
         try:
             info = self._fs.info(inner)
         except (FileNotFoundError, NotADirectoryError):
@@ -108,7 +108,7 @@ class FsspecFolder(RemoteFolder):
 
     def entries(self) -> Sequence[tuple[str, dict[str, Any]]]:
         """Names of all that is in the folder, and what fsspec tells about each."""
-        folder = self._files._inner(self._url)
+        folder = self._files.inner(self._url)
         self._fs.invalidate_cache(folder)
         try:
             found = self._fs.ls(folder, detail=True)
@@ -132,7 +132,7 @@ class FsspecFolder(RemoteFolder):
         return self._files.concat_path(self._url, name)
 
     def _inner(self, name: str) -> str:
-        return self._files._inner(self._path(name))
+        return self._files.inner(self._path(name))
 
     def _make_folder(self) -> None:
         """Object stores have no folders, and would make a bucket instead."""

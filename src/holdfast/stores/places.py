@@ -41,7 +41,7 @@ def store_at(place: str | os.PathLike[str] | Store) -> Store:
     if url.lower().startswith("memory://"):
         return MemoryStore(url[len("memory://") :])
     url = url_of_fsspec(url, f"there is no store for {url}. Supported are {_SUPPORTED}")
-    from holdfast.stores.remote_store import FsspecStore
+    from holdfast.stores.fsspec_store import FsspecStore
 
     return FsspecStore(url)
 
@@ -54,7 +54,7 @@ def url_of_fsspec(url: str, refusal: str) -> str:
     protocol, slashes, rest = url.partition("://")
     url = protocol.lower() + slashes + rest
     try:
-        from holdfast.stores.fsspec_store import FsspecFileSystem
+        from holdfast.stores.fsspec_filesystem import FsspecFileSystem
     except ModuleNotFoundError as error:
         if error.name != "fsspec":
             raise

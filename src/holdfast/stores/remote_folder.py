@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from holdfast.stores.store import Listing, Sink
+from holdfast.tuning import READ_BYTES
 
 
 class Found(NamedTuple):
@@ -23,6 +24,9 @@ class RemoteFolder(ABC):
     All methods may be called by several threads. They may fail with anything, of which ``FsspecStore`` makes errors
     that say where; ``create`` has the caller's errors to keep apart, and so makes them itself.
     """
+
+    read_bytes: int = READ_BYTES
+    """As that of stores."""
 
     @abstractmethod
     def find(self, name: str) -> Found | None:

@@ -205,6 +205,6 @@ def root_at(place: str | os.PathLike[str] | Root) -> Root:
     if url.lower().startswith("memory://"):
         return MemoryRoot(url[len("memory://") :])
     url = url_of_fsspec(url, f"there is no root for {url}. Supported are {_SUPPORTED}")
-    from holdfast.stores.remote_root import FsspecRoot
+    from holdfast.stores.fsspec_root import FsspecRoot
 
     return FsspecRoot(url)

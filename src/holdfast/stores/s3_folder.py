@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from holdfast.stores.fsspec_filesystem import FsspecFileSystem
 from holdfast.stores.fsspec_folder import FsspecFolder
-from holdfast.stores.fsspec_store import FsspecFileSystem
 from holdfast.stores.remote_errors import name_is_taken, only_os_errors, was_replaced
 from holdfast.stores.remote_folder import Found
 from holdfast.stores.s3_upload import MARK, S3Upload, call_if, is_refused
@@ -37,9 +37,11 @@ class S3Folder(FsspecFolder):
     Servers that do not know conditional puts and say so get plain ones, after a look at what is there.
     """
 
+    read_bytes = 2 * REMOTE_READ_BYTES
+
     def __init__(self, files: FsspecFileSystem, url: str) -> None:
         super().__init__(files, url)
-        self._bucket, prefix, _ = self._fs.split_path(files._inner(url))
+        self._bucket, prefix, _ = self._fs.split_path(files.inner(url))
         self._prefix = f"{prefix}/" if prefix else ""
 
     def find(self, name: str) -> Found | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from holdfast.errors import CommitConflictError, DamagedCheckpointError, UnsafePathError
+from holdfast.tuning import READ_BYTES
 
 Buffer: TypeAlias = Any
 """Contiguous memory: bytes, bytearray, memoryview, numpy array. Writable where something is read into it."""
@@ -62,6 +63,10 @@ class Store(ABC):
 
     location: str
     """Where this is, for messages."""
+
+    read_bytes: int = READ_BYTES
+    """What a reader should be asked for at once, where bytes go straight to where they belong. More than the default
+    is for stores to which every request is a long way, and whose readers need no memory besides."""
 
     @abstractmethod
     def create(self, name: str, size: int | None = None) -> AbstractContextManager[Sink]:

@@ -34,7 +34,7 @@ from holdfast.sources.native import NativeSource
 from holdfast.sources.source import Request
 from holdfast.storage.native_files import WrittenFile, _columns
 from holdfast.stores.memory_store import MemoryStore
-from holdfast.tuning import READERS
+from holdfast.tuning import READ_BYTES, READERS
 from tests.stores.counting import CountingMemoryStore, bytes_in
 
 BLOCK = 4096
@@ -200,13 +200,48 @@ def test_any_region_is_what_slicing_gives_and_takes_the_blocks_that_hold_it_once
     check_reads(stored, needed, total)
 
 
-def check_reads(stored: Stored, needed: set[tuple[str, int]], total: int) -> None:
-    """Each block that is needed, once, and no others."""
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.data())
+def test_of_a_store_that_is_far_away_any_region_is_what_slicing_gives_too(data):
+    """Few requests rather than small ones: a block may be read twice, and no other ones are read."""
+    stored = data.draw(checkpoints())
+    keys = data.draw(st.lists(st.sampled_from(sorted(stored.arrays)), min_size=1, max_size=4))
+    requests = []
+    for key in keys:
+        offsets, lengths = data.draw(regions(stored.arrays[key].shape))
+        kind = data.draw(st.sampled_from(["dense", "columns first", "with gaps", "backwards"]))
+        requests.append(Request(key, offsets, lengths, memory_for(stored.arrays[key], lengths, kind)))
+    window = data.draw(st.sampled_from([BLOCK, 3 * BLOCK, 8 * BLOCK]))
+    stored.store.read_bytes = READ_BYTES + data.draw(st.integers(1, 10 * BLOCK))
+
+    with sizes(window=window), mock.patch.object(reading, "REMOTE_WINDOW_BYTES", window):
+        source = NativeSource(stored.store)
+        assert source.columns is not None
+        stored.store.reads.clear()
+        total = source.read(requests)
+
+    for request in requests:
+        expected = stored.arrays[request.key][region(request.offsets, request.sizes)]
+        assert np.array(request.into).tobytes() == expected.tobytes()
+    needed = set().union(*(stored.blocks_of(request.key, request.offsets, request.sizes) for request in requests))
+    needed |= stored.blocks_of_headers({file for file, _ in needed})
+    assert set(blocks_in(stored)) == needed
+    assert total == bytes_in(stored.store.reads)
+
+
+def blocks_in(stored: Stored) -> list[tuple[str, int]]:
+    """All blocks that were read."""
     blocks: list[tuple[str, int]] = []
     for name, begin, end, _ in stored.store.reads:
         assert begin % BLOCK == 0
         assert end % BLOCK == 0 or end == stored.store.size(name)
         blocks.extend((name, block) for block in range(begin // BLOCK, -(-end // BLOCK)))
+    return blocks
+
+
+def check_reads(stored: Stored, needed: set[tuple[str, int]], total: int) -> None:
+    """Each block that is needed, once, and no others."""
+    blocks = blocks_in(stored)
     assert set(blocks) == needed
     assert len(blocks) == len(needed), "a block was read twice"
     assert total == bytes_in(stored.store.reads)

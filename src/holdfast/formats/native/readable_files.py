@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast.formats.native.blocks import Digests
 from holdfast.stores.store import Reader
+from holdfast.tuning import READ_BYTES
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,20 @@ class ReadableFile:
     """Gives a context manager for a ``Reader``."""
     digests: Digests | None
     """None if nobody knows them, or nobody asks for them."""
+    read_bytes: int = READ_BYTES
+    """What its store wants to be asked for at once."""
+
+    @property
+    def is_far(self) -> bool:
+        """Whether every request for some of it is a long way."""
+        return self.read_bytes > READ_BYTES
 
 
 class OpenFiles:
     """Gives out readers of files. A file is opened when it is first needed, and closed when that was the last time.
 
-    At first each of them is opened once, so that one which is missing is found before anything is read.
+    At first each of them is opened once, so that one which is missing is found before anything is read. Those that are
+    far away stay open: they take no descriptors, and opening them is a request.
     """
 
     def __init__(self, files: Sequence[ReadableFile], uses: Iterable[int]) -> None:
@@ -40,9 +49,12 @@ class OpenFiles:
         """How often the file of that number will still be asked for."""
         self._lock = threading.Lock()
         self._opened: dict[int, tuple[Reader, ExitStack]] = {}
-        for number in sorted(self._uses_left):
-            with files[number].open():
-                pass
+        try:
+            for number in sorted(self._uses_left):
+                self._try_to_open(number)
+        except BaseException:
+            self.close()
+            raise
 
     @contextmanager
     def using(self, number: int) -> Iterator[Reader]:
@@ -59,6 +71,13 @@ class OpenFiles:
             for _, opened in self._opened.values():
                 all_of_them.push(opened)
             self._opened.clear()
+
+    def _try_to_open(self, number: int) -> None:
+        if self._files[number].is_far:
+            self._reader(number)
+        else:
+            with self._files[number].open():
+                pass
 
     def _reader(self, number: int) -> Reader:
         with self._lock:

@@ -33,16 +33,18 @@ from holdfast.tuning import (
     MEMORY_OF_A_READER,
     READ_BYTES,
     READERS,
+    REMOTE_WINDOW_BYTES,
     SEVERAL_READERS_FROM,
     SMALLEST_ROOM,
 )
 from holdfast.waiting import some_threads, wait_for_all
 
 
-def read_size(memory: int | None, block_bytes: int) -> int:
+def read_size(memory: int | None, block_bytes: int, *, is_far: bool = False) -> int:
     """How many bytes are read at once, if no more memory than that may be taken."""
     most = (MEMORY_BUDGET if memory is None else memory) // MEMORY_OF_A_READER
-    return max(min(READ_BYTES, most) // block_bytes * block_bytes, block_bytes, SMALLEST_ROOM)
+    wanted = min(REMOTE_WINDOW_BYTES if is_far else READ_BYTES, most)
+    return max(wanted // block_bytes * block_bytes, block_bytes, SMALLEST_ROOM)
 
 
 def read_all(
@@ -59,15 +61,19 @@ def read_all(
 
     ``names`` are those of the keys. ``shared`` if other processes of this machine are likely to want the same bytes.
     """
-    size = read_size(memory, block_bytes)
-    reads = plan_reads(runs, slabs, [file.nbytes for file in files], block_bytes, size)
+    is_far = any(file.is_far for file in files)
+    size = read_size(memory, block_bytes, is_far=is_far)
+    straight = max(file.read_bytes for file in files) if is_far else None
+    reads = plan_reads(runs, slabs, [file.nbytes for file in files], block_bytes, size, straight)
     wanted = int(runs.nbytes.sum()) + sum(slab.into.size * slab.into.itemsize for slab in slabs)
     threads = 1
-    if wanted >= SEVERAL_READERS_FROM:
+    if is_far or wanted >= SEVERAL_READERS_FROM:
         most = (MEMORY_BUDGET if memory is None else memory) // (MEMORY_OF_A_READER * size)
         threads = max(1, min(READERS, most, len(reads)))
     with closing(OpenFiles(files, (read.file for read in reads))) as opened:
-        job = _Job(opened, files, names, block_bytes, _blocks_of_several(reads, block_bytes), fill_cache=shared)
+        # Of an object that is far away, a block is rather read twice than asked for by itself.
+        several = {} if is_far else _blocks_of_several(reads, block_bytes)
+        job = _Job(opened, files, names, block_bytes, several, fill_cache=shared)
         pool = some_threads(threads, "holdfast-read") if threads > 1 else None
         return job.read(reads) if pool is None else _read_by_threads(job, reads, pool, threads)
 

@@ -68,12 +68,25 @@ def runs_of(chosen: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 def plan_reads(
-    runs: Runs, slabs: Sequence[Slab], file_bytes: Sequence[int], block_bytes: int, largest: int
+    runs: Runs,
+    slabs: Sequence[Slab],
+    file_bytes: Sequence[int],
+    block_bytes: int,
+    largest: int,
+    straight_bytes: int | None = None,
 ) -> list[Stretch | Window]:
-    """All that is to be read, in the order of the files. A read is of ``largest`` bytes, or little more."""
+    """All that is to be read, in the order of the files. A read is of ``largest`` bytes, or little more.
+
+    With ``straight_bytes``, requests are few rather than small: so many bytes are read at once where they go straight
+    to memory, and whatever lies between is read in whole windows.
+    """
     sizes = np.array(file_bytes, np.int64)
-    straight, rest = straight_and_rest(runs, sizes, block_bytes)
-    straight = cut_at(straight, largest)
+    if straight_bytes is None:
+        straight, rest = straight_and_rest(runs, sizes, block_bytes)
+        straight = cut_at(straight, largest)
+    else:
+        straight, rest = straight_and_rest(runs, sizes, largest)
+        straight, rest = _cut_to_few(straight, largest, max(straight_bytes, largest)), cut_at(rest, largest)
     if len(runs.file) + len(slabs) > 1:
         straight, rest = _apart(straight, rest, slabs, sizes, block_bytes)
     reads: list[Stretch | Window] = list(map(Stretch, *(column.tolist() for column in straight)))
@@ -81,6 +94,12 @@ def plan_reads(
     return sorted(
         reads, key=lambda read: (read.file, read.begin if isinstance(read, Stretch) else read.begin(block_bytes))
     )
+
+
+def _cut_to_few(straight: Runs, largest: int, longest: int) -> Runs:
+    """Cut what is read straight into long reads. What goes nowhere, and is only checked, needs a buffer."""
+    nowhere = straight.address == 0
+    return Runs.joined([cut_at(straight.chosen(~nowhere), longest), cut_at(straight.chosen(nowhere), largest)])
 
 
 def _apart(straight: Runs, rest: Runs, slabs: Sequence[Slab], sizes: Numbers, block_bytes: int) -> tuple[Runs, Runs]:

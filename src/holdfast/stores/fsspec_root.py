@@ -9,8 +9,8 @@ from typing import Any
 from fsspec.implementations.memory import MemoryFileSystem
 
 from holdfast.stores.fsspec_folder import FsspecFolder
+from holdfast.stores.fsspec_store import FsspecStore
 from holdfast.stores.remote_errors import only_os_errors
-from holdfast.stores.remote_store import FsspecStore
 from holdfast.stores.roots import Root
 from holdfast.stores.store import Store, checked_name
 
@@ -59,7 +59,7 @@ class FsspecRoot(Root):
                 return True
             try:
                 with suppress(FileNotFoundError):
-                    self._files.fs.rmdir(self._files._inner(url))
+                    self._files.fs.rmdir(self._files.inner(url))
             except OSError as error:
                 if error.errno not in _NOT_EMPTY:
                     raise

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.stores.durability import flush_to_disk
-from holdfast.stores.fsspec_store import FsspecFileSystem
+from holdfast.stores.fsspec_filesystem import FsspecFileSystem
 from tests import s3_server
 
 needs_s3 = pytest.mark.skipif(bool(s3_server.MISSING), reason=s3_server.WHY_SKIPPED)
@@ -124,7 +124,7 @@ def test_a_file_whose_writing_fails_is_not_there(place):
         write()
     gc.collect()  # the finaliser of an upload would complete it
     assert not place.files.exists(place.at("part"))
-    assert not place.other.exists(place.files._inner(place.at("part")))
+    assert not place.other.exists(place.files.inner(place.at("part")))
 
 
 SEEN = {
@@ -139,7 +139,7 @@ SEEN = {
 def test_what_others_did_is_seen_although_fsspec_remembers(place, what):
     place.write("mine", b"short")
     place.write("gone", b"1")
-    folder = place.files._inner(place.folder)
+    folder = place.files.inner(place.folder)
     assert len(place.files.fs.ls(folder, detail=False)) == 2  # from now on fsspec could answer from memory
     place.other.pipe_file(f"{folder}/theirs", b"1")
     place.other.pipe_file(f"{folder}/mine", b"much longer now")
@@ -404,13 +404,13 @@ def test_an_object_that_is_being_replaced_is_the_old_one_until_its_upload_is_com
     remote.files.put(remote.at("file"), b"old")
     with remote.files.create_stream(remote.at("file"), "wb") as stream:
         stream.write(b"x" * MANY_PARTS)
-        assert remote.other.cat_file(remote.files._inner(remote.at("file"))) == b"old"
-    assert remote.other.size(remote.files._inner(remote.at("file"))) == MANY_PARTS
+        assert remote.other.cat_file(remote.files.inner(remote.at("file"))) == b"old"
+    assert remote.other.size(remote.files.inner(remote.at("file"))) == MANY_PARTS
 
 
 @needs_s3
 def test_the_object_that_stands_for_a_folder_is_not_in_it(remote, bucket):
-    key = remote.files._inner(remote.folder).removeprefix(f"{bucket.name}/")
+    key = remote.files.inner(remote.folder).removeprefix(f"{bucket.name}/")
     bucket.client().call_s3("put_object", Bucket=bucket.name, Key=f"{key}/", Body=b"")
     assert remote.files.ls(remote.folder) == []
     remote.write("file", b"1")
