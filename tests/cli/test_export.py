@@ -34,6 +34,15 @@ def test_a_model_that_is_not_like_the_other_has_status_2(prepared, holdfast):
     assert not (prepared / "new").exists()
 
 
+def test_the_help_speaks_of_the_names_of_the_model(prepared, holdfast):
+    shown = " ".join(holdfast("export", "--help").out.split())
+    assert "'model.*'" not in shown
+    ran = holdfast("export", "dcp", "new", "--cast", "0.weight=float16", "--cast", "model.*=float64", "--json")
+    assert ran.status == 0, ran.out
+    assert ran.json["cast"] == {"0.weight": ["float32", "float16"]}
+    assert ran.json["unused"] == {"cast": ["model.*"]}
+
+
 def test_parts_patterns_and_memory(prepared, holdfast):
     ran = holdfast(
         "export", "dcp", "new", "--part", "model", "--include", "*.weight", "--memory", "1MB", "--no-check", "--json"

@@ -178,9 +178,50 @@ def test_a_tensor_that_gets_lost_on_the_way_is_noticed(saved, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+ODD_KEYS = [
+    {"a": {(1, 2): torch.ones(2)}, "n": torch.ones(3)},
+    {"t": {True: torch.ones(2), None: torch.ones(3), 1.5: torch.ones(4)}},
+    {"int": {1: torch.ones(2), (3, 4): torch.ones(3)}},
+    {"a.b": torch.ones(2), "a": {"b": torch.ones(3)}},
+    {'["x"]': torch.ones(2), "y": torch.ones(3)},
+    {'["a"]["b"]': torch.ones(1), "a.b": torch.ones(2), "a": {"b": torch.ones(3)}},
+]
+
+
+@pytest.mark.parametrize("state", ODD_KEYS, ids=range(len(ODD_KEYS)))
+@pytest.mark.parametrize(("to", "name"), [("dcp", "new"), ("safetensors", "new.safetensors"), ("torch", "new.pt")])
+def test_keys_may_be_anything_that_the_format_can_tell_apart(tmp_path, state, to, name):
+    hf.save(state, tmp_path / "saved")
+    if to == "dcp" and "a.b" in state:
+        with pytest.raises(UnsupportedValueError, match="is the key of"):
+            hf.convert(tmp_path / "saved", tmp_path / name, to=to)
+        return
+    report = hf.convert(tmp_path / "saved", tmp_path / name, to=to)
+    found = hf.open(tmp_path / name)
+    assert report.tensors == len(found)
+    sizes = sorted(len(tensor[...]) for tensor in found.values())
+    assert sizes == sorted(len(tensor) for tensor in hf.open(tmp_path / "saved").values())
+
+
+def test_names_of_flat_files_stay_as_they_are(tmp_path):
+    state = {'["x"]': torch.ones(2), "a.b": torch.ones(3), "c[0]": torch.ones(4)}
+    save_file(state, tmp_path / "a.safetensors")
+    report = hf.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", to="safetensors")
+    assert_same(load_file(tmp_path / "b.safetensors"), state)
+    assert not report.renamed
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path):
+    hf.save({"\ud800": torch.ones(2)}, tmp_path / "saved")
+    with pytest.raises(UnsupportedTensorError, match="no valid text"):
+        hf.convert(tmp_path / "saved", tmp_path / "new", to="safetensors")
+
+
 def test_a_rename_that_gives_one_key_twice_is_refused(saved, tmp_path):
     with pytest.raises(ValueError, match="both"):
         hf.convert(saved, tmp_path / "new", to="native", rename={re.compile("model.(weight|bias)"): "model.x"})
+    with pytest.raises(ValueError, match=r"both 'model\.bias' and 'mean'"):
+        hf.convert(saved, tmp_path / "new", to="safetensors", only_tensors=True, rename={"mean": "model.bias"})
     assert not (tmp_path / "new").exists()
 
 

@@ -17,7 +17,7 @@ import holdfast as hf
 from holdfast.converting import placing, work_folders
 from holdfast.converting.proof import prove
 from holdfast.converting.work_folders import left_over, remove_left_over
-from holdfast.errors import CheckpointExistsError, DamagedCheckpointError
+from holdfast.errors import CheckpointExistsError, DamagedCheckpointError, NotAFolderError
 from tests.converting.formats import read_safetensors
 
 KILLED = """
@@ -133,6 +133,13 @@ def test_what_is_no_checkpoint_is_never_replaced(saved, tmp_path):
     with pytest.raises(CheckpointExistsError, match="cannot replace"):
         hf.convert(saved, saved, to="torch", overwrite=True)
     assert (tmp_path / "home" / "photos").is_dir()
+    assert (tmp_path / "notes.txt").read_text() == "all of my notes"
+
+
+def test_a_file_is_no_folder_to_write_below(saved, tmp_path):
+    (tmp_path / "notes.txt").write_text("all of my notes")
+    with pytest.raises(NotAFolderError, match=r"notes.txt is a file"):
+        hf.convert(saved, tmp_path / "notes.txt" / "a" / "new", to="native")
     assert (tmp_path / "notes.txt").read_text() == "all of my notes"
 
 

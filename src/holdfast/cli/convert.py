@@ -41,7 +41,7 @@ Cast = Annotated[
     ),
 ]
 ShardSize = Annotated[
-    str, typer.Option("--max-shard-size", metavar="SIZE", help="The most bytes of each file in a folder.")
+    str, typer.Option("--max-shard-size", metavar="SIZE", help="The most bytes of each file in a safetensors folder.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there, in one step.")]
 NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not read the result back to compare it.")]

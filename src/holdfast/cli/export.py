@@ -9,7 +9,7 @@ import typer
 from holdfast.cli.app import Example, command
 from holdfast.cli.console import reply
 from holdfast.cli.convert import Cast, NoCheck, Overwrite, Rename, ShardSize, cast_from
-from holdfast.cli.options import AllowPickle, Exclude, Include, Json, Memory, Quiet, pairs
+from holdfast.cli.options import AllowPickle, Json, Memory, Quiet, pairs
 from holdfast.cli.progress import progress
 
 
@@ -36,8 +36,24 @@ def export(
         ),
     ] = None,
     max_shard_size: ShardSize = "5GB",
-    include: Include = None,
-    exclude: Exclude = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--include",
+            metavar="PATTERN",
+            help="Only names of the model that match, such as '*.weight'. May be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--exclude",
+            metavar="PATTERN",
+            help="No names of the model that match. May be given several times.",
+            show_default=False,
+        ),
+    ] = None,
     rename: Rename = None,
     cast: Cast = None,
     like: Annotated[

@@ -14,6 +14,7 @@ from holdfast.converting.target import Target, Written, refuse_values
 from holdfast.converting.torch_states import LEAVE_OUT, UNPICKLABLE, refuse_what_torch_lacks, stand_ins_for
 from holdfast.coordination.collectives import Collectives
 from holdfast.formats.dcp.values import encode_value, needs_pickle
+from holdfast.formats.native.keys import keys_of
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.trees import children_of, hides_tensor, is_named
 from holdfast.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
@@ -21,6 +22,7 @@ from holdfast.planning.plan import SavePlan, TensorWriteData, WriteItem, WriteIt
 from holdfast.planning.save_planner import DefaultSavePlanner
 from holdfast.planning.trees import ObjectPath, flat_name
 from holdfast.saving import save_state
+from holdfast.sources.stored_nodes import StoredNode
 from holdfast.storage.blobs import Elements
 from holdfast.tuning import SHARE_OF_ROOMS
 
@@ -64,7 +66,14 @@ class DcpTarget(Target):
             {}, writer, _Planner(outgoing, flow), Collectives(None, use_dist=False, coordinator_rank=0)
         )
         files = sorted({info.relative_path for info in metadata.storage_data.values()} | {".metadata"})
-        return Written(files, sum((place / name).stat().st_size for name in files))
+        return Written(files, sum((place / name).stat().st_size for name in files), _texts_as_keys(outgoing))
+
+
+def _texts_as_keys(outgoing: Outgoing) -> dict[str, str]:
+    """What has another key because DCP has texts alone as keys of dicts: ``None`` is one that is called so, say."""
+    leaves = list(StoredNode.of(outgoing.tree).leaves())
+    new = keys_of([tuple(step if type(step) is int else str(step) for step in leaf.path) for leaf in leaves])
+    return {leaf.key: key for leaf, key in zip(leaves, new, strict=True) if leaf.key != key}
 
 
 def _leaves(tree: Mapping[Any, Any]) -> Iterator[tuple[ObjectPath, Any]]:

@@ -13,7 +13,7 @@ from holdfast.converting.chosen_casts import Cast, Casts
 from holdfast.converting.convert import Opened, carry_out
 from holdfast.converting.model_part import find_model
 from holdfast.converting.placing import is_of_a_checkpoint
-from holdfast.converting.preparing import Wishes, prepare_renamed, unused
+from holdfast.converting.preparing import Wishes, prepare_renamed, rename_flat, unused
 from holdfast.converting.report import ConversionReport
 from holdfast.converting.safetensors_target import SafetensorsTarget
 from holdfast.converting.shards import shard_size
@@ -94,7 +94,7 @@ def export(
                 near=list(model.names)[:3],
             )
         left_out = [*model.rest, *(key for name, (key, _) in model.names.items() if name not in wanted)]
-        named = _renamed(wanted, renaming)
+        named = {new: found for new, (_, found) in rename_flat(wanted, renaming).items()}
         if like is not None:
             left_out += _agree(named, like, allow_pickle=allow_pickle)
         own_names = {key: name for name, (key, _) in wanted.items()}
@@ -136,22 +136,6 @@ def _checked_files(files: Sequence[str | os.PathLike[str]]) -> list[Path]:
         if other is not path:
             raise ValueError(f"{other} and {path} would both become {path.name} beside the weights. Give one of them.")
     return paths
-
-
-def _renamed(names: Mapping[str, tuple[str, TensorRef]], renaming: Renaming) -> dict[str, tuple[str, TensorRef]]:
-    renamed: dict[str, tuple[str, TensorRef]] = {}
-    for name, found in names.items():
-        new: Any = renaming(name)
-        new = name if new is None else new
-        if not isinstance(new, str) or not new:
-            raise TypeError(f"rename gives {name!r} the name {new!r}, which is not a text")
-        if new in renamed:
-            raise ValueError(
-                f"rename would give both '{renamed[new][0]}' and '{found[0]}' the name '{new}'. Every name can be "
-                "given once."
-            )
-        renamed[new] = found
-    return renamed
 
 
 def _agree(

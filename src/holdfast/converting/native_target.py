@@ -99,7 +99,8 @@ class NativeTarget(Target):
             return Encoder(_key_of, allow_pickle=may_pickle).encode(outgoing.tree)
         except UnsupportedValueError as error:
             raise UnsupportedValueError(
-                f"{error.message}\nExclude these keys, or pass only_tensors=True to leave out all values.",
+                f"{error.message}\nExclude these keys, or pass only_tensors=True (--only-tensors) to leave out all "
+                "values.",
                 key=error.key,
                 keys=error.keys,
             ) from None

@@ -27,6 +27,7 @@ from holdfast.converting.ordered_reads import OrderedReads
 from holdfast.formats.native.dtypes import DType
 from holdfast.formats.native.refs import TensorRef
 from holdfast.sources.source import Request, Source
+from holdfast.sources.stored_nodes import StoredNode
 from holdfast.storage.chunk_reads import boxes_of_run
 from holdfast.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE, SHARE_OF_ROOMS
 from holdfast.waiting import some_threads, wait_for_all
@@ -79,6 +80,11 @@ class Piece(NamedTuple):
     data: memoryview
 
 
+def leaves_of(tree: Any, *, is_flat: bool) -> dict[str, Any]:
+    """All that has a key in a tree. In a flat one, its names are the keys."""
+    return dict(tree) if is_flat else {leaf.key: leaf.value for leaf in StoredNode.of(tree).leaves()}
+
+
 def bytes_of_next(stream: Iterator[Piece], nbytes: int) -> Iterator[memoryview]:
     """The bytes of the tensor that comes next in a stream, of which there are so many."""
     while nbytes:
@@ -99,6 +105,8 @@ class Outgoing:
     """By key; each once, however many names it has."""
     leaves: Mapping[str, Any]
     """All keys of the new tree with what is there: a ``TensorRef`` or a value. For formats that have flat keys."""
+    is_flat: bool = False
+    """Whether the new state is nothing but a dict of such keys, which may be any texts then."""
     allow_pickle: bool = False
     """Whether pickles may be loaded and written."""
     memory_budget: int | None = None

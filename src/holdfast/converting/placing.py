@@ -34,7 +34,7 @@ def refuse_what_is_there(final: Path, *, overwrite: bool, is_file: bool) -> None
         return
     what = _what_is_there(final)
     if not overwrite:
-        advice = "pass overwrite=True to replace it in one step" if what is None else "remove it first"
+        advice = "pass overwrite=True (--overwrite) to replace it in one step" if what is None else "remove it first"
         raise _in_the_way(final, "there is something already", f"Write to another place, or {advice}.")
     if what is not None:
         raise _in_the_way(final, what, "Write to another place, or remove it first.")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.converting.chosen_casts import Cast, Casts
 from holdfast.converting.held_arrays import with_references
-from holdfast.converting.outgoing import Outgoing, OutTensor
+from holdfast.converting.outgoing import Outgoing, OutTensor, leaves_of
 from holdfast.converting.target import Target, refuse_values
 from holdfast.errors import UnknownKeyError
 from holdfast.formats.native.pruning import NOTHING, pruned
@@ -20,6 +20,8 @@ from holdfast.renames import Rename, Renaming
 from holdfast.sources.renaming import rename as rename_leaves
 from holdfast.sources.source import Source
 from holdfast.sources.stored_nodes import StoredNode
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,19 @@ def prepare(source: Source, target: Target, wishes: Wishes) -> Prepared:
         tree = pruned(tree, (), lambda path: path in wanted)
     if tree is NOTHING or not wanted:
         raise _nothing_left(source, wishes)
-    if target.has_flat_keys:
-        tree = {leaves[path].key: leaves[path].value for path in leaves if path in wanted}
     renaming = Renaming(wishes.rename)
-    root, renamed = rename_leaves(StoredNode.of(tree), renaming)
+    if target.has_flat_keys:
+        flat = rename_flat(_flat_names([leaf for path, leaf in leaves.items() if path in wanted]), renaming)
+        tree = {new: leaf.value for new, (_, leaf) in flat.items()}
+        renamed = {old: new for new, (old, _) in flat.items() if old != new}
+    else:
+        root, renamed = rename_leaves(StoredNode.of(tree), renaming)
+        tree = root.value
     casts = Casts.of(wishes.cast, [(leaf.key, leaf.value) for path, leaf in leaves.items() if path in wanted])
     prepared = prepare_renamed(
         source,
         target,
-        root.value if target.keeps_per_rank else with_lists(root.value),
+        tree if target.keeps_per_rank else with_lists(tree),
         wishes,
         casts,
         leaves={leaf.key: leaf.value for leaf in leaves.values()},
@@ -101,19 +107,19 @@ def prepare_renamed(
     """What goes out of a tree that was chosen and renamed already. ``leaves`` are all that the source has, by key."""
     tensors: dict[str, OutTensor] = {}
     refs: dict[str, TensorRef] = {}
-    for leaf in StoredNode.of(tree).leaves():
-        ref = leaf.value
+    for key, ref in leaves_of(tree, is_flat=target.has_flat_keys).items():
         if isinstance(ref, TensorRef) and ref.key not in refs:
             dtype = casts.dtypes.get(ref.key, ref.dtype)
             kind, rank = (ref.kind, ref.rank) if target.keeps_per_rank else (_kind_for_all(ref), None)
-            tensors[leaf.key] = OutTensor(leaf.key, ref.key, ref.shape, ref.dtype, dtype, kind, ref.numpy, rank)
-            refs[ref.key] = TensorRef(leaf.key, dtype, ref.shape, kind, ref.numpy, rank)
+            tensors[key] = OutTensor(key, ref.key, ref.shape, ref.dtype, dtype, kind, ref.numpy, rank)
+            refs[ref.key] = TensorRef(key, dtype, ref.shape, kind, ref.numpy, rank)
     tree = substituted(tree, lambda ref: refs[ref.key])
     outgoing = Outgoing(
         source=source,
         tree=tree,
         tensors=tensors,
-        leaves={leaf.key: leaf.value for leaf in StoredNode.of(tree).leaves()},
+        leaves=leaves_of(tree, is_flat=target.has_flat_keys),
+        is_flat=target.has_flat_keys,
         allow_pickle=wishes.allow_pickle,
         memory_budget=wishes.memory_budget,
     )
@@ -127,6 +133,31 @@ def prepare_renamed(
     return Prepared(
         outgoing, left_out, renamed, cast, unused, sum(elements.values()), sum(elements[key] for key in gone)
     )
+
+
+def rename_flat(names: Mapping[str, T], renaming: Renaming) -> dict[str, tuple[str, T]]:
+    """What has these names under new ones, each with the old one."""
+    renamed: dict[str, tuple[str, T]] = {}
+    for name, found in names.items():
+        new: Any = renaming(name)
+        new = name if new is None else new
+        if not isinstance(new, str) or not new:
+            raise TypeError(f"rename gives {name!r} the name {new!r}, which is not a text")
+        if new in renamed:
+            raise ValueError(
+                f"rename would give both '{renamed[new][0]}' and '{name}' the name '{new}'. Every name can be given "
+                "once."
+            )
+        renamed[new] = (name, found)
+    return renamed
+
+
+def _flat_names(leaves: Sequence[StoredNode]) -> dict[str, StoredNode]:
+    """Leaves by what they are called where names are all there is. Names that were flat before stay as they are."""
+    names = [leaf.path[0] if len(leaf.path) == 1 and type(leaf.path[0]) is str else leaf.key for leaf in leaves]
+    if len(set(names)) < len(names):
+        names = [leaf.key for leaf in leaves]
+    return dict(zip(names, leaves, strict=True))
 
 
 def unused(renaming: Renaming, casts: Casts) -> dict[str, list[str]]:
@@ -161,7 +192,8 @@ def _refuse_unread_values(outgoing: Outgoing, target: Target) -> None:
         outgoing,
         target.format,
         refused,
-        "Pass allow_pickle=True if you trust who wrote pickles, exclude these keys, or pass only_tensors=True.",
+        "Pass allow_pickle=True (--allow-pickle) if you trust who wrote pickles, exclude these keys, or pass "
+        "only_tensors=True (--only-tensors).",
     )
 
 

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from holdfast.converting.outgoing import Outgoing, OutTensor
+from holdfast.converting.outgoing import Outgoing, OutTensor, leaves_of
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 from holdfast.formats.native.json_texts import dumps
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.values import Encoder
 from holdfast.sources.detect import open_source
 from holdfast.sources.source import Source
-from holdfast.sources.stored_nodes import StoredNode
 
 
 def prove(
@@ -29,7 +28,7 @@ def prove(
     """
     not_compared: list[str] = []
     with place if isinstance(place, Source) else open_source(place, allow_pickle=outgoing.allow_pickle) as result:
-        found = {leaf.key: leaf.value for leaf in StoredNode.of(result.tree).leaves()}
+        found = leaves_of(result.tree, is_flat=outgoing.is_flat)
         expected = {keys.get(key, key): value for key, value in outgoing.leaves.items()}
         _compare_keys(result, expected, found)
         to_read: dict[str, OutTensor] = {}

@@ -15,7 +15,7 @@ from holdfast.formats.native.torch_elements import torch_dtype
 UNPICKLABLE = (TypeError, AttributeError, RecursionError, pickle.PicklingError)
 """How pickle says that it cannot store something."""
 
-LEAVE_OUT = "Leave these out (exclude=...), or all values (only_tensors=True)"
+LEAVE_OUT = "Leave these out (exclude=...), or all values (only_tensors=True, --only-tensors)"
 """What to do about values that a format cannot hold; more follows."""
 
 

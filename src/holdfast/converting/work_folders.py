@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from holdfast.errors import NotAFolderError
 from holdfast.stores.local import FileSystem
 
 if os.name == "posix":
@@ -38,6 +39,7 @@ def work_folder(final: Path) -> Iterator[Path]:
     >>> was_made, work.exists()
     (True, False)
     """
+    _refuse_file_as_folder(final.parent)
     new = _missing_parents(final.parent)
     FileSystem().mkdir(final.parent)
     sweep(final)
@@ -129,6 +131,15 @@ def _lock(folder: Path) -> int | None:
             return None
         raise
     return descriptor
+
+
+def _refuse_file_as_folder(folder: Path) -> None:
+    there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not there.is_dir():
+        raise NotAFolderError(
+            f"{there} is a file, so nothing can be written below it. Write to another place, or move it away.",
+            path=str(there),
+        )
 
 
 def _missing_parents(folder: Path) -> list[Path]:
