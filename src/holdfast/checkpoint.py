@@ -14,8 +14,8 @@ import numpy as np
 
 from holdfast.errors import UnknownKeyError
 from holdfast.formats.native.pruning import NOTHING, pruned
-from holdfast.formats.native.refs import PerRankValues, TensorRef
-from holdfast.formats.native.trees import mapped, refs_in, substituted
+from holdfast.formats.native.refs import TensorRef
+from holdfast.formats.native.trees import refs_in, substituted, with_lists
 from holdfast.html_tables import page, table
 from holdfast.patterns import Chooser, Patterns, Selection, chooser
 from holdfast.progress import OnProgress, size
@@ -133,7 +133,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def tree(self) -> Any:
         """The saved state in its containers, with a handle in place of every tensor."""
-        return substituted(_with_lists(self._source.tree), self._handle)
+        return substituted(with_lists(self._source.tree), self._handle)
 
     def load(self, pattern: Patterns | None = None, *, verify: bool = True) -> Any:
         """The saved state, or the part of it whose keys are meant by ``pattern``, read into memory.
@@ -161,7 +161,7 @@ class Checkpoint(Mapping[str, Any]):
             key: as_elements(buffers[key], ref, as_torch=ref.numpy is None and torch_is_here())
             for key, ref in refs.items()
         }
-        return substituted(_with_lists(tree), lambda ref: elements[ref.key])
+        return substituted(with_lists(tree), lambda ref: elements[ref.key])
 
     def layout(self, key: str) -> list[ChunkPlace]:
         """How a tensor is cut: its chunks, with the file in which each lies and the rank that wrote it.
@@ -329,12 +329,3 @@ def _in_columns(value: Any) -> tuple[str, str]:
     if isinstance(value, TensorRef):
         return f"{value.dtype} {list(value.shape)}", size(value.nbytes)
     return in_short(value), ""
-
-
-def _with_lists(tree: Any) -> Any:
-    """A tree with lists where it has a value per rank."""
-    if isinstance(tree, PerRankValues):
-        return [_with_lists(value) for value in tree.ranks]
-    if isinstance(tree, TensorRef):
-        return tree
-    return mapped(tree, _with_lists)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.budgets import checked_budget
-from holdfast.checkpoint import Checkpoint
+from holdfast.checkpoint import Checkpoint, opened
 from holdfast.converting.chosen_casts import Cast
 from holdfast.converting.outgoing import Outgoing, OutTensor
 from holdfast.converting.placing import put_in_place, refuse_what_is_there
@@ -24,7 +24,6 @@ from holdfast.errors import CheckpointException
 from holdfast.patterns import Patterns
 from holdfast.progress import OnProgress, Tally
 from holdfast.renames import Rename
-from holdfast.sources.detect import open_source
 from holdfast.sources.source import Source
 from holdfast.stores.places import local_path, store_at
 from holdfast.stores.store import Store
@@ -93,8 +92,8 @@ def convert(
     """
     target = target_for(to, destination, max_shard_size=max_shard_size)
     wishes = Wishes(include, exclude, rename, cast, only_tensors, allow_pickle, checked_budget(memory_budget))
-    with Opened(source, allow_pickle=allow_pickle) as opened:
-        prepared = prepare(opened, target, wishes)
+    with opened(source, allow_pickle=allow_pickle) as checkpoint:
+        prepared = prepare(checkpoint.source, target, wishes)
         return carry_out(prepared, target, destination, overwrite=overwrite, check=check, on_progress=on_progress)
 
 
@@ -116,21 +115,6 @@ def target_for(to: str, destination: Any, *, max_shard_size: int | str | None = 
     with needing_torch(f"converting to {to!r}"):
         made: Target = getattr(importlib.import_module(module), name)(**options)
     return made
-
-
-class Opened:
-    """A source for a ``with`` block. One that the caller has opened stays open."""
-
-    def __init__(self, place: str | os.PathLike[str] | Store | Checkpoint, *, allow_pickle: bool) -> None:
-        self._is_of_caller = isinstance(place, Checkpoint)
-        self._source = place.source if isinstance(place, Checkpoint) else open_source(place, allow_pickle=allow_pickle)
-
-    def __enter__(self) -> Source:
-        return self._source
-
-    def __exit__(self, *error: object) -> None:
-        if not self._is_of_caller:
-            self._source.close()
 
 
 def carry_out(

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.budgets import checked_budget
-from holdfast.checkpoint import Checkpoint
+from holdfast.checkpoint import Checkpoint, opened
 from holdfast.converting.chosen_casts import Cast, Casts
-from holdfast.converting.convert import Opened, carry_out
+from holdfast.converting.convert import carry_out
 from holdfast.converting.model_part import find_model
 from holdfast.converting.placing import is_of_a_checkpoint
 from holdfast.converting.preparing import Wishes, prepare_renamed, rename_flat, unused
@@ -81,16 +81,17 @@ def export(
     """
     wishes = Wishes(allow_pickle=allow_pickle, memory_budget=checked_budget(memory_budget))
     target = SafetensorsTarget(max_shard_size=shard_size(max_shard_size), files=_checked_files(files))
-    with Opened(source, allow_pickle=allow_pickle) as opened:
-        model = find_model(opened, part)
+    with opened(source, allow_pickle=allow_pickle) as checkpoint:
+        stored = checkpoint.source
+        model = find_model(stored, part)
         chosen, renaming = Selection(include, exclude), Renaming(rename)
         wanted = {name: found for name, found in model.names.items() if chosen(name)}
         if not wanted:
             raise UnknownKeyError(
-                f"include and exclude leave nothing of the model in {opened.location}. They are about its own names, "
+                f"include and exclude leave nothing of the model in {stored.location}. They are about its own names, "
                 f"such as {next(iter(model.names))!r}.",
                 key=str(include),
-                path=opened.location,
+                path=stored.location,
                 near=list(model.names)[:3],
             )
         left_out = [*model.rest, *(key for name, (key, _) in model.names.items() if name not in wanted)]
@@ -100,7 +101,7 @@ def export(
         own_names = {key: name for name, (key, _) in wanted.items()}
         casts = Casts.of(cast, [(own_names[key], ref) for key, ref in named.values()])
         prepared = prepare_renamed(
-            opened,
+            stored,
             target,
             {name: ref for name, (_, ref) in named.items()},
             wishes,
@@ -148,10 +149,10 @@ def _agree(
 
     Those are taken out of ``named``: models leave out such names, and tie the tensors again when they are loaded.
     """
-    with Opened(like, allow_pickle=allow_pickle) as model:
-        part = find_model(model, None)
+    with opened(like, allow_pickle=allow_pickle) as model:
+        part = find_model(model.source, None)
         expected = {name: ref.shape for name, (_, ref) in part.names.items()}
-        location = model.location
+        location = model.source.location
     there = {ref.key for name, (_, ref) in named.items() if name in expected}
     tied = [name for name, (_, ref) in named.items() if name not in expected and ref.key in there]
     left_out = [named.pop(name)[0] for name in tied]
