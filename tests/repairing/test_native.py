@@ -374,6 +374,34 @@ def test_of_several_whole_saves_one_has_to_be_chosen(tmp_path):
     assert hf.open(both).load()["w"].tolist() == [2, 2, 2]
 
 
+def test_the_answer_says_that_content_was_not_compared(checkpoint):
+    data = next(checkpoint.glob("data-*"))
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+
+    report = repair(checkpoint)
+
+    assert report.ok
+    assert "no file is missing or too short. Content is not compared here; holdfast verify does that" in str(report)
+    assert not hf.verify(checkpoint).ok
+
+
+def test_what_is_left_of_a_checkpoint_can_be_converted_as_the_answer_says(checkpoint, tmp_path):
+    (lost,) = [file for file in checkpoint.glob("data-*") if file.stat().st_size == largest_of(checkpoint)]
+    lost.unlink()
+
+    (finding,) = repair(checkpoint).findings
+
+    assert "holdfast convert --exclude" in finding.remedy
+    hf.convert(checkpoint, tmp_path / "left", to="native", exclude=finding.keys)
+    assert hf.open(tmp_path / "left").load()["step"] == 5
+
+
+def largest_of(folder):
+    return max(file.stat().st_size for file in folder.iterdir())
+
+
 def test_a_repair_that_another_save_overtakes_changes_nothing(checkpoint, monkeypatch):
     (checkpoint / RECORD).write_bytes(b"damaged")
     put = rebuilding.put_in_place

@@ -384,9 +384,9 @@ def test_of_processes_that_commit_at_once_one_wins(ranks, bucket, url):
 
 def test_a_bucket_that_does_not_exist_is_never_made(bucket):
     store = FsspecStore(f"s3://none-{uuid4().hex}/run", **bucket.options)
-    assert store.list() == []
     assert store.size("data") is None
     for act in (
+        store.list,
         lambda: store.put("data", b"1"),
         lambda: store.commit("record", b"1", replaces=None),
         lambda: store.put("data", bytes(2 * ROOM_BYTES)),
@@ -424,3 +424,17 @@ def test_a_kill_in_the_middle_of_an_upload_leaves_no_object(ranks, bucket, url, 
     assert store.list() == []
     store.put("data", b"again")
     assert store.read("data") == b"again"
+
+
+def test_a_bucket_that_is_not_there_is_told_and_not_taken_for_an_empty_folder(bucket, store):
+    assert store.list() == []
+    nowhere = FsspecStore("s3://no-such-bucket-anywhere/run", **bucket.options)
+    with pytest.raises(FileNotFoundError, match="there is no such bucket: 's3://no-such-bucket-anywhere/run'"):
+        nowhere.list()
+    with pytest.raises(FileNotFoundError, match="there is no such bucket: 's3://no-such-bucket-anywhere/run'"):
+        hf.open(nowhere)
+
+
+def test_a_url_without_a_bucket_is_refused(bucket):
+    with pytest.raises(ValueError, match=r"s3:// names no bucket; write it like s3://bucket/folder"):
+        FsspecStore("s3://", **bucket.options)

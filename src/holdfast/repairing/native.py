@@ -83,7 +83,8 @@ def _problems_below(store: Store, record: Record, digesting: Digesting) -> Itera
         yield Planned(
             store.path_of(name),
             what,
-            "copy the file again from where it is whole; or load what is left with strict=False and include=...",
+            "copy the file again from where it is whole; or keep what is left with holdfast convert --exclude "
+            "(in Python: load it with strict=False and include=...)",
             keys=lost,
         )
     if columns is None:

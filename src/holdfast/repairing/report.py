@@ -91,7 +91,8 @@ class RepairReport:
         if not self.findings:
             count = len(self.checked)
             lines.append(
-                f"{self.path}: nothing is wrong with the files of {count} checkpoint{'' if count == 1 else 's'}"
+                f"{self.path}: nothing is wrong with the indexes of {count} checkpoint{'' if count == 1 else 's'}, and "
+                "no file is missing or too short. Content is not compared here; holdfast verify does that"
             )
         lines += [str(debris) for debris in self.debris]
         if not self.applied and any(finding.outcome == "can be repaired" for finding in self.findings):

@@ -7,7 +7,7 @@ import errno
 import logging
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,8 @@ class S3Folder(FsspecFolder):
     def __init__(self, files: FsspecFileSystem, url: str) -> None:
         super().__init__(files, url)
         self._bucket, prefix, _ = self._fs.split_path(files.inner(url))
+        if not self._bucket:
+            raise ValueError(f"{url} names no bucket; write it like s3://bucket/folder")
         self._prefix = f"{prefix}/" if prefix else ""
 
     def find(self, name: str) -> Found | None:
@@ -116,6 +118,16 @@ class S3Folder(FsspecFolder):
             else:
                 return True
         raise OSError(errno.EBUSY, "others are writing to it all the time", self._path(name))
+
+    def entries(self) -> Sequence[tuple[str, dict[str, Any]]]:
+        """Names of all that is in the folder. A folder without objects is empty, but a bucket has to be there."""
+        found = super().entries()
+        if not found:
+            try:
+                self._fs.call_s3("list_objects_v2", Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(errno.ENOENT, "there is no such bucket", self._url) from error
+        return found
 
     def delete(self, name: str) -> None:
         """Delete an object."""
