@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from holdfast.checkpoint import Checkpoint, opened
+from holdfast.garbage import no_garbage_collection
 from holdfast.inspecting.verify import verify as verify_checkpoint
 from holdfast.patterns import Patterns
 from holdfast.progress import OnProgress, size
@@ -113,8 +114,9 @@ def make_report(
     with ExitStack() as stack:
         own = stack.enter_context(opened(checkpoint, allow_pickle=allow_pickle))
         other = None if compare is None else stack.enter_context(opened(compare, allow_pickle=allow_pickle))
-        entries = entries_of(own.source)
-        chosen = chosen_tensors(entries, statistics)
+        with no_garbage_collection():
+            entries = entries_of(own.source)
+            chosen = chosen_tensors(entries, statistics)
         whole = _bytes_of(own)
         parts = {
             "verify": whole if verify else 0,
@@ -125,7 +127,8 @@ def make_report(
         checked = _verified(own, memory_budget, work.part("verify")) if verify else None
         described, unread = statistics_facts(own.source, chosen, memory_budget, work.part("statistics"))
         changes = None if other is None else compare_facts(other, own, entries, memory_budget, work.part("compare"))
-        facts = facts_of(own.source, entries, statistics=described, unread=unread, verify=checked, compare=changes)
+        with no_garbage_collection():
+            facts = facts_of(own.source, entries, statistics=described, unread=unread, verify=checked, compare=changes)
     title = f"{facts['checkpoint']['name']} · Holdfast report"
     text = page("report.html", title=title, styles=STYLES, scripts=SCRIPTS, data=facts)
     return Report(facts["checkpoint"]["path"], facts, text)

@@ -88,8 +88,12 @@ function showSections() {
   byId("sections").replaceChildren(...Object.keys(titles).filter((id) => !byId(id).hidden).map((id) => make("a", { href: `#${id}` }, titles[id])));
 }
 
-// A slash leads to the search from anywhere, and Escape closes the panel.
+// A slash leads to the search from anywhere, an arrow from there to what was found, and Escape closes the panel.
 function shortcuts(event) {
+  if (event.key === "ArrowDown" && event.target === filters.search) {
+    event.preventDefault();
+    byId("rows").focus();
+  }
   if (event.key === "Escape" && !event.defaultPrevented && event.target !== filters.search) panel.close();
   if (event.key !== "/" || event.ctrlKey || event.metaKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
   event.preventDefault();

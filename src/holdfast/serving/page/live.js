@@ -3,10 +3,9 @@
 import { keep } from "./elements.js";
 import { clock, moment, since, span } from "./times.js";
 
-const RUNNING = ["writing", "committing", "stalled"];
 const MOST_RANKS = 64;
 
-export const isRunning = (save) => RUNNING.includes(save.activity);
+export const isRunning = (save) => save.is_running;
 
 export function showSaves(run) {
   byId("live").hidden = run.saves.length === 0 && run.ended.length === 0;
