@@ -288,7 +288,8 @@ class Checkpoint(Mapping[str, Any]):
         saved = self.written.get("time")
         rows = ((key, *_in_columns(leaf.value)) for key, leaf in self._leaves.items())
         listed = table(["key", "what", "size"], rows, numbers=[2], total=len(self))
-        return page(self.path, f"{facts}, saved {saved}" if saved else facts, listed)
+        whole = page(self.path, f"{facts}, saved {saved}" if saved else facts, listed)
+        return whole.encode("utf-8", "replace").decode()  # names of files may be anything
 
     @cached_property
     def _leaves(self) -> dict[str, StoredNode]:

@@ -119,7 +119,7 @@ DELIVERY_BYTES = 16 * MIB
 COMPARED_BYTES = 16 * MIB
 """What is read at once of tensors that are only compared with the state. Less would start readers too often."""
 
-COUNTED_ELEMENTS = 32 * KIB
+COUNTED_ELEMENTS = 64 * KIB
 """Elements that statistics and comparisons count with at a time: as wide numbers they still fit into the processor's
 cache, where the dozen passes over them cost next to nothing."""
 
@@ -129,8 +129,9 @@ COUNTED_ELEMENT_BYTES = 32
 COUNTED_TOGETHER = 512
 """Small tensors that are read together to be counted."""
 
-VERIFIED_BYTES = 64 * MIB
-"""Items of a DCP file that are verified together. If one is damaged, each of them is looked at alone."""
+VERIFIED_BYTES, VERIFIED_TOGETHER = 64 * MIB, 10_000
+"""Items of DCP and safetensors files that are verified together, so that files are not opened for each. If one is
+damaged, each of them is looked at alone."""
 
 STOCK_BATCH_BYTES = 1024 * MIB
 """Of tensors that a planner of stock DCP is asked for together. They are its state, as a rule, so that this takes no

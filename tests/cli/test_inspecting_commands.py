@@ -168,7 +168,7 @@ def test_what_needs_torch_says_so(prepared, line):
     assert "defect" not in ran.stderr
 
 
-# --- nothing, and errors of the user -----------------------------------------------------------------------------------
+# --- nothing, and errors of the user ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("line", [["verify", STEP], ["diff", STEP, "dcp"], ["show", STEP]])

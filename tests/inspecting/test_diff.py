@@ -247,3 +247,49 @@ def test_patterns_that_mean_nothing_are_an_error_and_not_equal(tmp_path: Path) -
         with pytest.raises(UnknownKeyError):
             diff(tmp_path / "a", tmp_path / "b", **arguments)
     assert diff(tmp_path / "a", tmp_path / "b", include="only").only_in_b == ("only",)
+
+
+def test_a_tensor_that_became_nan_is_the_first_of_all_changes(tmp_path: Path) -> None:
+    before = {"little": torch.ones(1000), "diverged": torch.ones(1000)}
+    saved(tmp_path / "a", before)
+    saved(tmp_path / "b", {"little": torch.full((1000,), 1.5), "diverged": torch.full((1000,), math.nan)})
+
+    report = diff(tmp_path / "a", tmp_path / "b")
+
+    assert [key for key, _ in report.largest_first] == ["diverged", "little"]
+    assert report.changed_tensors["diverged"].relative is None
+    assert "1,000 of them nan" in str(report)
+
+
+@pytest.mark.parametrize("other", [np.float64, np.float32, np.complex128])
+@pytest.mark.parametrize("integer", [np.int64, np.uint64])
+def test_long_integers_are_compared_exactly_with_other_numbers(integer: type, other: type) -> None:
+    most = np.iinfo(integer).max
+    a = np.array([2**53, 2**53 + 1, most, 7, 0], integer)
+    b = np.array([2.0**53, 2.0**53, float(most), 7.5, math.nan], other)
+    for found in (compare(*bits(a), *bits(b)), compare(*bits(b), *bits(a))):
+        assert (found.differing, found.incomparable) == (4, 1)
+
+
+@pytest.mark.parametrize("scale", [1e300, 1e-200])
+def test_norms_of_very_large_and_small_differences(scale: float) -> None:
+    a, b = np.array([3.0, 0, 1]) * scale, np.array([0, 4.0, 1]) * scale
+    found = compare(*bits(a), *bits(b))
+    assert found.norm == pytest.approx(5 * scale)
+    assert found.relative == pytest.approx(5 / math.sqrt(10))
+
+
+def test_reports_are_plain_json_whatever_numbers_they_have(tmp_path: Path) -> None:
+    saved(tmp_path / "a", {"w": torch.tensor([math.inf])})
+    saved(tmp_path / "b", {"w": torch.tensor([-math.inf])})
+    json.dumps(diff(tmp_path / "a", tmp_path / "b").to_json(), allow_nan=False)
+
+
+def test_more_elements_than_a_block_has(tmp_path: Path) -> None:
+    a = np.arange(200_000, dtype=np.float32)
+    b = a.copy()
+    b[[0, 65_536, 131_071, 199_999]] += 1
+    found = compare(*bits(a), *bits(b))
+    assert (found.elements, found.differing, found.largest) == (200_000, 4, 1)
+    assert found.norm == pytest.approx(2)
+    assert found.norm_before == pytest.approx(np.linalg.norm(a.astype(np.float64)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -190,3 +191,34 @@ print(hf.open({str(tmp_path / "w.safetensors")!r}).statistics("w").norm)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert math.isclose(float(ran.stdout), wanted["norm"], rel_tol=1e-12), ran.stderr
+
+
+@pytest.mark.parametrize("scale", [1e300, 1e-200])
+def test_squares_that_are_too_large_or_too_small_make_no_difference(scale: float, tmp_path: Path) -> None:
+    numbers = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    hf.save({"w": numbers * scale, "c": torch.complex(numbers, numbers) * scale}, tmp_path / "c")
+
+    found = hf.open(tmp_path / "c").statistics("w")
+    assert found.norm == pytest.approx(numbers.norm().item() * scale)
+    assert found.std == pytest.approx(numbers.std(correction=0).item() * scale)
+    assert hf.open(tmp_path / "c").statistics("c").norm == pytest.approx(numbers.norm().item() * math.sqrt(2) * scale)
+
+
+@pytest.mark.parametrize("number", [1e20, 2**62])
+def test_constants_have_no_spread_and_a_histogram(number: float, tmp_path: Path) -> None:
+    hf.save({"w": np.full(100, number)}, tmp_path / "c")
+    found = hf.open(tmp_path / "c").statistics("w")
+    assert (found.mean, found.std, sum(found.histogram)) == (number, 0, 100)
+
+
+def test_wrong_questions_are_refused_with_a_reason(tmp_path: Path) -> None:
+    hf.save({"w": torch.tensor([math.inf, 1.0])}, tmp_path / "c")
+    checkpoint = hf.open(tmp_path / "c")
+    with pytest.raises(ValueError, match="bins"):
+        checkpoint.statistics("w", bins=2.5)  # type: ignore[arg-type]
+    assert str(checkpoint.statistics("w")).startswith("2 elements")
+
+
+def test_statistics_are_plain_json(tmp_path: Path) -> None:
+    hf.save({"w": torch.tensor([1e308, -1e308, math.nan], dtype=torch.float64)}, tmp_path / "c")
+    json.dumps(hf.open(tmp_path / "c").statistics("w").to_json(), allow_nan=False)

@@ -105,6 +105,8 @@ def _cut_into_lots(file: str, items: Sequence[StoredItem]) -> list[_Lot]:
 def _damage_of(item: StoredItem, error: Exception) -> Damage:
     where: dict[str, Any] = {"keys": (item.key,), "begin": item.begin, "end": item.begin + item.nbytes}
     if isinstance(error, DamagedCheckpointError):
+        if str(error.fields.get("file")).endswith(".metadata"):
+            return Damage.told_by(error, ".metadata", (item.key,))
         expected, found = (_shown(error.fields.get(name)) for name in ("expected", "found"))
         return Damage(item.file, "these are not the bytes that were saved", **where, expected=expected, found=found)
     return Damage(item.file, f"cannot be read: {error}", **where)

@@ -11,7 +11,7 @@ import numpy as np
 from holdfast.boxes import Box, cut, volume
 from holdfast.formats.native.refs import TensorRef
 from holdfast.inspecting.numbers import Array
-from holdfast.sources.source import Request, Source
+from holdfast.sources.source import Request, Source, WholeReads
 from holdfast.tuning import COUNTED_ELEMENT_BYTES, COUNTED_TOGETHER, MEMORY_BUDGET, READERS, SMALLEST_BUDGET
 
 
@@ -68,12 +68,15 @@ def lots_of(refs: Iterable[TensorRef], most: int) -> Iterator[Lot]:
 
 def read_parts(source: Source, parts: Iterable[Part], memory: int | None) -> list[Array]:
     """The bits of all parts."""
-    arrays, requests = [], []
+    arrays: list[Array] = []
+    requests: list[Request] = []
+    wholes: dict[str, Array] = {}
     for part in parts:
         array = np.empty(part.box.sizes, part.ref.dtype.carrier)
         arrays.append(array)
-        if array.size:
+        if part.box.sizes == part.ref.shape and part.ref.key not in wholes:
+            wholes[part.ref.key] = array  # which takes far less work for each of many small ones
+        elif array.size:
             requests.append(Request(part.ref.key, tuple(part.box.offsets), tuple(part.box.sizes), array))
-    if requests:
-        source.read(requests, memory=memory)
+    source.read_many(requests, WholeReads.into(wholes), memory=memory)
     return arrays

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from holdfast.errors import HoldfastError
@@ -13,9 +13,9 @@ from holdfast.inspecting.damage import Damage
 from holdfast.inspecting.working import work_through
 from holdfast.progress import Tally
 from holdfast.sources.safetensors import SafetensorsSource
-from holdfast.sources.source import Nowhere, Request
+from holdfast.sources.source import ChunkPlace, Nowhere, Request
 from holdfast.storage.hf_names import INDEX_NAME, SUFFIX, lies_inside
-from holdfast.tuning import READERS
+from holdfast.tuning import READERS, VERIFIED_BYTES, VERIFIED_TOGETHER
 
 
 class SafetensorsCheck:
@@ -33,26 +33,41 @@ class SafetensorsCheck:
         """Find all damage. ``on_total`` is told how many bytes there are to read."""
         tally = on_total(sum(self._source.tensors[key].nbytes for key in self._keys))
         threads = READERS if self._memory is None else 1
-        work_through(self._keys, lambda key: self._look(key, tally), threads)
+        work_through(self._lots(), lambda keys: self._look_at(keys, tally), threads)
 
-    def _look(self, key: str, tally: Tally) -> None:
-        ref = self._source.tensors[key]
-        for chunk in self._source.chunk_places(key):
-            request = Request(key, chunk.offsets, chunk.sizes, Nowhere(chunk.sizes, ref.dtype.carrier))
-            try:
-                self._source.read([request], memory=self._memory)
-            except (HoldfastError, OSError) as error:
-                with self._lock:
-                    self.damage.append(
-                        Damage(
-                            chunk.file,
-                            f"cannot be read: {error}",
-                            (key,),
-                            chunk.begin,
-                            None if chunk.begin is None else chunk.begin + chunk.nbytes,
-                        )
-                    )
-            tally.add(chunk.nbytes)
+    def _lots(self) -> Iterator[list[str]]:
+        """Tensors that are read together: to open a file for each of many small ones would take long."""
+        lot: list[str] = []
+        nbytes = 0
+        for key in self._keys:
+            if lot and (nbytes >= VERIFIED_BYTES or len(lot) >= VERIFIED_TOGETHER):
+                yield lot
+                lot, nbytes = [], 0
+            lot.append(key)
+            nbytes += self._source.tensors[key].nbytes
+        if lot:
+            yield lot
+
+    def _look_at(self, keys: list[str], tally: Tally) -> None:
+        chunks = [(key, chunk) for key in keys for chunk in self._source.chunk_places(key)]
+        try:
+            self._source.read([self._request(*chunk) for chunk in chunks], memory=self._memory)
+        except (HoldfastError, OSError):
+            for key, chunk in chunks:
+                self._look_at_one(key, chunk)
+        tally.add(sum(chunk.nbytes for _, chunk in chunks))
+
+    def _look_at_one(self, key: str, chunk: ChunkPlace) -> None:
+        try:
+            self._source.read([self._request(key, chunk)], memory=self._memory)
+        except (HoldfastError, OSError) as error:
+            end = None if chunk.begin is None else chunk.begin + chunk.nbytes
+            with self._lock:
+                self.damage.append(Damage(chunk.file, f"cannot be read: {error}", (key,), chunk.begin, end))
+
+    def _request(self, key: str, chunk: ChunkPlace) -> Request:
+        carrier = self._source.tensors[key].dtype.carrier
+        return Request(key, chunk.offsets, chunk.sizes, Nowhere(chunk.sizes, carrier))
 
 
 def damage_of_folder(path: Path) -> list[Damage]:

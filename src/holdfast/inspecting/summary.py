@@ -15,7 +15,6 @@ from holdfast.inspecting.numbers import are_numbers
 from holdfast.inspecting.statistics import count
 from holdfast.patterns import dotted
 from holdfast.progress import OnProgress, size
-from holdfast.sources.stored_nodes import StoredNode
 
 _MOST_SHOWN = 20
 
@@ -137,15 +136,15 @@ def summarize(
         tensor_bytes=sum(ref.nbytes for ref in refs),
         dtypes=dict(dtypes.most_common()),
         kinds=dict(Counter(ref.kind for ref in refs).most_common()),
-        parts=_parts(source.tree),
+        parts=_parts(checkpoint),
         not_finite=found,
     )
 
 
-def _parts(tree: Any) -> dict[str, PartSummary]:
+def _parts(checkpoint: Checkpoint) -> dict[str, PartSummary]:
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     seen: set[str] = set()
-    for leaf in StoredNode.of(tree).leaves():
+    for leaf in checkpoint.leaves():
         own = sums[dotted(leaf.key).partition(".")[0]]
         if not isinstance(leaf.value, TensorRef):
             own[3] += 1

@@ -209,7 +209,7 @@ def _digests_of(source: Source, *, in_part: bool) -> tuple[str, str]:
     if source.format == "native" and in_part:
         return "all", "Every block that the chosen tensors lie in was compared with the digest taken when it was saved."
     if source.format == "native":
-        return "all", "Every byte of every file was compared with the digests that were taken when it was saved."
+        return "all", "Every byte that is there was compared with the digests that were taken when it was saved."
     if source.format == "dcp":
         return "some", (
             "Tensors and values were compared with their CRC-32 where the writer left one. The index (.metadata) has "

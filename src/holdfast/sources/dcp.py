@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from holdfast.boxes import Box, place_of
-from holdfast.errors import CheckpointNotFoundError, RefusedPickleError
+from holdfast.boxes import Box, out_of_bounds, place_of
+from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, RefusedPickleError
 from holdfast.formats.dcp.values import decode_value
 from holdfast.formats.native.refs import PickledValue, TensorRef, UnknownValue
 from holdfast.formats.native.torch_elements import as_array, as_tensor, dtype_of
@@ -160,11 +160,26 @@ class DcpSource(Source):
             if not isinstance(entry, TensorStorageMetadata):
                 values.append(create_read_item_for_bytes(item.key))
             elif item.key in self.tensors:
-                sizes = next(tuple(chunk.sizes) for chunk in entry.chunks if tuple(chunk.offsets) == item.offsets)
+                sizes = self._sizes_of(item, entry)
                 place = Nowhere(sizes, self.tensors[item.key].dtype.carrier)
                 requests.append(Request(item.key, item.offsets, sizes, place))
         read = self._carry_out(values, _Taking(self._allow_pickle), verify=True) if values else 0
         return read + (self.read(requests, memory=memory) if requests else 0)
+
+    def _sizes_of(self, item: StoredItem, entry: TensorStorageMetadata) -> tuple[int, ...]:
+        """Of a chunk, which must lie inside of its tensor."""
+        ref = self.tensors[item.key]
+        for chunk in entry.chunks:
+            if tuple(chunk.offsets) == item.offsets and not out_of_bounds([chunk], ref.shape):
+                return tuple(chunk.sizes)
+        raise DamagedCheckpointError(
+            f"the index of {self.location} speaks of a chunk of {item.key!r} at {list(item.offsets)} that it does not "
+            f"list, or that does not lie inside of the shape {list(ref.shape)}.",
+            file=".metadata",
+            key=item.key,
+            expected="a chunk inside of its tensor",
+            found=list(item.offsets),
+        )
 
     def files(self) -> list[tuple[str, int]]:
         """The index, or those of all ranks, and the data files that are in it."""

@@ -47,8 +47,12 @@ def open_source(place: str | os.PathLike[str] | Store, *, allow_pickle: bool = F
         return _open_in_store(place, allow_pickle)
     if path.is_dir():
         return _open_folder(path, allow_pickle)
-    if path.exists():
+    if path.is_file():
         return _open_file(path, allow_pickle)
+    if path.exists():  # reading a pipe might never end
+        raise NotACheckpointError(
+            f"{path} is not a checkpoint: it is neither a folder nor a file.", path=str(path), found=None
+        )
     raise CheckpointNotFoundError(
         f"no checkpoint at {path}: the path does not exist. Check it for a typo, and that all ranks see the same disk.",
         path=str(path),

@@ -20,7 +20,7 @@ from holdfast.storage.byte_ranges import StreamRanges, refuse_short_chunk
 from holdfast.storage.chunk_reads import ArrayPlace, ChunkRead, Wanted
 from holdfast.storage.hf_commit import Folder
 from holdfast.storage.hf_folder import Contents, StoredChunk, read_contents, read_files
-from holdfast.storage.hf_names import COMMIT_NAME, INDEX_NAME, SUFFIX, rank_of_shard
+from holdfast.storage.hf_names import COMMIT_NAME, INDEX_NAME, SUFFIX
 from holdfast.storage.hf_opening import opened_as_described
 from holdfast.storage.read_steps import read_size
 from holdfast.stores.store import Store
@@ -48,6 +48,7 @@ class SafetensorsSource(Source):
     def __init__(self, path: str | Path | Store, *, file: str | None = None) -> None:
         """``path`` is that of a file or folder, or the store that is one; ``file`` is the object in it that is all."""
         self._notes: Mapping[str, str] = {}
+        self._names: dict[str, str] = {}
         if isinstance(path, Store):
             self._fs, self._only_file = files_of(path), file or ""
             self._folder = Folder(self._fs, path.location)
@@ -89,7 +90,7 @@ class SafetensorsSource(Source):
         return [Box(chunk.offsets, chunk.sizes) for chunk in self._contents.keys[key].chunks]
 
     def chunk_places(self, key: str) -> list[ChunkPlace]:
-        """The same boxes, with the files that they lie in and who wrote them."""
+        """The same boxes, with the files that they lie in. Numbers in their names do not tell the ranks for sure."""
         itemsize = self.tensors[key].dtype.itemsize
         return [
             ChunkPlace(
@@ -98,7 +99,7 @@ class SafetensorsSource(Source):
                 self._name_of(chunk.file),
                 chunk.position,
                 volume(chunk.sizes) * itemsize,
-                rank_of_shard(PurePath(chunk.file).name),
+                None,
             )
             for chunk in self._contents.keys[key].chunks
         ]
@@ -116,7 +117,10 @@ class SafetensorsSource(Source):
         return sizes_of(self._fs, self._folder.path, [*about, *sorted(names)])
 
     def _name_of(self, file: str) -> str:
-        return str(PurePath(file).relative_to(self._folder.path))
+        name = self._names.get(file)
+        if name is None:
+            name = self._names[file] = str(PurePath(file).relative_to(self._folder.path))
+        return name
 
     def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:
         """Fill the memory of all requests, file by file; of the files only what is needed is read.
@@ -137,6 +141,12 @@ class SafetensorsSource(Source):
         files: dict[str, list[_Part]] = defaultdict(list)
         for request in requests:
             chunks = self._contents.keys[request.key].chunks
+            if not volume(request.sizes):
+                continue
+            if len(chunks) == 1 and not any(chunks[0].offsets):  # as nearly always
+                part = _Part(request.key, chunks[0], Box(request.offsets, request.sizes), request.into)
+                files[chunks[0].file].append(part)
+                continue
             for shared in overlaps([request], chunks):
                 chunk = chunks[shared.source]
                 inside = tuple(at - base for at, base in zip(shared.start, chunk.offsets, strict=True))
@@ -188,7 +198,6 @@ def _identity_of(contents: Contents) -> str:
     """The id of the save, or, from writers that had none, a digest of what the headers say."""
     if contents.save_id is not None:
         return contents.save_id
-    headers = {
-        (PurePath(chunk.file).name, chunk.header_digest) for key in contents.keys.values() for chunk in key.chunks
-    }
+    files = {(chunk.file, chunk.header_digest) for key in contents.keys.values() for chunk in key.chunks}
+    headers = [(PurePath(file).name, digest) for file, digest in files]
     return hashlib.blake2b(repr(sorted(headers)).encode(), digest_size=16).hexdigest()

@@ -262,6 +262,9 @@ def _assemble(folder: Folder, files: Iterable[_File], save_id: str | None) -> Co
 def _settle(entry: StoredKey, noted: set[tuple[int, ...]]) -> str | None:
     """Find the size of a tensor and what does not fit into it."""
     chunks = entry.chunks
+    if len(chunks) == 1 and not any(chunks[0].offsets) and noted <= {chunks[0].sizes}:
+        entry.size = chunks[0].sizes  # whole, as nearly all are: there may be very many
+        return None
     if len({len(chunk.sizes) for chunk in chunks}) > 1 or len(noted) > 1:
         return "has parts of tensors of different sizes"
     entry.size = noted.pop() if noted else _reach(chunks)

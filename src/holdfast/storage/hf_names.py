@@ -53,16 +53,6 @@ def is_shard(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
 
 
-def rank_of_shard(name: str) -> int | None:
-    """The rank that wrote a part of a model file, as its number tells; None for other files.
-
-    >>> rank_of_shard("shard-00002-model-00001-of-00003.safetensors")
-    1
-    """
-    match = _SHARD.fullmatch(name)
-    return int(match[1]) - 1 if match else None
-
-
 def generation_of(name: str) -> str | None:
     """The save that an unfinished file is of, given by its name or by its path in the folder; None for other files."""
     match = _TEMPORARY.fullmatch(PurePath(name).name)
