@@ -345,6 +345,7 @@ def test_long_texts_take_no_more_room_than_they_need(tmp_path: Path, open_page: 
     page = open_page(tmp_path / "page.html").page
 
     assert page.locator("#summary").bounding_box()["height"] < 800
+    assert page.locator(".noted dd").first.bounding_box()["height"] < 200  # and the next one can be seen
     assert page.locator(".changed-values dt").bounding_box()["height"] < 30  # the key is in one line
     page.set_viewport_size({"width": 360, "height": 640})
     assert page.locator("#summary").bounding_box()["height"] < 1280

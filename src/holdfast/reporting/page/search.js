@@ -42,7 +42,7 @@ function sorted(entries, numbers, order) {
 function relativeChange(entries, number) {
   const difference = entries.difference(number);
   if (!difference || difference.relative === undefined) return entries.change(number) === "equal" ? -1 : 0;
-  return typeof difference.relative === "number" && !difference.incomparable ? difference.relative : Infinity;
+  return typeof difference.relative === "number" ? difference.relative : Infinity;
 }
 
 const descending = (a, b) => (a === b ? 0 : a > b ? -1 : 1); // two infinities are equal, and have no difference
