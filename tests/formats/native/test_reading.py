@@ -229,6 +229,24 @@ def test_of_a_store_that_is_far_away_any_region_is_what_slicing_gives_too(data):
     assert total == bytes_in(stored.store.reads)
 
 
+def test_what_is_only_checked_takes_a_buffer_however_far_away_it_is():
+    stored = store({"w": np.zeros(50 * BLOCK, "V1")}, {"w": [Box((0,), (50 * BLOCK,))]}, None)
+    stored.store.read_bytes = READ_BYTES + 1
+    source = NativeSource(stored.store)
+    assert source.columns is not None
+    stored.store.reads.clear()
+
+    with sizes(), mock.patch.object(reading, "REMOTE_WINDOW_BYTES", 4 * BLOCK):
+        source.verify()
+    checked = [read.nbytes for read in stored.store.reads]
+    stored.store.reads.clear()
+    with sizes(), mock.patch.object(reading, "REMOTE_WINDOW_BYTES", 4 * BLOCK):
+        source.read([Request("w", (0,), (50 * BLOCK,), np.empty(50 * BLOCK, np.uint8))])
+
+    assert max(checked) <= 4 * BLOCK
+    assert max(read.nbytes for read in stored.store.reads) > 40 * BLOCK
+
+
 def blocks_in(stored: Stored) -> list[tuple[str, int]]:
     """All blocks that were read."""
     blocks: list[tuple[str, int]] = []
