@@ -125,10 +125,14 @@ sys.exit(run(["du", ".", "--json"]))
 
 
 def test_a_folder_is_shown_without_torch_whatever_its_formats(prepared):
+    (prepared / "dcp/.metadata.00112233.tmp").write_bytes(bytes(100))
+    os.utime(prepared / "dcp/.metadata.00112233.tmp", (1_000_000, 1_000_000))
+
     ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=True)
 
     (place,) = json.loads(ran.stdout)["places"]
     assert {row["name"] for row in place["rows"]} >= {"dcp", "hf-model", "model.pt"}
+    assert place["debris_bytes"] == 100
 
 
 def test_indexes_that_got_stuck_are_debris_only_if_there_is_one_of_the_whole(tmp_path):

@@ -141,7 +141,7 @@ def test_a_zip_archive_is_no_checkpoint(prepared, holdfast):
 
 
 def test_a_folder_that_ends_in_the_number_of_a_pinned_step_is_another_one(prepared, holdfast):
-    shutil.copytree("runs/a/step-00000100", "runs/a/best-300")
+    shutil.copytree("runs/a/step-00000300", "runs/a/best-300")
 
     assert holdfast("rm", "runs/a/best-300", "--yes").status == 0
 

@@ -12,6 +12,7 @@ from holdfast.manager.owners import Owner
 from holdfast.manager.run_file import RunState
 from holdfast.serving.live import LiveSaves, SaveFacts
 from holdfast.serving.run_facts import RunWatch
+from holdfast.stores.places import store_at
 from tests.manager.managed import a_run
 from tests.serving.slow_job import PART, STEP_BYTES, SlowJob
 
@@ -108,6 +109,17 @@ def test_what_does_not_grow_is_judged_by_its_job_and_by_time(folder, run, quiet,
     folder.write(0, 1000, NOW)
 
     assert folder.look(NOW + quiet, run)[0].activity == activity
+
+
+def test_at_a_url_nobody_knows_whether_a_save_was_cut_off() -> None:
+    store_at("memory://live-at-a-url/step-7").put(f"data-{GENERATION}-0-0.safetensors", bytes(10))
+    shelf, live = Shelf("memory://live-at-a-url"), LiveSaves()
+    live.look(shelf.look(), {}, RunState(), now=NOW)
+
+    (save,) = live.look(shelf.look(), {}, RunState(), now=NOW + 3600)
+
+    assert save.activity == "stalled"
+    assert "it cannot be told when it was written" in save.why
 
 
 def test_a_save_that_grows_again_is_no_longer_stalled(folder) -> None:
