@@ -152,3 +152,10 @@ def test_parts_that_a_tensor_does_not_have_are_told_with_its_shape(holdfast, pla
     assert ran.status == 2
     assert "[20]" in ran.err
     assert "defect" not in ran.err
+
+
+def test_keys_do_nothing_to_the_terminal(holdfast, tmp_path):
+    hf.save({"model": {"\x1b[31mred\n": torch.ones(2)}}, tmp_path / "c")
+    out = holdfast("show", tmp_path / "c").out
+    assert "\\x1b[31mred\\n" in out
+    assert "\x1b" not in out

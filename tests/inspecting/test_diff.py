@@ -293,3 +293,9 @@ def test_more_elements_than_a_block_has(tmp_path: Path) -> None:
     assert (found.elements, found.differing, found.largest) == (200_000, 4, 1)
     assert found.norm == pytest.approx(2)
     assert found.norm_before == pytest.approx(np.linalg.norm(a.astype(np.float64)))
+
+
+def test_an_empty_dict_is_no_empty_list(tmp_path: Path) -> None:
+    saved(tmp_path / "a", {"x": {}, "y": (1, 2)})
+    saved(tmp_path / "b", {"x": [], "y": [1, 2]})
+    assert list(diff(tmp_path / "a", tmp_path / "b").changed_values) == ["x"]

@@ -54,7 +54,7 @@ class Drawing:
                 yield from self._row_and_below(part, part.name, level, 1)
 
     def _row_and_below(self, branch: Branch, name: str, level: int, count: int) -> Iterator[Row]:
-        name = "  " * level + name
+        name = "  " * level + printable(name)
         times = f"{count:,} x " if count > 1 else ""
         if branch.leaf is not None:
             yield self._leaf_row(branch, name, times)
@@ -99,6 +99,15 @@ def layout_in_words(checkpoint: Checkpoint, ref: TensorRef) -> str:
     files = len({chunk.file for chunk in chunks})
     where = f"ranks {_ranges(ranks)}" if ranks else f"{files} file{'' if files == 1 else 's'}"
     return f"{len(chunks):,} chunks, {where}"
+
+
+def printable(text: str) -> str:
+    """A name with escapes in place of what a terminal would act on.
+
+    >>> print(printable("red\x1b[31m"))
+    red\\x1b[31m
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def aligned(rows: Sequence[Row]) -> str:

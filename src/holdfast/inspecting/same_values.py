@@ -20,6 +20,8 @@ def same_value(a: Any, b: Any) -> bool:
         return isinstance(a, TensorRef) and isinstance(b, TensorRef) and (a.dtype, a.shape) == (b.dtype, b.shape)
     parts, others = children_of(a), children_of(b)
     if parts is not None and others is not None:
+        if isinstance(a, dict) != isinstance(b, dict):
+            return False
         names, other_names = ([name for name, _ in some] for some in (parts, others))
         if isinstance(a, dict) and isinstance(b, dict):
             return a.keys() == b.keys() and all(same_value(child, b[name]) for name, child in parts)

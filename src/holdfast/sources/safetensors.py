@@ -10,6 +10,8 @@ from itertools import groupby
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from holdfast.boxes import Box, overlaps, volume
 from holdfast.formats.native.names import generation_of
 from holdfast.formats.native.refs import TensorRef
@@ -25,6 +27,7 @@ from holdfast.storage.hf_opening import opened_as_described
 from holdfast.storage.read_steps import read_size
 from holdfast.stores.store import Store
 from holdfast.stores.store_files import files_of
+from holdfast.tuning import SMALL_TENSOR
 
 
 class SafetensorsSource(Source):
@@ -176,6 +179,13 @@ def _by_chunk(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 def _read_chunk(stream: Any, parts: Sequence[_Part], most: int) -> int:
     chunk, key = parts[0].chunk, parts[0].key
+    nbytes = int(volume(chunk.sizes) * parts[0].into.itemsize)
+    if len(parts) == 1 and nbytes <= SMALL_TENSOR and parts[0].region.sizes == chunk.sizes:
+        stream.seek(chunk.position)
+        data = stream.read(nbytes)
+        if len(data) == nbytes:  # or else what follows tells what is wrong
+            parts[0].into[...] = np.frombuffer(data, parts[0].into.dtype).reshape(chunk.sizes)
+            return nbytes
     file = StreamRanges(stream, chunk.file)
     wanted = [Wanted(part.region, ArrayPlace(part.into)) for part in parts]
     reading = ChunkRead(file, chunk.position, chunk.sizes, parts[0].into.itemsize, wanted, most=most)
