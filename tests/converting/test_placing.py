@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import holdfast as hf
 from holdfast.converting import placing, work_folders
@@ -66,6 +67,23 @@ def test_a_kill_leaves_the_old_result_or_nothing_and_the_next_run_works(saved, t
     hf.convert(saved, tmp_path / name, to=to, overwrite=True)
     assert torch.equal(hf.open(tmp_path / name)["w"][...], torch.arange(200_000))
     assert names(tmp_path) == sorted([name, "other", "saved"])
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_other_models_in_the_folder_are_not_lost_to_an_overwrite(saved, tmp_path, is_readable):
+    model = tmp_path / "model"
+    hf.export(saved, model, max_shard_size="1MB")
+    save_file({"v": torch.zeros(3)}, model / "lora.safetensors")
+    if not is_readable:
+        (model / "model.safetensors.index.json").write_text("{")
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    with pytest.raises(CheckpointExistsError, match=r"other models .*lora\.safetensors"):
+        hf.export(saved, model, overwrite=True)
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+
+    (model / "lora.safetensors").unlink()
+    hf.export(saved, model, overwrite=True)
+    assert names(model) == ["model.safetensors"]
 
 
 def test_what_another_process_is_writing_is_not_swept(saved, tmp_path):

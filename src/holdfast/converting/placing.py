@@ -11,12 +11,15 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from holdfast.converting.work_folders import OLD
-from holdfast.errors import CheckpointExistsError
+from holdfast.errors import CheckpointExistsError, HoldfastError
 from holdfast.formats.native.names import RECORD, generation_of
+from holdfast.sources.detect import open_source
+from holdfast.storage import hf_names
 from holdfast.stores.local import FileSystem
 
 _AT_FDCWD = -100
@@ -80,7 +83,21 @@ def _what_is_there(final: Path) -> str | None:
     if not any(is_of_a_checkpoint(name) for name, _ in found):
         return "there is a folder that holds no checkpoint"
     folders = [name for name, is_folder in found if is_folder]
-    return None if not folders else f"there is a folder that has others in it ({folders[0]})"
+    if folders:
+        return f"there is a folder that has others in it ({folders[0]})"
+    strangers = _strangers(final, [name for name, _ in found])
+    return None if not strangers else f"there are files of other models beside the checkpoint ({strangers[0]})"
+
+
+def _strangers(final: Path, names: Iterable[str]) -> list[str]:
+    """Safetensors files that are no part of the checkpoint in a folder: they would be lost with it, or taken for it."""
+    try:
+        with open_source(final) as source:
+            own = {name for name, _ in source.files()}
+    except HoldfastError:  # what cannot be opened is known by its name alone
+        own = {name for name in names if hf_names.is_data_file(name) or name == f"model{hf_names.SUFFIX}"}
+    models = (name for name in names if name.endswith(hf_names.SUFFIX) and generation_of(name) is None)
+    return sorted(name for name in models if name not in own)
 
 
 def _in_the_way(final: Path, what: str, advice: str) -> CheckpointExistsError:
