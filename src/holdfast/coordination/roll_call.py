@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from datetime import timedelta
 
@@ -10,6 +11,9 @@ from torch.distributed.distributed_c10d import Store
 
 _PATIENCE = timedelta(seconds=5)
 """With a store that does not answer. The call has failed by then, and must not hang because of its message."""
+
+_LATENESS = 1.0
+"""Seconds in which a rank that is alive, and was about to come, has come."""
 
 
 class RollCall:
@@ -41,8 +45,15 @@ class RollCall:
 
     def missing(self) -> dict[int, str]:
         """The ranks that have not come as far as this one, and what is known of them."""
-        found = {}
         self._store.set_timeout(_PATIENCE)
+        found = self._behind()
+        if len(found) > 1:  # one of them is to blame, and others may only be late
+            time.sleep(_LATENESS)
+            found = self._behind()
+        return found
+
+    def _behind(self) -> dict[int, str]:
+        found = {}
         for rank in range(self._size):
             if not self._store.check([_key(rank)]):
                 found[rank] = "it has not called anything that all ranks have to call"
