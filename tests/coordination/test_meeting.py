@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from holdfast.coordination import roll_call
 from holdfast.coordination.meeting import meeting
 from holdfast.coordination.private_group import private_group_of
 from holdfast.coordination.roll_call import RollCall
@@ -109,6 +110,17 @@ def test_the_roll_knows_how_far_everybody_is():
     }
     assert list(rolls[1].missing()) == [2, 3]
     assert list(rolls[2].missing()) == [3]
+
+
+def test_a_rank_that_comes_late_when_another_died_is_not_called_missing(monkeypatch):
+    store = dist.HashStore()
+    rolls = [RollCall(store, rank, 3) for rank in range(3)]
+    for roll in rolls:
+        roll.begin("call")
+        roll.note()
+    rolls[0].note()
+    monkeypatch.setattr(roll_call.time, "sleep", lambda seconds: rolls[1].note())
+    assert list(rolls[0].missing()) == [2]
 
 
 class GoneStore:
