@@ -6,9 +6,11 @@ scripts fail the test.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -96,6 +98,12 @@ def open_page(browser: Any) -> Iterator[Callable[..., OpenedPage]]:
 @cache
 def chromium() -> tuple[str | None, str]:
     """The program, installed if that is possible, or None and why."""
+    with open(Path(tempfile.gettempdir()) / f"holdfast-browser-{os.getuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of these tests may be installing it, and is not done yet
+        return _found_or_installed()
+
+
+def _found_or_installed() -> tuple[str | None, str]:
     found = _installed()
     if found is not None:
         return found, ""
