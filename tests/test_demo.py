@@ -10,6 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+import holdfast as hf
 
 DEMO = Path(__file__).parent.parent / "demo"
 
@@ -47,6 +50,23 @@ def test_losses_that_differ_by_more_than_rounding_are_found(checks: ModuleType) 
     problems = checks.compare_losses(curves, range(1, 4))
 
     assert [problem.partition(":")[0] for problem in problems] == ["step 2", "step 3"]
+
+
+def test_the_page_of_the_demo_compares_the_first_step_with_the_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(DEMO))
+    with hf.CheckpointManager(tmp_path / "run", every_steps=1) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": torch.full((2,), float(step))})
+
+    importlib.import_module("run").write_report(tmp_path / "run", tmp_path / "pages" / "report.html")
+
+    text = (tmp_path / "pages" / "report.html").read_text()
+    assert "<html" in text
+    assert "step-00000001" in text
+    assert "step-00000003" in text
+    assert "step-00000002" not in text
 
 
 @pytest.mark.long

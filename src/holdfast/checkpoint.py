@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from holdfast.inspecting.statistics import Statistics
     from holdfast.reporting.report import Report
 
+_WHICH_THERE_ARE = "list(checkpoint), or `holdfast show`, tells which there are"
+
 
 def open_checkpoint(path: str | os.PathLike[str] | Store, *, allow_pickle: bool = False) -> Checkpoint:
     """Open a checkpoint of any kind that Holdfast reads, without a process group, a model or (for its own) torch.
@@ -148,7 +150,7 @@ class Checkpoint(Mapping[str, Any]):
             tree = pruned(tree, (), lambda path: path in keys and chosen(keys[path]))
             if tree is NOTHING:
                 raise UnknownKeyError(
-                    f"no key of {self.path} is meant by {pattern!r}; list(checkpoint) tells which there are",
+                    f"no key of {self.path} is meant by {pattern!r}; {_WHICH_THERE_ARE}",
                     key=str(pattern),
                     path=self.path,
                     near=[],
@@ -316,7 +318,7 @@ class Checkpoint(Mapping[str, Any]):
         if below:
             text = f"{key!r} is not one entry but {len(below)}, such as {below[0]!r}; load({key!r}) reads them all"
         else:
-            hint = f"did you mean {near[0]!r}?" if near else "list(checkpoint) tells which there are"
+            hint = f"did you mean {near[0]!r}?" if near else _WHICH_THERE_ARE
             text = f"there is no {key!r} in {self.path}; {hint}"
         return UnknownKeyError(text, key=str(key), path=self.path, near=near)
 

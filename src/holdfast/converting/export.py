@@ -12,7 +12,6 @@ from holdfast.checkpoint import Checkpoint, opened
 from holdfast.converting.chosen_casts import Cast, Casts
 from holdfast.converting.convert import carry_out
 from holdfast.converting.model_part import find_model
-from holdfast.converting.placing import is_of_a_checkpoint
 from holdfast.converting.preparing import Wishes, prepare_renamed, rename_flat, unused
 from holdfast.converting.report import ConversionReport
 from holdfast.converting.safetensors_target import SafetensorsTarget
@@ -22,6 +21,7 @@ from holdfast.formats.native.refs import TensorRef
 from holdfast.patterns import Patterns, Selection
 from holdfast.progress import OnProgress
 from holdfast.renames import Rename, Renaming
+from holdfast.sources.format_names import is_of_a_checkpoint
 from holdfast.stores.store import Store
 from holdfast.words import some_of
 

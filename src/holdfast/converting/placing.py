@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,18 +16,15 @@ from typing import Any
 
 from holdfast.converting.work_folders import OLD
 from holdfast.errors import CheckpointExistsError, HoldfastError
-from holdfast.formats.native.names import RECORD, generation_of
+from holdfast.formats.native.names import generation_of
 from holdfast.sources.detect import open_source
+from holdfast.sources.format_names import START, format_of_file, is_of_a_checkpoint
 from holdfast.storage import hf_names
 from holdfast.stores.local import FileSystem
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
-_OF_A_CHECKPOINT = re.compile(
-    r"(?:__\d+)?\.metadata|.*\.distcp|.*\.safetensors(?:\.index\.json|\.commit\.json)?", re.DOTALL
-)
-_MAGIC = (b"PK\x03\x04", b"\x80\x02")
 
 
 def refuse_what_is_there(final: Path, *, overwrite: bool, is_file: bool) -> None:
@@ -61,21 +57,12 @@ def put_in_place(new: Path, final: Path, *, overwrite: bool) -> None:
     FileSystem().sync_folder(final.parent)
 
 
-def is_of_a_checkpoint(name: str) -> bool:
-    """Whether a file of this name belongs to a checkpoint, of whatever format.
-
-    >>> is_of_a_checkpoint("model.safetensors.index.json"), is_of_a_checkpoint("config.json")
-    (True, False)
-    """
-    return name == RECORD or generation_of(name) is not None or _OF_A_CHECKPOINT.fullmatch(name) is not None
-
-
 def _what_is_there(final: Path) -> str | None:
     """Why something cannot be replaced; None if it is a checkpoint and nothing else."""
     if final.is_file():
         with final.open("rb") as stream:
-            start = stream.read(9)
-        return None if start.startswith(_MAGIC) or start[8:] == b"{" else "there is a file that is no checkpoint"
+            format_ = format_of_file("", stream.read(START))  # whatever it is called
+        return None if format_ is not None else "there is a file that is no checkpoint"
     if not final.is_dir():
         return "there is something that is no checkpoint"
     with os.scandir(final) as entries:

@@ -40,7 +40,7 @@ class SafetensorsTarget(Target):
         refuse_values(
             outgoing,
             "safetensors files",
-            {key: f"it is a {type(value).__name__}" for key, value in outgoing.values.items()},
+            {key: f"it is of type {type(value).__name__}" for key, value in outgoing.values.items()},
             "Pass only_tensors=True (--only-tensors) to leave out all values, or exclude them.",
         )
         refused = {key: why for key, tensor in outgoing.names.items() if (why := _why_not(key, tensor)) is not None}

@@ -63,6 +63,16 @@ def format_of_file(name: str, start: bytes) -> Format | None:
     return "safetensors" if start[8:9] == b"{" or name.endswith(SAFETENSORS) else None
 
 
+def is_of_a_checkpoint(name: str) -> bool:
+    """Whether a file of this name belongs to the checkpoint in its folder, of whatever format.
+
+    >>> is_of_a_checkpoint("model.safetensors.index.json"), is_of_a_checkpoint("config.json")
+    (True, False)
+    """
+    endings = (SAFETENSORS, SAFETENSORS_INDEX, SAFETENSORS_COMMIT, DATA_SUFFIX)
+    return name == RECORD or is_index(name) or name.endswith(endings) or generation_of(name) is not None
+
+
 def stands_for_its_folder(name: str) -> bool:
     """Whether a file is the record or the index of the checkpoint in its folder."""
     return name == RECORD or is_index(name) or name.endswith(SAFETENSORS_INDEX)
