@@ -83,6 +83,15 @@ class RefusedPickleError(HoldfastError):
     global_name: str
 
 
+class NewerFormatError(RefusedPickleError):
+    """A checkpoint names something that only another, newer torch can have written. It is not damaged.
+
+    Fields: ``file``, ``key``, ``global_name`` (the record, field or dtype that is not known).
+    """
+
+    file: str
+
+
 class StateMismatchError(HoldfastError, RuntimeError, ValueError):
     """The checkpoint and the state to load into do not fit; lists every problem at once.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
-from torch.distributed import c10d_logger, logging_handlers
+from holdfast.compat.groups import describe_ranks, distributed_logger, log_handlers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -22,8 +22,8 @@ T = TypeVar("T")
 DCP_LOGGER_NAME = "dcp_logger"
 
 # A program may have put a handler of its own there before.
-logging_handlers._log_handlers.setdefault(DCP_LOGGER_NAME, logging.NullHandler())
-logger: logging.Logger = c10d_logger._get_or_create_logger(DCP_LOGGER_NAME)
+log_handlers().setdefault(DCP_LOGGER_NAME, logging.NullHandler())
+logger: logging.Logger = distributed_logger(DCP_LOGGER_NAME)
 
 _NAMED_BY_CLASS = ("storage_writer", "storage_reader", "planner")
 
@@ -79,7 +79,7 @@ def recorded_step(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 def describe_step(name: str, /, **about: Any) -> dict[str, Any]:
     """What the records of a step have in common: what is saved or loaded, by what, and by which ranks."""
     try:
-        ranks: dict[str, Any] = c10d_logger._get_msg_dict(name, **about)
+        ranks = describe_ranks(name, **about)
     except Exception:
         ranks = {"func_name": name}  # the group is gone, which is no reason for a background save to fail
     return {**describe_arguments(**about), **ranks}

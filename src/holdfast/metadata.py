@@ -49,15 +49,19 @@ class TensorProperties:
     requires_grad: bool = False
     memory_format: torch.memory_format = field(default=torch.contiguous_format)
     pin_memory: bool = False
+    strides: tuple[int, ...] | None = field(default=None, compare=False)
+    """How the tensor lay in memory when it was saved. Stored since torch 2.15; in files elements are row-major."""
 
     def __getstate__(self) -> tuple[Any, ...]:
         if self.memory_format not in _MEMORY_FORMATS:
             raise RuntimeError(f"memory format {self.memory_format} has no place in a checkpoint's index")
         encoded = _MEMORY_FORMATS[self.memory_format]
-        return self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory
+        return self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory, self.strides
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory = state
+        # Until torch 2.14 there are five fields. Later versions add theirs at the end.
+        self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory, *newer = state
+        self.strides = newer[0] if newer else None
         self.memory_format = _MEMORY_FORMATS_BY_ENCODING[_MEM_FORMAT_ENCODING(encoded)]
 
     @staticmethod
@@ -68,6 +72,7 @@ class TensorProperties:
             layout=tensor.layout,
             requires_grad=tensor.requires_grad,
             pin_memory=tensor.device.type == "cpu" and tensor.is_pinned(),
+            strides=tuple(tensor.stride()) if tensor.layout is torch.strided else None,
         )
 
 

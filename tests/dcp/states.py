@@ -15,9 +15,10 @@ import torch.distributed.checkpoint as stock
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import holdfast.dcp as ours
+from tests.sharding import dtensor_of
 
 LIBRARIES = {"ours": ours, "stock": stock}
 DIRECTIONS = [("ours", "ours"), ("ours", "stock"), ("stock", "ours")]
@@ -138,7 +139,7 @@ class Layouts:
 
 def distributed(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """This rank's part of a tensor that every rank has."""
-    return distribute_tensor(full.clone(), mesh, placements, src_data_rank=None)
+    return dtensor_of(full.clone(), mesh, placements)
 
 
 def sharded_tensor(full: torch.Tensor, boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> ShardedTensor:

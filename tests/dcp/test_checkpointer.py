@@ -13,13 +13,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint._checkpointer import _Checkpointer as StockCheckpointer
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import holdfast.dcp as dcp
 from holdfast.dcp._checkpointer import _Checkpointer
 from holdfast.errors import CheckpointException
 from tests.dcp.states import numbered, read_index
 from tests.ranks import RankPool
+from tests.sharding import dtensor_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -51,7 +52,7 @@ class Counter:
 def state(start=0.0) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
     full = numbered(7, 3) + start
-    weights = full if mesh is None else distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
+    weights = full if mesh is None else dtensor_of(full, mesh, [Shard(0)])
     return {"weights": weights, "counter": Counter(int(start)), "note": f"from {start}"}
 
 
@@ -175,8 +176,8 @@ def sharded_in_a_subgroup(verb, path):
     if dist.get_rank() not in members:
         return None
     made = checkpointer(path, process_group=group, coordinator_rank=1)
-    save(made, verb, {"weights": distribute_tensor(numbered(5), mesh, [Shard(0)], src_data_rank=None)})
-    target = {"weights": distribute_tensor(torch.zeros(5), mesh, [Shard(0)], src_data_rank=None)}
+    save(made, verb, {"weights": dtensor_of(numbered(5), mesh, [Shard(0)])})
+    target = {"weights": dtensor_of(torch.zeros(5), mesh, [Shard(0)])}
     made.load(target)
     return target["weights"].to_local().tolist()
 

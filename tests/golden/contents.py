@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast as hf
+from tests.sharding import dtensor_of
 
 WORLD_SIZE = 4
 METADATA = {"note": "golden", "step": 7, "nested": {"list": [1, 2.5, None, True, "ü"]}}
@@ -190,9 +191,7 @@ def sharded(rank: int) -> dict[str, Any]:
         "few rows": (line, [Shard(0)]),
         "copies": (line, [Replicate()]),
     }
-    parts: dict[str, DTensor] = {
-        name: distribute_tensor(tensor, *layouts[name], src_data_rank=None) for name, tensor in whole_tensors().items()
-    }
+    parts: dict[str, DTensor] = {name: dtensor_of(tensor, *layouts[name]) for name, tensor in whole_tensors().items()}
     return {
         "model": {**parts, "tied": parts["rows"]},
         "plain": torch.arange(3, dtype=torch.int64),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import holdfast as hf
 from holdfast.formats.native.refs import PickledValue
@@ -19,6 +19,7 @@ from tests.exact import assert_same
 from tests.formats.native.specified_reader import SpecifiedReader
 from tests.golden import contents
 from tests.ranks import RankPool
+from tests.sharding import dtensor_of
 
 HERE = Path(__file__).parent
 ONE_RANK = HERE / "version-1-one-rank"
@@ -100,7 +101,7 @@ def load_in_another_layout() -> dict[str, torch.Tensor]:
     model: dict[str, Any] = {}
     for name, tensor in contents.whole_tensors().items():
         dim = 1 if tensor.ndim > 1 else 0
-        model[name] = distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(dim)], src_data_rank=None)
+        model[name] = dtensor_of(torch.zeros_like(tensor), mesh, [Shard(dim)])
     state = {"model": {**model, "tied": model["rows"]}, "plain": torch.zeros(3, dtype=torch.int64), "step": 0}
     hf.load(state, FOUR_RANKS)
     assert state["step"] == 12

@@ -27,6 +27,7 @@ from holdfast.boxes import Box, first_overlap, uncovered, volume
 from holdfast.errors import UnsupportedTensorError
 from holdfast.planning.layouts import Piece, dtensor_pieces, is_replicated, local_pieces
 from tests.ranks import RankPool
+from tests.sharding import dtensor_of
 
 PARTIAL = "Any checkpointing related operations are not supported for DTensor with partial placements!"
 
@@ -428,7 +429,7 @@ def shard_fully_as_every_rank(mesh_shape, names, sizes):
         for size in sizes:
             full = counted(size, 2)
             model = nn.Module()
-            sharded = distribute_tensor(full, mesh[inner], [Shard(0)] * len(inner), src_data_rank=None)
+            sharded = dtensor_of(full, mesh[inner], [Shard(0)] * len(inner))
             model.weight = nn.Parameter(sharded)
             fully_shard(model, mesh=mesh[outer])
             held[size] += check(model.weight, full, as_stock=False)
@@ -460,7 +461,7 @@ def split_literally_where_an_order_is_meant():
     outcomes = []
     for mesh in each_rank_in_turn((3, 2), ("dp", "tp")):
         placements = [_StridedShard(0, split_factor=2), Shard(0)]
-        tensor = distribute_tensor(counted(7), mesh, placements, src_data_rank=None)
+        tensor = dtensor_of(counted(7), mesh, placements)
         try:
             outcomes.append(check(tensor, counted(7), as_stock=False)[0].sizes[0])
         except UnsupportedTensorError:

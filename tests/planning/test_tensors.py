@@ -33,6 +33,7 @@ from holdfast.planning.tensors import (
     on_this_rank,
 )
 from tests.ranks import RankPool
+from tests.sharding import dtensor_of
 
 
 def as_plain(item: Any) -> Any:
@@ -200,7 +201,7 @@ def made(shape, mesh_shape, dims) -> tuple[DTensor, torch.Tensor]:
     full = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     mesh = init_device_mesh("cpu", mesh_shape)
     how = [Replicate() if dim is None else Shard(dim) for dim in dims]
-    return distribute_tensor(full, mesh, how, src_data_rank=None), full
+    return dtensor_of(full, mesh, how), full
 
 
 def items_chunks_and_data(cases):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 import holdfast as hf
 from holdfast.errors import DamagedCheckpointError, HoldfastError, ReplacedCheckpointError, UnsupportedVersionError
@@ -22,6 +22,7 @@ from holdfast.sources.detect import open_source
 from tests.exact import assert_same
 from tests.formats.native.specified_reader import SpecifiedReader
 from tests.ranks import RankPool
+from tests.sharding import dtensor_of
 
 BLOCK = 65536
 
@@ -341,15 +342,13 @@ def whole() -> torch.Tensor:
 
 def save_rows(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    hf.save({"weight": distribute_tensor(whole(), mesh, [Shard(0)], src_data_rank=None), "step": 5}, folder)
+    hf.save({"weight": dtensor_of(whole(), mesh, [Shard(0)]), "step": 5}, folder)
 
 
 def load_columns(folder: Path, verify: Any) -> tuple[str, str | None, str, bool]:
     """What the load said, and whether the state is as before."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    target: DTensor = distribute_tensor(
-        torch.full((200, 200), -1, dtype=torch.int32), mesh, [Shard(1)], src_data_rank=None
-    )
+    target: DTensor = dtensor_of(torch.full((200, 200), -1, dtype=torch.int32), mesh, [Shard(1)])
     state = {"weight": target, "step": 0}
     try:
         hf.load(state, folder, verify=verify)
@@ -391,9 +390,7 @@ def test_a_load_by_another_number_of_ranks_and_another_layout_finds_it_on_all_ra
 def load_rows(folder: Path, position: int, name: str) -> tuple[str, bool]:
     """The damage is in the part of one rank alone."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    target: DTensor = distribute_tensor(
-        torch.full((200, 200), -1, dtype=torch.int32), mesh, [Shard(0)], src_data_rank=None
-    )
+    target: DTensor = dtensor_of(torch.full((200, 200), -1, dtype=torch.int32), mesh, [Shard(0)])
     try:
         hf.load({"weight": target}, folder, verify="first")
     except DamagedCheckpointError as error:

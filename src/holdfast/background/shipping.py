@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from holdfast.compat.sharding import ShardedTensor
 from holdfast.errors import UnguardedScriptError
 from holdfast.staging.arenas import Arena, ArenaPool, Lease, Memory, shared_arena_of
 from holdfast.staging.copies import is_wrapper, make_sharded, put_together, take_apart

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from holdfast.compat.groups import default_group, set_backend_timeout, store_of, stores_in_use, timeout_of
 from holdfast.coordination.failures import wrap_exception
 from holdfast.coordination.interrupts import interrupts_wait
 from holdfast.coordination.roll_call import RollCall
@@ -128,7 +129,7 @@ class PrivateGroup:
 
     def is_orphaned(self) -> bool:
         """Whether the process group that this one goes with is no more."""
-        return all(not self.is_of(store) for _, store in c10d._world.pg_map.values())
+        return all(not self.is_of(store) for store in stores_in_use())
 
     def is_of(self, store: Store) -> bool:
         """Whether this is the connection of the group with that store."""
@@ -255,7 +256,7 @@ class PrivateGroup:
         store.wait([_here(rank) for rank in range(len(self.members))], self._timeout)
         patience = max(self._timeout / 5, min(self._timeout, _SHORTEST_PATIENCE))
         backend: Any = dist.ProcessGroupGloo(store, self.rank, len(self.members), patience)
-        backend._set_default_timeout(self._timeout)
+        set_backend_timeout(backend, self._timeout)
         return backend
 
     def _name_the_missing(self, error: Exception) -> None:
@@ -279,8 +280,8 @@ _lock = threading.Lock()
 
 def private_group_of(group: dist.ProcessGroup | None, purpose: str = "background") -> PrivateGroup:
     """The private connection between the ranks of ``group``, or of all ranks. The same one each time for a purpose."""
-    group = c10d._get_default_group() if group is None else group
-    store = c10d._get_process_group_store(group)
+    group = default_group() if group is None else group
+    store = store_of(group)
     with _lock:
         _close_orphans(purpose)
         # The store tells a group from one of the same name before a re-initialization.
@@ -291,7 +292,7 @@ def private_group_of(group: dist.ProcessGroup | None, purpose: str = "background
             # Background saves go on when the program has taken its store down, and must not depend on it.
             call_the_roll = purpose != "background"
             _groups[key] = PrivateGroup(
-                dist.get_rank(group), members, store, name, _timeout_of(group), call_the_roll=call_the_roll
+                dist.get_rank(group), members, store, name, timeout_of(group), call_the_roll=call_the_roll
             )
         return _groups[key]
 

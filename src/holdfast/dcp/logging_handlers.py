@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from torch.distributed.logging_handlers import _log_handlers
-
+from holdfast.compat.groups import log_handlers
 from holdfast.events import DCP_LOGGER_NAME
 
 __all__ = ["DCP_LOGGER_NAME", "_log_handlers"]
+
+_log_handlers = log_handlers()

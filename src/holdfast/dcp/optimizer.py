@@ -7,9 +7,8 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
+from holdfast.compat.sharding import ChunkShardingSpec, ShardedTensor
 from holdfast.coordination.collectives import Collectives
 from holdfast.dcp._storage_utils import _refuse_stock_objects
 from holdfast.dcp.utils import _runs_alone

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from holdfast.compat.sharding import ShardedTensor, ShardMetadata
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,

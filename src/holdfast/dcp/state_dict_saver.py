@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from holdfast.background.async_saves import give_up_in_background, save_in_background
 from holdfast.background.futures import warn_of_unseen_failures
 from holdfast.background.lanes import Lane, wait_for_conflicting_saves
 from holdfast.background.queues import Claim
+from holdfast.compat.groups import default_group, device_types_of
 from holdfast.coordination.collectives import Collectives
 from holdfast.dcp._storage_utils import _refuse_stock_objects, _storage_setup
 from holdfast.dcp.logger import _dcp_method_logger
@@ -280,7 +280,7 @@ class _SharingStager(BlockingAsyncStager):
 
 
 def _require_cpu_backend(group: dist.ProcessGroup | None) -> None:
-    devices = (c10d._get_default_group() if group is None else group)._device_types
+    devices = device_types_of(default_group() if group is None else group)
     if torch.device("cpu") not in devices:
         raise AssertionError(
             "A CPU backend must be enabled for async save; the process group has one for "

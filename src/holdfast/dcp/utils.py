@@ -13,9 +13,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
 
+from holdfast.compat.sharding import LocalShardOfTensor as Shard
+from holdfast.compat.sharding import ShardedTensor
 from holdfast.coordination.collectives import Collectives as _DistWrapper
 from holdfast.coordination.collectives import failures_of as _get_failure_dict
 from holdfast.dcp.stateful import Stateful

@@ -9,9 +9,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
+
+    from holdfast.compat.sharding import ShardedTensor
 
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:

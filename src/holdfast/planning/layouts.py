@@ -17,16 +17,14 @@ given beside them, else literally.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from holdfast.compat.sharding import ShardOrder, given_shard_order, local_part, placements_of
+from holdfast.compat.sharding import StridedShard as _StridedShard
 from holdfast.errors import UnsupportedTensorError
-
-ShardOrder: TypeAlias = Mapping[int, Sequence[int]]
-"""For each sharded tensor dimension the mesh dimensions that split it, in the order in which they do."""
 
 
 class Piece(NamedTuple):
@@ -57,19 +55,18 @@ def dtensor_pieces(dtensor: DTensor, *, key: str = "") -> list[Piece]:
 
     An empty shard is one piece without elements. ``key`` names the tensor in errors.
     """
-    mesh, spec = dtensor.device_mesh, dtensor._spec
+    mesh, placements = dtensor.device_mesh, placements_of(dtensor)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
-    _refuse_partial(spec.placements, key)
-    in_strides = spec.use_strided_shard_as_shard_order  # then the order is given by the placements alone
-    order = None if in_strides else {entry.tensor_dim: entry.mesh_dims for entry in spec.shard_order}
-    pieces = local_pieces(dtensor.shape, mesh.shape, coordinate, spec.placements, shard_order=order)
-    expected, found = _local_shape(pieces), tuple(dtensor._local_tensor.shape)
+    _refuse_partial(placements, key)
+    order = given_shard_order(dtensor)
+    pieces = local_pieces(dtensor.shape, mesh.shape, coordinate, placements, shard_order=order)
+    expected, found = _local_shape(pieces), tuple(local_part(dtensor).shape)
     if found != expected:
         raise UnsupportedTensorError(
             f"{_name(key)} holds local data of shape {list(found)} at coordinate {list(coordinate)} of a mesh of shape "
-            f"{list(mesh.shape)}, but the placements {list(spec.placements)} of a tensor of shape "
+            f"{list(mesh.shape)}, but the placements {list(placements)} of a tensor of shape "
             f"{list(dtensor.shape)} put {list(expected)} there, so it is unclear where the data belongs. Make "
             "the tensor with redistribute() from a replicated one, or split it as torch.chunk does and give "
             "DTensor.from_local the shape of the full tensor.",

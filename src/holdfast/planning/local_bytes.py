@@ -6,12 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_LESS_THAN_A_BYTE = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8))
+from holdfast.compat.tensors import LESS_THAN_A_BYTE
 
 
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or its bytes if torch has no copy for its dtype (elements of fewer than 8 bits)."""
-    return tensor.view(torch.uint8) if tensor.dtype in _LESS_THAN_A_BYTE else tensor
+    return tensor.view(torch.uint8) if tensor.dtype in LESS_THAN_A_BYTE else tensor
 
 
 def as_plain_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
+from holdfast.compat.sharding import ShardedTensor, local_part
 from holdfast.planning.distributed_types import is_dtensor
 from holdfast.planning.sharded_tensors import local_shards
 from holdfast.planning.trees import Location, ObjectPath, flat_name, opens_list, set_element, walk
@@ -53,7 +53,7 @@ def with_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
         device = torch.device(tensor.device_mesh.device_type)
         memory = DTensor.from_local(
-            torch.empty_like(tensor._local_tensor, device=_current(device)),
+            torch.empty_like(local_part(tensor), device=_current(device)),
             device_mesh=tensor.device_mesh,
             placements=tensor.placements,
             shape=tensor.size(),

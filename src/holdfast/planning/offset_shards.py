@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from holdfast.compat.sharding import ShardedTensor
+from holdfast.compat.tensors import wrapper_subclass
 from holdfast.errors import StateMismatchError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
 from holdfast.planning.sharded_tensors import LocalShard, local_shards
@@ -35,7 +36,7 @@ class OffsetShards(torch.Tensor):
         """See ``part`` at ``offset`` of a tensor of ``size``. ``key`` is for messages."""
         part_size, dtype = size_and_dtype(part)
         _refuse_part_outside(key, offset, part_size, size)
-        self: OffsetShards = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype)
+        self: OffsetShards = wrapper_subclass(cls, size, dtype)
         self.part = part
         self._shards = [
             LocalShard(torch.Size(map(sum, zip(shard.offsets, offset, strict=True))), shard.sizes, shard.tensor)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from holdfast.compat.sharding import ShardedTensor, group_of_sharded, local_part
 from holdfast.errors import StateMismatchError, UnsupportedTensorError
 from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, TensorStorageMetadata
 from holdfast.planning.offset_shards import OffsetShards
@@ -57,7 +57,7 @@ def model_layout(model_state: Mapping[str, Any]) -> ModelLayout:
             continue
         outer, inner = _only_shard(value, key)
         parts[key] = Part(list(outer.shard_offsets), list(outer.shard_sizes), size)
-        group = inner._process_group
+        group = group_of_sharded(inner)
     return ModelLayout(parts, group)
 
 
@@ -67,7 +67,7 @@ def is_nested(value: torch.Tensor, *, key: str = "") -> bool:
     if isinstance(value, ShardedTensor):
         inner = next((shard.tensor for shard in value.local_shards()), None)
     elif isinstance(value, DTensor):
-        inner = value._local_tensor
+        inner = local_part(value)
     if isinstance(inner, DTensor):
         kind = f"a DTensor in a {type(value).__name__}"
         raise UnsupportedTensorError(

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import xxhash
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from holdfast.compat.sharding import ShardedTensor
+from holdfast.compat.tensors import is_wrapper_subclass
 from holdfast.errors import ReplicaMismatchError
 from holdfast.metadata import MetadataIndex
 from holdfast.notices import warn_caller
@@ -75,7 +75,7 @@ def _feed(hasher: Hasher, value: Any, ancestors: frozenset[int]) -> int:
 
 def _is_dense(tensor: Any) -> bool:
     """Whether a tensor is an array of bytes. Inside of values others occur too, and are compared by their parts."""
-    if isinstance(tensor, ShardedTensor) or is_traceable_wrapper_subclass(tensor):
+    if isinstance(tensor, ShardedTensor) or is_wrapper_subclass(tensor):
         return False
     return tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
 

@@ -7,13 +7,16 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
-from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
+from holdfast.compat.sharding import LocalShardOfTensor as Shard
+from holdfast.compat.sharding import (
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    ShardProperties,
+    make_sharded_tensor,
+)
 from holdfast.metadata import TensorProperties
 
 
@@ -55,9 +58,7 @@ def empty_row_shards(
         if memory is not None:
             mine.append(Shard(memory, shard))
     whole = ShardedTensorMetadata(described, size, _shard_properties(properties, device_type))
-    made: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
-        mine, sharded_tensor_metadata=whole, process_group=group
-    )
+    made: ShardedTensor = make_sharded_tensor(mine, sharded_tensor_metadata=whole, process_group=group)
     return made
 
 

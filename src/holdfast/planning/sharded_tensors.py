@@ -11,12 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
-from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.remote_device import _remote_device
 
+from holdfast.compat.sharding import LocalShardOfTensor as Shard
+from holdfast.compat.sharding import (
+    RemoteDevice,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    make_sharded_tensor,
+)
 from holdfast.metadata import STATE_DICT_TYPE
 from holdfast.planning.trees import set_element, traverse_state_dict
 
@@ -78,9 +81,7 @@ def _flat_copy(tensor: ShardedTensor) -> ShardedTensor:
         size=tensor.size(),
         tensor_properties=inner.metadata().tensor_properties,
     )
-    flat: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
-        [Shard(mine.tensor, own)], sharded_tensor_metadata=whole
-    )
+    flat: ShardedTensor = make_sharded_tensor([Shard(mine.tensor, own)], sharded_tensor_metadata=whole)
     return flat
 
 
@@ -98,5 +99,5 @@ def _sum(one: Sequence[int], other: Sequence[int]) -> list[int]:
     return [left + right for left, right in zip(one, other, strict=True)]
 
 
-def _placement(rank: int, device: torch.device) -> _remote_device:
-    return _remote_device(f"rank:{rank}/{device}")
+def _placement(rank: int, device: torch.device) -> RemoteDevice:
+    return RemoteDevice(f"rank:{rank}/{device}")

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from holdfast.compat.sharding import AsyncCollectiveTensor, ShardedTensor, local_part
+from holdfast.compat.tensors import is_wrapper_subclass
 from holdfast.errors import UnsupportedTensorError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast.planning.layouts import Piece, dtensor_pieces, is_replicated
@@ -110,7 +109,7 @@ def size_and_dtype(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """This rank's data of a DTensor, ready to be read."""
-    local = tensor._local_tensor
+    local = local_part(tensor)
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
@@ -149,7 +148,7 @@ def _is_wrapper(tensor: Any) -> bool:
     """Whether a tensor subclass keeps its data elsewhere than in memory of its own."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return False
-    if is_traceable_wrapper_subclass(tensor):
+    if is_wrapper_subclass(tensor):
         return True
     try:
         plain = tensor.detach()

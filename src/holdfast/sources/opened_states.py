@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from holdfast.compat.tensors import storage_identity
 from holdfast.errors import UnsupportedValueError
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.torch_elements import dtype_of
@@ -129,7 +130,7 @@ class _Finding:
 
 def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Which elements in which memory a tensor is."""
-    storage = tensor.untyped_storage()._cdata
+    storage = storage_identity(tensor.untyped_storage())
     is_lazy = (tensor.is_conj(), tensor.is_neg())
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, is_lazy
 

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor, ShardedTensorBase
-from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.utils import _python_dispatch
 
+from holdfast.compat.sharding import AsyncCollectiveTensor, ShardedTensor, ShardedTensorBase, group_of_sharded
+from holdfast.compat.sharding import LocalShardOfTensor as Shard
+from holdfast.compat.tensors import is_wrapper_subclass
 from holdfast.planning.local_bytes import copyable
 
 CopyPlain = Callable[[torch.Tensor], torch.Tensor]
@@ -61,7 +60,7 @@ def copy_with(tensor: torch.Tensor, copy_plain: CopyPlain) -> torch.Tensor:
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be taken apart into other tensors, and put together again."""
-    return bool(_python_dispatch.is_traceable_wrapper_subclass(tensor))
+    return is_wrapper_subclass(tensor)
 
 
 def take_apart(tensor: Any) -> tuple[dict[str, Any], Any]:
@@ -106,7 +105,7 @@ def fingerprint_of_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def sharded_like(tensor: ShardedTensor, shards: list[Shard]) -> ShardedTensor:
     """A ``ShardedTensor`` of the same layout around other local shards. Takes no communication."""
-    return make_sharded(shards, tensor.metadata(), tensor.sharding_spec(), tensor._process_group)
+    return make_sharded(shards, tensor.metadata(), tensor.sharding_spec(), group_of_sharded(tensor))
 
 
 def make_sharded(shards: list[Shard], metadata: Any, spec: Any, group: Any = None) -> ShardedTensor:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from holdfast.compat.tensors import count_of_changes
 from holdfast.errors import TornSnapshotError
 from holdfast.planning.holdings import digest_pieces
 from holdfast.planning.small_tensors import has_its_memory, lies_ready, move_small
@@ -44,12 +45,12 @@ class Copy:
         self.name = name
         self.source: Any = source
         self.twin: Any = None
-        self.version = _version_of(source)
+        self.version = count_of_changes(source)
         self.digest: bytes | None = None
 
     def settle(self) -> None:
         """The elements are there: make sure that they are those of the moment of the call, and forget the source."""
-        changed = self.version is not None and self.version != _version_of(self.source)
+        changed = self.version is not None and self.version != count_of_changes(self.source)
         if not changed and self.digest is not None:
             changed = digest_pieces(tensor_pieces(self.twin)) != self.digest
         self.source = None
@@ -273,10 +274,6 @@ class _Memory:
             typed = self._as[tensor.dtype] = self._bytes[:whole].view(tensor.dtype)
         strides = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
         return typed.as_strided(tensor.size(), strides, begin // tensor.element_size())
-
-
-def _version_of(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _copy_whole(copy: Copy) -> None:

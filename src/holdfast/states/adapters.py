@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from holdfast.compat.modules import is_flat_parameter
 from holdfast.errors import UnsupportedStateError
 from holdfast.states.context import Context
 from holdfast.states.contract import Adapter, Path
@@ -52,7 +53,7 @@ def _optimizer_adapter(optimizer: torch.optim.Optimizer, path: Path, context: Co
         from holdfast.states.fsdp1_optimizers import Fsdp1OptimizerAdapter
 
         return Fsdp1OptimizerAdapter(optimizer, model)
-    if any(getattr(parameter, "_is_flat_param", False) for parameter in parameters):
+    if any(is_flat_parameter(parameter) for parameter in parameters):
         raise UnsupportedStateError(
             f"'{'.'.join(map(str, path))}' is an optimizer of flat parameters, as FullyShardedDataParallel makes them, "
             "which mean nothing without their model. Put the model into the state beside its optimizer",

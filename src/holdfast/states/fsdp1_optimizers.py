@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
+from holdfast.compat.sharding import ShardedTensor, group_of_sharded
 from holdfast.formats.native.refs import ANYTHING, TensorRef
 from holdfast.formats.native.torch_elements import torch_dtype
 from holdfast.metadata import TensorProperties
@@ -103,6 +103,6 @@ def _destination(key: str, example: torch.Tensor, stored: Any) -> Any:
     if dtype is None or stored.numpy is not None or (not stored.shape and shape_of(example)):
         return ANYTHING
     if isinstance(example, ShardedTensor):
-        group: dist.ProcessGroup = example._process_group
+        group: dist.ProcessGroup = group_of_sharded(example)
         return empty_row_shards(example.size(), TensorProperties(dtype=dtype), group)
     return like(example, stored)

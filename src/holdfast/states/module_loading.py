@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.compat.modules import loading_code_of, version_of
 from holdfast.planning.materialize import is_meta
 from holdfast.states.fsdp1_modules import contains_fsdp1
 
@@ -19,12 +20,7 @@ def heeds_loading(module: nn.Module) -> bool:
     replaced) has no meaning for memory that was filled. ``load_state_dict`` is not called just for that, because it
     takes time with the square of the number of layers.
     """
-    for part in module.modules():
-        methods = (type(part).load_state_dict, type(part)._load_from_state_dict)
-        hooks = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
-        if not all(map(_is_of_torch, (*methods, *hooks))):
-            return True
-    return False
+    return any(not all(map(_is_of_torch, loading_code_of(part))) for part in module.modules())
 
 
 def _is_of_torch(code: Any) -> bool:
@@ -70,5 +66,5 @@ def _give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
 
 def _versions(module: nn.Module) -> OrderedDict[str, dict[str, int]]:
     return OrderedDict(
-        (name, {"version": part._version}) for name, part in module.named_modules(remove_duplicate=False)
+        (name, {"version": version_of(part)}) for name, part in module.named_modules(remove_duplicate=False)
     )

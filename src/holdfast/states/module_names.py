@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from holdfast.compat.modules import children_of
+
 
 class _Wrapper(NamedTuple):
     module: str
@@ -90,7 +92,7 @@ def wrapped_module(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def _child(module: torch.nn.Module, name: str) -> torch.nn.Module | None:
-    children = module._modules
+    children = children_of(module)
     return children[name] if name in children else None  # noqa: SIM401 - those of scripted modules have no `get`
 
 

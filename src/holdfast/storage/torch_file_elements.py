@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import torch
 
 from holdfast.boxes import Box
+from holdfast.compat.tensors import negative_view
 from holdfast.formats.torch_file.reading import OpenTorchFile
 from holdfast.storage.blobs import Elements
 from holdfast.storage.strided_reads import StridedArray, arrangement_of
@@ -55,4 +56,4 @@ class TorchFileElements(Elements):
         )
         if view.is_conj():
             piece = piece.conj()
-        return torch._neg_view(piece) if view.is_neg() else piece
+        return negative_view(piece) if view.is_neg() else piece

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from holdfast.compat.tensors import PACKED
 from holdfast.errors import UnsupportedTensorError
 from holdfast.formats.native.values import Encoder, Path
 from holdfast.patterns import Choice, Selection
@@ -26,7 +27,6 @@ from holdfast.planning.holdings import (
 from holdfast.states.expanding import Expanded, expand
 from holdfast.states.selecting import select
 from holdfast.verbs.save_options import SaveOptions
-from holdfast.verbs.user_dtypes import PACKED
 
 _MOST_REPORTED = 20
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from holdfast.boxes import Box, cut, overlaps, place_of, uncovered, volume
+from holdfast.compat.sharding import ShardedTensor
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.torch_elements import as_array, as_tensor, torch_dtype
 from holdfast.formats.native.values import numpy_dtype_from

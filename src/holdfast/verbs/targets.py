@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from holdfast.compat.sharding import ShardedTensor
 from holdfast.errors import UnsupportedTensorError
 from holdfast.formats.native.declared import declared_as
 from holdfast.formats.native.dtypes import dtype_named

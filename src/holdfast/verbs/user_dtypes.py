@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
+from holdfast.compat.tensors import PACKED
 from holdfast.formats.native.dtypes import name_of
-
-PACKED = frozenset({getattr(torch, "float4_e2m1fn_x2", None)})
-"""Two numbers are one element there, which torch does not convert."""
 
 
 def dtype_from_user(wish: Any) -> torch.dtype:

@@ -16,6 +16,10 @@ from holdfast.formats.dcp.storage_info import Seal, _StorageInfo
 STOCK_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 
 
+# Strides are in the classes of 2.15 and later, and never in the files that we write; older ones have no version.
+NOT_IN_EVERY_TORCH = {"strides"} | ({"version"} - stock.Metadata.__dataclass_fields__.keys())
+
+
 def example(*, seal: bool = True) -> ours.Metadata:
     """A small index with everything an ordinary one has."""
     chunks = [
@@ -46,35 +50,31 @@ def example(*, seal: bool = True) -> ours.Metadata:
 def to_stock(value: Any) -> Any:
     """The same object graph in stock torch's classes."""
     match value:
-        case ours.Metadata():
-            converted = stock.Metadata(*[to_stock(part) for part in _parts(value)])
-        case ours.TensorStorageMetadata():
-            converted = stock.TensorStorageMetadata(*[to_stock(part) for part in _parts(value)])
-        case ours.TensorProperties():
-            converted = stock.TensorProperties(*_parts(value))
-        case ours.ChunkStorageMetadata():
-            converted = stock.ChunkStorageMetadata(*_parts(value))
-        case ours.BytesStorageMetadata():
-            converted = stock.BytesStorageMetadata()
-        case ours.StorageMeta():
-            converted = stock.StorageMeta(*_parts(value))
+        case ours.Metadata() | ours.TensorStorageMetadata():
+            return _in_stock(value, {name: to_stock(part) for name, part in _parts(value).items()})
+        case ours.TensorProperties() | ours.ChunkStorageMetadata() | ours.BytesStorageMetadata() | ours.StorageMeta():
+            return _in_stock(value, _parts(value))
         case ours.MetadataIndex():
-            converted = stock.MetadataIndex(value.fqn, value.offset, value.index)
+            return stock.MetadataIndex(value.fqn, value.offset, value.index)
         case _StorageInfo():
-            converted = stock_filesystem._StorageInfo(
-                value.relative_path, value.offset, value.length, value.transform_descriptors
-            )
+            parts = ("relative_path", "offset", "length", "transform_descriptors")
+            return _in_stock(value, {name: getattr(value, name) for name in parts}, stock_filesystem._StorageInfo)
         case dict() if type(value) is dict:
             return {to_stock(key): to_stock(inner) for key, inner in value.items()}
         case list():
             return [to_stock(inner) for inner in value]
         case _:
             return value
-    return converted
 
 
-def _parts(value: Any) -> list[Any]:
-    return [getattr(value, name) for name in value.__dataclass_fields__]
+def _parts(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+def _in_stock(value: Any, parts: dict[str, Any], cls: Any = None) -> Any:
+    """An object of stock's class of the same name, with the fields that the installed version has."""
+    cls = cls or getattr(stock, type(value).__name__)
+    return cls(**{name: part for name, part in parts.items() if name in cls.__dataclass_fields__})
 
 
 def facts(value: Any) -> Any:
@@ -84,9 +84,11 @@ def facts(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value).__name__, [facts(inner) for inner in value]
     if type(value).__name__ == "_StorageInfo":
-        return "_StorageInfo", value.relative_path, value.offset, value.length, facts(value.transform_descriptors)
+        transforms = getattr(value, "transform_descriptors", None)  # since 2.7
+        return "_StorageInfo", value.relative_path, value.offset, value.length, facts(transforms)
     if hasattr(value, "__dataclass_fields__"):
-        return type(value).__name__, [(name, facts(getattr(value, name))) for name in value.__dataclass_fields__]
+        names = [name for name in value.__dataclass_fields__ if name not in NOT_IN_EVERY_TORCH]
+        return type(value).__name__, [(name, facts(getattr(value, name))) for name in names]
     return type(value).__name__, repr(value)
 
 

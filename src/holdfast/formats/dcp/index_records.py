@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from holdfast.compat.tensors import DTYPES
 from holdfast.errors import UnsafePathError, UnsupportedVersionError
 from holdfast.formats.dcp.index_shortcut import SIZE, FlatRecord, count, make_size
 from holdfast.formats.dcp.known_names import Inert, Known, Name, brief, draft_of
 from holdfast.formats.dcp.storage_info import SEAL_STATE_KEY, Seal, _StorageInfo
-from holdfast.formats.dcp.tensor_records import DTYPES
 from holdfast.formats.dcp.value_names import find_plain
 from holdfast.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -156,7 +156,10 @@ def tensor(state: Any) -> TensorStorageMetadata:
 
 
 def _properties(state: Any) -> TensorProperties:
-    dtype, layout, requires_grad, encoding, pin_memory = _typed(state, tuple, "properties")
+    # Until torch 2.14 there are five fields, then strides as the sixth. What later versions may add behind them says
+    # how a tensor was in memory, and nothing about its bytes in the file, so it is passed over.
+    dtype, layout, requires_grad, encoding, pin_memory, *newer = _typed(state, tuple, "properties")
+    strides = newer[0] if newer else None
     properties = TensorProperties.__new__(TensorProperties)
     properties.__setstate__(
         (
@@ -165,6 +168,7 @@ def _properties(state: Any) -> TensorProperties:
             _typed(requires_grad, bool, "requires_grad"),
             _typed(encoding, _MEM_FORMAT_ENCODING, "memory format"),
             _typed(pin_memory, bool, "pin_memory"),
+            None if strides is None else tuple(count(stride) for stride in _typed(strides, tuple, "strides")),
         )
     )
     return properties

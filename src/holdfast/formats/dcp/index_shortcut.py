@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from holdfast.formats.dcp.known_names import SKIPPED, Draft, Inert, Known, brief
+from holdfast.formats.dcp.known_names import SKIPPED, Draft, Inert, Known, Refusal, brief, one_bit_away
 from holdfast.formats.dcp.pickle_machine import Machine
 
 _Value: TypeAlias = tuple[Any, tuple[Any, ...]]
@@ -81,7 +81,20 @@ class FlatRecord:
     def _finish(self, state: Any) -> Any:
         if type(state) is not dict:
             raise TypeError(f"{brief(state)} as the fields of {self._name}")
+        for name in state.keys() - set(self._names):
+            self._look_at_unknown(name, state[name])
         return self._make(**{name: state[name] for name in self._names if name in state})
+
+    def _look_at_unknown(self, name: Any, value: Any) -> None:
+        """Refuse a field that is not known, unless it is empty.
+
+        These records say which bytes are whose. A field that a newer version has added to them may change what the
+        bytes mean (as the names of compressions did, once), so that nothing can be read without knowing it.
+        """
+        if type(name) is not str or not set(self._names).isdisjoint(one_bit_away(name)):
+            raise ValueError(f"{brief(name)} as a field of {self._name}")
+        if value is not None:
+            raise Refusal("torch.distributed.checkpoint", f"{self._name}.{name}")
 
     def _shortcut(self, machine: Machine) -> bool:
         """Make the record whose class is on the stack, and the flat records that follow it directly."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from holdfast.compat.tensors import layout_named
 from holdfast.formats.dcp import opcodes as op
 from holdfast.formats.dcp.storage_info import SEAL_STATE_KEY, _StorageInfo
 from holdfast.metadata import (
@@ -51,7 +52,7 @@ _STOCK_CLASSES = {
 _GLOBALS: dict[Any, tuple[str, str]] = {
     **{cls: (module, cls.__name__) for cls, module in _STOCK_CLASSES.items()},
     torch.Size: ("torch", "Size"),
-    torch.serialization._get_layout: ("torch.serialization", "_get_layout"),
+    layout_named: ("torch.serialization", "_get_layout"),
 }
 
 _FIELD_NAMES = (
@@ -212,13 +213,14 @@ class IndexWriter:
         return push
 
     def _state(self, properties: TensorProperties) -> bytes:
-        state = properties.__getstate__()
+        # No more than the five fields that every torch can read. Strides came with 2.15, and older ones refuse six.
+        state = properties.__getstate__()[:5]
         push = self._states.get(state)
         if push is None:
             dtype, layout, requires_grad, encoding, pin_memory = state
             parts = (
                 op.name("torch", str(dtype).removeprefix("torch.")),
-                self._names[torch.serialization._get_layout] + self._text(str(layout)) + op.TUPLE1 + op.REDUCE,
+                self._names[layout_named] + self._text(str(layout)) + op.TUPLE1 + op.REDUCE,
                 op.TRUE if requires_grad else op.FALSE,
                 self._names[_MEM_FORMAT_ENCODING] + op.integer(encoding.value) + op.TUPLE1 + op.REDUCE,
                 op.TRUE if pin_memory else op.FALSE,

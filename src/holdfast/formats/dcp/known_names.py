@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,18 @@ def brief(value: Any) -> str:
     if isinstance(value, (str, int, float, Inert, type)) or value is None:
         return f"{value!r:.80}"
     return f"a {type(value).__name__}"
+
+
+def one_bit_away(text: str) -> Iterator[str]:
+    """The texts that one flipped bit makes of an ASCII text.
+
+    >>> "size" in one_bit_away("sire"), "size" in one_bit_away("strides")
+    (True, False)
+    """
+    if text.isascii():
+        for position, character in enumerate(text):
+            for bit in range(7):
+                yield text[:position] + chr(ord(character) ^ 1 << bit) + text[position + 1 :]
 
 
 PLAIN_KEYS = frozenset({str, int, float, bool, bytes, complex, type(None)})

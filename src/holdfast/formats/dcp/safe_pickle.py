@@ -13,12 +13,19 @@ dictionary key overflows the C stack. What this machine costs in speed, an index
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.errors import DamagedCheckpointError, HoldfastError, RefusedPickleError
-from holdfast.formats.dcp.known_names import Find, Refusal
+import torch
+
+from holdfast.errors import DamagedCheckpointError, HoldfastError, NewerFormatError, RefusedPickleError
+from holdfast.formats.dcp.known_names import Find, Refusal, one_bit_away
 from holdfast.formats.dcp.pickle_machine import Machine
+from holdfast.version import __version__
+
+INDEX_PACKAGE = "torch.distributed.checkpoint"
+_MODULES_OF_TENSORS = ("torch", "torch._utils", "torch._tensor", "torch.storage", "torch.serialization")
 
 
 def load(
@@ -37,7 +44,12 @@ def load(
         raise
     except Refusal as refusal:
         module, name = refusal.args
-        raise refused_pickle(module, name, key=key) from None
+        if not _is_of_another_torch(module, name):
+            raise refused_pickle(module, name, key=key) from None
+        if _is_misspelt(module, name, find):
+            problem = ValueError(f"{module}.{name}, which is one bit away from a name that is known")
+            raise damaged_pickle(problem, source=source, key=key, position=machine.position) from None
+        raise newer_format(f"{module}.{name}", source=source, key=key) from None
     except Exception as error:  # MemoryError and RecursionError too: the file asked for it
         raise damaged_pickle(error, source=source, key=key, position=machine.position) from error
     if machine.position != len(data):
@@ -57,6 +69,37 @@ def damaged_pickle(error: Exception, *, source: str, key: str | None, position: 
         key=key,
         expected="a pickle of plain data",
         found=found,
+    )
+
+
+def newer_format(unknown: str, *, source: str, key: str | None) -> NewerFormatError:
+    """The error for a record, field or dtype that this version does not know."""
+    about = f" of '{key}'" if key is not None else ""
+    return NewerFormatError(
+        f"{source}: the stored description{about} uses {unknown}, which neither torch {torch.__version__} nor Holdfast "
+        f"{__version__} knows. It was written by a newer torch, and is not damaged. Install the newest torch and "
+        "Holdfast, or convert it with the version that wrote it.",
+        file=source,
+        key=key,
+        global_name=unknown,
+    )
+
+
+def _is_of_another_torch(module: str, name: str) -> bool:
+    """Whether a name that is not in the table is one of torch's that the installed torch does not have.
+
+    Nothing is imported to find out: what is not loaded (torch's own checkpoint package, mostly) is known by the table.
+    """
+    loaded = sys.modules.get(module)
+    if loaded is None or module.startswith(INDEX_PACKAGE):
+        return module.startswith(INDEX_PACKAGE)
+    return module in _MODULES_OF_TENSORS and name not in vars(loaded)
+
+
+def _is_misspelt(module: str, name: str, find: Find) -> bool:
+    """Whether one flipped bit makes a known name of an unknown one. Then it is damage."""
+    return any(find(other, name) for other in one_bit_away(module)) or any(
+        find(module, other) for other in one_bit_away(name)
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from holdfast.compat.tensors import empty_quantized, empty_quantized_per_channel, negative_view
 from holdfast.formats.crc import crc32
 from holdfast.formats.dcp.known_names import Known
 from holdfast.formats.dcp.tensor_records import StorageRecord, TensorNames, TensorRecord, storage_record
@@ -107,7 +108,7 @@ class StoredTensors:
         if record.conj:
             tensor = tensor.conj()
         if record.neg:
-            tensor = torch._neg_view(tensor)
+            tensor = negative_view(tensor)
         if record.is_parameter:
             tensor = torch.nn.Parameter(tensor, record.requires_grad)
         elif record.requires_grad:
@@ -165,7 +166,7 @@ def _empty(record: TensorRecord, device: torch.device) -> torch.Tensor:
         scale, zero_point = parameters
         if type(scale) is not float or type(zero_point) is not int:
             raise TypeError("a quantized tensor without scale and zero point")
-        return torch._empty_affine_quantized([0], scale=scale, zero_point=zero_point, dtype=record.dtype)
+        return empty_quantized([0], scale=scale, zero_point=zero_point, dtype=record.dtype)
     scales, zero_points, axis = parameters
     if scheme is not torch.per_channel_affine or axis not in range(len(record.sizes)):
         raise TypeError("a tensor quantized in an unknown way")
@@ -173,6 +174,4 @@ def _empty(record: TensorRecord, device: torch.device) -> torch.Tensor:
         raise TypeError("a quantized tensor without a scale and zero point for every channel")
     # One element per channel: the shape is only set together with the storage, and nothing is reserved for it here.
     sizes = [record.sizes[axis] if dimension == axis else 1 for dimension in range(len(record.sizes))]
-    return torch._empty_per_channel_affine_quantized(
-        sizes, scales=scales, zero_points=zero_points, axis=axis, dtype=record.dtype
-    )
+    return empty_quantized_per_channel(sizes, scales=scales, zero_points=zero_points, axis=axis, dtype=record.dtype)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from holdfast.compat.tensors import DTYPES
 from holdfast.formats.dcp.known_names import Inert, Known, Name, brief
 from holdfast.formats.dcp.safe_pickle import damaged_pickle, load
 
@@ -43,8 +44,6 @@ _QUANTIZED_STORAGES = {
 }
 
 QUANTIZED_DTYPES = {*_QUANTIZED_STORAGES, torch.quint4x2, torch.quint2x4}
-
-DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 _MOST = 1 << 63
 """torch counts in signed 64 bits."""

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from holdfast.compat.tensors import DTYPES
 from holdfast.errors import UnsupportedTensorError
 from holdfast.formats.safetensors.dtypes import IN_MEMORY, PAIRS, in_memory
 
-BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, called) for name, called in IN_MEMORY.items()}
+BY_NAME: dict[str, torch.dtype] = {name: DTYPES[called] for name, called in IN_MEMORY.items() if called in DTYPES}
 NAMES = {dtype: name for name, dtype in BY_NAME.items()}
 FLOAT8 = frozenset(dtype for name, dtype in BY_NAME.items() if name.startswith("F8_"))
 
@@ -37,5 +38,12 @@ def to_torch(key: str, name: str, shape: Sequence[int], source: str) -> tuple[to
     >>> to_torch("weight", "F4", (2, 8), "a file")
     (torch.float4_e2m1fn_x2, (2, 4))
     """
-    _, shape_in_memory = in_memory(key, name, shape, source)
+    called, shape_in_memory = in_memory(key, name, shape, source)
+    if name not in BY_NAME:
+        raise UnsupportedTensorError(
+            f"{source}: '{key}' has elements of type {name}, which torch {torch.__version__} does not have (newer "
+            f"versions call it {called}). Install a newer torch, or leave the tensor out.",
+            key=key,
+            kind=name,
+        )
     return BY_NAME[name], shape_in_memory

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from holdfast.compat.tensors import describe_typed_storage, rebuild_tensor, rebuild_tensor_with_dtype, storage_identity
 from holdfast.formats.dcp.tensor_records import LEGACY_STORAGES
 
 _PROTOCOL = 2
@@ -63,8 +64,8 @@ class _Describer(pickle.Pickler):
         shape, dtype = tuple(value.shape), value.dtype
         arguments: tuple[Any, ...] = (_Reference(value), 0, shape, _row_major(shape), False, OrderedDict())
         if dtype in LEGACY_STORAGES:
-            return torch._utils._rebuild_tensor_v2, arguments
-        return torch._utils._rebuild_tensor_v3, (*arguments, dtype)
+            return rebuild_tensor, arguments
+        return rebuild_tensor_with_dtype, (*arguments, dtype)
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, _Reference):
@@ -74,15 +75,14 @@ class _Describer(pickle.Pickler):
             name = self._name(id(tensor), tensor.numel() * tensor.dtype.itemsize, tensor)
             return "storage", getattr(torch, legacy) if legacy else torch.UntypedStorage, name, "cpu", count
         if isinstance(value, torch.storage.TypedStorage):
-            untyped = value._untyped_storage
-            kind = getattr(torch, value._pickle_storage_type())  # type: ignore[no-untyped-call]
-            return "storage", kind, self._name_of(untyped), "cpu", untyped.nbytes() // value._element_size()  # type: ignore[no-untyped-call]
+            kind, untyped, count = describe_typed_storage(value)
+            return "storage", kind, self._name_of(untyped), "cpu", count
         if isinstance(value, torch.UntypedStorage):
             return "storage", torch.UntypedStorage, self._name_of(value), "cpu", value.nbytes()
         return None
 
     def _name_of(self, storage: torch.UntypedStorage) -> str:
-        return self._name(storage._cdata, storage.nbytes(), storage)
+        return self._name(storage_identity(storage), storage.nbytes(), storage)
 
     def _name(self, identity: int, nbytes: int, source: torch.Tensor | torch.UntypedStorage) -> str:
         if identity not in self._known:

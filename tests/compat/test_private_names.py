@@ -1,0 +1,75 @@
+"""Private names of torch are touched in ``holdfast.compat`` and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import holdfast
+from holdfast.compat.sharding import ShardedTensor
+
+SOURCES = Path(holdfast.__file__).parent
+ELSEWHERE = {
+    "dcp/state_dict.py": "hands on torch's helpers for models and optimizers, private ones too, under the drop-in's name",
+}
+CLASSES = (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage, DTensor, ShardedTensor, dist.ProcessGroup)
+OBJECTS = (nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)]), torch.zeros(1))
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def attributes_of_torch() -> set[str]:
+    """The private attributes of the classes that Holdfast meets."""
+    return {name for thing in (*CLASSES, *OBJECTS) for name in dir(thing) if is_private(name)}
+
+
+def private_names_in(source: str) -> Iterator[tuple[int, str]]:
+    """The lines that use a private name of torch, and which."""
+    tree = ast.parse(source)
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    of_torch = attributes_of_torch() - own
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from ((node.lineno, part) for part in parts if is_private(part))
+        elif isinstance(node, ast.Import):
+            parts = [part for alias in node.names for part in alias.name.split(".") if alias.name.startswith("torch")]
+            yield from ((node.lineno, part) for part in parts if is_private(part))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            text = ast.unparse(node)
+            owner = text.partition(".")[0]
+            if owner in ("torch", "dist", "c10d") or (owner not in ("self", "cls") and node.attr in of_torch):
+                yield node.lineno, text
+
+
+@pytest.mark.parametrize("path", sorted(SOURCES.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCES)))
+def test_no_module_but_compat_uses_private_names_of_torch(path: Path):
+    name = str(path.relative_to(SOURCES))
+    if name.startswith("compat/") or name in ELSEWHERE:
+        return
+    found = [f"{name}:{line}: {used}" for line, used in private_names_in(path.read_text())]
+    assert not found, "move these into holdfast.compat:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.utils._python_dispatch import is_traceable_wrapper_subclass",
+        "from torch.distributed.tensor.placement_types import _StridedShard",
+        "import torch._utils",
+        "torch._neg_view(x)",
+        "tensor._local_tensor",
+        "module._modules",
+    ],
+)
+def test_such_names_are_found(source: str):
+    assert list(private_names_in(source))
