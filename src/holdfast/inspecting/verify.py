@@ -94,6 +94,8 @@ class _Check(Protocol):
     """The look at a checkpoint of one format."""
 
     damage: list[Damage]
+    doubts: list[str]
+    """What is odd and need not be damage."""
     has_digests: bool
     """Whether what the format has of digests could be read."""
 
@@ -147,6 +149,7 @@ class _Looking:
             checked=checked,
             why=why,
             damage=tuple(damage),
+            doubts=tuple(check.doubts),
             extra=tuple(sorted(_names_beside(source) - own)),
         )
 
@@ -213,7 +216,7 @@ def _digests_of(source: Source, *, in_part: bool) -> tuple[str, str]:
     if source.format == "dcp":
         return "some", (
             "Tensors and values were compared with their CRC-32 where the writer left one. The index (.metadata) has "
-            "none: what it says was only checked for sense."
+            "none: what it says was only checked for sense, so that a changed name of a key may not be noticed."
         )
     if source.format == "torch":
         entries: Any = getattr(source, "entries", list)()
