@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import HoldfastError
+from holdfast.formats.native.repairs import Repair
 from holdfast.progress import size, time_taken
 from holdfast.words import some_of
 
@@ -77,6 +78,8 @@ class VerifyReport:
     damage: tuple[Damage, ...] = ()
     doubts: tuple[str, ...] = ()
     """What is odd, or cannot be vouched for, and need not be damage."""
+    repairs: tuple[Repair, ...] = ()
+    """What was rebuilt of it, as it tells itself; the doubts say what follows."""
     extra: tuple[str, ...] = ()
     """Files that lie beside it and are no part of it. They do no harm."""
 
@@ -116,6 +119,7 @@ class VerifyReport:
             "ok": self.ok,
             "damage": [damage.to_json() for damage in self.damage],
             "doubts": list(self.doubts),
+            "repairs": [repair.to_json() for repair in self.repairs],
             "extra": list(self.extra),
         }
 

@@ -54,8 +54,8 @@ def renamed_by_a_bit(keys: Iterable[str], paths: object) -> tuple[str, str] | No
     """
     if not isinstance(paths, Mapping):
         return None
-    made = ((key, paths.get(key)) for key in keys)
-    others = [(key, path) for key, path in made if not _belongs(key, path)]
+    others: list[tuple[str, Any]] = [(key, paths.get(key)) for key in keys]
+    others = [(key, path) for key, path in others if not _belongs(key, path)]
     if len(others) != 1 or not _is_path(others[0][1]):
         return None
     key, name = others[0][0], ".".join(map(str, others[0][1]))
