@@ -34,6 +34,8 @@ ODD_NAMES = [
     "x.holdfast-0123456789abcdef.partial",
     "line\nbreak",
     "weiß 日本",
+    "long" * 55,
+    "日" * 75,
 ]
 
 

@@ -31,6 +31,9 @@ _CANNOT_LOCK = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EN
 _WORK_FOLDER = re.compile(r"\.(.+)\.holdfast-[0-9a-f]{16}\.partial", re.DOTALL)
 _NOTE = "conversion"
 _NOTED = b"A conversion of Holdfast makes its result in this folder. What a kill left is removed by the next one.\n"
+"""What the note begins with. The rest is the name of the destination, which may be too long for a part of a name."""
+_LONGEST_SHOWN = 200
+_MOST_SHOWN = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +68,13 @@ class Work:
     def at(cls, folder: Path) -> Work | None:
         """The work folder that a folder is; None if it is none."""
         match = _WORK_FOLDER.fullmatch(folder.name)
-        if match is None or not _is_noted(folder):
-            return None
-        return cls(folder, folder.parent / match.group(1))
+        name = None if match is None else _destination(folder, match.group(1))
+        return None if name is None else cls(folder, folder.parent / name)
 
     def prepare(self) -> None:
         """Make what is inside of a new one."""
         with (self.folder / _NOTE).open("wb") as stream:
-            stream.write(_NOTED)
+            stream.write(_NOTED + os.fsencode(self.final.name))
             flush_to_disk(stream)
         self.new.parent.mkdir()
         self.scratch.mkdir()
@@ -187,19 +189,30 @@ def remove_left_over(folder: Path) -> bool:
     return not folder.exists()
 
 
-def _is_noted(folder: Path) -> bool:
-    """Whether a folder has the note of a work folder, or is as empty as one that was just made or nearly removed."""
+def _destination(folder: Path, shown: str) -> str | None:
+    """The name of what a work folder is for, by the note in it; None if it has none, and so is no work folder.
+
+    One that was just made or is nearly removed may have no note, or a part of one, and nothing else either.
+    """
     try:
         if os.path.islink(folder):
-            return False
+            return None
         names = os.listdir(folder)
         if not names:
-            return True
+            return shown
         with open(folder / _NOTE, "rb") as stream:
-            content = stream.read(len(_NOTED) + 1)
+            content = stream.read(len(_NOTED) + 4096)
     except OSError:
-        return False
-    return content == _NOTED or (names == [_NOTE] and _NOTED.startswith(content))
+        return None
+    name = os.fsdecode(content[len(_NOTED) :]) if content.startswith(_NOTED) else ""
+    if name.startswith(shown[:_MOST_SHOWN]) and name == os.path.basename(name) and name not in ("", ".", ".."):
+        return name
+    return shown if names == [_NOTE] and _NOTED.startswith(content[: len(_NOTED)]) else None
+
+
+def _shown(name: str) -> str:
+    """The name of a destination as a part of another one, which must not become too long for the disk."""
+    return name if len(os.fsencode(name)) <= _LONGEST_SHOWN else name[:_MOST_SHOWN]
 
 
 def _is_free(final: Path) -> bool:
@@ -212,7 +225,7 @@ def _is_free(final: Path) -> bool:
 
 def _locked_folder(final: Path) -> tuple[Work, int | None]:
     while True:
-        folder = final.parent / f".{final.name}.holdfast-{secrets.token_hex(8)}.partial"
+        folder = final.parent / f".{_shown(final.name)}.holdfast-{secrets.token_hex(8)}.partial"
         folder.mkdir()
         try:
             lock = _lock(folder)
