@@ -38,7 +38,7 @@ class LoadReport:
     not_requested: Sequence[str] = ()
     """Stored keys of other parts of the checkpoint than those in the state."""
     notes: Sequence[str] = ()
-    """Remarks on what was not simply read, such as parameters that were matched by position."""
+    """Remarks on what was not simply read, such as parameters that were matched by position, and on repairs."""
     bytes_read: int = 0
     """From storage, by all ranks together."""
     elements: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 
@@ -206,3 +207,22 @@ def test_debug_shows_where_the_code_of_the_user_failed(holdfast, prepared):
 def test_a_budget_that_is_too_small_is_refused_whatever_is_asked(holdfast, prepared):
     for options in ([], ["--finite"]):
         assert holdfast("stat", STEP, "--memory", "1", *options).status == 2
+
+
+def test_what_was_rebuilt_is_shown_by_every_command(prepared, holdfast):
+    step = "runs/a/step-00000200"
+    [index] = [name for name in os.listdir(step) if name.startswith("index-")]
+    os.unlink(f"{step}/{index}")
+    assert holdfast("repair", step, "--apply").status == 0
+
+    verified = holdfast("verify", step)
+    assert verified.status == 0
+    assert "no damage found, but there are doubts" in verified.out
+    assert holdfast("verify", step, "--json").json["reports"][0]["repairs"][0]["what"] == "columns"
+    listed = holdfast("ls", "runs/a", "--json").json["places"][0]["entries"]
+    assert [entry["repaired"] for entry in listed if entry["name"] == "step-00000200"] == ["columns"]
+    assert [entry["repaired"] for entry in listed if entry["name"] == "step-00000300"] == [""]
+    assert "columns rebuilt" in " ".join(holdfast("ls", step).out.split())
+    assert "rebuilt by a repair" in " ".join(holdfast("show", step).out.split())
+    assert holdfast("show", step, "--json").json["repairs"][0]["digests"] == "computed"
+    assert "rebuilt by a repair" in " ".join(holdfast("stat", step).out.split())

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import holdfast as hf
 from holdfast.converting import placing, work_folders
 from holdfast.converting.proof import prove
-from holdfast.converting.work_folders import left_over, remove_left_over
+from holdfast.converting.work_folders import Work, left_over, remove_left_over
 from holdfast.errors import CheckpointExistsError, DamagedCheckpointError, NotAFolderError
 from tests.converting.formats import read_safetensors
 
@@ -188,13 +188,15 @@ def test_file_systems_that_cannot_exchange_names_get_the_new_one_too(saved, tmp_
 def test_a_kill_between_taking_the_old_one_away_and_putting_the_new_one_there_is_mended(saved, tmp_path):
     final = tmp_path / "new"
     hf.convert(saved, final, to="native", include="v")
-    work = tmp_path / ".new.holdfast-0123456789abcdef.partial"
-    work.mkdir()
-    final.rename(work / work_folders.OLD)
+    work = Work(tmp_path / ".new.holdfast-0123456789abcdef.partial", final)
+    work.folder.mkdir()
+    work.prepare()
+    work.new.mkdir()
+    final.rename(work.old)
 
     hf.convert(saved, tmp_path / "unrelated", to="native")
     assert not final.exists()
-    assert work_folders.sweep(final) == [work]
+    assert work_folders.sweep(final) == [work.folder]
     assert list(hf.open(final)) == ["v"]
 
 

@@ -11,6 +11,7 @@ import torch
 
 import holdfast as hf
 import holdfast.dcp
+from holdfast.converting.work_folders import Work
 from holdfast.repairing.repair import repair
 from holdfast.stores.local_store import LocalStore
 from tests.repairing.checkpoints import age_all, in_a_process_that_is_killed
@@ -207,8 +208,11 @@ def test_unfinished_conversions_are_swept_unless_a_process_holds_them(tmp_path):
 
 def test_what_a_conversion_was_to_replace_is_put_back_before_its_folder_is_swept(tmp_path):
     hf.save({"w": torch.ones(100)}, tmp_path / "source")
-    work = tmp_path / ".model.holdfast-00112233aabbccdd.partial"
-    hf.save({"w": torch.zeros(5)}, work / "old")  # as a kill leaves it where names cannot be exchanged
+    work = Work(tmp_path / ".model.holdfast-00112233aabbccdd.partial", tmp_path / "model")
+    work.folder.mkdir()  # as a kill leaves it where names cannot be exchanged
+    work.prepare()
+    work.new.mkdir()
+    hf.save({"w": torch.zeros(5)}, work.old)
 
     assert repair(tmp_path, apply=True, sweep=True).debris[0].fate == "removed"
 

@@ -16,7 +16,10 @@ import torch.distributed.checkpoint as stock
 import holdfast as hf
 import holdfast.dcp
 from holdfast.errors import NotACheckpointError
+from holdfast.repairing import hugging_face
 from holdfast.repairing.repair import repair
+from holdfast.storage.hf_commit import Folder
+from holdfast.storage.hf_names import COMMIT_NAME
 from holdfast.stores import FsspecStore, MemoryStore
 from holdfast.stores.local import FileSystem
 from tests.repairing.checkpoints import ended_by
@@ -202,6 +205,103 @@ def test_a_save_that_was_killed_while_files_got_their_names_is_finished(tmp_path
         assert not [name for name in os.listdir(folder) if name.endswith((".tmp", ".commit.json"))]
         assert repair(folder).findings == ()
     assert unfinished >= 2
+
+
+def save_to(folder, weights):
+    mapping = {key: 1 + number % 2 for number, key in enumerate(weights)}
+    writer = holdfast.dcp.HuggingFaceStorageWriter(path=str(folder), fqn_to_index_mapping=mapping)
+    holdfast.dcp.save(dict(weights), storage_writer=writer)
+
+
+def contents_of(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture
+def unfinished(tmp_path):
+    """A folder in which a save was killed when no file had its name."""
+    folder = tmp_path / "unfinished"
+    folder.mkdir()
+    assert ended_by(partial(save_and_die, folder, 1)) == signal.SIGKILL
+    assert (folder / COMMIT_NAME).exists()
+    return folder
+
+
+NEWER = {key: tensor + 10 for key, tensor in WEIGHTS.items()}
+
+
+def test_a_switch_that_another_repair_finished_while_this_one_waited_is_left_alone(unfinished):
+    """What is to be done is decided before the lock is there; the other one has it until then."""
+    [planned] = hugging_face.problems_of(unfinished)
+    assert repair(unfinished, apply=True).ok
+    before = contents_of(unfinished)
+
+    assert planned.carried_out(apply=True).outcome == "repaired"
+
+    assert contents_of(unfinished) == before
+    assert_whole(unfinished)
+
+
+def test_a_save_that_was_committed_while_a_repair_waited_is_left_alone(unfinished):
+    [planned] = hugging_face.problems_of(unfinished)
+    save_to(unfinished, NEWER)
+    before = contents_of(unfinished)
+
+    planned.carried_out(apply=True)
+
+    assert contents_of(unfinished) == before
+    assert_whole(unfinished, NEWER)
+
+
+def test_another_unfinished_save_is_not_finished_with_the_record_of_the_first(unfinished):
+    [planned] = hugging_face.problems_of(unfinished)
+    assert ended_by(partial(save_and_die, unfinished, 1)) == signal.SIGKILL
+    before = contents_of(unfinished)
+
+    finding = planned.carried_out(apply=True)
+
+    assert (finding.outcome, contents_of(unfinished)) == ("failed", before)
+    assert "Repair it again" in finding.remedy
+    assert repair(unfinished, apply=True).ok
+    assert_whole(unfinished)
+
+
+def test_an_index_that_a_save_has_written_meanwhile_is_not_replaced_by_one_of_the_files_before(tmp_path):
+    folder = tmp_path / "model"
+    save_to(folder, WEIGHTS)
+    (folder / INDEX).unlink()
+    [planned] = hugging_face.problems_of(folder)
+    save_to(folder, {"other": torch.ones(3), "more": torch.ones(2)})
+    before = contents_of(folder)
+
+    finding = planned.carried_out(apply=True)
+
+    assert (finding.outcome, contents_of(folder)) == ("failed", before)
+
+
+def test_a_repair_waits_until_a_save_has_committed(tmp_path, unfinished):
+    """With real processes: the other one has the lock, and finishes what the repair has seen unfinished."""
+    holding, held = os.pipe()
+    seen, go_on = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with FileSystem().lock_folder(unfinished):
+                os.write(held, b"x")
+                os.read(seen, 1)
+                folder = Folder(FileSystem(), unfinished)
+                folder.give_names(folder.switch_under_way(), ())
+        finally:
+            os._exit(0)
+    os.read(holding, 1)
+    [planned] = hugging_face.problems_of(unfinished)
+    os.write(go_on, b"x")
+
+    assert planned.carried_out(apply=True).outcome == "repaired"
+
+    os.waitpid(child, 0)
+    assert_whole(unfinished)
+    assert not (unfinished / COMMIT_NAME).exists()
 
 
 def test_dcp_without_an_index_cannot_be_repaired_and_the_answer_says_why(tmp_path):

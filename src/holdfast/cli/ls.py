@@ -117,6 +117,7 @@ _STYLES = {"set aside": "yellow", "damaged": "red", "being written": "cyan", "un
 
 def _state(entry: Entry) -> str:
     state = f"{entry.state}, pinned" if entry.pinned else entry.state
+    state = f"{state}, {entry.repaired} rebuilt" if entry.repaired else state
     return f"{state}: {entry.why}" if entry.why else state
 
 

@@ -159,6 +159,7 @@ def _tree_as_text(
     values: bool,
     everything: bool,
 ) -> str:
+    from holdfast.formats.native.repairs import repairs_in
     from holdfast.inspecting.drawing import Drawing, summed
     from holdfast.inspecting.tree import tree_of
     from holdfast.progress import size
@@ -177,7 +178,8 @@ def _tree_as_text(
     root = tree_of(leaves)
     drawing = Drawing(checkpoint, depth=depth, everything=everything, remark=remark if values or counted else None)
     headline = f"{checkpoint.path} ({checkpoint.format}): {summed(root) or 'nothing'}, {size(root.nbytes)}"
-    return f"{headline}\n{drawing.text(root)}"
+    repaired = "".join(f"repaired: {repair}\n" for repair in repairs_in(checkpoint.written))
+    return f"{headline}\n{repaired}{drawing.text(root)}"
 
 
 def _is_tensor(leaf: StoredNode) -> bool:
@@ -209,6 +211,7 @@ def _tree_as_json(
     everything: bool,
 ) -> dict[str, Any]:
     from holdfast.errors import HoldfastError
+    from holdfast.formats.native.repairs import repairs_in
     from holdfast.inspecting.elements import Excerpt, elements_of, plain_elements
     from holdfast.tensor_handles import TensorHandle
 
@@ -243,6 +246,7 @@ def _tree_as_json(
         "path": checkpoint.path,
         "format": checkpoint.format,
         "identity": checkpoint.source.identity,
+        "repairs": [repair.to_json() for repair in repairs_in(checkpoint.written)],
         "tensors": tensors,
         "values": plain_values,
     }

@@ -19,7 +19,7 @@ from holdfast.converting.proof import content_digest, prove
 from holdfast.converting.report import ConversionReport
 from holdfast.converting.shards import shard_size
 from holdfast.converting.target import Target, Written
-from holdfast.converting.work_folders import work_folder
+from holdfast.converting.work_folders import sweep, work_folder
 from holdfast.errors import CheckpointException
 from holdfast.patterns import Patterns
 from holdfast.progress import OnProgress, Tally
@@ -92,6 +92,7 @@ def convert(
     """
     target = target_for(to, destination, max_shard_size=max_shard_size)
     wishes = Wishes(include, exclude, rename, cast, only_tensors, allow_pickle, checked_budget(memory_budget))
+    put_back_at(destination)
     with opened(source, allow_pickle=allow_pickle) as checkpoint:
         prepared = prepare(checkpoint.source, target, wishes)
         return carry_out(prepared, target, destination, overwrite=overwrite, check=check, on_progress=on_progress)
@@ -117,6 +118,19 @@ def target_for(to: str, destination: Any, *, max_shard_size: int | str | None = 
     return made
 
 
+def put_back_at(destination: str | os.PathLike[str] | Store) -> None:
+    """Clean up after killed conversions to a destination. What they took away may be the source of this one."""
+    final = _local_destination(destination)
+    if final is not None:
+        sweep(final)
+
+
+def _local_destination(destination: str | os.PathLike[str] | Store) -> Path | None:
+    """Where a result goes on this machine. A link stays a link, and what it points to is replaced."""
+    path = local_path(destination)
+    return None if path is None else Path(os.path.realpath(path))
+
+
 def carry_out(
     prepared: Prepared,
     target: Target,
@@ -133,12 +147,11 @@ def carry_out(
     target.refuse(outgoing)
     advance = Tally(_bytes_to_move(prepared, target, check=check), on_progress).add
     outgoing.advance = advance
-    final = local_path(destination)
+    final = _local_destination(destination)
     options: dict[str, Any] = {"overwrite": overwrite, "check": check, "advance": advance}
     if final is None:
         written, not_compared = _write_to_store(prepared, target, destination, **options)
     else:
-        final = Path(os.path.realpath(final))  # a link stays a link, and what it points to is replaced
         written, not_compared = _write_locally(prepared, target, final, **options)
     return ConversionReport(
         source=outgoing.source.location,
@@ -170,13 +183,12 @@ def _write_locally(
     refuse_what_is_there(final, overwrite=overwrite, is_file=target.is_file)
     not_compared: list[str] = []
     with work_folder(final) as work:
-        place = work / final.name
-        outgoing.scratch = work
-        written = _write(target, outgoing, place)
+        outgoing.scratch = work.scratch
+        written = _write(target, outgoing, work.new)
         _account_for_every_element(prepared)
         if check:
-            not_compared = prove(outgoing, place, written.keys, advance)
-        put_in_place(place, final, overwrite=overwrite)
+            not_compared = prove(outgoing, work.new, written.keys, advance)
+        put_in_place(work, overwrite=overwrite)
     return written, not_compared
 
 

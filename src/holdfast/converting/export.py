@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.budgets import checked_budget
 from holdfast.checkpoint import Checkpoint, opened
 from holdfast.converting.chosen_casts import Cast, Casts
-from holdfast.converting.convert import carry_out
+from holdfast.converting.convert import carry_out, put_back_at
 from holdfast.converting.model_part import find_model
 from holdfast.converting.preparing import Wishes, prepare_renamed, rename_flat, unused
 from holdfast.converting.report import ConversionReport
@@ -81,6 +81,7 @@ def export(
     """
     wishes = Wishes(allow_pickle=allow_pickle, memory_budget=checked_budget(memory_budget))
     target = SafetensorsTarget(max_shard_size=shard_size(max_shard_size), files=_checked_files(files))
+    put_back_at(destination)
     with opened(source, allow_pickle=allow_pickle) as checkpoint:
         stored = checkpoint.source
         model = find_model(stored, part)

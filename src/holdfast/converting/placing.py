@@ -1,7 +1,8 @@
 """Puts the complete result of a conversion under its final name, in one step, in place of an older one if that may be.
 
-At every moment there is the old result or the new one, whole. Files beside an old checkpoint that are no part of it,
-such as a tokenizer, stay.
+At every moment there is the old result or the new one, complete: under the name, or, where the system cannot exchange
+two names and was stopped in between, in the work folder, whose clean-up puts it back. Files beside an old checkpoint
+that are no part of it, such as a tokenizer, stay.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from holdfast.converting.work_folders import OLD
+from holdfast.converting.work_folders import Work
 from holdfast.errors import CheckpointExistsError, HoldfastError
 from holdfast.formats.native.names import generation_of
 from holdfast.sources.detect import open_source
@@ -42,14 +43,15 @@ def refuse_what_is_there(final: Path, *, overwrite: bool, is_file: bool) -> None
         raise _in_the_way(final, f"{kinds[0]} cannot replace {kinds[1]}", "Write to another place, or remove it first.")
 
 
-def put_in_place(new: Path, final: Path, *, overwrite: bool) -> None:
-    """Give a complete file or folder its name. What was there before is gone on return, or where ``new`` was."""
+def put_in_place(work: Work, *, overwrite: bool) -> None:
+    """Give a complete file or folder its name. What was there before lies in the work folder on return, or is gone."""
+    new, final = work.new, work.final
     if new.is_dir():
         if overwrite and final.is_dir():
             _keep_other_files(final, new)
         FileSystem().sync_folder(new)
     try:
-        _move(new, final, overwrite=overwrite)
+        _move(work, overwrite=overwrite)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
@@ -105,10 +107,22 @@ def _keep_other_files(old: Path, new: Path) -> None:
             try:
                 os.link(entry.path, target, follow_symlinks=False)
             except OSError:
-                shutil.copy2(entry.path, target, follow_symlinks=False)
+                _copy_durably(entry.path, target)
 
 
-def _move(new: Path, final: Path, *, overwrite: bool) -> None:
+def _copy_durably(path: str, target: Path) -> None:
+    shutil.copy2(path, target, follow_symlinks=False)
+    if target.is_symlink():
+        return
+    descriptor = os.open(target, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _move(work: Work, *, overwrite: bool) -> None:
+    new, final = work.new, work.final
     if not os.path.lexists(final) or _is_empty_folder(final):
         if new.is_dir() and final.is_dir():
             os.rename(new, final)  # takes the place of an empty folder, and fails if it is not empty any more
@@ -117,7 +131,7 @@ def _move(new: Path, final: Path, *, overwrite: bool) -> None:
     elif not overwrite:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
     elif new.is_dir():
-        _swap(new, final)
+        _swap(work)
     else:
         os.replace(new, final)
 
@@ -132,18 +146,14 @@ def _rename_to_free_name(new: Path, final: Path) -> None:
         os.rename(new, final)  # fails if there is a folder with something in it
 
 
-def _swap(new: Path, final: Path) -> None:
-    """Exchange two folders, so that the old one is where the new one was."""
-    if _rename(new, final, _EXCHANGE):
+def _swap(work: Work) -> None:
+    """Put a folder in the place of another one, which lies in the work folder then."""
+    if _rename(work.new, work.final, _EXCHANGE):
         return
-    # Without that call there is a moment in which the name is free. After a kill in it, the next one puts the old back.
-    old = new.with_name(OLD)
-    os.rename(final, old)
-    try:
-        os.rename(new, final)
-    except BaseException:
-        os.rename(old, final)
-        raise
+    # Without that call there is a moment in which the name is free. Whatever ends it, an error, an interrupt or a kill:
+    # who clears the work folder sees that the new one is still in there, and puts the old one back.
+    os.rename(work.final, work.old)
+    os.rename(work.new, work.final)
 
 
 def _rename(new: Path, final: Path, how: int) -> bool:

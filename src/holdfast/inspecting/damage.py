@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import HoldfastError
+from holdfast.formats.native.repairs import Repair
 from holdfast.progress import size, time_taken
 from holdfast.words import some_of
 
@@ -75,6 +76,10 @@ class VerifyReport:
     why: str
     """What that means, in words."""
     damage: tuple[Damage, ...] = ()
+    doubts: tuple[str, ...] = ()
+    """What is odd, or cannot be vouched for, and need not be damage."""
+    repairs: tuple[Repair, ...] = ()
+    """What was rebuilt of it, as it tells itself; the doubts say what follows."""
     extra: tuple[str, ...] = ()
     """Files that lie beside it and are no part of it. They do no harm."""
 
@@ -90,7 +95,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         rate = f", {size(self.bytes_read / self.seconds)}/s" if self.seconds > 0 else ""
-        verdict = "whole" if self.ok else "DAMAGED"
+        verdict = "DAMAGED" if self.damage else "no damage found, but there are doubts" if self.doubts else "whole"
         lines = [
             f"{self.path} ({self.format}): {verdict}",
             f"  {self.keys:,} keys, {self.tensors:,} tensors, {size(self.bytes_read)} read in "
@@ -102,6 +107,7 @@ class VerifyReport:
             places = f"{len(self.damage):,} place{' is' if len(self.damage) == 1 else 's are'} damaged"
             lines.append(f"  {places}, which touches {len(keys):,} key{'' if len(keys) == 1 else 's'}:")
             lines += [f"    {damage}" for damage in self.damage]
+        lines += [f"  doubt: {doubt}" for doubt in self.doubts]
         if self.extra:
             lines.append(f"  beside it, and no part of it: {some_of(self.extra)}")
         return "\n".join(lines)
@@ -112,6 +118,8 @@ class VerifyReport:
             **vars(self),
             "ok": self.ok,
             "damage": [damage.to_json() for damage in self.damage],
+            "doubts": list(self.doubts),
+            "repairs": [repair.to_json() for repair in self.repairs],
             "extra": list(self.extra),
         }
 

@@ -36,14 +36,18 @@ class DcpCheck:
         self._lock = threading.Lock()
         self._sizes = dict(source.files())
         self.damage: list[Damage] = []
+        self.doubts: list[str] = []
         self.has_digests = True
 
     def run(self, on_total: Callable[[int], Tally]) -> None:
         """Find all damage. ``on_total`` is told how many bytes there are to read."""
+        index = next((name for name in self._sizes if name.endswith(".metadata")), ".metadata")
         homeless = [key for key in self._source.keys_without_place() if self._chosen is None or self._chosen(key)]
         if homeless:
-            index = next((name for name in self._sizes if name.endswith(".metadata")), ".metadata")
             self.damage.append(Damage(index, "does not say where all of these are stored", tuple(homeless)))
+        for key, problem in self._source.contradictions().items():
+            if self._chosen is None or self._chosen(key):
+                self.damage.append(Damage(index, f"contradicts itself: {problem}", (key,)))
         lots = self._lots()
         tally = on_total(sum(lot.nbytes for lot in lots))
         # The reader has threads of its own for large lots; these are for many small ones.

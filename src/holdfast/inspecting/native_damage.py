@@ -47,6 +47,7 @@ class NativeCheck:
         self._chosen = chosen
         self._memory = memory
         self.damage: list[Damage] = []
+        self.doubts: list[str] = []
         self.has_digests = True
         """Whether there was something to compare blocks with."""
         self._lock = threading.Lock()

@@ -16,6 +16,7 @@ from holdfast.sources.safetensors import SafetensorsSource
 from holdfast.sources.source import ChunkPlace, Nowhere, Request
 from holdfast.storage.hf_names import INDEX_NAME, SUFFIX, lies_inside
 from holdfast.tuning import READERS, VERIFIED_BYTES, VERIFIED_TOGETHER
+from holdfast.words import some_of
 
 
 class SafetensorsCheck:
@@ -23,17 +24,43 @@ class SafetensorsCheck:
 
     def __init__(self, source: SafetensorsSource, chosen: Callable[[str], bool] | None, memory: int | None) -> None:
         self._source = source
+        self._chosen = chosen
         self._keys = [key for key in source.tensors if chosen is None or chosen(key)]
         self._memory = memory
         self._lock = threading.Lock()
         self.damage: list[Damage] = []
+        self.doubts: list[str] = []
         self.has_digests = True
 
     def run(self, on_total: Callable[[int], Tally]) -> None:
         """Find all damage. ``on_total`` is told how many bytes there are to read."""
+        self._compare_index()
         tally = on_total(sum(self._source.tensors[key].nbytes for key in self._keys))
         threads = READERS if self._memory is None else 1
         work_through(self._lots(), lambda keys: self._look_at(keys, tally), threads)
+
+    def _compare_index(self) -> None:
+        """Whether the index names all that is there, and what it says of the sum."""
+        check = self._source.check_index()
+        if check is None:
+            return
+        for file, keys in check.unlisted.items():
+            lost = tuple(key for key in keys if self._chosen is None or self._chosen(key))
+            if lost:
+                problem = f"does not name tensors that are in {file}, so that no program reads them; `holdfast repair` "
+                self.damage.append(Damage(INDEX_NAME, problem + "makes the index again from the files", lost))
+        if check.unlisted or check.told_bytes in (None, check.listed_bytes):
+            return
+        told, listed = f"{check.told_bytes:,} bytes", f"{check.listed_bytes:,} bytes"
+        if check.is_exact or check.missing:
+            gone = f"; {some_of(check.missing)} is neither listed nor there" if check.missing else ""
+            problem = f"names tensors of another total_size than it says{gone}"
+            self.damage.append(Damage(INDEX_NAME, problem, expected=told, found=listed))
+        else:
+            self.doubts.append(
+                f"{INDEX_NAME} says that all tensors have {told} (total_size), and those that it names have {listed}. "
+                "Some programs count tied tensors twice, or in another dtype; if yours does not, tensors are missing."
+            )
 
     def _lots(self) -> Iterator[list[str]]:
         """Tensors that are read together: to open a file for each of many small ones would take long."""

@@ -11,6 +11,7 @@ from typing import Any
 from holdfast.budgets import checked_budget
 from holdfast.checkpoint import Checkpoint
 from holdfast.formats.native.refs import TensorRef
+from holdfast.formats.native.repairs import REPAIRED, repairs_in
 from holdfast.inspecting.numbers import are_numbers
 from holdfast.inspecting.statistics import count
 from holdfast.patterns import dotted
@@ -65,7 +66,8 @@ class CheckpointSummary:
         lines = [
             f"{self.path}",
             *_rows({"format": self.format, "identity": self.identity}),
-            *_rows({name: value for name, value in self.written.items() if name != "phases"}),
+            *_rows({name: value for name, value in self.written.items() if name not in ("phases", REPAIRED)}),
+            *(row for repair in repairs_in(self.written) for row in _rows({REPAIRED: str(repair)})),
             *_rows(
                 {
                     "files": f"{self.files:,}, {size(self.bytes_on_disk)} on disk",

@@ -22,6 +22,7 @@ class TorchFileCheck:
         ]
         self._threads = READERS if memory is None else 1
         self.damage: list[Damage] = []
+        self.doubts: list[str] = []
         self.has_digests = True
 
     def run(self, on_total: Callable[[int], Tally]) -> None:

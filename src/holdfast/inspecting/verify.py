@@ -21,6 +21,7 @@ from holdfast.errors import (
 )
 from holdfast.formats.native.names import RECORD
 from holdfast.formats.native.refs import TensorRef
+from holdfast.formats.native.repairs import repairs_in
 from holdfast.inspecting.damage import Damage, VerifyReport
 from holdfast.patterns import Patterns, Selection
 from holdfast.progress import OnProgress, Tally
@@ -45,7 +46,8 @@ def verify(
 
     Unlike loading, this goes on after the first damage. How much can be found depends on the format, and the report
     says so: Holdfast's own has a digest of every 64 KiB of every file, files of torch have CRCs of most of their
-    content, and safetensors files have none, so that only their sizes and headers can be wrong.
+    content, and safetensors files have none, so that only their sizes and headers can be wrong. What cannot be vouched
+    for, such as data from before a repair, is in ``report.doubts``.
 
     Args:
         path: a checkpoint of any format.
@@ -94,6 +96,8 @@ class _Check(Protocol):
     """The look at a checkpoint of one format."""
 
     damage: list[Damage]
+    doubts: list[str]
+    """What is odd and need not be damage."""
     has_digests: bool
     """Whether what the format has of digests could be read."""
 
@@ -135,6 +139,7 @@ class _Looking:
                 "The digests are in a file that is damaged: of the others only the sizes were compared.",
             )
         own = {name for name, _ in source.files()}
+        repairs = repairs_in(source.written)
         chosen = self.chosen
         return VerifyReport(
             path=source.location,
@@ -147,6 +152,8 @@ class _Looking:
             checked=checked,
             why=why,
             damage=tuple(damage),
+            doubts=(*check.doubts, *map(str, repairs)),
+            repairs=repairs,
             extra=tuple(sorted(_names_beside(source) - own)),
         )
 
@@ -206,6 +213,13 @@ def _own_file(source: Source, error: HoldfastError) -> str:
 
 def _digests_of(source: Source, *, in_part: bool) -> tuple[str, str]:
     """How much of a checkpoint has digests, and what that means."""
+    computed = [repair.time for repair in repairs_in(source.written) if repair.has_new_digests]
+    if source.format == "native" and computed:
+        which = "Every block that the chosen tensors lie in" if in_part else "Every byte that is there"
+        return "some", (
+            f"{which} was compared with digests that a repair has computed at {computed[-1]}, from the data as it was "
+            "then. They say nothing about what happened before."
+        )
     if source.format == "native" and in_part:
         return "all", "Every block that the chosen tensors lie in was compared with the digest taken when it was saved."
     if source.format == "native":
@@ -213,7 +227,7 @@ def _digests_of(source: Source, *, in_part: bool) -> tuple[str, str]:
     if source.format == "dcp":
         return "some", (
             "Tensors and values were compared with their CRC-32 where the writer left one. The index (.metadata) has "
-            "none: what it says was only checked for sense."
+            "none: what it says was only checked for sense, so that a changed name of a key may not be noticed."
         )
     if source.format == "torch":
         entries: Any = getattr(source, "entries", list)()

@@ -48,6 +48,8 @@ class Entry:
     pinned: bool = False
     why: str = ""
     """Why it is in this state, if it is not committed."""
+    repaired: str = ""
+    """What was rebuilt of it, if anything was."""
 
     def to_json(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -64,6 +66,7 @@ class Entry:
             "metrics": {name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()},
             "pinned": self.pinned,
             "identity": self.identity,
+            "repaired": self.repaired,
         }
 
 
@@ -84,6 +87,7 @@ def entry_of_step(info: StepInfo, seen: SeenFolder) -> Entry:
         metadata=info.metadata,
         pinned=info.pinned,
         why=info.damage or info.set_aside or "",
+        repaired=info.repaired,
     )
     return _with_missing_files(entry, seen)
 
@@ -168,6 +172,7 @@ def _entry_of_native(seen: SeenFolder, path: str, store: Store) -> Entry | None:
         metrics=summary.numbers(),
         metadata=summary.metadata,
         why=aside or "",
+        repaired=summary.repaired,
     )
     return _with_missing_files(entry, seen)
 

@@ -60,6 +60,8 @@ class StepInfo:
     """Why its record cannot be read, if so."""
     is_ours: bool = False
     """Whether this run saved it, and may delete it."""
+    repaired: str = ""
+    """What was rebuilt of it, if anything was; ``holdfast.verify`` says what that means."""
 
     @property
     def is_usable(self) -> bool:
@@ -209,6 +211,7 @@ def _step(root: Root, name: str, step: int, state: RunState) -> StepInfo | None:
         pinned=pinned,
         set_aside=aside,
         is_ours=is_ours,
+        repaired=summary.repaired,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from holdfast.formats.json_objects import are_sizes
 from holdfast.formats.native.names import is_generation
 from holdfast.formats.native.record import Record
+from holdfast.formats.native.repairs import repairs_in
 
 NOTE = "holdfast"
 """The member of a checkpoint's metadata that belongs to the manager."""
@@ -63,6 +64,8 @@ class Summary:
     metrics: Mapping[str, Any]
     metadata: Mapping[str, Any]
     """What the user gave."""
+    repaired: str
+    """What was rebuilt of it, as ``columns, record``; empty if nothing was."""
 
     @staticmethod
     def of(record: Record, record_bytes: int) -> Summary:
@@ -79,6 +82,7 @@ class Summary:
             step=note.get("step"),
             metrics=metrics if isinstance(metrics, dict) else {},
             metadata={name: value for name, value in metadata.items() if name != NOTE or not note},
+            repaired=", ".join(dict.fromkeys(repair.what for repair in repairs_in(record.written))),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -99,6 +103,7 @@ class Summary:
             and (stored["step"] is None or are_sizes([stored["step"]]))
             and isinstance(stored["metrics"], dict)
             and isinstance(stored["metadata"], dict)
+            and isinstance(stored["repaired"], str)
         )
         return Summary(**stored) if is_whole else None
 

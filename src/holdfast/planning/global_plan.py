@@ -65,7 +65,7 @@ def validate_global_plan(global_plan: Sequence[SavePlan], metadata: Metadata) ->
     problems: list[str] = []
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata) and len(entry.size) > 0:
-            problems.extend(_problems_of_tensor(key, entry, look_for_holes=len(global_plan) > 1))
+            problems.extend(tiling_problems(key, entry, look_for_holes=len(global_plan) > 1))
     return problems
 
 
@@ -77,7 +77,8 @@ def refuse_invalid_plan(global_plan: Sequence[SavePlan], metadata: Metadata) -> 
         raise InvalidPlanError(f"Failed to validate global plan: {shown}. Nothing was saved.", problems=problems)
 
 
-def _problems_of_tensor(key: str, entry: TensorStorageMetadata, *, look_for_holes: bool) -> list[str]:
+def tiling_problems(key: str, entry: TensorStorageMetadata, *, look_for_holes: bool) -> list[str]:
+    """Why the chunks of a tensor do not tile it; nothing if they do."""
     chunks = entry.chunks
     if len(chunks) == 1 and chunks[0].sizes == entry.size and not any(chunks[0].offsets):
         return []  # nearly all tensors are whole

@@ -16,6 +16,7 @@ import numpy as np
 from holdfast.errors import DamagedCheckpointError
 from holdfast.formats.native.blocks import Digests, count_blocks
 from holdfast.formats.native.record import BLOCK_BYTES, StoredFile
+from holdfast.formats.native.repairs import DIGESTS_COMPUTED
 from holdfast.formats.safetensors.header import Header, read_header
 from holdfast.stores.store import Store
 
@@ -29,6 +30,8 @@ class ColumnsAlone:
     digests: Digests
     block_bytes: int = BLOCK_BYTES
     """What writers use. The record would tell, and other numbers of digests do not fit."""
+    digests_computed: str = ""
+    """When a repair has computed the digests; empty if they are those of the save."""
 
     @classmethod
     def read(cls, store: Store, name: str) -> ColumnsAlone | None:
@@ -45,7 +48,8 @@ class ColumnsAlone:
             }
         except (FileNotFoundError, DamagedCheckpointError, KeyError, IndexError, ValueError):
             return None
-        return cls(column["chunk_file"], column["chunk_begin"], column["digests"])
+        computed = header.notes.get(DIGESTS_COMPUTED, "")
+        return cls(column["chunk_file"], column["chunk_begin"], column["digests"], digests_computed=computed)
 
     def speaks_of(self, files: Sequence[StoredFile], headers: Sequence[Header]) -> bool:
         """Whether these are the files that it was written for, all of them."""

@@ -7,7 +7,6 @@ that fails if somebody else has changed it meanwhile, so a repair that is killed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from holdfast.formats.native.names import RECORD
 from holdfast.formats.native.record import Record, StoredFile
 from holdfast.repairing.data_files import header_in, parts_of_known
 from holdfast.repairing.planned import Planned
-from holdfast.repairing.rebuilding import Digesting, noted, put_in_place
+from holdfast.repairing.rebuilding import Digesting, put_in_place, repair_now
 from holdfast.repairing.unrecorded import UnrecordedSave, generations_in, why_incomplete
 from holdfast.sources.native import read_record
 from holdfast.stores.store import Store
@@ -127,7 +126,8 @@ def _columns_from_files(
 
     def rebuild() -> None:
         digests = digesting.digests_of(store, record.files, record.block_bytes)
-        put_in_place(store, replace(record, written=noted(record.written, "columns")), parts, digests)
+        made = repair_now("columns", "the record and the headers of the data files", "computed")
+        put_in_place(store, record, parts, digests, made)
 
     return Planned(path, problem, "rebuilt from the record and the headers of the data files", _NO_DIGESTS, do=rebuild)
 
@@ -150,6 +150,8 @@ def _record_from_files(store: Store, problem: str, generation: str | None, diges
         return Planned(path, problem, f"there are several whole saves: {names}. Choose one with --generation")
     save = usable[0]
     loses = _LOST_WITH_A_RECORD
+    if save.digests_computed:
+        loses += f". The digests were computed in a repair at {save.digests_computed}, not when it was saved"
     if not save.is_proven:
         loses += f". Nothing proves that all files are there. Also, {_NO_DIGESTS}"
 

@@ -19,6 +19,7 @@ from holdfast.formats.native.readable_files import OpenFiles, ReadableFile
 from holdfast.formats.native.reading import read_size
 from holdfast.formats.native.record import Record, StoredFile, encode_record
 from holdfast.formats.native.refs import TensorRef
+from holdfast.formats.native.repairs import DIGESTS_COMPUTED, Origin, Repair, What, noted
 from holdfast.inspecting.working import work_through
 from holdfast.progress import OnProgress, Tally
 from holdfast.repairing.data_files import Part, Parts
@@ -62,9 +63,11 @@ class Digesting:
         return found
 
 
-def put_in_place(store: Store, record: Record, parts: Parts, digests: Digests) -> None:
-    """Write the columns and commit the record. What was there before is kept under other names."""
-    content = encode_columns(_columns(record.tensors, parts.parts, digests))
+def put_in_place(store: Store, record: Record, parts: Parts, digests: Digests, repair: Repair) -> None:
+    """Write the columns and commit the record, which tells of the repair. What was there before is kept, renamed."""
+    record = replace(record, written=noted(record.written, repair))
+    notes = {DIGESTS_COMPUTED: repair.time} if repair.has_new_digests else {}
+    content = encode_columns(_columns(record.tensors, parts.parts, digests), notes)
     index = StoredFile(record.index.name, len(content), digest_of(content))
     finished = replace(record, index=index)
     decode_columns(content, finished, store.path_of(index.name))  # nothing is put in place that readers would refuse
@@ -96,7 +99,6 @@ def _columns(tensors: Sequence[TensorRef], parts: Mapping[str, Sequence[Part]], 
     )
 
 
-def noted(written: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """How it was written, with a note that it was repaired."""
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {**written, "repaired": {"what": what, "time": now}}
+def repair_now(what: What, source: str, digests: Origin) -> Repair:
+    """The note of a repair that is made now."""
+    return Repair(what, datetime.now(timezone.utc).isoformat(timespec="seconds"), source, digests)

@@ -11,10 +11,11 @@ from holdfast.errors import DamagedCheckpointError, HoldfastError
 from holdfast.formats.native.blocks import Digests
 from holdfast.formats.native.names import generation_of, index_file, rank_of
 from holdfast.formats.native.record import BLOCK_BYTES, Record, StoredFile
+from holdfast.formats.native.repairs import Repair
 from holdfast.repairing.columns_alone import ColumnsAlone
 from holdfast.repairing.data_files import Parts, header_in, parts_of_unknown
 from holdfast.repairing.key_trees import tree_of_keys
-from holdfast.repairing.rebuilding import Digesting, noted, put_in_place
+from holdfast.repairing.rebuilding import Digesting, put_in_place, repair_now
 from holdfast.stores.store import Store
 
 
@@ -41,6 +42,11 @@ class UnrecordedSave:
     def is_proven(self) -> bool:
         """Whether it is sure that these are all files: the columns are written when all ranks are done."""
         return self.columns is not None and not self.trouble
+
+    @property
+    def digests_computed(self) -> str:
+        """When a repair has computed the digests; empty if they are those of the save."""
+        return "" if self.columns is None else self.columns.digests_computed
 
     @classmethod
     def of(cls, store: Store, generation: str) -> UnrecordedSave:
@@ -73,10 +79,17 @@ class UnrecordedSave:
             index=StoredFile(index_file(self.generation), 0),
             tensors=self.parts.tensors,
             tree=tree_of_keys([ref.key for ref in self.parts.tensors]),
-            written=noted({}, "record"),
             block_bytes=block_bytes,
         )
-        put_in_place(self.store, record, self.parts, digests)
+        put_in_place(self.store, record, self.parts, digests, self._repair())
+
+    def _repair(self) -> Repair:
+        if self.columns is None:
+            return repair_now("record", "the data files", "computed")
+        if self.digests_computed:
+            earlier = f"the data files and columns whose digests were computed at {self.digests_computed}"
+            return repair_now("record", earlier, "computed")
+        return repair_now("record", "the data files and the columns", "kept")
 
     def _refuse_damage(self, found: Digests, expected: Digests, block_bytes: int) -> None:
         wrong = np.flatnonzero(found != expected)

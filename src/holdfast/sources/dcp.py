@@ -21,11 +21,12 @@ from holdfast.formats.dcp.values import decode_value
 from holdfast.formats.native.refs import PickledValue, TensorRef, UnknownValue
 from holdfast.formats.native.torch_elements import as_array, as_tensor, dtype_of
 from holdfast.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from holdfast.planning.global_plan import tiling_problems
 from holdfast.planning.plan import ReadItem
 from holdfast.planning.planner import LoadPlanner
 from holdfast.planning.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
 from holdfast.sources.file_sizes import sizes_of
-from holdfast.sources.nesting import nested
+from holdfast.sources.nesting import nested, renamed_by_a_bit
 from holdfast.sources.source import ByteStream, ChunkPlace, Into, Nowhere, Request, Source, check_requests, part_of
 from holdfast.storage import layout
 from holdfast.storage.chunk_reads import Buffer
@@ -151,6 +152,21 @@ class DcpSource(Source):
             if not all(place in self._places for place in places):
                 lacking.append(key)
         return lacking
+
+    def contradictions(self) -> dict[str, str]:
+        """What the index says of keys and cannot be so: chunks that do not tile their tensor, a path of another key."""
+        found: dict[str, str] = {}
+        for key, entry in self._index.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
+            problems = tiling_problems(key, entry, look_for_holes=True) if entry.size or not entry.chunks else []
+            if problems:
+                found[key] = "; ".join(problems)
+        renamed = renamed_by_a_bit(self._index.state_dict_metadata, self._index.planner_data)
+        if renamed is not None:
+            key, path = renamed
+            found.setdefault(key, f"key '{key}' has the path of '{path}': one of them has a changed bit")
+        return found
 
     def read_items(self, items: Sequence[StoredItem], *, memory: int | None = None) -> int:
         """Read whole chunks and values only to compare them with their CRCs. Returns how many bytes that were."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _DEEPEST = 100
@@ -43,6 +43,27 @@ def nested(leaves: Mapping[str, Any], paths: object) -> dict[Any, Any]:
     return root.children
 
 
+def renamed_by_a_bit(keys: Iterable[str], paths: object) -> tuple[str, str] | None:
+    """The key that is not the one which its path makes, and that one, if no other is so and they differ by one bit.
+
+    Planners may give keys that have nothing to do with paths, but hardly a single one that is so near.
+
+    >>> renamed_by_a_bit(["a.b", "a.c"], {"a.b": ("a", "b"), "a.c": ("a", "k")})
+    ('a.c', 'a.k')
+    >>> renamed_by_a_bit(["b", "a"], {"b": ("c",), "a": ("c",)})
+    """
+    if not isinstance(paths, Mapping):
+        return None
+    others: list[tuple[str, Any]] = [(key, paths.get(key)) for key in keys]
+    others = [(key, path) for key, path in others if not _belongs(key, path)]
+    if len(others) != 1 or not _is_path(others[0][1]):
+        return None
+    key, name = others[0][0], ".".join(map(str, others[0][1]))
+    one, other = key.encode(errors="surrogatepass"), name.encode(errors="surrogatepass")
+    changed = sum((a ^ b).bit_count() for a, b in zip(one, other, strict=False))
+    return (key, name) if len(one) == len(other) and changed == 1 else None
+
+
 class _Branch:
     """A container while it is being filled."""
 
@@ -61,6 +82,10 @@ class _Branch:
 
 def _belongs(key: str, path: Any) -> bool:
     """Whether a key was made from this path."""
+    return _is_path(path) and ".".join(map(str, path)) == key
+
+
+def _is_path(path: Any) -> bool:
     if not isinstance(path, Sequence) or not 0 < len(path) <= _DEEPEST:
         return False
-    return all(type(item) in (str, int) for item in path) and ".".join(map(str, path)) == key
+    return all(type(item) in (str, int) for item in path)

@@ -21,7 +21,7 @@ from holdfast.sources.source import ChunkPlace, Request, Source, check_requests,
 from holdfast.storage.byte_ranges import StreamRanges, refuse_short_chunk
 from holdfast.storage.chunk_reads import ArrayPlace, ChunkRead, Wanted
 from holdfast.storage.hf_commit import Folder
-from holdfast.storage.hf_folder import Contents, StoredChunk, read_contents, read_files
+from holdfast.storage.hf_folder import Contents, IndexCheck, StoredChunk, check_index, read_contents, read_files
 from holdfast.storage.hf_names import COMMIT_NAME, INDEX_NAME, SUFFIX
 from holdfast.storage.hf_opening import opened_as_described
 from holdfast.storage.read_steps import read_size
@@ -118,6 +118,10 @@ class SafetensorsSource(Source):
         else:
             names = {name for name in present if name.endswith(SUFFIX) and generation_of(name) is None}
         return sizes_of(self._fs, self._folder.path, [*about, *sorted(names)])
+
+    def check_index(self) -> IndexCheck | None:
+        """Compare the index with the headers of the files; None if there is no index."""
+        return None if self._only_file else check_index(self._folder)
 
     def _name_of(self, file: str) -> str:
         name = self._names.get(file)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from holdfast.boxes import first_overlap, out_of_bounds, volume
-from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError
+from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastError, UnsafePathError
 from holdfast.formats.json_objects import parse_json_object
 from holdfast.formats.native.dtypes import DType, dtype_named
 from holdfast.formats.safetensors.dtypes import in_memory
@@ -24,9 +25,11 @@ from holdfast.storage.hf_names import (
     INDEX_NAME,
     SHARDED_FOLDER,
     SUFFIX,
+    file_name,
     is_data_file,
     is_shard,
     lies_inside,
+    number_of,
 )
 from holdfast.storage.hf_notes import FileNotes, read_notes
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_SHOWN = 10
+_MOST_DIGITS = 20
 
 
 @dataclass(frozen=True)
@@ -90,11 +94,7 @@ class _File:
 
 def read_contents(folder: Folder, threads: int = 1) -> Contents:
     """What can be loaded from a folder."""
-    switch = folder.switch_under_way()
-    index = _read_index(folder) if switch is None else switch.index
-    lister = str(folder.at(INDEX_NAME if switch is None else COMMIT_NAME))
-    if switch is not None and index is not None:
-        index = _checked_index(index, lister)
+    switch, index, lister = _listing(folder)
     if index is not None:
         files = _read_headers(folder, _weight_files(index, lister), switch, threads)
         save_id = switch.save_id if switch is not None else _index_save_id(index)
@@ -109,6 +109,79 @@ def read_contents(folder: Folder, threads: int = 1) -> Contents:
     if not names:
         raise CheckpointNotFoundError(_what_is_missing(folder), path=str(folder.path))
     return read_files(folder, names, threads)
+
+
+@dataclass(frozen=True)
+class IndexCheck:
+    """How far an index agrees with the files of its folder."""
+
+    unlisted: Mapping[str, Sequence[str]]
+    """Tensors that the index does not name, by the file they are in: one that it lists, or that is of the same set."""
+    missing: Sequence[str]
+    """Files of the same set that are neither listed nor there."""
+    told_bytes: int | None
+    """How many bytes the index says that all tensors have."""
+    listed_bytes: int
+    """How many those have that it names."""
+    is_exact: bool
+    """Whether the number was written by us. Others count tensors that share memory in other ways."""
+
+
+def check_index(folder: Folder, threads: int = 1) -> IndexCheck | None:
+    """Compare the index of a folder with the headers of its files. None if it has none."""
+    switch, index, lister = _listing(folder)
+    if index is None:
+        return None
+    files = _read_headers(folder, _weight_files(index, lister), switch, threads)
+    weights = index["weight_map"]
+    unlisted = {file.name: [key for key in file.header.tensors if key not in weights] for file in files}
+    there = {number: name for name in folder.names() if (number := number_of(name)) is not None}
+    missing = []
+    for number in _unlisted_of_same_set([file.name for file in files]):
+        name = there.get(number, "")
+        if not name:
+            missing.append(file_name(*number))
+            continue
+        with suppress(HoldfastError, OSError):  # it is no part of the checkpoint, perhaps nothing but left over
+            [beside] = _read_headers(folder, {name: None}, None, 1)
+            unlisted[name] = [key for key in beside.header.tensors if key not in weights]
+    return IndexCheck(
+        unlisted={name: keys for name, keys in unlisted.items() if keys},
+        missing=missing,
+        told_bytes=_told_bytes(index),
+        listed_bytes=sum(file.header.tensors[key].nbytes for file in files for key in file.wanted),
+        is_exact=_index_save_id(index) is not None,
+    )
+
+
+def _unlisted_of_same_set(listed: Sequence[str]) -> list[tuple[int, int]]:
+    """The numbers that complete a set of numbered files, such as 2 of 3."""
+    numbers = {number_of(name) for name in listed}
+    counts = {number[1] for number in numbers if number is not None}
+    if len(counts) != 1 or None in numbers:
+        return []
+    [count] = counts
+    return [(number, count) for number in range(1, count + 1) if (number, count) not in numbers]
+
+
+def _told_bytes(index: Mapping[str, Any]) -> int | None:
+    about = index.get("metadata")
+    told = about.get("total_size") if isinstance(about, dict) else None
+    if isinstance(told, str) and told.isdecimal() and len(told) < _MOST_DIGITS:
+        return int(told)
+    if isinstance(told, bool) or not isinstance(told, int | float) or not 0 <= told < float("inf"):
+        return None
+    return int(told)
+
+
+def _listing(folder: Folder) -> tuple[Switch | None, Mapping[str, Any] | None, str]:
+    """The index of a folder, or the one that a switch will put there; the switch; and which file says so."""
+    switch = folder.switch_under_way()
+    index = _read_index(folder) if switch is None else switch.index
+    lister = str(folder.at(INDEX_NAME if switch is None else COMMIT_NAME))
+    if switch is not None and index is not None:
+        index = _checked_index(index, lister)
+    return switch, index, lister
 
 
 def read_files(folder: Folder, names: Iterable[str], threads: int = 1) -> Contents:

@@ -14,6 +14,7 @@ SHARDED_FOLDER = "sharded"
 _FILE = r"(?:shard-\d{5,}-)?model-\d{5,}-of-\d{5,}\.safetensors"
 _DATA_FILE = re.compile(_FILE)
 _SHARD = re.compile(r"shard-(\d{5,})-model-\d{5,}-of-\d{5,}\.safetensors")
+_NUMBERED = re.compile(r"model-(\d{5,6})-of-(\d{5,6})\.safetensors")
 _TEMPORARY = re.compile(
     rf"(?:{_FILE}|{re.escape(INDEX_NAME)}|{re.escape(COMMIT_NAME)})\.(?P<generation>[0-9a-f]{{8}})\.tmp"
 )
@@ -46,6 +47,16 @@ def final_name(temporary: str) -> str:
 def is_data_file(name: str) -> bool:
     """Whether a file is a model file or a part of one, as writers of the layout name them."""
     return _DATA_FILE.fullmatch(name) is not None
+
+
+def number_of(name: str) -> tuple[int, int] | None:
+    """Which file of how many a model file is, by its name; None for files that are not numbered.
+
+    >>> number_of("model-00002-of-00003.safetensors"), number_of("model.safetensors")
+    ((2, 3), None)
+    """
+    match = _NUMBERED.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def is_shard(name: str) -> bool:

@@ -15,6 +15,7 @@ from holdfast.background.queues import Claim
 from holdfast.boxes import volume
 from holdfast.coordination.meeting import meeting, own_place
 from holdfast.errors import CheckpointException, HoldfastError, IncompleteLoadError
+from holdfast.formats.native.repairs import repairs_in
 from holdfast.garbage import no_garbage_collection
 from holdfast.load_report import LoadReport
 from holdfast.patterns import Pattern, Patterns
@@ -216,7 +217,11 @@ class _Load:
             unexpected=agreement.unexpected,
             untouched=found.untouched,
             not_requested=agreement.not_requested,
-            notes=[*found.notes, *(note for adapter in found.adapters for note in adapter.notes())],
+            notes=[
+                *map(str, repairs_in(self.source.written)),
+                *found.notes,
+                *(note for adapter in found.adapters for note in adapter.notes()),
+            ],
             world_size=self.ranks.world_size,
         )
         seconds = time.perf_counter() - started

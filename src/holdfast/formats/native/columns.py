@@ -6,7 +6,7 @@ Chunks are rows of arrays and not objects, since there may be millions of them.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -54,10 +54,11 @@ class Columns:
     digests: Digests
 
 
-def encode_columns(columns: Columns) -> bytes:
-    """The bytes of the columns file."""
+def encode_columns(columns: Columns, notes: Mapping[str, str] | None = None) -> bytes:
+    """The bytes of the columns file, with notes in its header if there are any."""
     arrays = {name: np.ascontiguousarray(getattr(columns, name), dtype) for name, (_, dtype) in _STORED.items()}
-    header, start = plan_header([(name, _STORED[name][0], array.shape) for name, array in arrays.items()])
+    entries = [(name, _STORED[name][0], array.shape) for name, array in arrays.items()]
+    header, start = plan_header(entries, notes or {})
     return b"".join([start, *(arrays[name].tobytes() for name in header.tensors)])
 
 
