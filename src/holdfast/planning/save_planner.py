@@ -24,7 +24,8 @@ from holdfast.planning.global_plan import (
 from holdfast.planning.plan import BytesIOWriteData, SavePlan, WriteItem, WriteItemType
 from holdfast.planning.planner import SavePlanner
 from holdfast.planning.replicas import fingerprint, settle_differences
-from holdfast.planning.tensors import create_write_items, find_state_dict_object, may_be_replicated
+from holdfast.planning.state_objects import create_write_items, find_state_dict_object
+from holdfast.planning.tensors import may_be_replicated
 from holdfast.planning.trees import ObjectPath, flatten
 from holdfast.settings import Strictness
 
