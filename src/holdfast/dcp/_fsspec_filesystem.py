@@ -16,7 +16,7 @@ __all__ = ["FileSystem", "FsspecReader", "FsspecWriter"]
 
 
 class FsspecWriter(fsspec_filesystem.FsspecWriter):
-    """Writes a checkpoint to a URL. ``kwargs`` are options of its protocol, and stay when ``reset`` names another URL."""
+    """Writes a checkpoint to a URL. ``kwargs`` are options of its protocol."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ def _storage_for(checkpoint_id: AnyPath | None, reader: bool) -> StorageReader |
         remedy = "a URL of a protocol that fsspec knows"
     else:
         remedy = "a local path" if reader else "a path below a folder that exists and can be written to"
-    # A path that no rank could write to is refused here, where the reason is known. fsspec would take it, and fail later.
+    # A local path that cannot be written to is refused here, where the reason is known. fsspec would fail later.
     if _is_url(checkpoint_id) or reader or FileSystem.validate_checkpoint_id(checkpoint_id):
         kind = FsspecReader if reader else FsspecWriter
         if kind.validate_checkpoint_id(checkpoint_id):

@@ -103,8 +103,8 @@ def _connected(path: AnyPath, options: dict[str, Any]) -> tuple[_FileSystem, str
         files = _file_system()()
     except ImportError as error:
         raise MissingPackageError(
-            f"{path} is reached through fsspec, which cannot be imported ({error}): pip install 'holdfast[fsspec]', and "
-            "the package of the protocol, such as s3fs for s3://.",
+            f"{path} is reached through fsspec, which cannot be imported ({error}): pip install 'holdfast[fsspec]', "
+            "and the package of the protocol, such as s3fs for s3://.",
             install="holdfast[fsspec]",
         ) from error
     return files, files.init_path(path, **options)

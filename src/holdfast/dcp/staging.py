@@ -148,9 +148,9 @@ class BlockingAsyncStager(AsyncStager):
 class _ReplicationStager(AsyncStager):
     """Exchanges states with a partner, half of the ranks away: each rank stages, and keeps as a file, its partner's.
 
-    The file is ``rank_<this>_replica_partner_<partner>.pt`` in ``storage_dir``, and ``torch.load`` reads it. There must be
-    an even number of ranks. States of local tensors and values only: a part of a distributed tensor is refused, since it
-    would be taken for this rank's part.
+    The file is ``rank_<this>_replica_partner_<partner>.pt`` in ``storage_dir``, and ``torch.load`` reads it. There must
+    be an even number of ranks. States of local tensors and values only: a part of a distributed tensor is refused,
+    since it would be taken for this rank's part.
 
     Args:
         pg: the ranks that take part.
@@ -164,7 +164,7 @@ class _ReplicationStager(AsyncStager):
     def __init__(
         self,
         pg: dist.ProcessGroup,
-        timeout: timedelta = timedelta(minutes=30),  # noqa: B008 - shown as stock shows it
+        timeout: timedelta = timedelta(minutes=30),
         device: torch.device = torch.device("cpu"),  # noqa: B008
         storage_dir: str | None = None,
     ) -> None:
@@ -175,14 +175,12 @@ class _ReplicationStager(AsyncStager):
         os.makedirs(self._storage_dir, exist_ok=True)
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-        """The partner's state, which is durable on this rank's disk by then. Without a process group, the state itself."""
+        """The partner's state, which is durable on this rank's disk by then; without a group, the state itself."""
         if not dist.is_initialized():
             return state_dict
         rank = dist.get_rank(self._pg)
         partner = partners.partner_of(rank, dist.get_world_size(self._pg))
-        theirs = partners.exchanged(
-            partners.encoded(state_dict), partner, self._pg, self._timeout, self._device
-        )
+        theirs = partners.exchanged(partners.encoded(state_dict), partner, self._pg, self._timeout, self._device)
         partners.keep(theirs, self._get_persisted_path(rank, partner))
         return partners.decoded(theirs)
 

@@ -201,7 +201,8 @@ def plan_load(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: bool
         elif not isinstance(target, torch.Tensor):
             problems.kinds[fqn] = (
                 f"is a {type(target).__name__} in the state but a tensor of size {list(entry.size)} in the checkpoint; "
-                f"put a tensor of that size there (Invalid checkpoint metadata for {fqn}, expected BytesStorageMetadata)"
+                f"put a tensor of that size there. (Invalid checkpoint metadata for {fqn}, expected "
+                "BytesStorageMetadata.)"
             )
         else:
             size, dtype = size_and_dtype(target)

@@ -47,7 +47,9 @@ def decoded(content: bytes) -> dict[str, Any]:
     return state
 
 
-def exchanged(content: bytes, partner: int, group: dist.ProcessGroup, timeout: timedelta, device: torch.device) -> bytes:
+def exchanged(
+    content: bytes, partner: int, group: dist.ProcessGroup, timeout: timedelta, device: torch.device
+) -> bytes:
     """Send bytes to the partner and return the partner's. ``device`` is where the group wants its tensors."""
     rank, peer = dist.get_rank(group), dist.get_global_rank(group, partner)
     mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
