@@ -76,7 +76,7 @@ def _assert_same_keys(state_dict: Mapping[str, Any], process_group: dist.Process
 def _find_shard(tensor: ShardedTensor, index: MetadataIndex) -> Shard:
     """The local shard that starts where ``index`` says."""
     if index.offset is None:
-        raise ValueError(f"Cannot lookup {index.fqn}: it is a ShardedTensor and no offset was provided")
+        raise ValueError(f"Cannot lookup '{index.fqn}': it is a ShardedTensor and no offset was provided")
     here = {torch.Size(shard.metadata.shard_offsets): shard for shard in tensor.local_shards()}
     if index.offset not in here:
         raise ValueError(

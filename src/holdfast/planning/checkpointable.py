@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import Protocol, TypeGuard, cast, runtime_checkable
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
-from holdfast.planning.distributed_types import is_dtensor
+from holdfast.planning.distributed_types import is_dtensor, is_sharded_tensor
 
 FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
@@ -35,9 +34,9 @@ class CheckpointableTensor(Protocol):
 
 def is_checkpointable(obj: object) -> TypeGuard[CheckpointableTensor]:
     """Whether an object is a tensor with the fields. Other kinds that know their layout go by what they know."""
-    if not isinstance(obj, torch.Tensor) or not hasattr(obj, FIELDS[0]):
-        return False  # the usual answer, much sooner than a protocol gives it
-    return isinstance(obj, CheckpointableTensor) and not isinstance(obj, ShardedTensor) and not is_dtensor(obj)
+    if not isinstance(obj, torch.Tensor) or is_sharded_tensor(obj) or is_dtensor(obj):
+        return False
+    return all(hasattr(obj, name) for name in FIELDS)  # much sooner than a protocol can tell
 
 
 def copy_fields(src: CheckpointableTensor, dst: torch.Tensor) -> None:

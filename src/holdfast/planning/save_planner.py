@@ -140,7 +140,7 @@ class DefaultSavePlanner(SavePlanner):
 
     @property
     def _cached_plans_key(self) -> str:
-        """Under which name plans are remembered: the class's or the one that was set, and the ranks if there are any."""
+        """Under which name plans are remembered: that of the class or the one that was set, and the ranks if any."""
         name = self._plans_name or type(self).__name__
         return name if self.peers == SavePlanner.peers else f"{name}@{','.join(map(str, self.peers))}"
 

@@ -21,7 +21,8 @@ from holdfast.planning.plan import TensorWriteData, WriteItem, WriteItemType
 
 def create_write_items(fqn: str, object: Any) -> list[WriteItem]:
     """What this rank would write for ``object``; one BYTE_IO item if it is not a tensor."""
-    if _goes_by_attributes(object, tensors.WRITE_HOOK):
+    # A class that answers for itself comes first, here and below.
+    if is_checkpointable(object) and not hasattr(type(object), tensors.WRITE_HOOK):
         return write_items_of_checkpointable(fqn, object)
     return tensors.create_write_items(fqn, object)
 
@@ -49,21 +50,22 @@ def create_chunk_list(tensor: torch.Tensor, *, key: str = "") -> list[ChunkStora
         raise ValueError(  # noqa: TRY004 - the class that stock raises
             f"Unsupported Type, expecting one of [Tensor, DTensor, ShardedTensor], but got {type(tensor)}"
         )
-    if _goes_by_attributes(tensor, tensors.CHUNKS_HOOK):
+    if is_checkpointable(tensor) and not hasattr(type(tensor), tensors.CHUNKS_HOOK):
         return chunks_of(tensor)
     return tensors.create_chunk_list(tensor, key=key)
 
 
 def size_and_dtype(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     """Those of the full tensor."""
-    if _goes_by_attributes(tensor, tensors.CHUNKS_HOOK):
-        return torch.Size(tensor.global_shape), tensor.dtype
-    return tensors.size_and_dtype(tensor)
+    size, dtype = tensors.size_and_dtype(tensor)
+    if is_checkpointable(tensor) and not hasattr(type(tensor), tensors.CHUNKS_HOOK):
+        size = torch.Size(tensor.global_shape)
+    return size, dtype
 
 
 def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
     """The local data of the chunk that ``index`` names."""
-    if _goes_by_attributes(tensor, tensors.SHARD_HOOK):
+    if is_checkpointable(tensor) and not hasattr(type(tensor), tensors.SHARD_HOOK):
         return shard_of(tensor, index)
     try:
         return tensors.find_tensor_shard(tensor, index)
@@ -90,10 +92,5 @@ def _why_not_found(value: Any, index: MetadataIndex) -> str:
     if not isinstance(value, ShardedTensor):
         return f"FQN: '{index.fqn}' is not a ShardedTensor, can't find by offset: '{index.offset}'"
     if index.offset is None:
-        return f"Cannot lookup {index.fqn}: it is a ShardedTensor and no offset was provided"
+        return f"Cannot lookup '{index.fqn}': it is a ShardedTensor and no offset was provided"
     return f"Could not find shard at '{index.offset}' for FQN: '{index.fqn}'"
-
-
-def _goes_by_attributes(value: Any, hook: str) -> Any:
-    """Whether the attributes count. A class that answers for itself comes first."""
-    return is_checkpointable(value) and not hasattr(type(value), hook)

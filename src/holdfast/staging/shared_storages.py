@@ -70,6 +70,6 @@ def view_like(tensor: torch.Tensor, copied: torch.Tensor, stretch: Stretch) -> t
 
 
 def _used(tensor: torch.Tensor) -> Stretch:
-    first = tensor.storage_offset() * tensor.itemsize
+    first = int(tensor.storage_offset()) * tensor.itemsize
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return Stretch(first, first + (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize)
+    return Stretch(first, first + (1 + sum((int(size) - 1) * int(stride) for size, stride in steps)) * tensor.itemsize)
