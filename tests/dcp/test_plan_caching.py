@@ -294,3 +294,72 @@ def test_ranks_that_are_out_of_step_fail_together_and_the_next_save_works(ranks:
     assert ranks(2).run(save_after_the_coordinator_forgot, tmp_path) == ["saved again"] * 2
     assert not (tmp_path / "2" / ".metadata").exists()
     assert _load_state_dict_from_keys(checkpoint_id=tmp_path / "3")["d"].tolist() == [3] * 5
+
+
+# What subclasses read and override
+
+
+class Reading(dcp.DefaultSavePlanner):
+    """Looks at what is remembered, as programs for stock do."""
+
+    def remembered(self) -> dict[str, Any]:
+        return {name: getattr(dcp.SavePlanner, name).get(self._cached_plans_key) for name in MEMORIES}
+
+
+@pytest.mark.parametrize("namespace", [dcp, stock])
+def test_plans_are_remembered_under_the_key_that_the_planner_names(namespace: Any, tmp_path: Path) -> None:
+    if not hasattr(namespace.DefaultSavePlanner(), "_cached_plans_key"):
+        pytest.skip("the installed torch has no plan caching")
+    planner = namespace.DefaultSavePlanner()
+    assert planner._cached_plans_key == "DefaultSavePlanner"
+    planner._enable_plan_caching = True
+    planner._cached_plans_key = f"mine {namespace.__name__}"
+    planner.set_up_planner({"w": torch.zeros(3)}, is_coordinator=True)
+
+    sent = planner.create_local_plan()
+    (answer,), metadata = planner.create_global_plan([sent])
+    final = planner.finish_plan(answer)
+
+    key = f"mine {namespace.__name__}"
+    caches = namespace.SavePlanner
+    assert [item.index.fqn for item in caches._cached_save_plan[key].items] == ["w"]
+    assert caches._cached_final_save_plan[key] == final
+    assert len(caches._cached_all_plans[key]) == len(caches._cached_global_plan[key]) == 1
+    assert caches._cached_metadata[key].state_dict_metadata.keys() == metadata.state_dict_metadata.keys()
+    planner.set_up_planner({"w": torch.ones(3)}, is_coordinator=True)
+    assert not planner.create_local_plan().usable
+
+
+def save_twice(path: Path) -> list[Any]:
+    found = []
+    for number in range(2):
+        planner = Reading(enable_plan_caching=True)
+        assert planner.enable_plan_caching
+        dcp.save({"w": torch.zeros(3)}, checkpoint_id=path / str(number), planner=planner)
+        found.append({name: plan is not None for name, plan in planner.remembered().items()})
+    assert dcp.DefaultSavePlanner._cached_save_plan is dcp.SavePlanner._cached_save_plan
+    forget()
+    return found
+
+
+def test_a_subclass_finds_the_plans_of_its_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    coordinator, other = ranks(2).run(save_twice, tmp_path)
+
+    assert coordinator == [dict.fromkeys(MEMORIES, True)] * 2
+    of_all = {"_cached_all_plans", "_cached_global_plan", "_cached_metadata"}
+    assert other == [{name: name not in of_all for name in MEMORIES}] * 2
+
+
+class LastRankWrites(dcp.DefaultSavePlanner):
+    def _dedup_save_plans(self, all_plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        return [*(dcp.SavePlan([], planner_data=plan.planner_data) for plan in all_plans[:-1]), all_plans[-1]]
+
+
+def save_on_last_rank(path: Path) -> int:
+    planner = LastRankWrites()
+    dcp.save({"w": torch.zeros(3)}, checkpoint_id=path, planner=planner)
+    return len(planner.plan.items)
+
+
+def test_a_subclass_decides_who_writes_copies(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(3).run(save_on_last_rank, tmp_path) == [0, 0, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import warnings
 from concurrent.futures import Future
 from typing import Any
@@ -192,3 +193,84 @@ def test_a_state_dict_stager_does_without_pinned_memory() -> None:
     with pytest.warns(UserWarning, match="pinned memory need an accelerator"):
         stager = StateDictStager(pin_memory=True)
     assert stager.stage(state())["list"] == [1.0]
+
+
+# StateDictStager, by which programs copy any state
+
+
+def views() -> dict[str, Any]:
+    base = torch.arange(24.0).reshape(4, 6)
+    return {
+        "base": base,
+        "rows": base[1:3],
+        "columns": base[:, ::2],
+        "turned": base.T,
+        "bits": base.view(torch.int32),
+        "parameter": torch.nn.Parameter(base[2], requires_grad=False),
+        "wide": torch.ones(1).expand(1000),
+        "apart": torch.arange(3.0),
+        "nested": [{"one": base[3, 3:]}],
+        "complex": torch.tensor([1 + 2j]).conj(),
+        "empty": base[:0],
+    }
+
+
+def leaves(state: dict[str, Any]) -> list[torch.Tensor]:
+    return [*(value for key, value in state.items() if key != "nested"), state["nested"][0]["one"]]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_views_of_one_memory_are_views_of_one_memory_in_the_copy(shared: bool) -> None:
+    stager = StateDictStager(share_memory=shared)
+    for _ in range(2):
+        source = views()
+        staged = stager.stage(source)
+
+        for original, copied in zip(leaves(source), leaves(staged), strict=True):
+            assert torch.equal(original, copied)
+            assert original.stride() == copied.stride() or original.is_conj()
+            assert type(original) is type(copied)
+        source["base"].fill_(-1)
+        assert staged["base"].flatten().tolist() == list(range(24))
+        staged["base"][1:3] = 7
+        assert staged["rows"].unique().tolist() == [7]
+        assert staged["columns"][1].tolist() == [7, 7, 7]
+        assert staged["turned"][:, 2].tolist() == [7] * 6
+        assert staged["parameter"].tolist() == [7] * 6
+        assert staged["bits"][1, 0] == torch.tensor(7.0).view(torch.int32)
+        memory = {tensor.untyped_storage().data_ptr() for tensor in leaves(staged) if tensor.numel()}
+        assert len(memory) == len({tensor.untyped_storage().data_ptr() for tensor in leaves(source) if tensor.numel()})
+        assert staged["wide"].untyped_storage().nbytes() == 4
+    stager.close()
+
+
+def test_part_of_a_large_memory_is_copied_without_the_rest() -> None:
+    large = torch.arange(100_000.0)
+
+    staged = StateDictStager().stage({"a": large[50_001:50_011], "b": large[50_006:50_021]})
+
+    assert staged["a"].tolist() == large[50_001:50_011].tolist()
+    assert staged["a"].untyped_storage().nbytes() < 200
+    staged["a"][5:] = 0
+    assert staged["b"][:5].tolist() == [0] * 5
+
+
+def test_attributes_that_were_set_on_tensors_are_kept() -> None:
+    first, second = torch.ones(2), torch.nn.Parameter(torch.ones(2))
+    first.label, first.history, first.partner = "first", [1], second
+    second.gradient, second.lock = torch.ones(3), threading.Lock()
+    same = first[:]
+    same.label = "the same"
+
+    staged = StateDictStager().stage({"second": second, "first": first, "same": same, "again": first})
+
+    copied = staged["first"]
+    assert (copied.label, copied.history) == ("first", [1])
+    assert copied.history is not first.history
+    assert copied.partner is staged["second"]
+    assert staged["second"].gradient.tolist() == [1, 1, 1]
+    assert staged["second"].gradient.data_ptr() != second.gradient.data_ptr()
+    assert staged["second"].lock is second.lock  # nobody can copy it
+    assert staged["again"] is copied
+    assert staged["same"].label == "the same"
+    assert staged["same"].data_ptr() == copied.data_ptr()

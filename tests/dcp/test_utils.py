@@ -468,3 +468,77 @@ def test_memory_is_given_to_meta_tensors_and_nothing_else_is_touched() -> None:
     assert the_list[0]["meta"].device.type == "cpu"
     assert the_list[0]["meta"].shape == (2, 3)
     assert all(state[key] is value for key, value in left_alone.items())
+
+
+# Errors in the words that programs look for
+
+
+def test_what_is_not_found_is_said_in_the_words_of_stock() -> None:
+    state = {"a": torch.rand(10), "b": [1, 2, 3]}
+
+    for namespace, index in ((utils, MetadataIndex), (stock_utils, stock_metadata.MetadataIndex)):
+        for key, offset, words in (
+            ("c", None, r"Could not find FQN: 'c'"),
+            ("b", [1], r"'b' is not a ShardedTensor, can't find by offset: 'torch.Size\(\[1\]\)'"),
+            ("a", [1], r"'a' is not a ShardedTensor, can't find by offset"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                namespace.find_state_dict_object(state, index(key, offset))
+        assert namespace.find_state_dict_object(state, index("a", index=99)) is state["a"]
+    with pytest.raises(ValueError, match=r"Unsupported Type, expecting one of \[Tensor, DTensor, ShardedTensor\]"):
+        planner_helpers._create_chunk_list("text")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Invalid checkpoint metadata for t, expected BytesStorageMetadata but found"):
+        planner_helpers._create_read_items("t", stored_tensor("t"), "text")
+
+
+def stored_tensor(key: str) -> Any:
+    return default_planner._create_default_local_metadata({key: torch.zeros(2)}).state_dict_metadata[key]
+
+
+def sharded() -> Any:
+    rank, count = dist.get_rank(), dist.get_world_size()
+    local = Shard.from_tensor_and_offsets(torch.full((2, 3), float(rank)), [2 * rank, 0], rank)
+    return init_from_local_shards([local], 2 * count, 3)
+
+
+def shards_that_are_not_there() -> None:
+    state = {"s": sharded()}
+    elsewhere = [2 * (1 - dist.get_rank()), 0]
+    for namespace, index in ((utils, MetadataIndex), (stock_utils, stock_metadata.MetadataIndex)):
+        for find in (
+            lambda wanted, where=namespace: where.find_state_dict_object(state, wanted),
+            lambda wanted, where=namespace: where._find_shard(state["s"], wanted),
+        ):
+            with pytest.raises(ValueError, match="a ShardedTensor and no offset was provided"):
+                find(index("s"))
+            with pytest.raises(ValueError, match=r"Could not find shard at '.*' for FQN: 's'"):
+                find(index("s", elsewhere))
+        if dist.get_rank() == 1:
+            with pytest.raises(AssertionError, match=r"Key\(s\) present in other ranks but not this one.*difference"):
+                namespace._assert_same_keys({"common": 1})
+        else:
+            namespace._assert_same_keys({"common": 1, "mine": 2})
+
+
+def test_shards_that_are_not_there_are_said_in_the_words_of_stock(ranks: RankPool) -> None:
+    ranks(2).run(shards_that_are_not_there)
+
+
+def metadata_of_all_shards() -> None:
+    state = {"s": sharded(), "t": torch.zeros(2)}
+    ours = default_planner._create_default_local_metadata(state)
+
+    assert facts(ours) == facts(stock_default_planner._create_default_local_metadata(state))
+    assert [chunk.offsets[0] for chunk in ours.state_dict_metadata["s"].chunks] == [0, 2]
+    # What it is for: planning a load on another number of ranks.
+    plan = default_planner.create_default_local_load_plan({"s": torch.zeros(4, 3)}, ours)
+    assert [item.storage_index.offset[0] for item in plan.items] == [0, 2]
+
+
+def test_local_metadata_names_all_shards_of_a_sharded_tensor(ranks: RankPool) -> None:
+    ranks(2).run(metadata_of_all_shards)
+
+
+def test_errors_can_be_imported_from_here_too() -> None:
+    assert utils.CheckpointException is dcp.CheckpointException
+    assert utils._is_wrapped_exception(utils._wrap_exception(ValueError("x")))

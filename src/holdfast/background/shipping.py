@@ -16,6 +16,7 @@ import torch
 
 from holdfast.compat.sharding import ShardedTensor
 from holdfast.errors import UnguardedScriptError
+from holdfast.planning.checkpointable import FIELDS, is_checkpointable
 from holdfast.staging.arenas import Arena, ArenaPool, Lease, Memory, shared_arena_of
 from holdfast.staging.copies import is_wrapper, make_sharded, put_together, take_apart
 from holdfast.staging.snapshots import plain_parts_of_state, take_snapshot
@@ -45,7 +46,9 @@ class _Packer(pickle.Pickler):
             self.arenas.append(arena)
         start = obj.untyped_storage().data_ptr() - arena.address
         memory = (self.arenas.index(arena), start, obj.untyped_storage().nbytes())
-        return (*memory, tuple(obj.size()), obj.stride(), obj.storage_offset(), obj.dtype, obj.requires_grad)
+        fields = {name: getattr(obj, name) for name in FIELDS} if is_checkpointable(obj) else {}
+        layout = (tuple(obj.size()), obj.stride(), obj.storage_offset(), obj.dtype)
+        return (*memory, *layout, obj.requires_grad, fields)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ShardedTensor):  # its own way asks for a process group on the other side
@@ -63,9 +66,11 @@ class _Unpacker(pickle.Unpickler):
         self._import_main = import_main
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        block, start, nbytes, size, stride, offset, dtype, requires_grad = pid
+        block, start, nbytes, size, stride, offset, dtype, requires_grad, fields = pid
         storage = Lease(self._blocks[block]).tensor(start, nbytes)
-        return storage.view(dtype).as_strided(size, stride, offset).requires_grad_(requires_grad)
+        made = storage.view(dtype).as_strided(size, stride, offset).requires_grad_(requires_grad)
+        vars(made).update(fields)
+        return made
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "__main__" and not hasattr(sys.modules["__main__"], name):

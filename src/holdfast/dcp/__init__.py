@@ -14,6 +14,7 @@ from holdfast.dcp import _extension
 from holdfast.dcp.api import CheckpointException
 from holdfast.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.dcp.filesystem import FileSystemReader, FileSystemWriter
+from holdfast.dcp.fsspec_filesystem import FsspecReader, FsspecWriter
 from holdfast.dcp.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from holdfast.dcp.metadata import (
     BytesStorageMetadata,
@@ -23,6 +24,7 @@ from holdfast.dcp.metadata import (
 )
 from holdfast.dcp.optimizer import load_sharded_optimizer_state_dict
 from holdfast.dcp.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from holdfast.dcp.protocol import CheckpointableTensor
 from holdfast.dcp.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from holdfast.dcp.state_dict_loader import load, load_state_dict
 from holdfast.dcp.state_dict_saver import async_save, save, save_state_dict
@@ -31,11 +33,14 @@ from holdfast.dcp.storage import StorageReader, StorageWriter
 __all__ = [
     "BytesStorageMetadata",
     "CheckpointException",
+    "CheckpointableTensor",
     "ChunkStorageMetadata",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
     "FileSystemReader",
     "FileSystemWriter",
+    "FsspecReader",
+    "FsspecWriter",
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
     "LoadPlan",

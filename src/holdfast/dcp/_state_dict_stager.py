@@ -11,7 +11,8 @@ __all__ = ["StateDictStager"]
 class StateDictStager:
     """Copies states to host memory, which it keeps for the next one. Memory that is still in use is never reused.
 
-    All tensors of a state lie in one block, so whether they are worth pinning is decided once:
+    Tensors that are views of one memory are views of one memory in the copy. Strides and attributes that were set on
+    tensors are kept. All tensors of a state lie in one block, so whether they are worth pinning is decided once:
     ``pin_memory_min_bytes`` is accepted, and makes no difference.
     """
 
@@ -20,7 +21,7 @@ class StateDictStager:
         self.share_memory = share_memory
         self.pin_memory_min_bytes = pin_memory_min_bytes
         memory, _ = host_memory(pinned=pin_memory, shared=share_memory, non_blocking=False)
-        self._taker = SnapshotTaker(own_pool(memory))
+        self._taker = SnapshotTaker(own_pool(memory), exact=True)
 
     def stage(self, state_dict: STATE_DICT_TYPE, non_blocking: bool = False) -> STATE_DICT_TYPE:
         """A private copy. Complete when this returns, also with ``non_blocking``, which only lets copies overlap."""

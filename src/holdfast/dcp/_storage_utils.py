@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from holdfast.dcp.filesystem import FileSystemReader, FileSystemWriter
+from typing import TYPE_CHECKING
+
+from holdfast.dcp.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from holdfast.storage.contract import StorageReader, StorageWriter
 from holdfast.stores.filesystem import AnyPath
+
+if TYPE_CHECKING:
+    from holdfast.dcp._fsspec_filesystem import FsspecReader, FsspecWriter
 
 _STOCK = "torch.distributed.checkpoint"
 
@@ -38,12 +43,15 @@ def _storage_for(checkpoint_id: AnyPath | None, reader: bool) -> StorageReader |
     if kind.validate_checkpoint_id(checkpoint_id):
         return kind(checkpoint_id)
     if _is_url(checkpoint_id):
-        kind = _fsspec_storage(str(checkpoint_id), reader)
-        if kind.validate_checkpoint_id(checkpoint_id):
-            return kind(checkpoint_id)
+        _refuse_without_fsspec(checkpoint_id)
         remedy = "a URL of a protocol that fsspec knows"
     else:
         remedy = "a local path" if reader else "a path below a folder that exists and can be written to"
+    # A local path that cannot be written to is refused here, where the reason is known. fsspec would fail later.
+    if _is_url(checkpoint_id) or reader or FileSystem.validate_checkpoint_id(checkpoint_id):
+        other = _fsspec_storage(reader)
+        if other is not None and other.validate_checkpoint_id(checkpoint_id):
+            return other(checkpoint_id)
     raise RuntimeError(f"{_cannot_detect(checkpoint_id)} Give {remedy}, or pass a storage_reader/storage_writer.")
 
 
@@ -51,16 +59,23 @@ def _is_url(checkpoint_id: AnyPath) -> bool:
     return isinstance(checkpoint_id, str) and "://" in checkpoint_id
 
 
-def _fsspec_storage(url: str, reader: bool) -> type[FileSystemReader] | type[FileSystemWriter]:
-    """Imported when a URL asks for it: fsspec is an extra."""
+def _fsspec_storage(reader: bool) -> type[FsspecReader] | type[FsspecWriter] | None:
+    """The storage for URLs, by the name that all versions of torch know; None without fsspec, which is an extra."""
     try:
         from holdfast.dcp._fsspec_filesystem import FsspecReader, FsspecWriter
+    except ImportError:
+        return None
+    return FsspecReader if reader else FsspecWriter
+
+
+def _refuse_without_fsspec(url: AnyPath) -> None:
+    try:
+        import fsspec  # noqa: F401
     except ImportError as error:
         raise RuntimeError(
             f"{_cannot_detect(url)} URLs need fsspec, which cannot be imported ({error}): "
             "pip install 'holdfast[fsspec]', and the package of the protocol, such as s3fs for s3://."
         ) from error
-    return FsspecReader if reader else FsspecWriter
 
 
 def _cannot_detect(checkpoint_id: AnyPath) -> str:

@@ -1,6 +1,7 @@
 """The planners that are used when none is given, and the functions that they consist of."""
 
 from holdfast.boxes import first_overlap, out_of_bounds
+from holdfast.dcp.planner_helpers import _create_default_metadata_only_plan
 from holdfast.metadata import ChunkStorageMetadata, Metadata
 from holdfast.planning.global_plan import create_default_global_save_plan
 from holdfast.planning.global_plan import validate_global_plan as _validate_global_plan
@@ -28,8 +29,12 @@ __all__ = [
 
 
 def _create_default_local_metadata(state_dict: dict[str, object]) -> Metadata:
-    """The index that a flat state would have if this rank saved it alone."""
-    _, metadata = create_default_global_save_plan([create_default_local_save_plan(state_dict, True)])
+    """The index that a flat state would have if its ranks saved it, as far as this rank knows.
+
+    That is all of a ShardedTensor, so that loads on another number of ranks can be planned with it, and this rank's
+    part of other tensors.
+    """
+    _, metadata = create_default_global_save_plan([_create_default_metadata_only_plan(state_dict)])
     return metadata
 
 

@@ -20,9 +20,9 @@ from holdfast.planning.materialize import materialize as _init_state_dict
 from holdfast.planning.plan import LoadItemType, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from holdfast.planning.plan_cache import signature
 from holdfast.planning.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
-from holdfast.planning.save_planner import create_default_local_save_plan
-from holdfast.planning.tensors import create_chunk_list as _create_chunk_list
-from holdfast.planning.tensors import create_write_items as _create_write_items
+from holdfast.planning.state_objects import create_chunk_list as _create_chunk_list
+from holdfast.planning.state_objects import create_write_items as _create_write_items
+from holdfast.planning.state_objects import write_items_of_checkpointable as _get_checkpointable_tensor_write_items
 
 __all__ = [
     "_chunk_for_shard",
@@ -40,6 +40,7 @@ __all__ = [
     "_create_write_item_for_tensor",
     "_create_write_items",
     "_create_write_items_for_dtensor",
+    "_get_checkpointable_tensor_write_items",
     "_init_state_dict",
     "_merge_delta_local_plans",
     "_sharded_tensor_metadata",
@@ -106,7 +107,10 @@ def _create_read_items(fqn: str, md: STORAGE_TYPES, obj: Any) -> list[ReadItem]:
     if isinstance(md, BytesStorageMetadata):
         return [create_read_item_for_bytes(fqn)]
     if not isinstance(obj, torch.Tensor):
-        raise ValueError(f"'{fqn}' is stored as a tensor, which a {type(obj).__name__} cannot take")  # noqa: TRY004
+        raise ValueError(  # noqa: TRY004 - the class that stock raises
+            f"Invalid checkpoint metadata for {fqn}, expected BytesStorageMetadata but found {type(md)}: '{fqn}' is "
+            f"stored as a tensor, which a {type(obj).__name__} cannot take"
+        )
     return create_read_items_for_chunk_list(fqn, md, _create_chunk_list(obj))
 
 
@@ -154,5 +158,16 @@ def _merge_delta_local_plans(cached_plans: list[SavePlan], delta_plans: list[Sav
 
 
 def _create_default_metadata_only_plan(state_dict: STATE_DICT_TYPE) -> SavePlan:
-    """A plan that describes a flat state, for building an index without writing."""
-    return create_default_local_save_plan(state_dict, True)
+    """A plan that describes a flat state, for building an index without writing.
+
+    Of a ShardedTensor it lists the shards of all ranks, which its own metadata names. Of other tensors it lists what
+    this rank holds.
+    """
+    items: list[WriteItem] = []
+    for fqn, value in state_dict.items():
+        if isinstance(value, ShardedTensor):
+            shards = value.metadata().shards_metadata
+            items.extend(_create_write_item_for_shard(fqn, value, shard) for shard in shards)
+        else:
+            items.extend(_create_write_items(fqn, value))
+    return SavePlan(items)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 
 from holdfast.metadata import STATE_DICT_TYPE
 from holdfast.notices import warn_caller
+from holdfast.staging import partners
 from holdfast.staging.arenas import ArenaPool, Memory
 from holdfast.staging.stagers import AsyncSnapshotTaker, SnapshotTaker, common_pool, host_memory, own_pool
 
@@ -33,7 +38,7 @@ class AsyncStager(Protocol):
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
         """A copy of ``state_dict`` that nobody else changes."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it stages")
+        raise NotImplementedError(f"{type(self).__name__} must implement stage method")
 
     def synchronize_staging(self) -> None:
         """Wait for staging to end. Old stagers have this; new ones return a future."""
@@ -138,6 +143,56 @@ class BlockingAsyncStager(AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         # A writer travels to a writer process, and its kept memory does not.
         return {**self.__dict__, "_taker": None}
+
+
+class _ReplicationStager(AsyncStager):
+    """Exchanges states with a partner, half of the ranks away: each rank stages, and keeps as a file, its partner's.
+
+    The file is ``rank_<this>_replica_partner_<partner>.pt`` in ``storage_dir``, and ``torch.load`` reads it. There must
+    be an even number of ranks. States of local tensors and values only: a part of a distributed tensor is refused,
+    since it would be taken for this rank's part.
+
+    Args:
+        pg: the ranks that take part.
+        timeout: how long to wait for the partner.
+        device: where the group's backend wants tensors.
+        storage_dir: where to keep the partner's state. A new folder by default.
+    """
+
+    _synchronize_after_execute: bool = False
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        timeout: timedelta = timedelta(minutes=30),
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+        storage_dir: str | None = None,
+    ) -> None:
+        self._pg = pg
+        self._timeout = timeout
+        self._device = device
+        self._storage_dir = tempfile.mkdtemp(prefix="holdfast-replicas-") if storage_dir is None else storage_dir
+        os.makedirs(self._storage_dir, exist_ok=True)
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """The partner's state, which is durable on this rank's disk by then; without a group, the state itself."""
+        if not dist.is_initialized():
+            return state_dict
+        rank = dist.get_rank(self._pg)
+        partner = partners.partner_of(rank, dist.get_world_size(self._pg))
+        theirs = partners.exchanged(partners.encoded(state_dict), partner, self._pg, self._timeout, self._device)
+        partners.keep(theirs, self._get_persisted_path(rank, partner))
+        return partners.decoded(theirs)
+
+    def _get_persisted_path(self, current_rank: int, partner_rank: int) -> str:
+        """Where this rank keeps a partner's state."""
+        return os.path.join(self._storage_dir, f"rank_{current_rank}_replica_partner_{partner_rank}.pt")
+
+    def synchronize_staging(self) -> None:
+        """There is never anything to wait for."""
+
+    def close(self) -> None:
+        """There is nothing to let go of. The file stays."""
 
 
 _USUAL_TYPES = (torch.Tensor, int, float, str, bytes, bool, type(None))

@@ -2,7 +2,8 @@
 
 They turn modules and optimizers into dicts and back. No checkpoint is involved: they know the insides of torch's
 parallel wrappers, change with them, and belong to torch. So a program that changes its import finds them here, and gets
-the very objects of ``torch.distributed.checkpoint.state_dict``. Nothing else in Holdfast imports from there.
+the very objects of ``torch.distributed.checkpoint.state_dict``: those that the installed torch has. Nothing else in
+Holdfast imports from there.
 
 >>> import torch
 >>> from holdfast.dcp.state_dict import get_model_state_dict
@@ -12,12 +13,10 @@ the very objects of ``torch.distributed.checkpoint.state_dict``. Nothing else in
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch.distributed.checkpoint import state_dict as _torchs
 from torch.distributed.checkpoint.state_dict import (
-    _EXTRA_STATE,
-    _FLAT_PARAM,
-    _PARAMS,
-    _PG,
-    _STATE,
     FQNS_T,
     DictValueType,
     ListDictValueType,
@@ -25,26 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
     PrimitiveType,
     StateDictOptions,
     ValueType,
-    _flatten_optim_state_dict,
-    _gc_context,
-    _get_fqns,
-    _get_fsdp_process_group,
-    _get_model_state_dict,
-    _get_optim_state_dict,
-    _init_optim_state,
-    _iterate_valid_model_state,
-    _load_model_state_dict,
-    _load_optim_state_dict,
-    _maybe_full_or_cpu_state_dict,
-    _patch_model_state_dict,
-    _patch_optimizer_state_dict,
-    _split_optim_state_dict,
-    _state_dict_fn,
-    _StateDictInfo,
-    _unflatten_model_state_dict,
-    _unflatten_optim_state_dict,
-    _verify_options,
-    _verify_state_dict,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -55,37 +34,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 __all__ = [
     "FQNS_T",
-    "_EXTRA_STATE",
-    "_FLAT_PARAM",
-    "_PARAMS",
-    "_PG",
-    "_STATE",
     "DictValueType",
     "ListDictValueType",
     "OptimizerStateType",
     "PrimitiveType",
     "StateDictOptions",
     "ValueType",
-    "_StateDictInfo",
-    "_flatten_optim_state_dict",
-    "_gc_context",
-    "_get_fqns",
-    "_get_fsdp_process_group",
-    "_get_model_state_dict",
-    "_get_optim_state_dict",
-    "_init_optim_state",
-    "_iterate_valid_model_state",
-    "_load_model_state_dict",
-    "_load_optim_state_dict",
-    "_maybe_full_or_cpu_state_dict",
-    "_patch_model_state_dict",
-    "_patch_optimizer_state_dict",
-    "_split_optim_state_dict",
-    "_state_dict_fn",
-    "_unflatten_model_state_dict",
-    "_unflatten_optim_state_dict",
-    "_verify_options",
-    "_verify_state_dict",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
@@ -93,3 +47,14 @@ __all__ = [
     "set_optimizer_state_dict",
     "set_state_dict",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The private helpers, which come and go with versions of torch.
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_torchs, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(_torchs)})

@@ -235,17 +235,11 @@ def _async_save(
     in_process: bool = False,
     stager: AsyncStager | None = None,
 ) -> Future[Metadata] | AsyncSaveResponse:
-    warn_of_unseen_failures()
-    alone = _runs_alone(no_dist, "save")
-    Collectives(process_group, not alone, coordinator_rank)  # complains of a rank that is not in the group
-    if dist.is_available() and dist.is_initialized():
-        _require_cpu_backend(process_group)
     target = target.anchored()
-    lane, claim = Lane.of(process_group, alone=alone), target.claim()
+    lane = _lane_of(process_group, coordinator_rank, no_dist)
+    claim = target.claim()
     try:
-        _refuse_stock_objects(target.storage_writer, target.planner)
-        if target.path() is None and target.storage_writer is None:
-            _storage_setup(None, None)  # says what is missing
+        _refuse_unusable(target)
         chosen = _choose_stager(stager, target.storage_writer, in_process)
         states = _stateful_to_state_dict(state_dict)
         with recorded("stage_state_dict", log_exceptions=True):
@@ -254,14 +248,62 @@ def _async_save(
         # Or else the other ranks would wait for this one.
         give_up_in_background(error, lane, claim, coordinator_rank=coordinator_rank)
         raise
-    work = functools.partial(_perform_async_save, **target._asdict())
-    saved = save_in_background(work, staged, lane, claim, coordinator_rank=coordinator_rank, in_process=in_process)
+    saved = _queue(staged, target, lane, coordinator_rank, in_process)
     if isinstance(staged, Future):
         return AsyncSaveResponse(_without_value(staged), cast("Future[None]", saved))
     with recorded("maybe_synchronize_staging", log_exceptions=True):
         if chosen.should_synchronize_after_execute:
             chosen.synchronize_staging()
     return saved
+
+
+def _save_staged(
+    staged: STATE_DICT_TYPE | Future[STATE_DICT_TYPE],
+    target: _Target,
+    *,
+    process_group: dist.ProcessGroup | None,
+    coordinator_rank: int,
+    no_dist: bool,
+    in_process: bool,
+) -> Future[Metadata]:
+    """Save in the background what somebody else has staged, or is staging."""
+    target = target.anchored()
+    lane = _lane_of(process_group, coordinator_rank, no_dist)
+    try:
+        _refuse_unusable(target)
+    except BaseException as error:
+        give_up_in_background(error, lane, target.claim(), coordinator_rank=coordinator_rank)
+        raise
+    return _queue(staged, target, lane, coordinator_rank, in_process)
+
+
+def _lane_of(process_group: dist.ProcessGroup | None, coordinator_rank: int, no_dist: bool) -> Lane:
+    """What the group's background saves share."""
+    warn_of_unseen_failures()
+    alone = _runs_alone(no_dist, "save")
+    Collectives(process_group, not alone, coordinator_rank)  # complains of a rank that is not in the group
+    if dist.is_available() and dist.is_initialized():
+        _require_cpu_backend(process_group)
+    return Lane.of(process_group, alone=alone)
+
+
+def _refuse_unusable(target: _Target) -> None:
+    _refuse_stock_objects(target.storage_writer, target.planner)
+    if target.path() is None and target.storage_writer is None:
+        _storage_setup(None, None)  # says what is missing
+
+
+def _queue(
+    staged: STATE_DICT_TYPE | Future[STATE_DICT_TYPE],
+    target: _Target,
+    lane: Lane,
+    coordinator_rank: int,
+    in_process: bool,
+) -> Future[Metadata]:
+    work = functools.partial(_perform_async_save, **target._asdict())
+    return save_in_background(
+        work, staged, lane, target.claim(), coordinator_rank=coordinator_rank, in_process=in_process
+    )
 
 
 def _choose_stager(given: AsyncStager | None, writer: Any, in_process: bool) -> AsyncStager:

@@ -18,14 +18,17 @@ from holdfast.compat.sharding import LocalShardOfTensor as Shard
 from holdfast.compat.sharding import ShardedTensor
 from holdfast.coordination.collectives import Collectives as _DistWrapper
 from holdfast.coordination.collectives import failures_of as _get_failure_dict
+from holdfast.dcp.api import WRAPPED_EXCEPTION, CheckpointException, _is_wrapped_exception, _wrap_exception
 from holdfast.dcp.stateful import Stateful
 from holdfast.metadata import STATE_DICT_TYPE, MetadataIndex
 from holdfast.notices import warn_caller
-from holdfast.planning.tensors import find_state_dict_object, find_tensor_shard
+from holdfast.planning.state_objects import find_state_dict_object, find_tensor_shard
 from holdfast.stores.windows import ReaderView as _ReaderView
 
 __all__ = [
     "ENABLE_PROFILE",
+    "WRAPPED_EXCEPTION",
+    "CheckpointException",
     "_DistWrapper",
     "_ReaderView",
     "_all_gather_keys",
@@ -36,8 +39,10 @@ __all__ = [
     "_element_wise_sub",
     "_find_shard",
     "_get_failure_dict",
+    "_is_wrapped_exception",
     "_normalize_device_info",
     "_profile",
+    "_wrap_exception",
     "find_state_dict_object",
     "find_tensor_shard",
 ]
@@ -62,16 +67,21 @@ def _assert_same_keys(state_dict: Mapping[str, Any], process_group: dist.Process
         return
     absent = _all_gather_keys(state_dict, process_group) - set(state_dict.keys())
     if absent:
-        raise AssertionError(f"other ranks have keys that rank {dist.get_rank(process_group)} lacks: {sorted(absent)}")
+        raise AssertionError(
+            "Key(s) present in other ranks but not this one (rank "
+            f"{dist.get_rank(process_group)}), difference: {sorted(absent)}"
+        )
 
 
 def _find_shard(tensor: ShardedTensor, index: MetadataIndex) -> Shard:
     """The local shard that starts where ``index`` says."""
-    here: dict[torch.Size | None, Shard] = {
-        torch.Size(shard.metadata.shard_offsets): shard for shard in tensor.local_shards()
-    }
+    if index.offset is None:
+        raise ValueError(f"Cannot lookup '{index.fqn}': it is a ShardedTensor and no offset was provided")
+    here = {torch.Size(shard.metadata.shard_offsets): shard for shard in tensor.local_shards()}
     if index.offset not in here:
-        raise ValueError(f"'{index.fqn}' has no shard at {index.offset} on this rank, only at {list(here)}")
+        raise ValueError(
+            f"Could not find shard at '{index.offset}' for FQN: '{index.fqn}'; this rank has shards at {list(here)}"
+        )
     return here[index.offset]
 
 

@@ -25,7 +25,8 @@ from holdfast.planning.materialize import materialize
 from holdfast.planning.plan import LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner, keeps_items_apart
 from holdfast.planning.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
-from holdfast.planning.tensors import create_chunk_list, find_state_dict_object, on_this_rank, size_and_dtype
+from holdfast.planning.state_objects import create_chunk_list, find_state_dict_object, size_and_dtype
+from holdfast.planning.tensors import on_this_rank
 from holdfast.planning.trees import FlatState, Location, ObjectPath, flat_name, flatten, flatten_v_2_3, set_element
 from holdfast.settings import Strictness
 
@@ -200,7 +201,8 @@ def plan_load(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: bool
         elif not isinstance(target, torch.Tensor):
             problems.kinds[fqn] = (
                 f"is a {type(target).__name__} in the state but a tensor of size {list(entry.size)} in the checkpoint; "
-                "put a tensor of that size there"
+                f"put a tensor of that size there. (Invalid checkpoint metadata for {fqn}, expected "
+                "BytesStorageMetadata.)"
             )
         else:
             size, dtype = size_and_dtype(target)

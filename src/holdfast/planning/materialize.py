@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from holdfast.compat.sharding import ShardedTensor, local_part
+from holdfast.planning.checkpointable import copy_fields, is_checkpointable
 from holdfast.planning.distributed_types import is_dtensor
 from holdfast.planning.sharded_tensors import local_shards
 from holdfast.planning.trees import Location, ObjectPath, flat_name, opens_list, set_element, walk
@@ -45,7 +46,8 @@ def with_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """An empty tensor in the place of a meta tensor: same layout, on the device that this process uses."""
     if isinstance(tensor, ShardedTensor):
         raise RuntimeError(  # noqa: TRY004 - the type that callers know from torch
-            f"'{name}' is a ShardedTensor on the meta device, which cannot be given memory; use a DTensor"
+            f"Found unsupported type {type(tensor)} for meta device loading: '{name}' is a ShardedTensor on the meta "
+            "device, which cannot be given memory; use a DTensor"
         )
     memory: torch.Tensor
     if is_dtensor(tensor):
@@ -61,7 +63,11 @@ def with_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
         )
     else:
         memory = torch.empty_like(tensor, device=_default_device())
-    return torch.nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else memory
+    if isinstance(tensor, torch.nn.Parameter):
+        memory = torch.nn.Parameter(memory, tensor.requires_grad)
+    if is_checkpointable(tensor):
+        copy_fields(tensor, memory)
+    return memory
 
 
 def _default_device() -> torch.device:

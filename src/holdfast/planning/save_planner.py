@@ -24,7 +24,8 @@ from holdfast.planning.global_plan import (
 from holdfast.planning.plan import BytesIOWriteData, SavePlan, WriteItem, WriteItemType
 from holdfast.planning.planner import SavePlanner
 from holdfast.planning.replicas import fingerprint, settle_differences
-from holdfast.planning.tensors import create_write_items, find_state_dict_object, may_be_replicated
+from holdfast.planning.state_objects import create_write_items, find_state_dict_object
+from holdfast.planning.tensors import may_be_replicated
 from holdfast.planning.trees import ObjectPath, flatten
 from holdfast.settings import Strictness
 
@@ -34,8 +35,12 @@ logger = logging.getLogger(__name__)
 class DefaultSavePlanner(SavePlanner):
     """Saves a state dict as it is.
 
-    Subclasses change what is saved by overriding ``create_local_plan``, ``lookup_object`` or ``transform_object``.
+    Subclasses change what is saved by overriding ``create_local_plan``, ``lookup_object`` or ``transform_object``, and
+    who saves it by overriding ``_dedup_save_plans``. They may look at the class-level caches under
+    ``_cached_plans_key``, and set that to keep their plans apart from those of others.
     """
+
+    _plans_name: str | None = None
 
     def __init__(
         self,
@@ -54,7 +59,7 @@ class DefaultSavePlanner(SavePlanner):
         self.flatten_state_dict = flatten_state_dict
         self.flatten_sharded_tensors = flatten_sharded_tensors
         self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
-        self.enable_plan_caching = enable_plan_caching
+        self._enable_plan_caching = enable_plan_caching
         self.replica_check = replica_check
         self.state_dict: STATE_DICT_TYPE = {}
         self.mappings: dict[str, ObjectPath] = {}
@@ -82,19 +87,19 @@ class DefaultSavePlanner(SavePlanner):
         if len(self.peers) > 1 and self._strictness() != "off":
             plan = self._with_fingerprints(plan)
         self.plan = plan
-        return self._cache.announce(plan) if self.enable_plan_caching else plan
+        return self._cache.announce(plan) if self._enable_plan_caching else plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Remove copies, describe the checkpoint and prove that it is whole."""
-        if self.enable_plan_caching:
-            self.global_plan, self.metadata = self._cache.plan_globally(all_plans, self._plan_globally)
+        if self._enable_plan_caching:
+            self.global_plan, self.metadata = self._cache.plan_globally(all_plans, self._create_global_plan)
         else:
-            self.global_plan, self.metadata = self._plan_globally(all_plans)
+            self.global_plan, self.metadata = self._create_global_plan(all_plans)
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Take this rank's part."""
-        self.plan = self._cache.recall(new_plan) if self.enable_plan_caching else new_plan
+        self.plan = self._cache.recall(new_plan) if self._enable_plan_caching else new_plan
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -125,20 +130,42 @@ class DefaultSavePlanner(SavePlanner):
         self._cache.forget()
 
     @property
+    def enable_plan_caching(self) -> bool:
+        """Whether plans are remembered from save to save."""
+        return self._enable_plan_caching
+
+    @enable_plan_caching.setter
+    def enable_plan_caching(self, enable: bool) -> None:
+        self._enable_plan_caching = enable
+
+    @property
+    def _cached_plans_key(self) -> str:
+        """Under which name plans are remembered: that of the class or the one that was set, and the ranks if any."""
+        name = self._plans_name or type(self).__name__
+        return name if self.peers == SavePlanner.peers else f"{name}@{','.join(map(str, self.peers))}"
+
+    @_cached_plans_key.setter
+    def _cached_plans_key(self, name: str) -> None:
+        self._plans_name = name
+
+    @property
     def _cache(self) -> plan_cache.PlanCache:
-        return plan_cache.PlanCache(f"{type(self).__name__}@{','.join(map(str, self.peers))}")
+        return plan_cache.PlanCache(self._cached_plans_key)
 
     def _strictness(self) -> Strictness:
         return self.replica_check or settings.current().replica_check
 
-    def _plan_globally(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         settled = settle_differences(all_plans, self._strictness())
-        unique = dedup_save_plans(settled, self.dedup_save_to_lowest_rank)
-        global_plan, metadata = create_default_global_save_plan(unique)
+        global_plan, metadata = create_default_global_save_plan(self._dedup_save_plans(settled))
         if self.flatten_state_dict:
             metadata.planner_data = merge_planner_data(global_plan)
         refuse_invalid_plan(global_plan, metadata)
         return global_plan, metadata
+
+    def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
+        """Leave every item with one rank."""
+        return dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank)
 
     def _with_fingerprints(self, plan: SavePlan) -> SavePlan:
         """Add the digests of what other ranks may hold too, and the sizes of values on the way."""

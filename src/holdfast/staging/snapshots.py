@@ -18,29 +18,39 @@ from typing import Any
 import torch
 
 from holdfast.errors import SnapshotError
+from holdfast.planning.checkpointable import copy_fields, is_checkpointable
 from holdfast.staging.arenas import ArenaPool, Lease, Memory, aligned
 from holdfast.staging.copies import (
     bytes_of,
     copy_with,
     fingerprint_of_memory,
+    is_wrapper,
     plain_parts,
     transfer,
     twin_over,
 )
 from holdfast.staging.moments import Moment
+from holdfast.staging.shared_storages import Storage, Stretch, bytes_in, storage_of, stretches, view_like
 
 _UNCHANGEABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 class Snapshot:
-    """A private copy. ``state`` has its final shape at once, and its elements after ``fill``."""
+    """A private copy. ``state`` has its final shape at once, and its elements after ``fill``.
 
-    def __init__(self, state: dict[str, Any], pool: ArenaPool) -> None:
+    With ``exact``, tensors that are views of one memory are so in the copy, with the same strides, and keep what a
+    program has set on them as attributes. Otherwise only what a save needs is copied.
+    """
+
+    def __init__(self, state: dict[str, Any], pool: ArenaPool, *, exact: bool = False) -> None:
+        self._exact = exact
+        self._stretches = stretches(plain_parts_of_state(state)) if exact else {}
+        self._copied: dict[Storage, torch.Tensor] = {}
         self._seen: dict[tuple[Any, ...], torch.Tensor] = {}
         self._deep_copies: dict[int, Any] = {}
         self._todo: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._ready = Moment.now()
-        self._memory: Lease | None = pool.lend(_bytes_needed(state))
+        self._memory: Lease | None = pool.lend(_bytes_needed(state, self._stretches))
         self._used = 0
         self.state: dict[str, Any] = self._copy(state, ())
 
@@ -55,6 +65,7 @@ class Snapshot:
     def _forget_sources(self) -> None:
         self._todo = []
         self._seen = {}
+        self._copied = {}
         self._deep_copies = {}
         self._memory = None
 
@@ -78,15 +89,42 @@ class Snapshot:
             return dict(items)  # such as the read-only view of a dict, which nobody can copy
 
     def _copy_tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
+        if self._exact and id(tensor) in self._deep_copies:
+            again: torch.Tensor = self._deep_copies[id(tensor)]
+            return again
         try:
             twin = copy_with(tensor, self._reserve)
         except Exception as error:
             raise _cannot_copy(tensor, path, error) from error
+        if is_checkpointable(tensor):
+            twin = _another_object(twin)  # tied tensors may say different things of themselves
+            copy_fields(tensor, twin)
         self._deep_copies[id(tensor)] = twin
+        if self._exact:
+            self._copy_attributes(tensor, twin)
         return twin
+
+    def _copy_attributes(self, tensor: torch.Tensor, twin: torch.Tensor) -> None:
+        parts = vars(twin).keys() if is_wrapper(tensor) else ()  # a wrapper's parts are copied already
+        for name, value in vars(tensor).items():
+            if name not in parts:
+                setattr(twin, name, self._copy_attribute(value))
+
+    def _copy_attribute(self, value: Any) -> Any:
+        """A private copy if there can be one. Attributes are not saved, so the thing itself will do otherwise."""
+        try:
+            if isinstance(value, torch.Tensor):
+                known = self._deep_copies.get(id(value))
+                return copy_with(value, _fresh_copy) if known is None else known
+            return self._try_deep_copy(value)
+        except Exception:
+            return value
 
     def _reserve(self, tensor: torch.Tensor) -> torch.Tensor:
         """A place for a plain tensor's elements, which ``fill`` brings there."""
+        storage = storage_of(tensor) if self._exact else None
+        if storage is not None:
+            return self._view_of_copy(storage, tensor)
         known = fingerprint_of_memory(tensor)
         if known not in self._seen:
             assert self._memory is not None
@@ -95,6 +133,15 @@ class Snapshot:
             self._todo.append((tensor, twin))
             self._seen[known] = twin
         return self._seen[known]
+
+    def _view_of_copy(self, storage: Storage, tensor: torch.Tensor) -> torch.Tensor:
+        stretch = self._stretches[storage]
+        if storage not in self._copied:
+            assert self._memory is not None
+            self._copied[storage] = self._memory.tensor(self._used, stretch.nbytes)
+            self._used += aligned(stretch.nbytes)
+            self._todo.append((bytes_in(tensor, stretch), self._copied[storage]))
+        return view_like(tensor, self._copied[storage], stretch)
 
     def _deep_copy(self, value: Any, path: tuple[Any, ...]) -> Any:
         try:
@@ -120,9 +167,19 @@ def plain_parts_of_state(state: Any) -> Iterator[torch.Tensor]:
         yield from plain_parts(tensor)
 
 
-def _bytes_needed(state: Any) -> int:
-    sizes = {fingerprint_of_memory(part): aligned(bytes_of(part)) for part in plain_parts_of_state(state)}
-    return sum(sizes.values())
+def _bytes_needed(state: Any, together: Mapping[Storage, Stretch]) -> int:
+    """``together`` are stretches of memory that are copied once, whatever tensors are views of them."""
+    sizes = {
+        fingerprint_of_memory(part): aligned(bytes_of(part))
+        for part in plain_parts_of_state(state)
+        if not together or storage_of(part) is None
+    }
+    return sum(sizes.values()) + sum(aligned(stretch.nbytes) for stretch in together.values())
+
+
+def _another_object(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements under another tensor object of the same class."""
+    return tensor.detach().as_subclass(type(tensor)).requires_grad_(tensor.requires_grad)
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -18,8 +18,9 @@ State = dict[str, Any]
 class SnapshotTaker:
     """Takes snapshots into memory that it keeps. Memory of a snapshot that is still in use is left alone."""
 
-    def __init__(self, pool: ArenaPool) -> None:
+    def __init__(self, pool: ArenaPool, *, exact: bool = False) -> None:
         self._pool: ArenaPool | None = pool
+        self._exact = exact
 
     def take(self, state: State, *, non_blocking: bool = False) -> State:
         """A private copy of ``state``, complete when this returns."""
@@ -29,7 +30,7 @@ class SnapshotTaker:
         """A private copy whose tensors have no elements yet."""
         if self._pool is None:
             raise RuntimeError("the stager was closed and takes no more snapshots; make a new one")
-        return Snapshot(state, self._pool)
+        return Snapshot(state, self._pool, exact=self._exact)
 
     def close(self) -> None:
         """Let go of the memory. Snapshots that are in use stay as they are."""

@@ -17,7 +17,8 @@ def resolve_target(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     if target.size() != item.lengths:
         raise HoldfastError(
             f"'{item.dest_index.fqn}': the planner resolved the item to a tensor of shape {list(target.size())}, where "
-            f"the plan says {list(item.lengths)}. A planner that changes shapes must change the plan too."
+            f"the plan says {list(item.lengths)} (mismatch sizes). A planner that changes shapes "
+            "must change the plan too."
         )
     return target
 

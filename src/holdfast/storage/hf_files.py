@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,10 +30,10 @@ class _HFStorageInfo:
     """As torch has it: a writer gives the name in the folder, and a reader the path."""
     shape: torch.Size
     dtype: torch.dtype
-    position: int = 0
+    position: int = field(default=0, compare=False)
     """Where in the file it begins."""
-    header_digest: bytes = b""
-    """By which a file that was replaced meanwhile is noticed."""
+    header_digest: bytes = field(default=b"", compare=False)
+    """By which a file that was replaced meanwhile is noticed; empty if nobody has looked into the file yet."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def split_by_file(
 
 
 def write_part_file(
-    fs: FileSystemBase, file: PartFile, planner: SavePlanner, save_id: str, *, copy_ahead: int, sync: bool
+    fs: FileSystemBase, file: PartFile, planner: SavePlanner, save_id: str | None, *, copy_ahead: int, sync: bool
 ) -> list[WriteResult]:
     """Write a file; with ``sync`` its content is durable afterwards."""
     dtypes = {item.index.fqn: _planned_dtype(item) for item in file.items}
@@ -82,7 +82,7 @@ def _write(
     fs: FileSystemBase,
     file: PartFile,
     planner: SavePlanner,
-    save_id: str,
+    save_id: str | None,
     dtypes: Mapping[str, torch.dtype],
     copy_ahead: int,
     sync: bool,
@@ -108,7 +108,7 @@ def _write(
     return results
 
 
-def _notes(items: Mapping[str, WriteItem], save_id: str) -> FileNotes:
+def _notes(items: Mapping[str, WriteItem], save_id: str | None) -> FileNotes:
     chunks = {key: _chunk_of(item) for key, item in items.items()}
     full = {key: item.tensor_data.size for key, item in items.items() if item.tensor_data is not None}
     return FileNotes(

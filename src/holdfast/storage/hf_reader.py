@@ -13,6 +13,8 @@ from torch.futures import Future
 
 from holdfast.boxes import Box
 from holdfast.errors import DamagedCheckpointError, HoldfastError
+from holdfast.formats.safetensors.header import Header, read_header
+from holdfast.formats.safetensors.torch_dtypes import to_torch
 from holdfast.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -56,6 +58,12 @@ class HuggingFaceStorageReader(FileSystemReader):
             raise ValueError(f"thread_count is {thread_count}; it takes at least 1 thread to read")
         super().__init__(path)
         self.thread_count = thread_count
+        self._headers: dict[str, Header] = {}
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn the index and the own role."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._headers = {}
 
     def read_metadata(self) -> Metadata:
         """The tensors of the folder. There are no ranks' own indexes in this layout, so there is nothing to ask for."""
@@ -137,7 +145,26 @@ class HuggingFaceStorageReader(FileSystemReader):
                 expected=item.storage_index,
                 found=None,
             )
-        return info
+        return info if info.header_digest else self._looked_up(info, item.storage_index.fqn)
+
+    def _looked_up(self, info: _HFStorageInfo, key: str) -> _HFStorageInfo:
+        """Where a tensor is that a program says is in this file. The file is looked into when it is needed."""
+        if info.relative_path not in self._headers:
+            with self.fs.create_stream(info.relative_path, "rb") as stream:
+                self._headers[info.relative_path] = read_header(stream, info.relative_path)
+        header = self._headers[info.relative_path]
+        if key not in header.tensors:
+            raise DamagedCheckpointError(
+                f"{info.relative_path} has no tensor '{key}', which the metadata that the reader was given says. Give "
+                "it what read_metadata returns, or the names that are in the file.",
+                file=info.relative_path,
+                key=key,
+                expected=key,
+                found=sorted(header.tensors)[:20],
+            )
+        stored = header.tensors[key]
+        dtype, shape = to_torch(key, stored.dtype, stored.shape, info.relative_path)
+        return _HFStorageInfo(info.relative_path, torch.Size(shape), dtype, header.position(key), header.digest)
 
     def _shares(self, items: Sequence[ReadItem]) -> list[list[ReadItem]]:
         """Items of one file in the order in which they lie; large files in several shares if there are threads."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.futures import Future
 
@@ -17,6 +18,8 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.metadata import Metadata
 from holdfast.planning.plan import SavePlan, WriteItem, WriteItemType
 from holdfast.planning.planner import SavePlanner
+from holdfast.storage import hf_by_hand as by_hand
+from holdfast.storage.consolidate import consolidate_safetensors_files
 from holdfast.storage.contract import WriteResult
 from holdfast.storage.hf_commit import Folder, Switch, make_index
 from holdfast.storage.hf_files import PartFile, split_by_file, write_part_file
@@ -28,6 +31,7 @@ from holdfast.storage.hf_names import (
     SHARDED_FOLDER,
     file_name,
     final_name,
+    generation_of,
     is_data_file,
     temporary_name,
 )
@@ -38,6 +42,9 @@ from holdfast.storage.writer import (
     refuse_incomplete,
 )
 from holdfast.stores.filesystem import AnyPath
+
+_TICKET = "holdfast"
+"""Where the ticket is in ``storage_data`` of plans. Plans without one were made by hand."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +110,22 @@ class HuggingFaceWriter(_FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Look for an earlier checkpoint, once for all ranks, and number the files of the ranks."""
         self._refuse_or_announce_overwriting()
-        return [
-            replace(plan, storage_data=_Ticket(self._generation, self.save_id, rank, len(plans)))
-            for rank, plan in enumerate(plans)
-        ]
+        return [replace(plan, storage_data=self._storage_data(rank, len(plans))) for rank, plan in enumerate(plans)]
+
+    def _storage_data(self, rank: int, world_size: int) -> dict[str, Any]:
+        """What programs know from torch, and the ticket."""
+        known: dict[str, Any] = {}
+        if self.fqn_to_index_mapping is not None:
+            known[by_hand.INDEX_MAPPING] = self.fqn_to_index_mapping
+        if self.save_distributed:
+            known[by_hand.SHARD_INDEX] = rank + 1
+        return {**known, _TICKET: _Ticket(self._generation, self.save_id, rank, world_size)}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write all items; every file is durable when this returns. The first error of any thread is raised."""
-        ticket: _Ticket = plan.storage_data
+        if not isinstance(plan.storage_data, Mapping) or _TICKET not in plan.storage_data:
+            return self._write_by_hand(plan, planner)
+        ticket: _Ticket = plan.storage_data[_TICKET]
         # Again, because a plan that was remembered from an earlier save comes along only now.
         self._refuse_what_cannot_be_stored(plan.items)
         files = self._part_files(plan.items, ticket)
@@ -139,6 +154,9 @@ class HuggingFaceWriter(_FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit: check that everything was written, make model files if they are wanted, put all in place."""
         stored = [result for part in results for result in part]
+        if any(generation_of(result.storage_data.relative_path) is None for result in stored):
+            self._finish_by_hand(stored)
+            return
         refuse_incomplete(replace(metadata, storage_data={result.index: result.storage_data for result in stored}))
         record_real_dtypes(metadata, stored)
         folder = self._folder()
@@ -157,6 +175,34 @@ class HuggingFaceWriter(_FileSystemWriter):
             self._last_committed_id = self.save_id
             folder.give_names(switch, folder.stale(self._before, switch))
         folder.remove_unfinished(self._generation)
+
+    def _write_by_hand(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what a program has planned by itself. The files have their names when this returns."""
+        self._refuse_values(plan.items)
+        folder = self._folder()
+        self.fs.mkdir(self.path if folder.inner is None else folder.at(folder.inner))
+        files = by_hand.GivenPlan.of(plan.storage_data).files(plan.items)
+
+        def write(file: tuple[str, list[WriteItem]]) -> list[WriteResult]:
+            return by_hand.write_file(folder, *file, planner, copy_ahead=self.per_thread_copy_ahead)
+
+        with ThreadPoolExecutor(self.thread_count, thread_name_prefix="holdfast-write") as pool:
+            written = list(pool.map(write, files.items()))
+        if self.sync_files and files:
+            self.fs.sync_folder(self.path if folder.inner is None else folder.at(folder.inner))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result for part in written for result in part])
+        return future
+
+    def _finish_by_hand(self, results: list[WriteResult]) -> None:
+        """List files that have their names already, or make model files out of the parts that are there by now."""
+        folder = self._folder()
+        if not self.save_distributed:
+            by_hand.write_index(folder, results)
+        elif folder.inner is not None:
+            consolidate_safetensors_files(
+                folder.at(folder.inner), self.path, self.fqn_to_index_mapping, self.thread_count_consolidation
+            )
 
     def discard_unfinished(self) -> None:
         """On the coordinator, after a failure on any rank: remove what was written for this save."""
@@ -204,6 +250,12 @@ class HuggingFaceWriter(_FileSystemWriter):
 
     def _refuse_what_cannot_be_stored(self, items: Iterable[WriteItem]) -> None:
         items = list(items)
+        self._refuse_values(items)
+        if self.fqn_to_index_mapping is not None:
+            refuse_unmapped((item.index.fqn for item in items), self.fqn_to_index_mapping)
+
+    @staticmethod
+    def _refuse_values(items: Iterable[WriteItem]) -> None:
         values = sorted({item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO})
         if values:
             shown = ", ".join(values[:20]) + (f" and {len(values) - 20} more" if len(values) > 20 else "")
@@ -213,8 +265,6 @@ class HuggingFaceWriter(_FileSystemWriter):
                 key=values[0],
                 keys=values,
             )
-        if self.fqn_to_index_mapping is not None:
-            refuse_unmapped((item.index.fqn for item in items), self.fqn_to_index_mapping)
 
 
 def _only_part(keys: Iterable[str], contents: Contents, folder: Folder, parts: Iterable[str]) -> str | None:

@@ -103,6 +103,11 @@ class _FileSystemWriter(StorageWriter):
         """Where the checkpoint goes."""
         return self.path
 
+    @property
+    def metadata_path(self) -> AnyPath:
+        """Where the index goes."""
+        return self.fs.concat_path(self.path, layout.METADATA_NAME)
+
     def storage_meta(self) -> StorageMeta | None:
         """Path and id of this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
