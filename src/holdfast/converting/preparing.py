@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from holdfast.formats.native.refs import PickledValue, TensorRef, UndeclaredValu
 from holdfast.formats.native.trees import children_of, substituted, with_lists
 from holdfast.patterns import Patterns, Selection
 from holdfast.renames import Rename, Renaming
+from holdfast.sources.renaming import new_keys
 from holdfast.sources.renaming import rename as rename_leaves
 from holdfast.sources.source import Source
 from holdfast.sources.stored_nodes import StoredNode
@@ -63,18 +64,20 @@ def prepare(source: Source, target: Target, wishes: Wishes) -> Prepared:
     def is_wanted(leaf: StoredNode) -> bool:
         return chosen(leaf.key) and (not wishes.only_tensors or isinstance(leaf.value, TensorRef))
 
+    renaming = Renaming(wishes.rename)
+    by_key = new_keys(StoredNode.of(tree), renaming) if renaming else {}
     wanted = {path for path, leaf in leaves.items() if is_wanted(leaf)}
     if len(wanted) < len(leaves):
         tree = pruned(tree, (), lambda path: path in wanted)
     if tree is NOTHING or not wanted:
         raise _nothing_left(source, wishes)
-    renaming = Renaming(wishes.rename)
     if target.has_flat_keys:
-        flat = rename_flat(_flat_names([leaf for path, leaf in leaves.items() if path in wanted]), renaming)
+        names = _flat_names([leaf for path, leaf in leaves.items() if path in wanted])
+        flat = rename_flat(names, lambda name: by_key.get(name) or renaming(name))
         tree = {new: leaf.value for new, (_, leaf) in flat.items()}
         renamed = {old: new for new, (old, _) in flat.items() if old != new}
     else:
-        root, renamed = rename_leaves(StoredNode.of(tree), renaming)
+        root, renamed = rename_leaves(StoredNode.of(tree), by_key.get)
         tree = root.value
     casts = Casts.of(wishes.cast, [(leaf.key, leaf.value) for path, leaf in leaves.items() if path in wanted])
     prepared = prepare_renamed(
@@ -135,7 +138,7 @@ def prepare_renamed(
     )
 
 
-def rename_flat(names: Mapping[str, T], renaming: Renaming) -> dict[str, tuple[str, T]]:
+def rename_flat(names: Mapping[str, T], renaming: Callable[[str], Any]) -> dict[str, tuple[str, T]]:
     """What has these names under new ones, each with the old one."""
     renamed: dict[str, tuple[str, T]] = {}
     for name, found in names.items():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import OptimizerMismatchError
 from holdfast.formats.native.refs import ANYTHING
 from holdfast.states.module_names import strip_wrapper_names
+from holdfast.words import some_of
 
 Name = str | int
 """Of a parameter: its name in a model, or else its number in the optimizer."""
@@ -40,6 +41,17 @@ def is_optimizer_state(value: Any) -> bool:
         and isinstance(value.get("param_groups"), list)
         and all(isinstance(group, Mapping) and "params" in group for group in value["param_groups"])
     )
+
+
+def refuse_strays(state: Iterable[Any], known: Container[Any], live: Iterable[Name]) -> None:
+    """Raise if there is state for parameters that no stored group has. It would belong to nothing."""
+    strays = sorted(set(state) & {name for name in live if isinstance(name, str) and name not in known})
+    if strays:
+        raise OptimizerMismatchError(
+            f"The stored optimizer has state for {some_of(strays)}, but none of its groups has them. "
+            "Something has renamed one and not the other; use rename={stored: wanted} with keys of the model",
+            problems=[f"{name}: state, but no group" for name in strays],
+        )
 
 
 def take_settings(

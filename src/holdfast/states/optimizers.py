@@ -21,7 +21,15 @@ from holdfast.states.flat_optimizer_states import FlatKeys, is_flat
 from holdfast.states.gaps import with_present
 from holdfast.states.module_names import strip_wrapper_names
 from holdfast.states.optimizer_casts import put_back, quick_groups, stand_ins
-from holdfast.states.optimizer_names import Match, Name, is_optimizer_state, match, take_settings, without_anything
+from holdfast.states.optimizer_names import (
+    Match,
+    Name,
+    is_optimizer_state,
+    match,
+    refuse_strays,
+    take_settings,
+    without_anything,
+)
 from holdfast.states.stateful import StatefulAdapter, merged
 
 _SHAPED_LIKE_PARAMETERS = frozenset(
@@ -79,6 +87,7 @@ class OptimizerAdapter(Adapter):
         live = dict(enumerate(raw["state"].get(number, {}) for number in _flat_params(raw)))
         known = {name for group in stored["param_groups"] for name in group["params"]}
         template: dict[Any, Any] = {}
+        refuse_strays(stored["state"], known, names)
         for key, entry in stored["state"].items():
             name = _parameter_name(key, known)
             if name in self._match.parameters:

@@ -69,9 +69,10 @@ def plan_load(state: Any, source: Source, options: LoadOptions, *, rank: int, wo
     """Match a checkpoint with a state. What does not fit is noted in the plan."""
     root = StoredNode.of(source.tree)
     new_keys: Mapping[str, str] = {}
-    if options.renaming:
-        root, new_keys = rename(root, options.renaming)
     matcher = Matcher(state, options, rank=rank, world_size=world_size)
+    if options.renaming:
+        models = [readable(path) for path, _ in matcher.context.modules]
+        root, new_keys = rename(root, options.renaming, models)
     outcome = matcher.match_state(state, root)
     found = matcher.found
     found.notes += _unused(options, found)
