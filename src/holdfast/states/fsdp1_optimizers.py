@@ -26,6 +26,7 @@ from holdfast.states.fsdp1_modules import sharded_states
 from holdfast.states.module_names import canonical_name
 from holdfast.states.optimizer_names import Match, is_optimizer_state, match, take_settings, without_anything
 from holdfast.states.stateful import merged
+from holdfast.states.unwrapping import refuse_if_it_cannot_be_loaded
 
 
 class Fsdp1OptimizerAdapter(Adapter):
@@ -46,6 +47,7 @@ class Fsdp1OptimizerAdapter(Adapter):
         return {"state": {self._name(name): entry for name, entry in raw["state"].items()}, "param_groups": groups}
 
     def template(self, stored: Any) -> Any:
+        refuse_if_it_cannot_be_loaded(self._optimizer)
         live = self.saved()
         if not is_optimizer_state(stored):
             return live

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from holdfast.states.unwrapping import was_constructed
+
 
 def stand_ins(optimizer: Optimizer, parameters: Mapping[Any, torch.Tensor], state: Mapping[Any, Any]) -> dict[Any, Any]:
     """The state to give to ``load_state_dict``, by number: empty tensors in place of those that it would copy."""
@@ -37,6 +39,8 @@ def _as_range(numbers: list[Any]) -> Any:
 
 def _somebody_looks(optimizer: Optimizer) -> bool:
     """Whether code that is not of torch sees what is loaded."""
+    if not was_constructed(optimizer):
+        return True
     hooks = (optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks)
     methods = (type(optimizer).load_state_dict, type(optimizer).__setstate__)
     return any(hooks) or any(method.__module__.partition(".")[0] != "torch" for method in methods)

@@ -31,6 +31,7 @@ from holdfast.states.optimizer_names import (
     without_anything,
 )
 from holdfast.states.stateful import StatefulAdapter, merged
+from holdfast.states.unwrapping import refuse_if_it_cannot_be_loaded
 
 _SHAPED_LIKE_PARAMETERS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
@@ -63,6 +64,7 @@ class OptimizerAdapter(Adapter):
         return {**raw, "state": state, "param_groups": groups}
 
     def template(self, stored: Any) -> Any:
+        refuse_if_it_cannot_be_loaded(self._optimizer)
         raw = self._optimizer.state_dict()
         if not _has_usual_shape(raw, self._optimizer):
             return StatefulAdapter(self._optimizer).template(stored)
