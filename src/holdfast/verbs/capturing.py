@@ -10,9 +10,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from holdfast.errors import UnsupportedTensorError
+from holdfast.errors import PartitionedParameterError, UnsupportedTensorError
 from holdfast.formats.native.values import Encoder, Path
 from holdfast.patterns import Choice, Selection
+from holdfast.planning import partitioned
 from holdfast.planning.holdings import (
     HeldTensor,
     Holding,
@@ -188,6 +189,8 @@ def _all_refused(refused: list[UnsupportedTensorError]) -> UnsupportedTensorErro
     first = refused[0]
     if len(refused) == 1:
         return first
+    if all(isinstance(error, PartitionedParameterError) for error in refused):
+        return partitioned.refused([error.key for error in refused])
     lines = [f"  {error.message}" for error in refused[:_MOST_REPORTED]]
     if len(refused) > _MOST_REPORTED:
         lines.append(f"  and {len(refused) - _MOST_REPORTED} more (see the field `keys` of this error)")

@@ -18,6 +18,7 @@ from holdfast.formats.native.refs import ANYTHING, TensorRef
 from holdfast.formats.native.trees import children_of, hides_tensor, is_named, refs_in
 from holdfast.formats.native.values import Path, key_of
 from holdfast.planning.materialize import is_meta, with_memory
+from holdfast.planning.partitioned import KIND, TO_LOAD, is_partitioned
 from holdfast.sources.stored_nodes import StoredNode
 from holdfast.states.adapters import Context, adapter_for, is_live, per_rank_of
 from holdfast.states.contract import Adapter
@@ -181,6 +182,9 @@ class Matcher:
             stored.take()  # it has a place in the state, whatever the function makes for that
 
     def _plan_fill(self, key: str, ref: TensorRef, target: Any) -> None:
+        if is_partitioned(target):
+            self.found.misfits[key] = f"is {KIND}; {TO_LOAD}"
+            return
         shape, dtype = shape_and_dtype(target)
         if shape != ref.shape:
             self.found.shapes[key] = (ref.shape, shape)
