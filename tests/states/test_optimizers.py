@@ -224,7 +224,8 @@ def test_parameters_are_matched_by_name_whatever_their_order_and_groups():
     other = Net()
     again = torch.optim.Adam([{"params": [other.scale, other.hidden.bias]}, {"params": [other.embedding.weight]}])
     again.add_param_group({"params": [other.hidden.weight]})
-    load(checkpoint, {"model": other, "optimizer": again})
+    notes = load(checkpoint, {"model": other, "optimizer": again}, optimizer_mismatch="ignore")
+    assert notes == ["optimizer: the parameters of its group 0 are in 3 groups here: 0, 1, 2"]
     for name, parameter in other.named_parameters():
         assert difference(again.state[parameter], optimizer.state[model.get_parameter(name)]) is None
 

@@ -11,6 +11,7 @@ from holdfast.converting.chosen_casts import Cast, Casts
 from holdfast.converting.held_arrays import with_references
 from holdfast.converting.outgoing import Outgoing, OutTensor, leaves_of
 from holdfast.converting.target import Target, refuse_values
+from holdfast.environment import optimizers_noted
 from holdfast.errors import UnknownKeyError
 from holdfast.formats.native.pruning import NOTHING, pruned
 from holdfast.formats.native.refs import PickledValue, TensorRef, UndeclaredValue, UnknownValue
@@ -92,7 +93,21 @@ def prepare(source: Source, target: Target, wishes: Wishes) -> Prepared:
         unused=unused(renaming, casts),
     )
     prepared.outgoing.arrays = arrays
+    kept = [leaf.key for path, leaf in leaves.items() if path in wanted]
+    prepared.outgoing.optimizers = _moved(optimizers_noted(source.written), kept, renamed)
     return prepared
+
+
+def _moved(optimizers: Mapping[str, str], kept: Sequence[str], renamed: Mapping[str, str]) -> dict[str, str]:
+    """What is noted about optimizers, by the keys that they have after renaming."""
+    moved: dict[str, str] = {}
+    for key, name in optimizers.items():
+        groups = next((leaf for leaf in kept if leaf.startswith(f"{key}.param_groups")), None)
+        if groups is not None:
+            new, tail = renamed.get(groups, groups), groups[len(key) :]
+            if new.endswith(tail):
+                moved[new[: -len(tail)]] = name
+    return moved
 
 
 def prepare_renamed(

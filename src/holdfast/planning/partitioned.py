@@ -32,9 +32,10 @@ def is_partitioned(tensor: Any) -> bool:
     if not isinstance(tensor, torch.Tensor) or not hasattr(tensor, "ds_id"):
         return False
     shape = getattr(tensor, "ds_shape", None)
+    elements = int(tensor.numel())
     if shape is None:
-        return hasattr(tensor, "ds_status") and tensor.numel() == 0
-    return tensor.numel() != prod(shape)
+        return hasattr(tensor, "ds_status") and elements == 0
+    return elements != int(prod(shape))
 
 
 def refused(keys: list[str]) -> PartitionedParameterError:

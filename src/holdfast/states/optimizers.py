@@ -21,6 +21,7 @@ from holdfast.states.flat_optimizer_states import FlatKeys, is_flat
 from holdfast.states.gaps import with_present
 from holdfast.states.module_names import strip_wrapper_names
 from holdfast.states.optimizer_casts import put_back, quick_groups, stand_ins
+from holdfast.states.optimizer_kinds import Comparison, OnFinding, changed_settings, class_of
 from holdfast.states.optimizer_names import (
     Match,
     Name,
@@ -49,6 +50,8 @@ class OptimizerAdapter(Adapter):
         self._match: Match | None = None
         self._flat_keys: FlatKeys | None = None
         self._stored: Mapping[str, Any] = {}
+        self._comparison = Comparison(optimizer)
+        self._changes: dict[str, tuple[Any, Any]] = {}
 
     def saved(self) -> Any:
         raw = self._optimizer.state_dict()
@@ -78,6 +81,7 @@ class OptimizerAdapter(Adapter):
         self._stored = stored
         names = self._names()
         self._match = match(names, stored["param_groups"])
+        self._comparison.compare(stored, self._match, is_flat=self._flat_keys is not None)
         template = {key: merged(raw.get(key), value) for key, value in stored.items()}
         template["state"] = self._state_template(raw, stored, _flat(names))
         template["param_groups"] = [dict.fromkeys(group, ANYTHING) for group in stored["param_groups"]]
@@ -129,14 +133,28 @@ class OptimizerAdapter(Adapter):
         others = {key: value for key, value in loaded.items() if key not in ("state", "param_groups")}
         parameters = dict(zip(numbers, self._parameters(), strict=True))
         given = stand_ins(self._optimizer, parameters, state)
+        self._changes = changed_settings(raw["param_groups"], groups)
         self._optimizer.load_state_dict(
             {**others, "state": given, "param_groups": quick_groups(self._optimizer, groups)}
         )
         for number, parameter in parameters.items():
             put_back(self._optimizer.state.get(parameter), state.get(number, {}))
 
+    @property
+    def kind(self) -> str | None:
+        return class_of(self._optimizer)
+
+    def expect(self, stored_kind: str | None, on_mismatch: OnFinding) -> None:
+        self._comparison.expect(stored_kind, on_mismatch)
+
+    def warnings(self) -> list[str]:
+        return self._comparison.warnings
+
+    def changes(self) -> Mapping[str, tuple[Any, Any]]:
+        return self._changes
+
     def notes(self) -> list[str]:
-        return [] if self._match is None else list(self._match.notes)
+        return [] if self._match is None else [*self._match.notes, *self._comparison.notes]
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]

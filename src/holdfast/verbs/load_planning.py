@@ -8,6 +8,7 @@ from typing import Any
 
 from holdfast.boxes import volume
 from holdfast.checkpoint import Checkpoint
+from holdfast.environment import optimizers_noted
 from holdfast.formats.native.keys import readable
 from holdfast.patterns import dotted
 from holdfast.sources.renaming import rename
@@ -69,7 +70,7 @@ def plan_load(state: Any, source: Source, options: LoadOptions, *, rank: int, wo
     """Match a checkpoint with a state. What does not fit is noted in the plan."""
     root = StoredNode.of(source.tree)
     new_keys: Mapping[str, str] = {}
-    matcher = Matcher(state, options, rank=rank, world_size=world_size)
+    matcher = Matcher(state, options, rank=rank, world_size=world_size, kinds=optimizers_noted(source.written))
     if options.renaming:
         models = [readable(path) for path, _ in matcher.context.modules]
         root, new_keys = rename(root, options.renaming, models)
