@@ -152,6 +152,30 @@ def test_parts_of_several_models_are_renamed_in_the_optimizer_that_they_share(tm
     assert difference(optimizer.state_dict(), again.state_dict()) is None
 
 
+@pytest.mark.parametrize("renamed", [("model",), ("average",), ("model", "average")])
+def test_a_copy_of_the_model_may_be_renamed_or_not(tmp_path: Path, renamed: tuple[str, ...]):
+    model, average = Net(), Net()
+    optimizer = adamw(model)
+    train(model, optimizer)
+    hf.save({"average": average, "model": model, "optim": optimizer}, tmp_path / "saved")
+    state = {part: Net("backbone" if part in renamed else "encoder") for part in ("average", "model")}
+    again = adamw(state["model"], lr=7.0)
+    rename = {f"{part}.encoder": f"{part}.backbone" for part in renamed}
+    hf.load({**state, "optim": again}, tmp_path / "saved", rename=rename)
+    assert_goes_on_alike(model, optimizer, state["model"], again)
+
+
+def test_names_are_renamed_in_groups_that_hold_tensors(tmp_path: Path):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+    train(model, optimizer)
+    hf.save({"model": model, "optim": optimizer}, tmp_path / "saved")
+    other = Net("backbone")
+    again = torch.optim.AdamW(other.parameters(), lr=torch.tensor(7.0), foreach=False)
+    hf.load({"model": other, "optim": again}, tmp_path / "saved", rename={"model.encoder": "model.backbone"})
+    assert_goes_on_alike(model, optimizer, other, again)
+
+
 def test_names_are_swapped_in_one_go(tmp_path: Path):
     model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 3)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -10,11 +10,13 @@ from typing import Any
 
 from holdfast.budgets import checked_budget
 from holdfast.checkpoint import Checkpoint
+from holdfast.environment import optimizers_noted
 from holdfast.formats.native.refs import TensorRef
 from holdfast.inspecting.numbers import are_numbers
 from holdfast.inspecting.statistics import count
 from holdfast.patterns import dotted
 from holdfast.progress import OnProgress, size
+from holdfast.words import some_of
 
 _MOST_SHOWN = 20
 
@@ -65,7 +67,8 @@ class CheckpointSummary:
         lines = [
             f"{self.path}",
             *_rows({"format": self.format, "identity": self.identity}),
-            *_rows({name: value for name, value in self.written.items() if name != "phases"}),
+            *_rows({name: value for name, value in self.written.items() if name not in ("phases", "optimizers")}),
+            *_rows({"optimizers": some_of([": ".join(pair) for pair in optimizers_noted(self.written).items()])}),
             *_rows(
                 {
                     "files": f"{self.files:,}, {size(self.bytes_on_disk)} on disk",

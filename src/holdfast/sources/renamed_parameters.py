@@ -16,6 +16,22 @@ from holdfast.formats.native.values import key_of
 from holdfast.sources.stored_nodes import StoredNode
 from holdfast.states.flat_optimizer_states import is_flat, split_key
 
+_NAMES = ("params", "param_names")
+"""Members of a group that are lists of names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What is known of the state that a tree is for."""
+
+    models: Sequence[str] = ()
+    """The keys of its models. Names in an optimizer do not begin with them."""
+    names: frozenset[str] = frozenset()
+    """What the parameters of its optimizers are called."""
+
+
+NOTHING_KNOWN = Live()
+
 
 @dataclass(frozen=True, slots=True)
 class NewKey:
@@ -28,20 +44,19 @@ class NewKey:
 
 
 def with_renamed_parameters(
-    root: StoredNode, given: Mapping[str, str], models: Sequence[str] = ()
+    root: StoredNode, given: Mapping[str, str], live: Live = NOTHING_KNOWN
 ) -> tuple[StoredNode, dict[str, NewKey]]:
     """Rename parameters in all optimizers of a tree.
 
-    ``given`` has the new keys of leaves, by the old ones. ``models`` are the keys of the models in the state that the
-    tree is for, if they are known: the names in an optimizer do not begin with them. Returns the tree, in which leaves
-    still have their old keys, and the new keys of the leaves of the optimizers that were changed.
+    ``given`` has the new keys of leaves, by the old ones. Returns the tree, in which leaves still have their old keys,
+    and the new keys of the leaves of the optimizers that were changed.
     """
     keys = [leaf.key for leaf in root.leaves()]
     replaced: dict[int, StoredNode] = {}
     new_keys: dict[str, NewKey] = {}
     for optimizer in _optimizers(root):
         place = optimizer.new_place(given)
-        names = {} if place is None else _new_names(optimizer, place, keys, given, models)
+        names = {} if place is None else _new_names(optimizer, place, keys, given, live)
         if place is not None and names:
             replaced[id(optimizer.node)] = optimizer.renamed(names)
             new_keys |= optimizer.new_keys(names, place, given)
@@ -165,11 +180,11 @@ def _flat_optimizer(node: StoredNode) -> _Optimizer | None:
 
 
 def _new_names(
-    optimizer: _Optimizer, place: str, keys: Sequence[str], given: Mapping[str, str], models: Sequence[str]
+    optimizer: _Optimizer, place: str, keys: Sequence[str], given: Mapping[str, str], live: Live
 ) -> dict[str, str]:
     """The new names of parameters, as far as they change."""
     below = _joined(optimizer.place, "") if optimizer.place else ("state.", "param_groups.")
-    in_models = _names_in_models(optimizer.names, [key for key in keys if not key.startswith(below)], given, models)
+    in_models = _names_in_models(optimizer.names, [key for key in keys if not key.startswith(below)], given, live)
     own = {name: new for name, new in optimizer.names_in_keys(place, given).items() if new != name}
     for name, new in own.items():
         if in_models.get(name, new) != new:
@@ -181,22 +196,22 @@ def _new_names(
     return in_models | own
 
 
-def _names_in_models(
-    names: Sequence[str], keys: Sequence[str], given: Mapping[str, str], models: Sequence[str]
-) -> dict[str, str]:
+def _names_in_models(names: Sequence[str], keys: Sequence[str], given: Mapping[str, str], live: Live) -> dict[str, str]:
     """The new names by what becomes of the model that has the parameters, as far as they change."""
     prefixes = _prefixes(frozenset(names), keys)
     most = max(prefixes.values(), default=0)
     there = set(keys)
-    # Copies of a model, such as an average of it, have the same keys. The one that is meant is that which is renamed.
+    found: list[dict[str, str]] = []
     for prefix in sorted((prefix for prefix, count in prefixes.items() if count == most), key=lambda p: p.count(".")):
         old = {name: key for name in names if (key := _joined(prefix, name)) in there}
         new = {name: given.get(key, key) for name, key in old.items()}
-        begin = _new_prefix(prefix, new, models)
-        changed = {name: key[len(begin) :] for name, key in new.items() if key[len(begin) :] != name}
-        if changed:
-            return changed
-    return {}
+        begin = _new_prefix(prefix, new, live.models)
+        found.append({name: key[len(begin) :] for name, key in new.items() if key[len(begin) :] != name})
+    # Copies of a model, such as an average of it, have the same keys. That one is meant which gives the names that the
+    # optimizer has now; if nothing is known of it, the first one that is renamed.
+    return max(
+        found, key=lambda each: (sum(each.get(name, name) in live.names for name in names), bool(each)), default={}
+    )
 
 
 def _prefixes(names: frozenset[str], keys: Sequence[str]) -> Counter[str]:
@@ -248,7 +263,7 @@ def _with_names(state: StoredNode, names: Mapping[str, str]) -> StoredNode:
 def _with_parameters(node: StoredNode, names: Mapping[str, str]) -> StoredNode:
     """Groups with other names in their lists of parameters, which may lie in a leaf or be leaves."""
     if node.leaf is node:
-        made = StoredNode(_with_new(node.value, names), node.path)
+        made = StoredNode(_with_new(node.value, names, are_names=node.path[-1] in _NAMES), node.path)
         made.key = node.key
         return made
     children = {name: _with_parameters(child, names) for name, child in node.children.items()}
@@ -259,12 +274,9 @@ def _with_new(value: Any, names: Mapping[str, str], *, are_names: bool = False) 
     if isinstance(value, list) and are_names:
         return [names.get(name, name) if isinstance(name, str) else name for name in value]
     if isinstance(value, list):
-        return [_with_new(each, names, are_names=not isinstance(each, Mapping)) for each in value]
+        return [_with_new(each, names) for each in value]
     if isinstance(value, dict):
-        return {
-            key: _with_new(each, names, are_names=True) if key in ("params", "param_names") else each
-            for key, each in value.items()
-        }
+        return {key: _with_new(each, names, are_names=True) if key in _NAMES else each for key, each in value.items()}
     return value
 
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holdfast.formats.native.values import key_of
-from holdfast.sources.renamed_parameters import with_renamed_parameters
+from holdfast.sources.renamed_parameters import NOTHING_KNOWN, Live, with_renamed_parameters
 from holdfast.sources.stored_nodes import StoredNode
 
 
 def rename(
-    root: StoredNode, new_name: Callable[[str], Any], models: Sequence[str] = ()
+    root: StoredNode, new_name: Callable[[str], Any], live: Live = NOTHING_KNOWN
 ) -> tuple[StoredNode, dict[str, str]]:
     """The tree with its leaves under other keys. Returns it with what was renamed.
 
     ``new_name`` gives the new key of a leaf; None or the same key leaves it where it is. What is renamed as a whole
     stays together, so that a list is still a list. Optimizers get the new names of parameters of a model that is
-    renamed. ``models`` are the keys of the models in the state that the tree is for, if they are known.
+    renamed. ``live`` is what is known of the state that the tree is for.
     """
     given = _given(root, new_name)
     if not given:
         return root, {}
-    root, of_optimizers = with_renamed_parameters(root, given, models)
+    root, of_optimizers = with_renamed_parameters(root, given, live)
     renamed = _changed({**given, **{old: new.key for old, new in of_optimizers.items()}})
     _refuse_collisions(root, renamed)
     goes = {**given, **{old: new.move for old, new in of_optimizers.items()}}

@@ -105,7 +105,7 @@ def settle(problems: Sequence[str], on_mismatch: OnFinding) -> list[str]:
     if problems and on_mismatch == "error":
         raise OptimizerMismatchError(
             f"The stored optimizer is not like this one: {'; '.join(problems)}. Make the optimizer as it was when it "
-            "was saved, leave it out of the state, or pass optimizer_mismatch='warn' or 'ignore' to load it all the same",
+            "was saved, leave it out of the state, or pass optimizer_mismatch='warn' or 'ignore' to load it anyway",
             problems=list(problems),
         )
     return [f"optimizer: {problem}" for problem in problems]

@@ -93,6 +93,18 @@ def _shows_only(wrapper: Optimizer, inside: Optimizer) -> bool:
     )
 
 
+def optimizers_in(state: Any) -> list[Optimizer]:
+    """All optimizers among the values of a state, however nested."""
+    bare = bare_optimizer(state)
+    if isinstance(bare, Optimizer):
+        return [bare]
+    if isinstance(state, Mapping):
+        return [found for value in state.values() for found in optimizers_in(value)]
+    if isinstance(state, (list, tuple)):
+        return [found for value in state for found in optimizers_in(value)]
+    return []
+
+
 def was_constructed(optimizer: Optimizer) -> bool:
     """Whether the constructor of the base class was called, which makes what hooks and loads need."""
     return "_optimizer_step_pre_hooks" in vars(optimizer)
