@@ -93,16 +93,15 @@ def _shows_only(wrapper: Optimizer, inside: Optimizer) -> bool:
     )
 
 
-def optimizers_in(state: Any) -> list[Optimizer]:
-    """All optimizers among the values of a state, however nested."""
+def optimizers_in(state: Any, _around: tuple[int, ...] = ()) -> list[Optimizer]:
+    """All optimizers among the values of a state, however nested, without their wrappers."""
     bare = bare_optimizer(state)
     if isinstance(bare, Optimizer):
         return [bare]
-    if isinstance(state, Mapping):
-        return [found for value in state.values() for found in optimizers_in(value)]
-    if isinstance(state, (list, tuple)):
-        return [found for value in state for found in optimizers_in(value)]
-    return []
+    if not isinstance(state, (Mapping, list, tuple)) or id(state) in _around:
+        return []
+    children = state.values() if isinstance(state, Mapping) else state
+    return [found for value in children for found in optimizers_in(value, (*_around, id(state)))]
 
 
 def was_constructed(optimizer: Optimizer) -> bool:
