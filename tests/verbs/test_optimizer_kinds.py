@@ -55,7 +55,7 @@ def saved(folder: Path, how: str, model: nn.Module, optimizer: torch.optim.Optim
     else:
         options = StateDictOptions(flatten_optimizer_state_dict=how == "flat dcp")
         state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer, options=options)}
-        stock.save(state, checkpoint_id=path, no_dist=True)
+        stock.save(state, checkpoint_id=path)
     return path
 
 

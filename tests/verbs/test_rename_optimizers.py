@@ -263,7 +263,7 @@ def test_checkpoints_of_dcp_are_renamed_alike(tmp_path: Path, flat: bool):
         "model": get_model_state_dict(model),
         "optim": get_optimizer_state_dict(model, optimizer, options=options),
     }
-    stock.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    stock.save(state, checkpoint_id=tmp_path / "saved")
     other = Net("backbone")
     again = adamw(other, lr=7.0)
     hf.load({"model": other, "optim": again}, tmp_path / "saved", rename={"model.encoder": "model.backbone"})
