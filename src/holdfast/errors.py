@@ -127,6 +127,12 @@ class UnsupportedTensorError(HoldfastError, ValueError):
     kind: str
 
 
+class PartitionedParameterError(UnsupportedTensorError):
+    """Parameters whose elements DeepSpeed ZeRO-3 keeps elsewhere. Fields: ``key``, ``kind``, and ``keys``, all."""
+
+    keys: Sequence[str]
+
+
 class UnsupportedValueError(HoldfastError, TypeError):
     """Values that cannot be stored. Fields: ``key`` (of the first), and ``keys`` where all of them were looked for."""
 

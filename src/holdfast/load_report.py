@@ -37,6 +37,8 @@ class LoadReport:
     """Keys of the state that were not to be loaded."""
     not_requested: Sequence[str] = ()
     """Stored keys of other parts of the checkpoint than those in the state."""
+    changed_settings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Hyper-parameters of optimizers that are others now: what they were in the state, and what was stored."""
     notes: Sequence[str] = ()
     """Remarks on what was not simply read, such as parameters that were matched by position, and on repairs."""
     bytes_read: int = 0
@@ -63,7 +65,7 @@ class LoadReport:
             return replace(reports[0], bytes_read=bytes_read, elements=elements, seconds=seconds)
         lists = ("read", "transformed", "missing", "unexpected", "untouched", "not_requested", "notes")
         changes: dict[str, Any] = {name: every(name) for name in lists}
-        changes |= {name: joined(name) for name in ("renamed", "cast")}
+        changes |= {name: joined(name) for name in ("renamed", "cast", "changed_settings")}
         return replace(reports[0], **changes, bytes_read=bytes_read, elements=elements, seconds=seconds)
 
     def _repr_html_(self) -> str:
@@ -85,6 +87,7 @@ class LoadReport:
             ("renamed", renamed),
             ("cast", cast),
             ("transformed", self.transformed),
+            ("settings changed", [f"{key} ({old} -> {new})" for key, (old, new) in self.changed_settings.items()]),
             ("missing, left as they were", self.missing),
             ("unexpected, not loaded", self.unexpected),
             ("untouched", self.untouched),

@@ -108,10 +108,14 @@ def save(state: dict[str, Any]) -> MemoryCheckpoint:
     )
 
 
-def load(checkpoint: MemoryCheckpoint, state: dict[str, Any], *, strict: bool = True) -> list[str]:
+def load(
+    checkpoint: MemoryCheckpoint, state: dict[str, Any], *, strict: bool = True, optimizer_mismatch: Any = "error"
+) -> list[str]:
     """Load into live objects and return the notes."""
     context = Context.of(state)
     adapters = {key: adapter_for(value, (key,), context) for key, value in state.items()}
+    for adapter in adapters.values():
+        adapter.expect(None, optimizer_mismatch)  # type: ignore[union-attr]
     template = {key: adapter.template(checkpoint.tree.get(key)) for key, adapter in adapters.items()}  # type: ignore[union-attr]
     loaded = checkpoint.fill(template)
     if strict:

@@ -224,7 +224,8 @@ def test_parameters_are_matched_by_name_whatever_their_order_and_groups():
     other = Net()
     again = torch.optim.Adam([{"params": [other.scale, other.hidden.bias]}, {"params": [other.embedding.weight]}])
     again.add_param_group({"params": [other.hidden.weight]})
-    load(checkpoint, {"model": other, "optimizer": again})
+    notes = load(checkpoint, {"model": other, "optimizer": again}, optimizer_mismatch="ignore")
+    assert notes == ["optimizer: the parameters of its group 0 are in 3 groups here: 0, 1, 2"]
     for name, parameter in other.named_parameters():
         assert difference(again.state[parameter], optimizer.state[model.get_parameter(name)]) is None
 
@@ -542,3 +543,14 @@ def test_the_numbers_of_a_raw_state_dict_saved_by_dcp_are_understood():
     again = torch.optim.Adam(other.parameters())
     load(checkpoint, {"optimizer": again})
     assert difference(optimizer.state_dict(), again.state_dict()) is None
+
+
+def test_state_under_the_name_of_a_parameter_that_no_group_has_is_refused():
+    model, optimizer = trained("Adam")
+    checkpoint = save({"model": model, "optimizer": optimizer})
+    groups = checkpoint.tree["optimizer"]["param_groups"]
+    groups[0]["params"] = [f"old.{name}" for name in groups[0]["params"]]
+    other = Net()
+    again = torch.optim.Adam(other.parameters())
+    with pytest.raises(OptimizerMismatchError, match=r"state for embedding\.weight, .* none of its groups has them"):
+        load(checkpoint, {"model": other, "optimizer": again})

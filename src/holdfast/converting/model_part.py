@@ -25,7 +25,7 @@ _NOT_THE_MODEL = re.compile(
 """Whole words, since models have parts such as ``resampler`` too."""
 _NOT_THE_MODEL_IN_FLAT_KEYS = re.compile(_OPTIMIZER, re.IGNORECASE)
 """Keys with dots are those of a state dict of a model, which may call its parts anything."""
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.")
 
 
 class ModelPart(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 
 from holdfast.converting.outgoing import Outgoing, bytes_of_next
 from holdfast.converting.target import Target, Written
-from holdfast.environment import stamp
+from holdfast.environment import noted_optimizers, stamp
 from holdfast.errors import UnsupportedTensorError, UnsupportedValueError
 from holdfast.formats.native.layout import ChunkToWrite, FileLayout, lay_out
 from holdfast.formats.native.names import RECORD, data_file, new_generation
@@ -72,7 +72,7 @@ class NativeTarget(Target):
             tensors=refs,
             tree=self._tree(outgoing),
             metadata=dict(outgoing.source.metadata),
-            written={**stamp(1), "converted_from": noted},
+            written={**stamp(1), "converted_from": noted, **noted_optimizers([outgoing.optimizers])},
         )
         files: list[WrittenFile] = []
 

@@ -112,6 +112,8 @@ class Outgoing:
     memory_budget: int | None = None
     arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Tensors that the source holds as values, and so in memory, by their keys there."""
+    optimizers: Mapping[str, str] = field(default_factory=dict)
+    """The classes of optimizers by their new keys, as far as the source noted them."""
     advance: Callable[[int], None] = lambda count: None
     """Told how many bytes have been taken, by one thread."""
     digests: dict[str, bytes] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
@@ -11,12 +11,14 @@ from holdfast.converting.chosen_casts import Cast, Casts
 from holdfast.converting.held_arrays import with_references
 from holdfast.converting.outgoing import Outgoing, OutTensor, leaves_of
 from holdfast.converting.target import Target, refuse_values
+from holdfast.environment import optimizers_noted
 from holdfast.errors import UnknownKeyError
 from holdfast.formats.native.pruning import NOTHING, pruned
 from holdfast.formats.native.refs import PickledValue, TensorRef, UndeclaredValue, UnknownValue
 from holdfast.formats.native.trees import children_of, substituted, with_lists
 from holdfast.patterns import Patterns, Selection
 from holdfast.renames import Rename, Renaming
+from holdfast.sources.renaming import new_keys
 from holdfast.sources.renaming import rename as rename_leaves
 from holdfast.sources.source import Source
 from holdfast.sources.stored_nodes import StoredNode
@@ -63,18 +65,20 @@ def prepare(source: Source, target: Target, wishes: Wishes) -> Prepared:
     def is_wanted(leaf: StoredNode) -> bool:
         return chosen(leaf.key) and (not wishes.only_tensors or isinstance(leaf.value, TensorRef))
 
+    renaming = Renaming(wishes.rename)
+    by_key = new_keys(StoredNode.of(tree), renaming) if renaming else {}
     wanted = {path for path, leaf in leaves.items() if is_wanted(leaf)}
     if len(wanted) < len(leaves):
         tree = pruned(tree, (), lambda path: path in wanted)
     if tree is NOTHING or not wanted:
         raise _nothing_left(source, wishes)
-    renaming = Renaming(wishes.rename)
     if target.has_flat_keys:
-        flat = rename_flat(_flat_names([leaf for path, leaf in leaves.items() if path in wanted]), renaming)
+        names = _flat_names([leaf for path, leaf in leaves.items() if path in wanted])
+        flat = rename_flat(names, lambda name: by_key.get(name) or renaming(name))
         tree = {new: leaf.value for new, (_, leaf) in flat.items()}
         renamed = {old: new for new, (old, _) in flat.items() if old != new}
     else:
-        root, renamed = rename_leaves(StoredNode.of(tree), renaming)
+        root, renamed = rename_leaves(StoredNode.of(tree), by_key.get)
         tree = root.value
     casts = Casts.of(wishes.cast, [(leaf.key, leaf.value) for path, leaf in leaves.items() if path in wanted])
     prepared = prepare_renamed(
@@ -89,7 +93,21 @@ def prepare(source: Source, target: Target, wishes: Wishes) -> Prepared:
         unused=unused(renaming, casts),
     )
     prepared.outgoing.arrays = arrays
+    kept = [leaf.key for path, leaf in leaves.items() if path in wanted]
+    prepared.outgoing.optimizers = _moved(optimizers_noted(source.written), kept, renamed)
     return prepared
+
+
+def _moved(optimizers: Mapping[str, str], kept: Sequence[str], renamed: Mapping[str, str]) -> dict[str, str]:
+    """What is noted about optimizers, by the keys that they have after renaming."""
+    moved: dict[str, str] = {}
+    for key, name in optimizers.items():
+        groups = next((leaf for leaf in kept if leaf.startswith(f"{key}.param_groups")), None)
+        if groups is not None:
+            new, tail = renamed.get(groups, groups), groups[len(key) :]
+            if new.endswith(tail):
+                moved[new[: -len(tail)]] = name
+    return moved
 
 
 def prepare_renamed(
@@ -135,7 +153,7 @@ def prepare_renamed(
     )
 
 
-def rename_flat(names: Mapping[str, T], renaming: Renaming) -> dict[str, tuple[str, T]]:
+def rename_flat(names: Mapping[str, T], renaming: Callable[[str], Any]) -> dict[str, tuple[str, T]]:
     """What has these names under new ones, each with the old one."""
     renamed: dict[str, tuple[str, T]] = {}
     for name, found in names.items():

@@ -14,6 +14,7 @@ from holdfast.loading import load_state
 from holdfast.metadata import STATE_DICT_TYPE
 from holdfast.notices import warn_caller
 from holdfast.planning.load_planner import DefaultLoadPlanner, EmptyStateDictLoadPlanner
+from holdfast.planning.partitioned import not_loadable, partitioned_in
 from holdfast.planning.planner import LoadPlanner
 from holdfast.storage.contract import StorageReader
 from holdfast.stores.filesystem import AnyPath
@@ -74,6 +75,9 @@ def _perform_load(
     def prepare() -> tuple[StorageReader, STATE_DICT_TYPE]:
         _refuse_stock_objects(storage_reader, planner)
         reader = cast(StorageReader, _storage_setup(storage_reader, checkpoint_id, reader=True))
+        lost = partitioned_in(state_dict)
+        if lost:
+            raise not_loadable(lost)
         return reader, {key: _state_of(state_dict[key]) for key in keys}
 
     def hand_over() -> None:

@@ -25,6 +25,7 @@ from holdfast.dcp.utils import _api_bc_check, _profile, _runs_alone, _state_of
 from holdfast.events import recorded
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.notices import warn_caller
+from holdfast.planning.partitioned import partitioned_in, refused
 from holdfast.planning.planner import SavePlanner
 from holdfast.planning.save_planner import DefaultSavePlanner
 from holdfast.saving import save_state
@@ -380,6 +381,9 @@ def _save_state_dict(
 @_dcp_method_logger(log_exceptions=True)
 def _stateful_to_state_dict(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
     """The same dict with the state of every ``Stateful`` in its place. They are asked in the order of the dict."""
+    lost = partitioned_in(state_dict)
+    if lost:
+        raise refused(lost)
     states = {}
     for key, value in state_dict.items():
         with recorded(f"_stateful_to_state_dict.{key}", log_exceptions=True):

@@ -87,9 +87,10 @@ def diff(
 def _leaves_of(source: Source, renaming: Renaming | None = None) -> dict[str, StoredNode]:
     """Everything that has a key, by the one that it is to be compared under."""
     root = StoredNode.of(source.tree)
-    leaves = list(root.leaves())
-    renamed = rename_leaves(root, renaming)[1] if renaming else {}
-    return {renamed.get(leaf.key, leaf.key): leaf for leaf in leaves}
+    renamed: Mapping[str, str] = {}
+    if renaming:
+        root, renamed = rename_leaves(root, renaming)
+    return {renamed.get(leaf.key, leaf.key): leaf for leaf in root.leaves()}
 
 
 class _Comparison:

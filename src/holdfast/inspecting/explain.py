@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from holdfast.checkpoint import Checkpoint, opened
 from holdfast.coordination.collectives import Collectives
@@ -36,6 +36,7 @@ def explain(
     rename: Rename | None = None,
     cast: bool | Patterns | Mapping[Pattern, Any] = False,
     transform: Transforms | None = None,
+    optimizer_mismatch: Literal["error", "warn", "ignore"] = "error",
     allow_pickle: bool = False,
     memory_budget: int | None = None,
 ) -> Explanation:
@@ -48,8 +49,8 @@ def explain(
         path: the checkpoint.
         target: a state as for ``load``; or a path, a store or an opened checkpoint, whose keys, shapes and dtypes are
             taken for those of a state.
-        strict, allow_missing, allow_unexpected, include, exclude, rename, cast, transform, allow_pickle,
-            memory_budget: as for ``load``.
+        strict, allow_missing, allow_unexpected, include, exclude, rename, cast, transform,
+            optimizer_mismatch, allow_pickle, memory_budget: as for ``load``.
 
     Returns:
         The answer. ``explanation.ok`` if it would load.
@@ -76,6 +77,7 @@ def explain(
         transform=transform,
         verify=True,
         memory_budget=memory_budget,
+        optimizer_mismatch=optimizer_mismatch,
     )
     with ExitStack() as stack:
         source = stack.enter_context(opened(path, allow_pickle=allow_pickle)).source
@@ -138,7 +140,7 @@ class _Asking:
             passed_over=tuple(key for key in agreement.unexpected if key not in problems.unexpected),
             untouched=tuple(found.untouched),
             not_requested=tuple(agreement.not_requested),
-            notes=(*found.notes, *(note for adapter in found.adapters for note in adapter.notes())),
+            notes=(*found.notes, *(note for _, adapter in found.adapters for note in adapter.notes())),
             hints=tuple(hints),
         )
 

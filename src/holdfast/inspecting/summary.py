@@ -10,14 +10,18 @@ from typing import Any
 
 from holdfast.budgets import checked_budget
 from holdfast.checkpoint import Checkpoint
+from holdfast.environment import optimizers_noted
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.repairs import REPAIRED, repairs_in
 from holdfast.inspecting.numbers import are_numbers
 from holdfast.inspecting.statistics import count
 from holdfast.patterns import dotted
 from holdfast.progress import OnProgress, size
+from holdfast.words import some_of
 
 _MOST_SHOWN = 20
+
+_IN_ROWS_OF_THEIR_OWN = ("phases", "optimizers", REPAIRED)
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class CheckpointSummary:
         lines = [
             f"{self.path}",
             *_rows({"format": self.format, "identity": self.identity}),
-            *_rows({name: value for name, value in self.written.items() if name not in ("phases", REPAIRED)}),
+            *_rows({name: value for name, value in self.written.items() if name not in _IN_ROWS_OF_THEIR_OWN}),
+            *_rows({"optimizers": some_of([": ".join(pair) for pair in optimizers_noted(self.written).items()])}),
             *(row for repair in repairs_in(self.written) for row in _rows({REPAIRED: str(repair)})),
             *_rows(
                 {

@@ -22,6 +22,7 @@ from holdfast.manager.steps import folder_of, step_number
 from holdfast.manager.summaries import noted_metadata
 from holdfast.notices import warn_caller
 from holdfast.save_report import SaveReport
+from holdfast.states.unwrapping import optimizers_in
 from holdfast.stores.store import Store
 from holdfast.verbs.async_save import How, begin_save
 from holdfast.verbs.pending_save import PendingSave
@@ -190,7 +191,7 @@ class Saver:
         self._has_warned = True
         warn_caller(
             "overlap=True has no effect: there is no torch.optim.Optimizer in the state, so all of it is copied before "
-            "the save returns. Put the optimizer itself into the state, not its state_dict() or a wrapper.",
+            "the save returns. Put the optimizer itself into the state, not its state_dict().",
             RuntimeWarning,
         )
 
@@ -230,14 +231,3 @@ class Saver:
         if self._saving.on_full == "prune":
             return None  # some disks show late what a deletion has freed, and one more checkpoint would go meanwhile
         return ranks.broadcast("size", lambda: None if self._newest is None else self._newest.bytes_written)
-
-
-def optimizers_in(state: Any) -> list[torch.optim.Optimizer]:
-    """All optimizers among the values of a state, however nested."""
-    if isinstance(state, torch.optim.Optimizer):
-        return [state]
-    if isinstance(state, Mapping):
-        return [found for value in state.values() for found in optimizers_in(value)]
-    if isinstance(state, (list, tuple)):
-        return [found for value in state for found in optimizers_in(value)]
-    return []

@@ -22,6 +22,7 @@ from holdfast.formats.native.torch_elements import dtype_of
 from holdfast.formats.native.values import stored_numpy_dtype
 from holdfast.metadata import MetadataIndex
 from holdfast.planning.distributed_types import is_dtensor, is_sharded_tensor
+from holdfast.planning.partitioned import is_partitioned, refused
 from holdfast.planning.small_tensors import digest_of_small, has_its_memory
 from holdfast.planning.tensor_pieces import array_pieces, tensor_pieces
 
@@ -130,6 +131,8 @@ def hold(key: str, value: Any, *, stored_dtype: torch.dtype | None, compare: boo
         described = _describe_plain(key, value, stored_dtype)
     else:
         described = _describe_distributed(key, value, stored_dtype)
+    if not described.boxes and is_partitioned(value):
+        raise refused([key])
     if len(described.shape) > MOST_DIMENSIONS:
         raise _too_many_dimensions(described)
     if compare and described.boxes and others_may_have_it(value):

@@ -22,6 +22,7 @@ from holdfast.metadata import (
 from holdfast.notices import warn_caller
 from holdfast.planning.load_problems import LoadProblems, unloaded_under
 from holdfast.planning.materialize import materialize
+from holdfast.planning.partitioned import KIND, TO_LOAD, is_partitioned
 from holdfast.planning.plan import LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner, keeps_items_apart
 from holdfast.planning.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
@@ -206,7 +207,9 @@ def plan_load(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: bool
             )
         else:
             size, dtype = size_and_dtype(target)
-            if entry.size != size:
+            if is_partitioned(target):
+                problems.kinds[fqn] = f"is {KIND}; {TO_LOAD}"
+            elif entry.size != size:
                 problems.shapes[fqn] = (entry.size, size)
             elif on_this_rank(target):
                 if entry.properties.dtype != dtype:

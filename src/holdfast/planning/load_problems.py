@@ -95,7 +95,7 @@ def near_misses(missing: list[str], stored: list[str]) -> dict[str, str]:
     return found
 
 
-_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 
 
 def _tail(key: str) -> str:

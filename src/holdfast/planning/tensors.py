@@ -19,6 +19,7 @@ from holdfast.compat.tensors import is_wrapper_subclass
 from holdfast.errors import UnsupportedTensorError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast.planning.layouts import Piece, dtensor_pieces, is_replicated
+from holdfast.planning.partitioned import is_partitioned, refused
 from holdfast.planning.plan import TensorWriteData, WriteItem, WriteItemType
 from holdfast.planning.sharded_tensors import LocalShard, local_shards
 
@@ -116,6 +117,8 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 def refuse_if_it_has_no_bytes(fqn: str, tensor: torch.Tensor) -> None:
     """Raise for tensors whose content is not a dense array of elements."""
     kind = None
+    if is_partitioned(tensor):
+        raise refused([fqn])
     if is_lazy(tensor):
         kind = "a lazy parameter, which has no shape yet"
     elif tensor.is_meta:

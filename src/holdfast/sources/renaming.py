@@ -6,31 +6,53 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holdfast.formats.native.values import key_of
+from holdfast.sources.renamed_parameters import NOTHING_KNOWN, Live, with_renamed_parameters
 from holdfast.sources.stored_nodes import StoredNode
 
 
-def rename(root: StoredNode, new_name: Callable[[str], Any]) -> tuple[StoredNode, dict[str, str]]:
+def rename(
+    root: StoredNode, new_name: Callable[[str], Any], live: Live = NOTHING_KNOWN
+) -> tuple[StoredNode, dict[str, str]]:
     """The tree with its leaves under other keys. Returns it with what was renamed.
 
     ``new_name`` gives the new key of a leaf; None or the same key leaves it where it is. What is renamed as a whole
-    stays together, so that a list is still a list.
+    stays together, so that a list is still a list. Optimizers get the new names of parameters of a model that is
+    renamed. ``live`` is what is known of the state that the tree is for.
     """
-    names: dict[int, str] = {}
-    renamed: dict[str, str] = {}
-    for leaf in root.leaves():
-        name = new_name(leaf.key)
-        if name is not None and not (isinstance(name, str) and name):
-            raise TypeError(f"rename gives '{leaf.key}' the key {name!r}, which is not a text")
-        if name is not None and name != leaf.key:
-            names[id(leaf)] = renamed[leaf.key] = name
-    if not renamed:
+    given = _given(root, new_name)
+    if not given:
         return root, {}
+    root, of_optimizers = with_renamed_parameters(root, given, live)
+    renamed = _changed({**given, **{old: new.key for old, new in of_optimizers.items()}})
     _refuse_collisions(root, renamed)
+    goes = {**given, **{old: new.move for old, new in of_optimizers.items()}}
+    names = {id(leaf): goes[leaf.key] for leaf in root.leaves() if goes.get(leaf.key, leaf.key) != leaf.key}
     moves = list(_moves(root, names))
     tree = _without(root, {id(node) for node, _ in moves})
     for node, name in moves:
         tree = _insert(tree, name, node)
     return _without_empty_places(tree), renamed
+
+
+def new_keys(root: StoredNode, new_name: Callable[[str], Any]) -> dict[str, str]:
+    """What ``rename`` would rename, for those who take only a part of the tree."""
+    given = _given(root, new_name)
+    of_optimizers = with_renamed_parameters(root, given)[1] if given else {}
+    return _changed({**given, **{old: new.key for old, new in of_optimizers.items()}})
+
+
+def _given(root: StoredNode, new_name: Callable[[str], Any]) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for leaf in root.leaves():
+        name = new_name(leaf.key)
+        if name is not None and not (isinstance(name, str) and name):
+            raise TypeError(f"rename gives '{leaf.key}' the key {name!r}, which is not a text")
+        given[leaf.key] = leaf.key if name is None else name
+    return _changed(given)
+
+
+def _changed(names: Mapping[str, str]) -> dict[str, str]:
+    return {old: new for old, new in names.items() if old != new}
 
 
 def _refuse_collisions(root: StoredNode, renamed: Mapping[str, str]) -> None:

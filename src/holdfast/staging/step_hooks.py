@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from holdfast.errors import UnsupportedStateError
 from holdfast.staging.copying import Copies
+from holdfast.states.unwrapping import bare_optimizer
 
 _awaited: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[_Awaited]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -31,14 +33,14 @@ class _Awaited:
 
 
 def checked_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
-    """What the user calls optimizers, as a list.
+    """What the user calls optimizers, as a list, without the wrappers of other libraries.
 
     >>> checked_optimizers(7)
     Traceback (most recent call last):
     TypeError: optimizers must be torch.optim.Optimizer objects, not 7...
     """
-    one = isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Iterable)
-    given = [optimizers] if one else list(optimizers)
+    one = isinstance(bare_optimizer(optimizers), torch.optim.Optimizer) or not isinstance(optimizers, Iterable)
+    given = [bare_optimizer(each) for each in ([optimizers] if one else optimizers)]
     for each in given:
         if not isinstance(each, torch.optim.Optimizer):
             raise TypeError(
@@ -54,10 +56,31 @@ def hold_steps_back(
     """Let no step begin before all is copied. ``waited`` is told for how many seconds one was held back."""
     for optimizer in optimizers:
         with _lock:
-            if optimizer not in _awaited:
-                _awaited[optimizer] = []
-                optimizer.register_step_pre_hook(_wait_for_copies)
+            _watch(optimizer)
             _awaited[optimizer] = [*_still_awaited_by(optimizer), _Awaited(copies, waited)]
+
+
+def watch_steps(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Make sure that steps can be held back, before anything depends on it."""
+    for optimizer in optimizers:
+        with _lock:
+            _watch(optimizer)
+
+
+def _watch(optimizer: torch.optim.Optimizer) -> None:
+    if optimizer in _awaited:
+        return
+    try:
+        optimizer.register_step_pre_hook(_wait_for_copies)
+    except Exception as error:
+        kind = type(optimizer).__qualname__
+        raise UnsupportedStateError(
+            f"no hook can be put before the steps of {kind} ({type(error).__name__}: {error}), so that nothing would "
+            "keep it from changing what is being copied. Leave it out of `optimizers` (of a CheckpointManager: "
+            "overlap=False), or give the optimizer that it wraps. Nothing was saved",
+            kind=kind,
+        ) from error
+    _awaited[optimizer] = []  # not before: without the hook nothing would wait
 
 
 def _wait_for_copies(optimizer: torch.optim.Optimizer, *_: Any) -> None:

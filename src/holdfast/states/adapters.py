@@ -16,6 +16,7 @@ from holdfast.states.optimizers import OptimizerAdapter
 from holdfast.states.per_rank import PerRank
 from holdfast.states.rng import RngAdapter, RngState
 from holdfast.states.stateful import StatefulAdapter, is_stateful
+from holdfast.states.unwrapping import bare_module, bare_optimizer
 
 __all__ = ["Adapter", "Context", "Path", "adapter_for", "is_live", "per_rank_of"]
 
@@ -38,7 +39,8 @@ def adapter_for(value: Any, path: Path = (), context: Context | None = None) -> 
     True
     """
     if isinstance(value, torch.nn.Module):
-        return ModuleAdapter(value)
+        return ModuleAdapter(bare_module(value))
+    value = bare_optimizer(value)
     if isinstance(value, torch.optim.Optimizer):
         return _optimizer_adapter(value, path, context or Context())
     if isinstance(value, RngState):

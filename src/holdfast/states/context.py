@@ -12,6 +12,7 @@ import torch
 from holdfast.states.contract import Path
 from holdfast.states.module_names import parameter_names
 from holdfast.states.per_rank import PerRank
+from holdfast.states.unwrapping import bare_module
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ DEEPEST = 200
 
 def _find_modules(value: Any, path: Path, found: list[tuple[Path, torch.nn.Module]], open_: set[int]) -> None:
     if isinstance(value, torch.nn.Module):
-        found.append((path, value))
+        found.append((path, bare_module(value)))
         return
     if isinstance(value, PerRank):
         _find_modules(value.value, path, found, open_)

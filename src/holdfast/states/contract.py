@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 Path = tuple[Any, ...]
 """Where something is in a state: dict keys as they are, numbers for positions."""
@@ -42,6 +43,24 @@ class Adapter(ABC):
         to keep.
         """
         return loaded
+
+    @property
+    def kind(self) -> str | None:
+        """What a checkpoint notes about the object beside its state; None if there is nothing to note."""
+        return None
+
+    def expect(  # noqa: B027 - most objects have nothing to compare
+        self, stored_kind: str | None, on_mismatch: Literal["error", "warn", "ignore"]
+    ) -> None:
+        """Called before ``template``: what was noted about the object, and what to do if that is another one now."""
+
+    def warnings(self) -> list[str]:
+        """What the caller is to be warned of, once the template was made."""
+        return []
+
+    def changes(self) -> Mapping[str, tuple[Any, Any]]:
+        """Settings that the load has changed, by their keys in the object: what they were, and what they are."""
+        return {}
 
     def notes(self) -> list[str]:
         """Remarks for the report of the load, once the template was made or applied."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.formats.native.refs import Slot
 from holdfast.formats.native.values import key_of
-from holdfast.states.adapters import Context, adapter_for, per_rank_of
+from holdfast.states.adapters import Adapter, Context, adapter_for, per_rank_of
 from holdfast.states.context import DEEPEST, NEVER_LIVE
 from holdfast.states.contract import Path
 
@@ -27,6 +27,8 @@ class Expanded:
     """What each rank has its own of, by name: where it is, and this rank's value. The tree has only the name there."""
     from_first_rank: set[Path] = field(default_factory=set)
     """Places of tensors whose copy on the first rank counts."""
+    kinds: dict[Path, str] = field(default_factory=dict)
+    """What is to be noted about live objects, by their places."""
 
 
 def expand(state: Any) -> Expanded:
@@ -70,12 +72,17 @@ class _Expander:
         adapter = adapter_for(value, path, self.context)
         if adapter is not None:
             self.result.from_first_rank.update((*path, key) for key in adapter.from_first_rank)
+            self._note(adapter, path)
             return self.visit(adapter.saved(), path)
         if kind in _MAPPINGS:
             return self._other_mapping(value, path)
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return kind(*(self.visit(child, (*path, name)) for name, child in zip(kind._fields, value, strict=True)))
         return value
+
+    def _note(self, adapter: Adapter, path: Path) -> None:
+        if adapter.kind is not None:
+            self.result.kinds[path] = adapter.kind
 
     def _children(self, mapping: Mapping[Any, Any], path: Path) -> dict[Any, Any]:
         visit = self.visit
@@ -96,6 +103,9 @@ class _Expander:
         inner = _Expander(self.context)
         adapter = adapter_for(value, path, self.context)
         tree = inner.visit(value if adapter is None else adapter.saved(), path)
+        self.result.kinds.update(inner.result.kinds)
+        if adapter is not None:
+            self._note(adapter, path)
         name = key_of(path)
         if inner.result.slots:
             raise ValueError(f"'{name}' is per rank, and something in it is per rank again; wrap it once")

@@ -20,14 +20,14 @@ def is_flat(stored: Any) -> bool:
     >>> is_flat({"state.layer.weight.exp_avg": 1, "param_groups.layer.weight.lr": 0.1})
     True
     """
-    return isinstance(stored, Mapping) and bool(stored) and all(_split(key) is not None for key in stored)
+    return isinstance(stored, Mapping) and bool(stored) and all(split_key(key) is not None for key in stored)
 
 
 class FlatKeys:
     """The way from such a state to a nested one, and back."""
 
     def __init__(self, stored: Mapping[str, Any]) -> None:
-        self._places = {key: place for key in stored if (place := _split(key)) is not None}
+        self._places = {key: place for key in stored if (place := split_key(key)) is not None}
         names = dict.fromkeys(name for _, name, _ in self._places.values())
         self._groups = {name: index for index, name in enumerate(names)}
 
@@ -58,7 +58,12 @@ class FlatKeys:
         return flat | {f"state.{name}": template["state"][name] for name in lacking}
 
 
-def _split(key: Any) -> tuple[str, str, str] | None:
+def split_key(key: Any) -> tuple[str, str, str] | None:
+    """The part, the parameter and the last name of such a key; None if it is of another kind.
+
+    >>> split_key("state.layer.weight.exp_avg")
+    ('state', 'layer.weight', 'exp_avg')
+    """
     if not isinstance(key, str):
         return None
     part, _, rest = key.partition(".")

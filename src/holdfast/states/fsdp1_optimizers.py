@@ -24,8 +24,10 @@ from holdfast.states.contract import Adapter
 from holdfast.states.destinations import like, shape_of
 from holdfast.states.fsdp1_modules import sharded_states
 from holdfast.states.module_names import canonical_name
+from holdfast.states.optimizer_kinds import Comparison, OnFinding, changed_settings, class_of
 from holdfast.states.optimizer_names import Match, is_optimizer_state, match, take_settings, without_anything
 from holdfast.states.stateful import merged
+from holdfast.states.unwrapping import refuse_if_it_cannot_be_loaded
 
 
 class Fsdp1OptimizerAdapter(Adapter):
@@ -37,6 +39,8 @@ class Fsdp1OptimizerAdapter(Adapter):
         self._match: Match | None = None
         self._live: Mapping[str, Any] = {}
         self._raw_names: dict[str, str] = {}
+        self._comparison = Comparison(optimizer)
+        self._changes: dict[str, tuple[Any, Any]] = {}
 
     def saved(self) -> Any:
         with sharded_states(self._module), warnings.catch_warnings():
@@ -46,11 +50,13 @@ class Fsdp1OptimizerAdapter(Adapter):
         return {"state": {self._name(name): entry for name, entry in raw["state"].items()}, "param_groups": groups}
 
     def template(self, stored: Any) -> Any:
+        refuse_if_it_cannot_be_loaded(self._optimizer)
         live = self.saved()
         if not is_optimizer_state(stored):
             return live
         names = [list(group["params"]) for group in live["param_groups"]]
         self._live, self._match = live, match(names, stored["param_groups"])
+        self._comparison.compare(stored, self._match, is_flat=False)
         flat = [name for group in names for name in group]
         with sharded_states(self._module):
             examples = {canonical_name(self._module, key): value for key, value in self._module.state_dict().items()}
@@ -78,6 +84,7 @@ class Fsdp1OptimizerAdapter(Adapter):
             if name in matched.parameters:
                 state[flat[matched.parameters[name]]] = without_anything(entry)
         groups = take_settings(live["param_groups"], loaded["param_groups"], matched)
+        self._changes = changed_settings(live["param_groups"], groups)
         for group in groups:
             group["params"] = [self._raw_names[name] for name in group["params"]]
         with sharded_states(self._module), warnings.catch_warnings():
@@ -87,8 +94,21 @@ class Fsdp1OptimizerAdapter(Adapter):
             )
         self._optimizer.load_state_dict(flattened)
 
+    @property
+    def kind(self) -> str | None:
+        return class_of(self._optimizer)
+
+    def expect(self, stored_kind: str | None, on_mismatch: OnFinding) -> None:
+        self._comparison.expect(stored_kind, on_mismatch)
+
+    def warnings(self) -> list[str]:
+        return self._comparison.warnings
+
+    def changes(self) -> Mapping[str, tuple[Any, Any]]:
+        return self._changes
+
     def notes(self) -> list[str]:
-        return [] if self._match is None else list(self._match.notes)
+        return [] if self._match is None else [*self._match.notes, *self._comparison.notes]
 
     def _name(self, raw: str) -> str:
         name = canonical_name(self._module, raw)

@@ -9,31 +9,12 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from holdfast.compat.modules import children_of
-
-
-class _Wrapper(NamedTuple):
-    module: str
-    name: str
-    attribute: str
-    """Where the wrapped model is."""
-
-
-_WRAPPERS = (
-    _Wrapper("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
-    _Wrapper("torch.nn.parallel.data_parallel", "DataParallel", "module"),
-    _Wrapper("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    _Wrapper(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"
-    ),
-    _Wrapper("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
-)
-_COMPONENTS = frozenset(wrapper.attribute for wrapper in _WRAPPERS)
+from holdfast.states.unwrapping import COMPONENTS, attribute_of_wrapped
 
 
 def strip_wrapper_names(key: str) -> str:
@@ -46,7 +27,7 @@ def strip_wrapper_names(key: str) -> str:
     'layers.0.weight'
     """
     *parents, last = key.split(".")
-    return ".".join([*(part for part in parents if part not in _COMPONENTS), last])
+    return ".".join([*(part for part in parents if part not in COMPONENTS), last])
 
 
 def canonical_name(root: torch.nn.Module, name: str) -> str:
@@ -99,20 +80,11 @@ def _child(module: torch.nn.Module, name: str) -> torch.nn.Module | None:
 def wrapper_attribute(cls: type[torch.nn.Module]) -> str | None:
     """By which name a wrapper of this class has what it wraps; None if it is not a class of wrappers."""
     if cls not in _seen:
-        _seen[cls] = _look_up(cls)
+        _seen[cls] = attribute_of_wrapped(cls)
     return _seen[cls]
 
 
 _seen: WeakKeyDictionary[type[torch.nn.Module], str | None] = WeakKeyDictionary()
-
-
-def _look_up(cls: type[torch.nn.Module]) -> str | None:
-    for wrapper in _WRAPPERS:
-        # If nobody has imported it so far, nothing can be an instance of it.
-        known = getattr(sys.modules.get(wrapper.module), wrapper.name, None)
-        if known is not None and issubclass(cls, known):
-            return wrapper.attribute
-    return None
 
 
 def parameter_names(module: torch.nn.Module) -> dict[int, str]:

@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from holdfast.formats.native.refs import ANYTHING
 from holdfast.planning.materialize import is_meta, with_memory
+from holdfast.planning.partitioned import is_partitioned
 from holdfast.states.contract import Adapter
 from holdfast.states.destinations import is_distributed
 from holdfast.states.fsdp1_modules import contains_fsdp1, sharded_states
@@ -102,7 +103,10 @@ def _state_dict(module: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tens
     There is one object for every tensor, however many names it has.
     """
     if type(module).state_dict is not nn.Module.state_dict or contains_fsdp1(module):
-        return dict(module.state_dict()), {}
+        given = dict(module.state_dict())
+        # Torch gives what shares the memory of a parameter, without the marks that others have left on it.
+        marked = {name: value for name, value in module.named_parameters() if name in given and is_partitioned(value)}
+        return {**given, **marked}, {}
     with_grad = module.state_dict(keep_vars=True)
     members = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     detached: dict[int, torch.Tensor] = {}
@@ -113,7 +117,7 @@ def _state_dict(module: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tens
             state[name] = value
             continue
         if id(value) not in detached:
-            detached[id(value)] = value.detach()
+            detached[id(value)] = value if is_partitioned(value) else value.detach()
         state[name] = detached[id(value)]
         if id(value) in members:
             own[name] = state[name]

@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.compat.modules import has_loading_hooks
+from holdfast.states.unwrapping import was_constructed
 
 
 def stand_ins(optimizer: Optimizer, parameters: Mapping[Any, torch.Tensor], state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -39,6 +40,8 @@ def _as_range(numbers: list[Any]) -> Any:
 
 def _somebody_looks(optimizer: Optimizer) -> bool:
     """Whether code that is not of torch sees what is loaded."""
+    if not was_constructed(optimizer):
+        return True
     methods = (type(optimizer).load_state_dict, type(optimizer).__setstate__)
     return has_loading_hooks(optimizer) or any(method.__module__.partition(".")[0] != "torch" for method in methods)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import OptimizerMismatchError
 from holdfast.formats.native.refs import ANYTHING
 from holdfast.states.module_names import strip_wrapper_names
+from holdfast.words import some_of
 
 Name = str | int
 """Of a parameter: its name in a model, or else its number in the optimizer."""
@@ -22,6 +23,8 @@ class Match:
     groups: Sequence[int | None]
     """For each live group, the stored group whose settings it takes; None keeps its own."""
     notes: list[str] = field(default_factory=list)
+    regrouped: list[str] = field(default_factory=list)
+    """Where parameters are grouped in another way now."""
 
 
 def match(live: list[list[Name]], stored_groups: Sequence[Mapping[str, Any]]) -> Match:
@@ -29,7 +32,8 @@ def match(live: list[list[Name]], stored_groups: Sequence[Mapping[str, Any]]) ->
     stored = [list(group.get("params", ())) for group in stored_groups]
     notes: list[str] = []
     parameters = _match_parameters(live, stored, notes)
-    return Match(parameters, _match_groups(live, stored_groups, stored, parameters), notes)
+    groups = _match_groups(live, stored_groups, stored, parameters)
+    return Match(parameters, groups, notes, _regrouped(live, stored, parameters))
 
 
 def is_optimizer_state(value: Any) -> bool:
@@ -40,6 +44,17 @@ def is_optimizer_state(value: Any) -> bool:
         and isinstance(value.get("param_groups"), list)
         and all(isinstance(group, Mapping) and "params" in group for group in value["param_groups"])
     )
+
+
+def refuse_strays(state: Iterable[Any], known: Container[Any], live: Iterable[Name]) -> None:
+    """Raise if there is state for parameters that no stored group has. It would belong to nothing."""
+    strays = sorted(set(state) & {name for name in live if isinstance(name, str) and name not in known})
+    if strays:
+        raise OptimizerMismatchError(
+            f"The stored optimizer has state for {some_of(strays)}, but none of its groups has them. "
+            "Something has renamed one and not the other; use rename={stored: wanted} with keys of the model",
+            problems=[f"{name}: state, but no group" for name in strays],
+        )
 
 
 def take_settings(
@@ -101,10 +116,7 @@ def _match_groups(
     group_of = {parameters[name]: index for index, names in enumerate(stored) for name in names if name in parameters}
     sources: list[int | None] = []
     problems: list[str] = []
-    begin = 0
-    for index, names in enumerate(live):
-        numbers = range(begin, begin + len(names))
-        begin += len(names)
+    for index, (names, numbers) in enumerate(zip(live, _numbered(live), strict=True)):
         candidates = sorted({group_of[number] for number in numbers if number in group_of})
         if not candidates and not names and index < len(stored) and not stored[index]:
             candidates = [index]  # both empty: nothing but the position tells
@@ -124,6 +136,41 @@ def _match_groups(
             problems=problems,
         )
     return sources
+
+
+def _regrouped(live: list[list[Name]], stored: list[list[Name]], parameters: Mapping[Name, int]) -> list[str]:
+    """Groups that were put together or divided since. One of the settings would replace others then."""
+    group_of = {number: index for index, numbers in enumerate(_numbered(live)) for number in numbers}
+    goes: dict[int, set[int]] = {}
+    comes: dict[int, set[int]] = {}
+    for index, names in enumerate(stored):
+        for name in names:
+            if name in parameters:
+                group = group_of[parameters[name]]
+                goes.setdefault(index, set()).add(group)
+                comes.setdefault(group, set()).add(index)
+    divided = [
+        f"the parameters of its group {index} are in {len(groups)} groups here: {_in_order(groups)}"
+        for index, groups in goes.items()
+        if len(groups) > 1
+    ]
+    joined = [
+        f"the parameters of its groups {_in_order(indexes)} are in one group here: {group}"
+        for group, indexes in comes.items()
+        if len(indexes) > 1
+    ]
+    return divided + joined
+
+
+def _numbered(live: list[list[Name]]) -> Iterator[range]:
+    begin = 0
+    for names in live:
+        yield range(begin, begin + len(names))
+        begin += len(names)
+
+
+def _in_order(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
 
 
 def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

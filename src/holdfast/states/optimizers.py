@@ -21,8 +21,18 @@ from holdfast.states.flat_optimizer_states import FlatKeys, is_flat
 from holdfast.states.gaps import with_present
 from holdfast.states.module_names import strip_wrapper_names
 from holdfast.states.optimizer_casts import put_back, quick_groups, stand_ins
-from holdfast.states.optimizer_names import Match, Name, is_optimizer_state, match, take_settings, without_anything
+from holdfast.states.optimizer_kinds import Comparison, OnFinding, changed_settings, class_of
+from holdfast.states.optimizer_names import (
+    Match,
+    Name,
+    is_optimizer_state,
+    match,
+    refuse_strays,
+    take_settings,
+    without_anything,
+)
 from holdfast.states.stateful import StatefulAdapter, merged
+from holdfast.states.unwrapping import refuse_if_it_cannot_be_loaded
 
 _SHAPED_LIKE_PARAMETERS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
@@ -40,6 +50,8 @@ class OptimizerAdapter(Adapter):
         self._match: Match | None = None
         self._flat_keys: FlatKeys | None = None
         self._stored: Mapping[str, Any] = {}
+        self._comparison = Comparison(optimizer)
+        self._changes: dict[str, tuple[Any, Any]] = {}
 
     def saved(self) -> Any:
         raw = self._optimizer.state_dict()
@@ -55,6 +67,7 @@ class OptimizerAdapter(Adapter):
         return {**raw, "state": state, "param_groups": groups}
 
     def template(self, stored: Any) -> Any:
+        refuse_if_it_cannot_be_loaded(self._optimizer)
         raw = self._optimizer.state_dict()
         if not _has_usual_shape(raw, self._optimizer):
             return StatefulAdapter(self._optimizer).template(stored)
@@ -68,6 +81,7 @@ class OptimizerAdapter(Adapter):
         self._stored = stored
         names = self._names()
         self._match = match(names, stored["param_groups"])
+        self._comparison.compare(stored, self._match, is_flat=self._flat_keys is not None)
         template = {key: merged(raw.get(key), value) for key, value in stored.items()}
         template["state"] = self._state_template(raw, stored, _flat(names))
         template["param_groups"] = [dict.fromkeys(group, ANYTHING) for group in stored["param_groups"]]
@@ -79,6 +93,7 @@ class OptimizerAdapter(Adapter):
         live = dict(enumerate(raw["state"].get(number, {}) for number in _flat_params(raw)))
         known = {name for group in stored["param_groups"] for name in group["params"]}
         template: dict[Any, Any] = {}
+        refuse_strays(stored["state"], known, names)
         for key, entry in stored["state"].items():
             name = _parameter_name(key, known)
             if name in self._match.parameters:
@@ -118,14 +133,28 @@ class OptimizerAdapter(Adapter):
         others = {key: value for key, value in loaded.items() if key not in ("state", "param_groups")}
         parameters = dict(zip(numbers, self._parameters(), strict=True))
         given = stand_ins(self._optimizer, parameters, state)
+        self._changes = changed_settings(raw["param_groups"], groups)
         self._optimizer.load_state_dict(
             {**others, "state": given, "param_groups": quick_groups(self._optimizer, groups)}
         )
         for number, parameter in parameters.items():
             put_back(self._optimizer.state.get(parameter), state.get(number, {}))
 
+    @property
+    def kind(self) -> str | None:
+        return class_of(self._optimizer)
+
+    def expect(self, stored_kind: str | None, on_mismatch: OnFinding) -> None:
+        self._comparison.expect(stored_kind, on_mismatch)
+
+    def warnings(self) -> list[str]:
+        return self._comparison.warnings
+
+    def changes(self) -> Mapping[str, tuple[Any, Any]]:
+        return self._changes
+
     def notes(self) -> list[str]:
-        return [] if self._match is None else list(self._match.notes)
+        return [] if self._match is None else [*self._match.notes, *self._comparison.notes]
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]

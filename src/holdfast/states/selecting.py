@@ -12,6 +12,7 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.formats.native.declared import declared_class, kind_to_declare
 from holdfast.formats.native.pruning import NOTHING, part_of, pruned
 from holdfast.formats.native.refs import Slot, UndeclaredValue
+from holdfast.formats.native.trees import children_of
 from holdfast.formats.native.values import key_of
 from holdfast.states.contract import Path
 from holdfast.states.expanding import Expanded
@@ -26,7 +27,18 @@ def select(expanded: Expanded, wanted: Callable[[str], bool], rank: int) -> Expa
             slots[name] = (path, kept)
     names = {path: name for name, (path, _) in expanded.slots.items()}
     tree = _selected(expanded.tree, (), lambda path: names[path] in slots if path in names else wanted(key_of(path)))
-    return Expanded({} if tree is NOTHING else tree, slots, expanded.from_first_rank)
+    kinds = {path: kind for path, kind in expanded.kinds.items() if path in names or _is_in(tree, path)}
+    return Expanded({} if tree is NOTHING else tree, slots, expanded.from_first_rank, kinds)
+
+
+def _is_in(tree: Any, path: Path) -> bool:
+    """Whether something is left at a place. Positions in lists that became shorter do not tell."""
+    for name in path:
+        children = dict(children_of(tree) or ())
+        if name not in children:
+            return False
+        tree = children[name]
+    return True
 
 
 def _selected(value: Any, path: Path, wanted: Callable[[Path], bool]) -> Any:

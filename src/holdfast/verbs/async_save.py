@@ -28,7 +28,7 @@ from holdfast.patterns import Pattern, Patterns
 from holdfast.phases import Phases
 from holdfast.save_report import SaveReport
 from holdfast.staging.arenas import ArenaPool, Memory
-from holdfast.staging.step_hooks import changed_only_by, checked_optimizers, hold_steps_back
+from holdfast.staging.step_hooks import changed_only_by, checked_optimizers, hold_steps_back, watch_steps
 from holdfast.stores.memory_store import MemoryStore
 from holdfast.stores.places import in_messages, store_at
 from holdfast.stores.store import Store
@@ -211,6 +211,7 @@ class _Begun:
         """Capture and copy. Returns what is to be done with the copy."""
         how.check()
         optimizers = checked_optimizers(how.optimizers)
+        watch_steps(optimizers)
         store = _store_for(path, how.writer)
         with self.phases.during("capture"), no_garbage_collection():
             rank, world_size = (0, 1) if lane.link is None else (lane.link.rank, len(lane.link.members))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from holdfast.compat.tensors import PACKED
-from holdfast.errors import UnsupportedTensorError
+from holdfast.errors import PartitionedParameterError, UnsupportedTensorError
+from holdfast.formats.native.keys import readable
 from holdfast.formats.native.values import Encoder, Path
 from holdfast.patterns import Choice, Selection
+from holdfast.planning import partitioned
 from holdfast.planning.holdings import (
     HeldTensor,
     Holding,
@@ -43,6 +45,8 @@ class Captured:
     local: Mapping[str, HeldTensor]
     to_compare: frozenset[str] = frozenset()
     """The keys whose digests are still to be taken, because other ranks may hold the same."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """The classes of optimizers, by their keys."""
 
 
 _Whose = Literal["shared", "first rank's", "own"]
@@ -92,7 +96,8 @@ class Capture:
         encoded = self._encoded(expanded)
         holdings, local = self._held(encoded.tensors)
         to_compare = self._to_compare(encoded.tensors, holdings) if self.compare_later else frozenset()
-        return Captured(encoded.tree, encoded.own, _with_ties(holdings, local), local, to_compare)
+        kinds = {readable(path): kind for path, kind in expanded.kinds.items()}
+        return Captured(encoded.tree, encoded.own, _with_ties(holdings, local), local, to_compare, kinds)
 
     def _encoded(self, expanded: Expanded) -> _Encoded:
         """The state as typed values, and the tensors that were met on the way."""
@@ -188,6 +193,8 @@ def _all_refused(refused: list[UnsupportedTensorError]) -> UnsupportedTensorErro
     first = refused[0]
     if len(refused) == 1:
         return first
+    if all(isinstance(error, PartitionedParameterError) for error in refused):
+        return partitioned.refused([error.key for error in refused])
     lines = [f"  {error.message}" for error in refused[:_MOST_REPORTED]]
     if len(refused) > _MOST_REPORTED:
         lines.append(f"  and {len(refused) - _MOST_REPORTED} more (see the field `keys` of this error)")

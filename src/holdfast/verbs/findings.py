@@ -31,8 +31,8 @@ class Findings:
     dense: DenseFills = field(default_factory=DenseFills)
     """Those that take the stored bytes as they are."""
     transforms: list[Transform] = field(default_factory=list)
-    adapters: list[Adapter] = field(default_factory=list)
-    """Of the live objects that are loaded."""
+    adapters: list[tuple[str, Adapter]] = field(default_factory=list)
+    """Of the live objects that are loaded, with their keys."""
     read: dict[str, None] = field(default_factory=dict)
     """In order; the values mean nothing."""
     renamed: dict[str, str] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from holdfast.errors import CheckpointException, HoldfastError, IncompleteLoadEr
 from holdfast.formats.native.repairs import repairs_in
 from holdfast.garbage import no_garbage_collection
 from holdfast.load_report import LoadReport
+from holdfast.notices import warn_caller
 from holdfast.patterns import Pattern, Patterns
 from holdfast.renames import Rename
 from holdfast.sources.detect import open_source
@@ -49,6 +50,7 @@ def load(
     rename: Rename | None = None,
     cast: bool | Patterns | Mapping[Pattern, Any] = False,
     transform: Transforms | None = None,
+    optimizer_mismatch: Literal["error", "warn", "ignore"] = "error",
     verify: bool | Literal["first"] = True,
     allow_pickle: bool = False,
     memory_budget: int | None = None,
@@ -77,6 +79,8 @@ def load(
             Without it another dtype is an error.
         transform: keys of the state and functions ``f(checkpoint, key)`` that make the tensor or value for them out of
             the opened checkpoint, for instance by joining several stored tensors.
+        optimizer_mismatch: what to do if a stored optimizer is of another class than that in the state, or has its
+            parameters in other groups: "error", "warn", or "ignore", which only notes it in the report.
         verify: compare the digests of all that is read. ``"first"`` does so before anything is changed, at the cost of
             reading twice. Safetensors files have no digests, and files of torch none for parts of what a rank saved.
         allow_pickle: load values that were stored as pickles, which can run any code.
@@ -120,6 +124,7 @@ def load(
                 transform=transform,
                 verify=verify,
                 memory_budget=memory_budget,
+                optimizer_mismatch=optimizer_mismatch,
             ),
         )
         with ExitStack() as stack:
@@ -152,6 +157,9 @@ class _Load:
         )
         agreement = agree(self.ranks, plan, self.options)
         agreement.problems.raise_if_any(self.source.location)
+        for key, adapter in plan.found.adapters:
+            for warning in adapter.warnings():
+                warn_caller(f"'{key}': {warning}. It is loaded all the same, as optimizer_mismatch='warn' wants it.")
         return plan, agreement
 
     def read(self, plan: LoadPlan) -> Phase:
@@ -220,8 +228,13 @@ class _Load:
             notes=[
                 *map(str, repairs_in(self.source.written)),
                 *found.notes,
-                *(note for adapter in found.adapters for note in adapter.notes()),
+                *(note for _, adapter in found.adapters for note in adapter.notes()),
             ],
+            changed_settings={
+                f"{key}.{name}" if key else name: change
+                for key, adapter in found.adapters
+                for name, change in adapter.changes().items()
+            },
             world_size=self.ranks.world_size,
         )
         seconds = time.perf_counter() - started

@@ -41,6 +41,8 @@ class LoadOptions:
     """Whether digests are compared: while reading, or also before."""
     memory_budget: int | None
     """How many bytes may be allocated beside the state."""
+    optimizer_mismatch: Literal["error", "warn", "ignore"] = "error"
+    """What to do about an optimizer that is of another kind, or grouped in another way, than the stored one."""
 
     @classmethod
     def of(
@@ -56,10 +58,13 @@ class LoadOptions:
         transform: Transforms | None,
         verify: bool | Literal["first"],
         memory_budget: int | None,
+        optimizer_mismatch: Literal["error", "warn", "ignore"] = "error",
     ) -> LoadOptions:
         """The arguments of ``load``, checked."""
         if verify not in (True, False, "first"):
             raise ValueError(f"verify must be True, False or 'first', not {verify!r}")
+        if optimizer_mismatch not in ("error", "warn", "ignore"):
+            raise ValueError(f"optimizer_mismatch must be 'error', 'warn' or 'ignore', not {optimizer_mismatch!r}")
         if transform is not None and not isinstance(transform, Mapping):
             raise TypeError(f"transform takes keys of the state with a function for each, not {transform!r}")
         return cls(
@@ -73,6 +78,7 @@ class LoadOptions:
             transform_patterns=[(str(pattern), Chooser(pattern)) for pattern in transform or ()],
             verify=verify,
             memory_budget=checked_budget(memory_budget),
+            optimizer_mismatch=optimizer_mismatch,
         )
 
 

@@ -8,11 +8,15 @@ from typing import Any
 
 from holdfast.boxes import volume
 from holdfast.checkpoint import Checkpoint
+from holdfast.environment import optimizers_noted
 from holdfast.formats.native.keys import readable
 from holdfast.patterns import dotted
+from holdfast.sources.renamed_parameters import Live
 from holdfast.sources.renaming import rename
 from holdfast.sources.source import Source
 from holdfast.sources.stored_nodes import StoredNode
+from holdfast.states.context import Context
+from holdfast.states.unwrapping import optimizers_in
 from holdfast.verbs.filling import Region, hole_in, regions_of
 from holdfast.verbs.fills import DenseFills, Fill, sharing
 from holdfast.verbs.findings import Findings
@@ -69,9 +73,9 @@ def plan_load(state: Any, source: Source, options: LoadOptions, *, rank: int, wo
     """Match a checkpoint with a state. What does not fit is noted in the plan."""
     root = StoredNode.of(source.tree)
     new_keys: Mapping[str, str] = {}
+    matcher = Matcher(state, options, rank=rank, world_size=world_size, kinds=optimizers_noted(source.written))
     if options.renaming:
-        root, new_keys = rename(root, options.renaming)
-    matcher = Matcher(state, options, rank=rank, world_size=world_size)
+        root, new_keys = rename(root, options.renaming, _known_of(state, matcher.context))
     outcome = matcher.match_state(state, root)
     found = matcher.found
     found.notes += _unused(options, found)
@@ -95,6 +99,17 @@ def plan_load(state: Any, source: Source, options: LoadOptions, *, rank: int, wo
         not_requested=not_requested,
         root=root,
     )
+
+
+def _known_of(state: Any, context: Context) -> Live:
+    """What the models of a state and the parameters of its optimizers are called."""
+    names = {
+        name
+        for optimizer in optimizers_in(state)
+        for name in context.names_of([each for group in optimizer.param_groups for each in group["params"]])
+        if name is not None
+    }
+    return Live([readable(path) for path, _ in context.modules], frozenset(names))
 
 
 def _sharing(dense: DenseFills, writes: Sequence[Write]) -> list[int]:

@@ -6,18 +6,20 @@ Nothing is changed here. The result is a tree of outcomes, each of which knows h
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from holdfast.errors import HoldfastError
+from holdfast.formats.native.keys import readable
 from holdfast.formats.native.pruning import NOTHING, pruned
 from holdfast.formats.native.refs import ANYTHING, TensorRef
 from holdfast.formats.native.trees import children_of, hides_tensor, is_named, refs_in
 from holdfast.formats.native.values import Path, key_of
 from holdfast.planning.materialize import is_meta, with_memory
+from holdfast.planning.partitioned import KIND, TO_LOAD, is_partitioned
 from holdfast.sources.stored_nodes import StoredNode
 from holdfast.states.adapters import Context, adapter_for, is_live, per_rank_of
 from holdfast.states.contract import Adapter
@@ -58,8 +60,12 @@ _IN_PLACE = frozenset({dict, OrderedDict, list})
 class Matcher:
     """Matches the places of one state."""
 
-    def __init__(self, state: Any, options: LoadOptions, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self, state: Any, options: LoadOptions, *, rank: int, world_size: int, kinds: Mapping[str, str]
+    ) -> None:
         self.options = options
+        self.kinds = kinds
+        """What was noted about live objects, by their stored keys."""
         self.rank = rank
         self.world_size = world_size
         self.found = Findings()
@@ -181,6 +187,9 @@ class Matcher:
             stored.take()  # it has a place in the state, whatever the function makes for that
 
     def _plan_fill(self, key: str, ref: TensorRef, target: Any) -> None:
+        if is_partitioned(target):
+            self.found.misfits[key] = f"is {KIND}; {TO_LOAD}"
+            return
         shape, dtype = shape_and_dtype(target)
         if shape != ref.shape:
             self.found.shapes[key] = (ref.shape, shape)
@@ -279,6 +288,8 @@ class Matcher:
         if not self._touches_anything(adapter, stored, path):
             self.leave(key, stored, target)
             return Kept(target)
+        noted = None if stored is None else self.kinds.get(readable(stored.path))
+        adapter.expect(noted, self.options.optimizer_mismatch)
         try:
             template = adapter.template(None if stored is None else stored.value)
         except HoldfastError as error:
@@ -288,7 +299,7 @@ class Matcher:
             return Kept(target)
         if children_of(template) == [] and not _is_empty(stored):
             return Kept(target)  # it has no state to load, so what is stored here has no place
-        self.found.adapters.append(adapter)
+        self.found.adapters.append((key, adapter))
         before = len(self.found.read) + len(self.found.transforms)
         with self._in_live_object():
             content = self.match(template, stored, path)

@@ -60,7 +60,7 @@ def _match_values(matcher: Matcher, target: Any, rule: PerRank, stored: StoredNo
         outcomes = [matcher.take(children[source], (*path, source)) for source in sources]
     adapter = adapter_for(rule.value, path, matcher.context)
     if adapter is not None:
-        matcher.found.adapters.append(adapter)
+        matcher.found.adapters.append((key, adapter))
     return Chosen(target, rule, outcomes, len(children), matcher.rank, matcher.world_size, adapter)
 
 

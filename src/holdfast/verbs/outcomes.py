@@ -13,6 +13,7 @@ from holdfast.formats.native.refs import ANYTHING
 from holdfast.formats.native.trees import children_of, is_named, substituted
 from holdfast.states.contract import Adapter
 from holdfast.states.per_rank import PerRank
+from holdfast.states.unwrapping import refresh
 
 
 class Outcome(ABC):
@@ -139,6 +140,7 @@ class Live(Outcome):
         loaded = self.content.finish()
         try:
             self.adapter.apply(self.adapter.completed(loaded))
+            refresh(self.target)
         except Exception as error:
             if hasattr(error, "add_note"):
                 error.add_note(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from holdfast.environment import stamp
+from holdfast.environment import noted_optimizers, stamp
 from holdfast.errors import CheckpointException
 from holdfast.formats.native.json_texts import dumps
 from holdfast.formats.native.layout import ChunkToWrite
@@ -81,7 +81,7 @@ class SaveRun:
     def plan(self, captured: Captured) -> _Plan:
         """Find out together what the checkpoint contains, and who writes what of it."""
         same_tree_as, holdings = self._first_with_the_same_tree(captured), NamedRows(captured.holdings)
-        proposal = _Proposal(same_tree_as, captured.tree, captured.own, holdings)
+        proposal = _Proposal(same_tree_as, captured.tree, captured.own, holdings, captured.kinds)
         if proposal.same_tree_as != self.ranks.rank:
             proposal = proposal._replace(tree=None)  # it need not be sent twice
         decision: _Decision | None = None
@@ -175,7 +175,8 @@ class SaveRun:
         self._treat_differences([*differing, *agreed.differing])
         if agreed.ties:
             tree = renamed_tensors(tree, agreed.ties)
-        contents = Contents(agreed.tensors, tree, self.options.metadata, stamp(self.ranks.world_size))
+        written = stamp(self.ranks.world_size) | noted_optimizers([proposal.kinds for proposal in proposals])
+        contents = Contents(agreed.tensors, tree, self.options.metadata, written)
         return _Decision(before, contents), agreed.chunks
 
     def _refuse_empty_selection(self, tree: Any) -> None:
@@ -200,6 +201,8 @@ class _Proposal(NamedTuple):
     tree: Any
     own: Mapping[str, Any]
     holdings: NamedRows[Holding]
+    kinds: Mapping[str, str]
+    """The classes of its optimizers, by their keys."""
 
 
 def _with_own(tree: Any, own: Sequence[Mapping[str, Any]]) -> Any:

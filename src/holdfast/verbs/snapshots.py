@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -51,9 +51,7 @@ class Snapshot:
         for key, parts in self._parts.items():
             made = tuple((box, part.twin if isinstance(part, Copy) else part) for box, part in parts)
             local[key] = CopiedTensor(key, made, self._captured.local[key].stored_dtype)
-        return Captured(
-            self._captured.tree, self._captured.own, self._captured.holdings, local, self._captured.to_compare
-        )
+        return replace(self._captured, local=local)
 
 
 def _noted(copies: Copies, local: LocalTensor, box: Any) -> Any:
@@ -71,7 +69,7 @@ def with_digests(captured: Captured) -> Captured:
         else holding
         for holding in captured.holdings
     ]
-    return Captured(captured.tree, captured.own, holdings, captured.local, frozenset())
+    return replace(captured, holdings=holdings, to_compare=frozenset())
 
 
 _pending: weakref.WeakKeyDictionary[Lane, list[tuple[Future[Any], int]]] = weakref.WeakKeyDictionary()
