@@ -39,6 +39,11 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def device_of_messages(group: dist.ProcessGroup | None = None) -> torch.device:
+    """The device on which the messages of a group have to be."""
+    return torch.device(c10d._get_object_coll_device(group))
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long a group waits for other ranks."""
     try:

@@ -8,6 +8,15 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+"""The classes of torch that wrap a model, and by which name they have it."""
+
 
 def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
     """The modules directly inside a module by name. Those of scripted modules have no ``get``."""

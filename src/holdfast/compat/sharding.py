@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.metadata import ShardMetadata
@@ -41,11 +40,6 @@ ShardOrder: TypeAlias = Mapping[int, Sequence[int]]
 
 
 # DTensor
-
-
-def local_part(tensor: DTensor) -> torch.Tensor:
-    """This rank's part, without waiting for a collective and without a place in the autograd graph."""
-    return tensor._local_tensor
 
 
 def placements_of(tensor: DTensor) -> tuple[Any, ...]:

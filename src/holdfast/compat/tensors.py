@@ -37,6 +37,12 @@ def wrapper_subclass(cls: type, size: Sequence[int], dtype: torch.dtype) -> Any:
     return torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype)
 
 
+def local_part(dtensor: Any) -> torch.Tensor:
+    """This rank's part of a DTensor, without waiting for a collective and without a place in the autograd graph."""
+    part: torch.Tensor = dtensor._local_tensor
+    return part
+
+
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, read with the opposite sign."""
     return torch._neg_view(tensor)

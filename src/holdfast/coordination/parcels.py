@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_object_coll_device
 
+from holdfast.compat.groups import device_of_messages
 from holdfast.coordination.collectives import Attempt, Collectives
 
 _NO_MORE = -1
@@ -37,7 +37,7 @@ class Parcels:
 
     def __init__(self, ranks: Collectives) -> None:
         self._ranks = ranks
-        self._device = torch.device(_get_object_coll_device(ranks.group))
+        self._device = device_of_messages(ranks.group)
 
     def send(self, rank: int, note: Note, content: torch.Tensor) -> None:
         """Send bytes, which must be in contiguous CPU memory."""

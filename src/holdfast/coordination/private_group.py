@@ -24,7 +24,6 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from holdfast.compat.groups import default_group, set_backend_timeout, store_of, stores_in_use, timeout_of
@@ -334,14 +333,6 @@ def _start_anew_in_forked_child() -> None:
 
 os.register_at_fork(after_in_child=_start_anew_in_forked_child)
 atexit.register(forget_private_groups)  # they have threads, which must not outlive the interpreter
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    try:
-        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    except (RuntimeError, AttributeError):  # not every backend tells
-        timeout = c10d.default_pg_timeout
-    return timeout
 
 
 def _here(rank: int) -> str:

@@ -18,6 +18,7 @@ import torch
 from holdfast import settings
 from holdfast.background.messages import Request
 from holdfast.background.writer_process import find_main_script, idle_writer, pack_request
+from holdfast.compat.tensors import local_part
 from holdfast.coordination.meeting import meeting, own_place
 from holdfast.errors import PreflightError
 from holdfast.manager.host_memory import memory_limits
@@ -250,7 +251,7 @@ class _Preflight:
 def _tensors_of(captured: Captured) -> Iterator[torch.Tensor]:
     """Those of this rank, as they lie in the memory of some device."""
     for local in captured.local.values():
-        value = local.value._local_tensor if is_dtensor(local.value) else local.value
+        value = local_part(local.value) if is_dtensor(local.value) else local.value
         if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
             yield value
 

@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from holdfast.boxes import Box, place_of
+from holdfast.compat.tensors import local_part
 from holdfast.errors import UnsupportedTensorError
 from holdfast.formats.native.dtypes import dtype_named, name_of
 from holdfast.formats.native.record import MOST_DIMENSIONS
@@ -173,7 +174,7 @@ def memory_of(value: Any) -> tuple[Any, ...] | None:
         return None
     if isinstance(value, np.ndarray):
         return ("numpy", address, value.dtype.str, value.shape, value.strides) if value.size else None
-    local = value._local_tensor if is_dtensor(value) else value
+    local = local_part(value) if is_dtensor(value) else value
     if local.numel() == 0 or local.is_meta:
         return None
     layout = (value.device_mesh, value.placements) if is_dtensor(value) else ()
@@ -187,7 +188,7 @@ def address_of(value: Any) -> int | None:
     if isinstance(value, np.ndarray):
         return int(value.__array_interface__["data"][0])
     if type(value) not in _PLAIN:
-        value = value._local_tensor if is_dtensor(value) else value
+        value = local_part(value) if is_dtensor(value) else value
         if not _is_plain(value):
             return None
     try:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_object_coll_device
 
-from holdfast.compat.sharding import ShardedTensor, local_part
+from holdfast.compat.groups import device_of_messages
+from holdfast.compat.sharding import ShardedTensor
+from holdfast.compat.tensors import local_part
 from holdfast.planning.checkpointable import copy_fields, is_checkpointable
 from holdfast.planning.distributed_types import is_dtensor
 from holdfast.planning.sharded_tensors import local_shards
@@ -72,7 +73,7 @@ def with_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _default_device() -> torch.device:
     initialized: bool = dist.is_available() and dist.is_initialized()
-    return _current(torch.device(_get_object_coll_device())) if initialized else torch.device("cpu")
+    return _current(device_of_messages()) if initialized else torch.device("cpu")
 
 
 def _current(device: torch.device) -> torch.device:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_object_coll_device
 
+from holdfast.compat.groups import device_of_messages
 from holdfast.compat.sharding import LocalShardOfTensor as Shard
 from holdfast.compat.sharding import (
     ShardedTensor,
@@ -93,7 +93,7 @@ def group_device_type(group: dist.ProcessGroup | None = None) -> str:
     """Where tensors live that a group works on; in main memory if there is no group."""
     if not (dist.is_available() and dist.is_initialized()):
         return "cpu"
-    return torch.device(_get_object_coll_device(group)).type
+    return device_of_messages(group).type
 
 
 def rank_device(rank: int, device_type: str) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from holdfast.compat.sharding import ShardedTensor
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast.planning import tensors
 from holdfast.planning.checkpointable import CheckpointableTensor, chunks_of, is_checkpointable, shard_of

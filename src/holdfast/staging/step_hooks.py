@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from holdfast.compat.tensors import local_part
 from holdfast.errors import UnsupportedStateError
+from holdfast.planning.distributed_types import is_dtensor
 from holdfast.staging.copying import Copies
 from holdfast.states.unwrapping import bare_optimizer
 
@@ -149,7 +151,7 @@ def _extent_of(tensor: Any) -> tuple[int, int]:
 
 def _local(tensor: Any) -> Any:
     """This rank's part."""
-    return getattr(tensor, "_local_tensor", tensor)
+    return local_part(tensor) if is_dtensor(tensor) else tensor
 
 
 def _layout_of(tensor: Any) -> tuple[Any, ...]:

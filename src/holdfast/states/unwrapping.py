@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from holdfast.compat.modules import WRAPPERS
 from holdfast.errors import UnsupportedStateError
 
 _LIGHTNING = ("lightning.fabric", "lightning_fabric")
@@ -22,14 +23,7 @@ _OUTER_MODELS = {
 }
 """Those that come around all others, and have methods of their own for saving and loading."""
 
-_MODELS = {
-    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
-    "torch.nn.parallel.data_parallel.DataParallel": "module",
-    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
-    **_OUTER_MODELS,
-}
+_MODELS = {**WRAPPERS, **_OUTER_MODELS}
 
 _OPTIMIZERS = {
     "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
