@@ -69,7 +69,8 @@ class Entry:
 
 def entry_of_step(info: StepInfo, seen: SeenFolder) -> Entry:
     """The entry of a step of a run."""
-    state: State = "committed" if info.is_usable else "damaged" if info.damage is not None else "set aside"
+    is_legible = info.damage is None and info.unreadable is None
+    state: State = "committed" if info.is_usable else "set aside" if is_legible else "damaged"
     entry = Entry(
         name=info.name,
         state=state,
@@ -83,7 +84,7 @@ def entry_of_step(info: StepInfo, seen: SeenFolder) -> Entry:
         metrics=info.metrics,
         metadata=info.metadata,
         pinned=info.pinned,
-        why=info.damage or info.set_aside or "",
+        why=info.unreadable or info.damage or info.set_aside or "",
     )
     return _with_missing_files(entry, seen)
 
@@ -152,11 +153,11 @@ def _entry_of_native(seen: SeenFolder, path: str, store: Store) -> Entry | None:
             return replace(entry, why=f"{store.path_of(RECORD)} is too large for a record: {record_bytes} bytes")
         content = store.read(RECORD)
         summary = Summary.of(decode_record(content, store.path_of(RECORD)), len(content))
+        aside = reason_to_pass_over(store) if SET_ASIDE in seen.names else None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (HoldfastError, OSError) as error:
         return replace(entry, why=str(error))
-    aside = reason_to_pass_over(store) if SET_ASIDE in seen.names else None
     step = step_of(seen.name)
     entry = replace(
         entry,

@@ -46,7 +46,10 @@ class Owner:
         """
         pid = os.getpid()
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return Owner(token, socket.gethostname(), pid, _start_of(pid) or "", _this_place(), now, root)
+        started = ""
+        with suppress(OSError):
+            started = _start_of(pid) or ""
+        return Owner(token, socket.gethostname(), pid, started, _this_place(), now, root)
 
     @staticmethod
     def from_json(stored: Any) -> Owner | None:
@@ -77,7 +80,10 @@ class Owner:
             return "unknown"
         if not self.started:
             return "alive" if _answers(self.pid) else "dead"
-        return "alive" if _start_of(self.pid) == self.started else "dead"
+        try:
+            return "alive" if _start_of(self.pid) == self.started else "dead"
+        except OSError:
+            return "unknown"
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
@@ -92,10 +98,13 @@ def _this_place() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process started; None if there is none, or nothing but its exit code is left of it."""
+    """When a process started; None if there is none, or nothing but its exit code is left of it.
+
+    Raises if that cannot be told, as of a process of somebody else on a machine that hides those.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text.rpartition(")")[2].split()  # the name of the program comes before, and may hold anything
     return None if fields[0] in ("Z", "X") else fields[_START]

@@ -270,7 +270,7 @@ def _not_to_be_touched(steps: Sequence[StepInfo]) -> dict[int, str]:
     """Those that policies are not asked about."""
     reasons = {}
     for info in steps:
-        if info.damage is not None:
+        if info.damage is not None or info.unreadable is not None:
             reasons[info.step] = "cannot be read"
         elif info.set_aside is not None:
             reasons[info.step] = "set aside"

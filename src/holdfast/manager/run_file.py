@@ -13,12 +13,14 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.errors import (
     CommitConflictError,
     DamagedCheckpointError,
+    HoldfastError,
     NotAFolderError,
     RunInUseError,
     RunTakenError,
@@ -87,23 +89,30 @@ class RunFile:
         folder of which this is a copy has no part in it.
         """
         before: Owner | None = None
+        noted: Owner | None = None
 
         def claimed(state: RunState) -> RunState:
-            nonlocal before
+            nonlocal before, noted
             if run is not None and state.run not in ("", run):
                 raise ValueError(
                     f"{self.root.location} holds the run {state.run!r} and not {run!r}. Choose another folder, or "
                     "leave out the id to go on with the run that is there"
                 )
             marks = self.root.marks()
-            before = state.owner
+            before = noted = state.owner
             if before is not None and (before.token == token or not before.owns(marks)):
                 before = None
             if before is not None and not take_over and before.life() == "alive":
                 raise self._in_use(before)
             return replace(state, run=state.run or run or secrets.token_hex(8), owner=Owner.this_process(token, marks))
 
-        state = self.change(claimed)
+        try:
+            state = self.change(claimed)
+        except OSError:
+            # It may be in place all the same, and would keep this process itself from trying again.
+            with suppress(OSError, HoldfastError):
+                self.change(lambda state: replace(state, owner=noted), token=token)
+            raise
         if before is not None:
             self._tell_about(before)
         self.has_rival = before is not None and before.life() != "dead"
