@@ -1,4 +1,4 @@
-"""A disk that fails for a moment, or may not be read: no older step is taken in silence, and nothing is deleted for it."""
+"""A disk that fails for a moment, or may not be read: no older step is taken in silence, nothing is deleted for it."""
 
 from __future__ import annotations
 
@@ -181,9 +181,12 @@ def test_what_cannot_be_read_is_not_deleted_and_has_no_other_deleted(tmp_path, h
     left = {}
     for name, steps in (("readable", ()), ("hidden", (hidden,))):
         root = shutil.copytree(tmp_path / "run", tmp_path / name)
-        with unreadable(root, *steps, always=bool(steps)).on_disk():
-            with hf.CheckpointManager(root, async_save=False, **options) as manager:
-                manager.save(5, state_of(5), metrics=losses(5))
+        faults, run = (
+            unreadable(root, *steps, always=bool(steps)),
+            hf.CheckpointManager(root, async_save=False, **options),
+        )
+        with faults.on_disk(), run as manager:
+            manager.save(5, state_of(5), metrics=losses(5))
         left[name] = set(steps_in(root))
     assert left["readable"] < {1, 2, 3, 4, 5}
     assert left["hidden"] >= left["readable"] | {hidden, 5}
@@ -199,18 +202,18 @@ def test_a_full_disk_is_not_made_room_on_by_what_cannot_be_read(tmp_path):
 
 def test_what_cannot_be_read_is_not_deleted_by_its_number_either(tmp_path):
     a_run(tmp_path, 1, 2)
-    with hf.CheckpointManager(tmp_path) as manager, unreadable(tmp_path, 1).on_disk():
-        with pytest.raises(NotDeletedError, match="Permission denied"):
-            manager.delete(1)
+    refused = pytest.raises(NotDeletedError, match="Permission denied")
+    with hf.CheckpointManager(tmp_path) as manager, unreadable(tmp_path, 1).on_disk(), refused:
+        manager.delete(1)
     assert steps_in(tmp_path) == [1, 2]
 
 
 def test_what_cannot_be_read_is_not_replaced_if_it_may_be_somebody_elses(tmp_path):
     a_run(tmp_path, 1)
     hf.save(state_of(7), tmp_path / folder_of(2))
-    with hf.CheckpointManager(tmp_path, async_save=False) as manager, unreadable(tmp_path, 2).on_disk():
-        with pytest.raises(CheckpointExistsError, match="cannot be read"):
-            manager.save(2, state_of(2))
+    refused = pytest.raises(CheckpointExistsError, match="cannot be read")
+    with hf.CheckpointManager(tmp_path, async_save=False) as manager, unreadable(tmp_path, 2).on_disk(), refused:
+        manager.save(2, state_of(2))
     assert hf.open(tmp_path / folder_of(2)).load()["seen"] == 7
 
 

@@ -173,6 +173,30 @@ class RunFile:
 
         return self._noted(token, ended)
 
+    def begin_beside(self, folder: str, identity: str, check: Callable[[RunState], None]) -> RunState:
+        """Note that a folder is about to be deleted, by a process that does not own the run and does not take it.
+
+        ``check`` is given what the file says, and may raise. What the owner itself has noted of the folder stays.
+        """
+
+        def begun(state: RunState) -> RunState:
+            check(state)
+            return replace(state, unfinished={folder: identity, **state.unfinished})
+
+        return self._noted(None, begun)
+
+    def end_beside(self, folder: str, identity: str, *, is_gone: bool, unpinned: Iterable[int] = ()) -> RunState:
+        """Take back what ``begin_beside`` has noted; if the checkpoint is gone, forget it."""
+
+        def ended(state: RunState) -> RunState:
+            others = {name: known for name, known in state.unfinished.items() if (name, known) != (folder, identity)}
+            if not is_gone:
+                return replace(state, unfinished=others)
+            rows = {name: row for name, row in state.rows.items() if name != folder}
+            return replace(state, unfinished=others, rows=rows, pinned=state.pinned - frozenset(unpinned))
+
+        return self._noted(None, ended)
+
     def change(self, change: Callable[[RunState], RunState], *, token: str | None = None) -> RunState:
         """Replace the state by what ``change`` makes of it, which is asked again if another process was faster.
 
@@ -198,12 +222,12 @@ class RunFile:
                 return changed
         raise AssertionError("the last attempt returns or raises")
 
-    def _noted(self, token: str, change: Callable[[RunState], RunState]) -> RunState:
+    def _noted(self, token: str | None, change: Callable[[RunState], RunState]) -> RunState:
         try:
             return self.change(change, token=token)
         except OSError as error:
             logger.warning("%s could not be changed: %s", self.path, error)
-            return change(self.check(token))
+            return change(self.read() if token is None else self.check(token))
 
     def _read(self) -> tuple[bytes | None, RunState]:
         try:
