@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 Life = Literal["alive", "dead", "unknown"]
 
+_TOO_LARGE = 1 << 32
+"""No system numbers its processes so."""
 _START = 19
 """Of the fields that /proc/<pid>/stat has behind the name of the program: when it started, in ticks since the boot."""
 
@@ -59,7 +61,11 @@ class Owner:
             return None
         values = {name: stored[name] for name in names}
         pid = values.pop("pid")
-        if type(pid) is not int or pid < 1 or not all(isinstance(value, str) for value in values.values()):
+        if (
+            type(pid) is not int
+            or not 1 <= pid < _TOO_LARGE
+            or not all(isinstance(value, str) for value in values.values())
+        ):
             return None
         root = stored.get("root", [])
         if not isinstance(root, list) or not all(isinstance(mark, str) for mark in root):
@@ -117,4 +123,6 @@ def _answers(pid: int) -> bool:
         return False
     except PermissionError:
         return True
+    except OverflowError:  # a number of another system
+        return False
     return True

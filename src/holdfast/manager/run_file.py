@@ -323,7 +323,8 @@ def _decoded(content: bytes, source: str) -> RunState:
     known_owner = Owner.from_json(owner)
     is_whole = (
         members.get("format") == _FORMAT
-        and members.get("version") == _VERSION
+        and type(version) is int
+        and version == _VERSION
         and isinstance(run, str)
         and (owner is None or known_owner is not None)
         and isinstance(pinned, list)
