@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pty
 import shutil
@@ -17,6 +18,7 @@ from holdfast.cli import removing
 from holdfast.manager.run_file import RunFile
 from holdfast.stores.places import store_at
 from holdfast.stores.roots import root_at
+from tests.manager.io_faults import IoFaults
 
 
 def error_of(ran):
@@ -473,3 +475,35 @@ def test_nothing_is_deleted_beside_a_run_file_that_cannot_be_read(prepared, hold
 
     assert error_of(ran) == "NotDeletedError"
     assert os.path.exists("runs/a/step-00000100/holdfast.json")
+
+
+def test_force_beside_a_living_job_works_at_a_url_too(holdfast, monkeypatch):
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("holdfast.manager.owners._this_place", lambda: "another machine")
+        manager = hf.CheckpointManager("memory://rm-beside", async_save=False, save_at_end=False)
+        manager.save(1, {"w": torch.ones(2)})
+    manager.save(2, {"w": torch.ones(2)})
+    assert error_of(holdfast("rm", "memory://rm-beside/step-00000001", "--yes", "--json")) == "NotDeletedError"
+
+    assert holdfast("rm", "memory://rm-beside/step-00000001", "--yes", "--force").status == 0
+
+    manager.save(3, {"w": torch.ones(2)})
+    assert [info.step for info in manager.steps()] == [2, 3]
+    manager.close()
+    for step in (2, 3):
+        assert holdfast("rm", f"memory://rm-beside/step-{step:08d}", "--yes").status == 0
+
+
+def test_a_run_file_that_cannot_be_written_does_not_hinder_a_deletion(prepared, holdfast):
+    faults = IoFaults(
+        prepared / "runs/a",
+        number_of_error=errno.ENOSPC,
+        names=lambda call, name: call == "open" and name.startswith(".holdfast-run.json"),
+        always=True,
+    )
+    with faults.on_disk():
+        assert holdfast("rm", "runs/a/step-00000100", "--yes").status == 0
+    assert faults.failed
+    assert not os.path.exists("runs/a/step-00000100")
+    with hf.CheckpointManager("runs/a", every_steps=100) as manager:
+        assert [info.step for info in manager.steps()] == [200, 300]

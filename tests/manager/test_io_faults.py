@@ -13,10 +13,11 @@ from dataclasses import replace
 
 import fsspec
 import pytest
+import torch
 import torch.distributed as dist
 
 import holdfast as hf
-from holdfast.errors import CheckpointExistsError, NotDeletedError, UnreadableCheckpointError
+from holdfast.errors import NotDeletedError, UnreadableCheckpointError
 from holdfast.listing.listing import list_place
 from holdfast.manager.owners import Owner
 from holdfast.manager.run_file import RunFile
@@ -211,7 +212,7 @@ def test_what_cannot_be_read_is_not_deleted_by_its_number_either(tmp_path):
 def test_what_cannot_be_read_is_not_replaced_if_it_may_be_somebody_elses(tmp_path):
     a_run(tmp_path, 1)
     hf.save(state_of(7), tmp_path / folder_of(2))
-    refused = pytest.raises(CheckpointExistsError, match="cannot be read")
+    refused = pytest.raises(UnreadableCheckpointError, match=r"step 2 is not saved.*Permission denied")
     with hf.CheckpointManager(tmp_path, async_save=False) as manager, unreadable(tmp_path, 2).on_disk(), refused:
         manager.save(2, state_of(2))
     assert hf.open(tmp_path / folder_of(2)).load()["seen"] == 7
@@ -227,6 +228,24 @@ def test_a_listing_shows_it_with_the_reason(tmp_path):
             entry = list_place(str(path)).entries[-1]
         assert (entry.step, entry.state) == (2, "damaged")
         assert "Input/output error" in entry.why
+
+
+@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
+def test_a_listing_has_files_that_cannot_be_read(tmp_path, number):
+    torch.save(state_of(1), tmp_path / "model.pt")
+    hf.save(state_of(1), tmp_path / "native")
+    hf.convert(tmp_path / "native", tmp_path / "model.safetensors", to="safetensors", include="model.weight")
+    faults = IoFaults(
+        tmp_path, number_of_error=number, names=lambda call, name: call == "open" and "model." in name, always=True
+    )
+    with faults.on_disk():
+        found = {entry.name: entry for entry in list_place(str(tmp_path)).entries}
+    assert {name: entry.state for name, entry in found.items()} == {
+        "model.pt": "damaged",
+        "model.safetensors": "damaged",
+        "native": "committed",
+    }
+    assert os.strerror(number) in found["model.pt"].why
 
 
 # --- the run file --------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def entry_of_other(seen: SeenFolder, path: str, store: Store | None) -> Entry | 
     newest = seen.last_change()
     return Entry(
         name=seen.name,
-        state="committed",
+        state="damaged" if seen.trouble else "committed",
         format=found,
         identity=f"{newest}-{seen.nbytes}-{len(seen.files)}",
         step=number_in(seen.name),
@@ -107,6 +107,7 @@ def entry_of_other(seen: SeenFolder, path: str, store: Store | None) -> Entry | 
         path=path,
         bytes_on_disk=seen.nbytes,
         saved_at=_moment(newest),
+        why=seen.trouble,
     )
 
 

@@ -12,7 +12,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 from holdfast import settings
-from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, NotDeletedError
+from holdfast.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    NotDeletedError,
+    UnreadableCheckpointError,
+)
 from holdfast.manager.deleting import Deleter, Deletion
 from holdfast.manager.full_disk import next_to_go
 from holdfast.manager.retention import Policy, plan_deletions
@@ -112,9 +117,19 @@ class Run:
     def _refuse_to_replace_others(self, step: int) -> None:
         state = self._file.check(self._token)
         info = look_at(self.root, step, state)
-        is_legible = info is None or (info.damage is None and info.unreadable is None)
-        if info is None or info.is_ours or (not is_legible and was_saved_by(state, info.name)):
+        if info is None or info.is_ours:
             return
+        is_legible = info.damage is None and info.unreadable is None
+        if not is_legible and was_saved_by(state, info.name):
+            return
+        if info.unreadable is not None:
+            raise UnreadableCheckpointError(
+                f"step {step} is not saved, because nobody could see whether there is a checkpoint at {info.path} "
+                f"already: {info.unreadable}. Save again when the disk answers, and check who may read that folder.",
+                path=info.path,
+                step=step,
+                reason=info.unreadable,
+            )
         what = "was not saved by this run" if is_legible else "cannot be read"
         what = "is a link to another place" if self.root.is_linked(info.name) else what
         raise CheckpointExistsError(
