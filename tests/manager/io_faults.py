@@ -8,10 +8,10 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import pathlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -76,6 +76,11 @@ class IoFaults:
                 patches.enter_context(mock.patch(f"os.{name}", self._watched(name, real)))
             for module in (builtins, io):
                 patches.enter_context(mock.patch.object(module, "open", self._watched("open", io.open)))
+            accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 has looked up its functions already
+            for name in (*_BY_PATH, *_BY_DESCRIPTOR):
+                if accessor is not None and hasattr(accessor, name):
+                    watched = staticmethod(self._watched(name, getattr(accessor, name)))
+                    patches.enter_context(mock.patch.object(accessor, name, watched))
             yield self
 
     @contextmanager
@@ -146,7 +151,3 @@ class _Entry:
 
 
 _readlink = os.readlink
-
-
-def names_in(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
