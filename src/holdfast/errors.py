@@ -359,6 +359,17 @@ class NotDeletedError(HoldfastError, RuntimeError):
     reason: str
 
 
+class UnreadableCheckpointError(HoldfastError, OSError):
+    """A checkpoint of a run could not be looked at, so nobody can tell whether it is the one to take.
+
+    Fields: ``path``, ``step``, ``reason`` (what the system said).
+    """
+
+    path: str
+    step: int
+    reason: str
+
+
 class NoUsableCheckpointError(HoldfastError, RuntimeError):
     """A run has checkpoints, and none of them can be restored. Fields: ``path``, ``steps``."""
 

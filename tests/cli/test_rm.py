@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pty
 import shutil
@@ -17,6 +18,7 @@ from holdfast.cli import removing
 from holdfast.manager.run_file import RunFile
 from holdfast.stores.places import store_at
 from holdfast.stores.roots import root_at
+from tests.manager.io_faults import IoFaults
 
 
 def error_of(ran):
@@ -326,3 +328,182 @@ def test_a_checkpoint_that_was_replaced_meanwhile_stays(tmp_path):
         removing.remove(entry)
 
     assert hf.open(tmp_path / "c").load()["w"].tolist() == [0, 0]
+
+
+# --- a run of a job on another machine ------------------------------------------------------------------------------
+
+ANOTHER_MACHINE = """
+import sys
+import torch
+import holdfast as hf
+from holdfast.manager import owners
+from holdfast.stores.local_store import LocalStore
+
+owners._this_place = lambda: "another machine"
+owners.socket.gethostname = lambda: "node-7"
+commit = LocalStore.commit
+
+def waiting(store, name, content, *, replaces):
+    if name == "holdfast.json":
+        print("writing", store.folder.name, flush=True)
+        sys.stdin.readline()
+    commit(store, name, content, replaces=replaces)
+
+with hf.CheckpointManager("runs/c", async_save=False, keep_last=3, signals=()) as manager:
+    for step in (1, 2):
+        manager.save(step, {"w": torch.full((4,), float(step))})
+    manager.pin(1)
+    LocalStore.commit = waiting
+    for step in (3, 2, 4, 5):
+        print("next", flush=True)
+        if sys.stdin.readline() != "go\\n":
+            break
+        manager.save(step, {"w": torch.full((4,), step + 0.5)})
+        print("saved", step, flush=True)
+"""
+
+
+class JobOnAnotherMachine:
+    """A real process that saves to a run, and of which nobody here can see whether it is alive."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", ANOTHER_MACHINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.expect("next")
+
+    def expect(self, text: str) -> None:
+        line = self.process.stdout.readline()
+        assert line == f"{text}\n", line
+
+    def tell(self, text: str) -> None:
+        self.process.stdin.write(f"{text}\n")
+        self.process.stdin.flush()
+
+    def save(self, step: int) -> None:
+        self.tell("go")
+        self.expect(f"writing step-{step:08d}")
+        self.tell("go on")
+        self.expect(f"saved {step}")
+        self.expect("next")
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = JobOnAnotherMachine()
+    with job.process:
+        yield job
+        if job.process.poll() is None:
+            job.tell("stop")
+
+
+def test_force_deletes_from_a_living_run_and_the_job_goes_on_saving(job, holdfast):
+    before = RunFile(root_at("runs/c")).read()
+    assert before.owner.host == "node-7"
+    ran = holdfast("rm", "runs/c/step-00000002", "--yes", "--json")
+    assert error_of(ran) == "NotDeletedError"
+    assert "node-7" in ran.json["error"]["message"]
+
+    assert holdfast("rm", "runs/c/step-00000001", "runs/c/step-00000002", "--yes", "--force").status == 0
+
+    state = RunFile(root_at("runs/c")).read()
+    assert (state.owner, state.run) == (before.owner, before.run)
+    assert (dict(state.unfinished), dict(state.rows), state.pinned) == ({}, {}, frozenset())
+    assert not os.path.exists("runs/c/step-00000001")
+    for step in (3, 2, 4):
+        job.save(step)
+    job.tell("stop")
+    assert job.process.wait() == 0
+    with hf.CheckpointManager("runs/c", read_only=True) as manager:
+        assert [info.step for info in manager.steps() if info.is_ours] == [2, 3, 4]
+    assert RunFile(root_at("runs/c")).read().owner is None
+    assert hf.open("runs/c/step-00000004").load()["w"].tolist() == [4.5] * 4
+
+
+def test_what_a_job_on_another_machine_is_writing_is_refused_even_with_force(job, holdfast):
+    job.save(3)
+    job.tell("go")
+    job.expect("writing step-00000002")  # over the one that is there
+    before = sorted(os.listdir("runs/c/step-00000002"))
+
+    ran = holdfast("rm", "runs/c/step-00000002", "--yes", "--force", "--json")
+
+    assert error_of(ran) == "NotDeletedError"
+    assert "being written by process" in ran.json["error"]["message"]
+    assert sorted(os.listdir("runs/c/step-00000002")) == before
+    job.tell("go on")
+    job.expect("saved 2")
+    job.expect("next")
+    assert hf.open("runs/c/step-00000002").load()["w"].tolist() == [2.5] * 4
+    assert holdfast("rm", "runs/c/step-00000002", "--yes", "--force").status == 0
+
+
+def test_what_a_job_that_cannot_be_seen_has_left_long_ago_goes_with_force(job, holdfast):
+    job.tell("go")
+    job.expect("writing step-00000003")
+    job.process.kill()
+    job.process.wait()
+    folder = "runs/c/step-00000003"
+    assert holdfast("rm", folder, "--yes", "--force").status == 2
+
+    for name in os.listdir(folder):
+        os.utime(f"{folder}/{name}", (1_000_000, 1_000_000))
+    assert holdfast("rm", folder, "--yes").status == 2
+    assert holdfast("rm", folder, "--yes", "--force").status == 0
+
+    assert not os.path.exists(folder)
+    assert RunFile(root_at("runs/c")).read().unfinished == {}
+
+
+def test_files_of_a_save_that_begins_meanwhile_are_left_to_the_job(job, holdfast):
+    theirs = "data-00112233aabbccdd-0-0.safetensors"
+    with open(f"runs/c/step-00000002/{theirs}", "wb") as file:
+        file.write(bytes(10))
+
+    ran = holdfast("rm", "runs/c/step-00000002", "--yes", "--force", "--json")
+
+    assert ran.status == 0
+    assert ran.json["checkpoints"][0]["files_left"] == [theirs]
+
+
+def test_nothing_is_deleted_beside_a_run_file_that_cannot_be_read(prepared, holdfast):
+    with open("runs/a/holdfast-run.json", "w") as file:
+        file.write("{")
+
+    ran = holdfast("rm", "runs/a/step-00000100", "--yes", "--force", "--json")
+
+    assert error_of(ran) == "NotDeletedError"
+    assert os.path.exists("runs/a/step-00000100/holdfast.json")
+
+
+def test_force_beside_a_living_job_works_at_a_url_too(holdfast, monkeypatch):
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("holdfast.manager.owners._this_place", lambda: "another machine")
+        manager = hf.CheckpointManager("memory://rm-beside", async_save=False, save_at_end=False)
+        manager.save(1, {"w": torch.ones(2)})
+    manager.save(2, {"w": torch.ones(2)})
+    assert error_of(holdfast("rm", "memory://rm-beside/step-00000001", "--yes", "--json")) == "NotDeletedError"
+
+    assert holdfast("rm", "memory://rm-beside/step-00000001", "--yes", "--force").status == 0
+
+    manager.save(3, {"w": torch.ones(2)})
+    assert [info.step for info in manager.steps()] == [2, 3]
+    manager.close()
+    for step in (2, 3):
+        assert holdfast("rm", f"memory://rm-beside/step-{step:08d}", "--yes").status == 0
+
+
+def test_a_run_file_that_cannot_be_written_does_not_hinder_a_deletion(prepared, holdfast):
+    faults = IoFaults(
+        prepared / "runs/a",
+        number_of_error=errno.ENOSPC,
+        names=lambda call, name: call == "open" and name.startswith(".holdfast-run.json"),
+        always=True,
+    )
+    with faults.on_disk():
+        assert holdfast("rm", "runs/a/step-00000100", "--yes").status == 0
+    assert faults.failed
+    assert not os.path.exists("runs/a/step-00000100")
+    with hf.CheckpointManager("runs/a", every_steps=100) as manager:
+        assert [info.step for info in manager.steps()] == [200, 300]

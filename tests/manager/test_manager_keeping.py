@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 from contextlib import nullcontext
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 
 import pytest
 import torch
@@ -352,3 +352,24 @@ def test_a_pin_does_not_wait_for_ever_for_a_deletion_that_was_given_up(tmp_path,
     monkeypatch.setattr(run_module, "_LONGEST_DELETION", 0.05)
     hf.CheckpointManager(tmp_path).pin(1)
     assert run_file.read().pinned == {1}
+
+
+class ClockAhead(datetime):
+    """A clock that is a year ahead."""
+
+    @classmethod
+    def now(cls, tz=None):
+        return datetime.now(tz) + timedelta(days=365)
+
+
+@pytest.mark.parametrize("options", [{"max_age": timedelta(days=2)}, {"keep": keep.newer_than(timedelta(days=2))}])
+def test_one_save_with_a_clock_a_year_ahead_deletes_nothing(tmp_path, monkeypatch, options):
+    a_run(tmp_path, 1, 2, 3)
+    with monkeypatch.context() as ahead:
+        for module in ("environment", "manager.run"):
+            ahead.setattr(f"holdfast.{module}.datetime", ClockAhead)
+        a_run(tmp_path, 4, **options)
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+    assert hf.CheckpointManager(tmp_path).steps()[-1].saved_at > datetime.now(timezone.utc) + timedelta(days=300)
+    a_run(tmp_path, 5, 6, 7, **options)
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7]

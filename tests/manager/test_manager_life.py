@@ -230,7 +230,7 @@ def test_events_and_a_trace(tmp_path):
         ("restore", 1),
     ]
     assert events[-1].nbytes > 4000
-    assert events[-1].detail == {"lost_steps": 0, "damaged": []}
+    assert events[-1].detail == {"lost_steps": 0, "damaged": [], "passed_over": []}
     assert {event.name for event in events} >= {"save.stage", "save.plan", "save.write", "save.commit", "load.read"}
     assert {event.detail.get("reason") for event in events if event.verb == "save"} == {"steps"}
     content = json.loads(trace.read_text())

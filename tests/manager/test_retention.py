@@ -69,7 +69,8 @@ def test_every_keeps_the_first_after_each_multiple_if_saves_go_by_the_clock():
 
 
 def test_newer_than_goes_by_the_time_of_the_save():
-    steps = [step(1, hours=5), step(2, hours=2), step(3, hours=1), step(4, hours=None), step(5, hours=9)]
+    ages = {1: 5, 2: 2, 3: 1.5, 4: 0.9, 5: 0.4, 6: None, 7: 9}
+    steps = [step(number, hours=hours) for number, hours in ages.items()]
     assert deleted(keep.newer_than(timedelta(hours=2)), steps) == [1, 2]
 
 
@@ -89,8 +90,8 @@ def test_joined_policies_keep_what_any_of_them_keeps():
 
 
 def test_an_age_limits_what_the_rules_keep():
-    steps = [step(1, hours=50, loss=0.0), step(2, hours=30), step(3, hours=1), step(4)]
-    assert deleted(keep.best(1, "loss").within(max_age=timedelta(days=2)), steps) == [1, 2, 3]
+    steps = [step(1, hours=50, loss=0.0), step(2, hours=30), step(3, hours=10), step(4, hours=1), step(5)]
+    assert deleted(keep.best(1, "loss").within(max_age=timedelta(days=2)), steps) == [1, 2, 3, 4]
     assert deleted(keep.everything().within(max_age=timedelta(days=1)), steps) == [1, 2]
 
 
@@ -115,8 +116,52 @@ def test_no_limit_changes_nothing():
 
 
 def test_a_limit_is_of_the_policies_before_it():
-    steps = [step(1, hours=50), step(2, hours=50), step(3)]
-    assert deleted(keep.last(3).within(max_age=timedelta(days=1)) | keep.every(2), steps) == [1]
+    steps = [step(1, hours=50), step(2, hours=50), step(3), step(5), step(7)]
+    assert deleted(keep.last(5).within(max_age=timedelta(days=1)) | keep.every(2), steps) == [1]
+
+
+# --- clocks -------------------------------------------------------------------------------------------------------
+
+YEAR = 24 * 365
+
+
+@pytest.mark.parametrize("leap", [25, 47, 2 * 24, YEAR, 100 * YEAR])
+@pytest.mark.parametrize(
+    "policy", [keep.newer_than(timedelta(days=2)), keep.last(20).within(max_age=timedelta(days=2))]
+)
+def test_saves_of_a_clock_that_is_far_ahead_delete_only_what_is_old_without_it(policy, leap):
+    right = [step(number, hours=leap + 60 - 10 * number) for number in range(1, 7)]
+    assert deleted(policy, [*right, step(7)]) == [1]
+    assert deleted(policy, [*right, step(7, hours=0.1), step(8)]) == [1]
+    assert deleted(policy, right) == [1]  # and nothing was saved by it yet
+
+
+def test_after_a_pause_the_third_save_has_the_old_ones_deleted():
+    old = [step(number, hours=YEAR - number) for number in range(1, 7)]
+    policy = keep.everything().within(max_age=timedelta(days=2))
+    assert deleted(policy, [*old, step(7, hours=0.2), step(8, hours=0.1)]) == []
+    assert deleted(policy, [*old, step(7, hours=0.2), step(8, hours=0.1), step(9)]) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_time_to_come_is_no_reason_to_delete_and_no_witness():
+    policy = keep.everything().within(max_age=timedelta(days=2))
+    ahead = [step(7, hours=-YEAR), step(8, hours=-YEAR - 1), step(9, hours=-YEAR - 2)]
+    assert deleted(policy, [*(step(number, hours=60 - 10 * number) for number in range(1, 7)), *ahead, step(10)]) == [1]
+    assert deleted(policy, [*(step(number, hours=80 - 10 * number) for number in range(1, 7)), *ahead]) == [1, 2, 3]
+
+
+def test_a_clock_that_was_set_back_deletes_nothing():
+    steps = [step(number, hours=-YEAR) for number in range(1, 5)]
+    assert deleted(keep.newer_than(timedelta(hours=1)), [*steps, step(5)]) == []
+
+
+def test_saves_that_are_further_apart_than_they_are_kept_do_not_pile_up():
+    steps = [step(number, hours=70 - 10 * number) for number in range(1, 8)]
+    assert deleted(keep.newer_than(timedelta(hours=3)), steps) == [1, 2, 3, 4, 5]
+    assert deleted(keep.newer_than(timedelta(hours=15)), steps) == [1, 2, 3, 4]
+    assert deleted(keep.newer_than(timedelta(hours=25)), steps) == [1, 2, 3, 4]
+    minutes = [step(number, hours=(70 - 10 * number) / 60) for number in range(1, 8)]
+    assert deleted(keep.newer_than(timedelta(minutes=3)), minutes) == [1, 2, 3, 4, 5, 6]
 
 
 # --- what always stays --------------------------------------------------------------------------------------------
@@ -286,7 +331,12 @@ def test_a_limit_never_keeps_more_and_is_kept(steps, policy, limit):
     good = [info for info in steps if info.is_ours and info.is_usable]
     removable = [info for info in good if info.step in after and info.step not in always_kept(good)]
     if "max_age" in limit:
-        assert all(info.saved_at is None or NOW - info.saved_at < limit["max_age"] for info in removable)
+        ages = sorted(NOW - info.saved_at for info in good if info.saved_at is not None and info.saved_at <= NOW)
+        behind = [timedelta(0), *ages[:3]]
+        leap = max(limit["max_age"] / 2, timedelta(hours=1))
+        leaps = (later for later, sooner in zip(behind[1:], behind, strict=False) if later - sooner >= leap)
+        oldest = limit["max_age"] + next(leaps, timedelta(0))
+        assert all(info.saved_at is None or NOW - info.saved_at < oldest for info in removable)
     if "max_bytes" in limit and removable:
         assert sum(info.nbytes for info in good if info.step in after) <= limit["max_bytes"]
 

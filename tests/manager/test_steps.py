@@ -181,6 +181,23 @@ def test_a_remembered_record_that_was_cut_off_since_is_damage(tmp_path):
     assert info.damage is not None
 
 
+@pytest.mark.parametrize("digits", ["9" * 400, "-" + "9" * 400])
+def test_a_metric_that_is_too_large_for_a_float_is_none(root, digits):
+    a_run(root, 1)
+    state = remembered(root)
+    row = {**state.rows[folder_of(1)], "metrics": {"loss": int(digits), "gain": 2}}
+    (info,) = list_steps(root, replace(state, rows={folder_of(1): row}))
+    assert info.metrics == {"gain": 2.0}
+
+
+@pytest.mark.parametrize("time", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "soon", "2026-01-01"])
+def test_a_time_that_nobody_can_have_saved_at_is_none(root, time):
+    a_run(root, 1)
+    state = remembered(root)
+    (info,) = list_steps(root, replace(state, rows={folder_of(1): {**state.rows[folder_of(1)], "saved_at": time}}))
+    assert info.saved_at is None
+
+
 @pytest.mark.parametrize("spoil", [{}, {"identity": 7}, {"nbytes": "many"}, {"metrics": None}, {"more": 1}])
 def test_a_spoilt_memory_is_not_used(root, spoil):
     a_run(root, 1)

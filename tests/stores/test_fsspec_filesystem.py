@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import zipfile
@@ -73,6 +74,22 @@ def test_files_are_written_read_listed_and_deleted(place):
     place.files.rm_file(place.at("one"))
     assert not place.files.exists(place.at("one"))
     assert place.names() == ["two"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ENFILE])
+@pytest.mark.parametrize("protocol", ["memory", "file"])
+def test_what_cannot_be_asked_for_is_not_called_absent(tmp_path, protocol, number, monkeypatch):
+    url = f"file://{tmp_path}/c" if protocol == "file" else f"memory://{uuid4().hex}/c"
+    place = Place(url, {}, fsspec.filesystem(protocol))
+    place.write("one", b"1")
+
+    def info(self, path, **options):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(type(place.files.fs), "info", info)
+    with pytest.raises(OSError, match="one") as raised:
+        place.files.exists(place.at("one"))
+    assert raised.value.errno == number
 
 
 def test_the_folder_exists_once_it_holds_a_file_and_others_do_not(place):
@@ -294,7 +311,7 @@ class Broken(type(fsspec.filesystem("memory"))):  # type: ignore[misc]
     def exists(self, *args: Any, **kwargs: Any) -> bool:
         raise KeyError("strange")
 
-    ls = rm_file = mv = pipe_file = makedirs = _open = exists
+    info = ls = rm_file = mv = pipe_file = makedirs = _open = exists
 
 
 def test_strange_exceptions_become_os_errors_that_name_the_path():

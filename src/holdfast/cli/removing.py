@@ -6,7 +6,7 @@ Only files of checkpoints are removed, and a folder only if it is empty then.
 from __future__ import annotations
 
 import re
-import secrets
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,8 +15,17 @@ from holdfast.errors import HoldfastError, NotACheckpointError, NotDeletedError,
 from holdfast.formats.native.names import RECORD, generation_of
 from holdfast.listing.entries import Entry
 from holdfast.listing.listing import list_place
-from holdfast.listing.liveliness import around, owner_around, run_at, why_perhaps_alive
-from holdfast.manager.run_file import RUN_FILE, RunFile
+from holdfast.listing.liveliness import (
+    PATIENCE,
+    around,
+    last_change,
+    owner_around,
+    owner_in,
+    run_at,
+    why_perhaps_alive,
+    without_owner_of_original,
+)
+from holdfast.manager.run_file import RUN_FILE, RunFile, RunState
 from holdfast.manager.steps import SET_ASIDE
 from holdfast.repairing.kept import KEPT
 from holdfast.storage import hf_names, layout
@@ -38,15 +47,10 @@ def refuse_to_remove(entry: Entry, *, force: bool) -> None:
         _refuse_a_part(root, entry)
         return
     store = root.child(name)
-    run, _ = run_at(root)
-    if run.owner is not None and run.owner.life() == "alive":
-        raise RunInUseError(
-            f"{root.location} is in use by {run.owner}. Its manager deletes by its policy; or stop it first.",
-            path=root.location,
-            host=run.owner.host,
-            pid=run.owner.pid,
-            since=run.owner.since,
-        )
+    run, trouble = run_at(root)
+    if trouble:
+        raise _kept(entry, f"may be in use: the run file beside it cannot be read ({trouble})")
+    _refuse_in_use(root, name, entry, run)
     names = _Names.of(store, entry.format)
     if not names.first and not names.rest:
         raise _kept(entry, "has no files that could be told to be its own. Delete them yourself")
@@ -67,15 +71,44 @@ def refuse_to_remove(entry: Entry, *, force: bool) -> None:
         raise _kept(entry, f"has files of another save beside it: {alive}. --force deletes all of it nevertheless")
 
 
+def _refuse_in_use(root: Root, name: str, entry: Entry, run: RunState) -> None:
+    """Raise if a job is known to use the run, or has begun to write to this very folder and may be doing so."""
+    owner = run.owner
+    if owner is None or owner.life() == "dead":
+        return
+    if owner.life() == "alive":
+        raise RunInUseError(
+            f"{root.location} is in use by {owner}. Its manager deletes by its policy; or stop it first.",
+            path=root.location,
+            host=owner.host,
+            pid=owner.pid,
+            since=owner.since,
+        )
+    if run.unfinished.get(name) != "":
+        return
+    store = root.child(name)
+    changed = last_change(store, [listed.name for listed in store.list()])
+    if changed is None or time.time() - changed < PATIENCE:
+        raise _kept(
+            entry,
+            f"is being written by {owner}, as the run file says, and from here nobody can see whether that job has "
+            f"ended. Stop it first; what it has begun is deleted with --force when it has not changed for "
+            f"{PATIENCE / 60:.0f} minutes, where that can be told. Or delete the files yourself",
+        )
+
+
 def remove(entry: Entry) -> list[str]:
-    """Delete a checkpoint. Returns the names of other files that are left in its folder."""
+    """Delete a checkpoint. Returns the names of other files that are left in its folder.
+
+    A run that it lies in stays with the job that owns it, which may be alive on another machine and go on saving.
+    """
     root, name = around(entry.path)
     if _is_file(root, name):
         root.store.delete([name])
         root.store.sync()
         return []
     store = root.child(name)
-    with _noted(root, name, entry):
+    with _noted(root, name, entry) as run:
         try:
             (now,) = list_place(entry.path).entries
         except HoldfastError as error:
@@ -83,6 +116,8 @@ def remove(entry: Entry) -> list[str]:
         if now.identity != entry.identity:
             raise _kept(entry, "has been replaced by another save meanwhile")
         names = _Names.of(store, entry.format)
+        if owner_in(run) is not None:  # who may begin to save here at any moment
+            names = names.of_save(entry.identity)
         store.delete(names.first)
         store.sync()  # a power cut must not bring it back when the files are gone
         store.delete(names.rest)
@@ -107,6 +142,12 @@ class _Names:
             rest = layout.stale_names(names, [name for name in names if layout.is_index(name)])
             return _Names([name for name in names if layout.is_index(name)], rest)
         return _Names([name for name in _ABOUT_A_MODEL if name in names], list(_of_a_model(store, names)))
+
+    def of_save(self, identity: str) -> _Names:
+        """Without the files of other saves than this one, of our own format; all if it is not known which it is."""
+        if not identity:
+            return self
+        return _Names(self.first, [name for name in self.rest if generation_of(name) in (None, identity)])
 
 
 def _is_native(name: str) -> bool:
@@ -159,22 +200,34 @@ def _refuse_a_part(root: Root, entry: Entry) -> None:
 
 
 @contextmanager
-def _noted(root: Root, name: str, entry: Entry) -> Iterator[None]:
-    """Own the run meanwhile, if there is one, and note in it what is being deleted: the next job goes on with that."""
+def _noted(root: Root, name: str, entry: Entry) -> Iterator[RunState]:
+    """Note in the run, if there is one, what is being deleted: after a kill the next job goes on with that.
+
+    The run is not claimed for it: that would take it from a job on another machine, which cannot be seen from here.
+    """
     if root.store.size(RUN_FILE) is None:
-        yield
+        yield RunState()
         return
-    run_file, token = RunFile(root), secrets.token_hex(8)
-    run_file.claim(token)
+
+    def check(state: RunState) -> None:
+        _refuse_in_use(root, name, entry, without_owner_of_original(state, root))
+
+    run_file = RunFile(root)
+    if entry.format != "native":  # jobs would not know what to finish
+        run = run_file.read()
+        check(run)
+        yield without_owner_of_original(run, root)
+        return
+    run = run_file.begin_beside(name, entry.identity, check)
     try:
-        run_file.begin(token, {name: entry.identity if entry.format == "native" else ""})
-        yield
-        run_file.end(token, [name], gone=[name])
-        if entry.pinned and entry.step is not None:
-            with suppress(OSError):
-                run_file.unpin(entry.step)
-    finally:
-        run_file.release(token)
+        yield without_owner_of_original(run, root)
+    except BaseException:
+        with suppress(OSError):
+            if root.child(name).size(RECORD) is not None:  # nothing was deleted, so there is nothing to be finished
+                run_file.end_beside(name, entry.identity, is_gone=False)
+        raise
+    unpinned = [entry.step] if entry.pinned and entry.step is not None else []
+    run_file.end_beside(name, entry.identity, is_gone=True, unpinned=unpinned)
 
 
 def _kept(entry: Entry, why: str) -> NotDeletedError:

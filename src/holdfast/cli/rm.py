@@ -38,7 +38,8 @@ def rm(
     It asks before, if there is a terminal; otherwise --yes is needed. The record of a checkpoint, or its index, goes
     first, so that a kill leaves nothing that looks whole. Only files of checkpoints are deleted, and a folder if it is
     empty then. What is no checkpoint is refused, and so is what is pinned (but for --force) and what
-    lies in a run that a job is using. If one of several is refused, none is deleted.
+    lies in a run that a job is using. Of a job on another machine nobody can tell: with --force its checkpoints are
+    deleted, but for one that it is writing, and it goes on saving. If one of several is refused, none is deleted.
     """
     from holdfast.cli.removing import refuse_to_remove, remove
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, NoReturn
 
 from holdfast.errors import DamagedCheckpointError
@@ -35,9 +36,15 @@ def parse_json_object(data: bytes | str, source: str, part: str | None = None) -
     def refuse_constant(name: str) -> NoReturn:
         raise ValueError(f"there is no {name} in JSON")
 
+    def finite(digits: str) -> float:
+        number = float(digits)
+        if math.isinf(number):  # and could not be written again
+            raise ValueError(f"{digits[:40]} is more than a number can be")
+        return number
+
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
-        content = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
+        content = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant, parse_float=finite)
     except (ValueError, RecursionError) as error:
         _refuse(source, part, f"is not JSON ({error!s:.200})", type(error).__name__)
     if not isinstance(content, dict):

@@ -72,7 +72,8 @@ class Entry:
 
 def entry_of_step(info: StepInfo, seen: SeenFolder) -> Entry:
     """The entry of a step of a run."""
-    state: State = "committed" if info.is_usable else "damaged" if info.damage is not None else "set aside"
+    is_legible = info.damage is None and info.unreadable is None
+    state: State = "committed" if info.is_usable else "set aside" if is_legible else "damaged"
     entry = Entry(
         name=info.name,
         state=state,
@@ -86,7 +87,7 @@ def entry_of_step(info: StepInfo, seen: SeenFolder) -> Entry:
         metrics=info.metrics,
         metadata=info.metadata,
         pinned=info.pinned,
-        why=info.damage or info.set_aside or "",
+        why=info.unreadable or info.damage or info.set_aside or "",
         repaired=info.repaired,
     )
     return _with_missing_files(entry, seen)
@@ -102,7 +103,7 @@ def entry_of_other(seen: SeenFolder, path: str, store: Store | None) -> Entry | 
     newest = seen.last_change()
     return Entry(
         name=seen.name,
-        state="committed",
+        state="damaged" if seen.trouble else "committed",
         format=found,
         identity=f"{newest}-{seen.nbytes}-{len(seen.files)}",
         step=number_in(seen.name),
@@ -110,6 +111,7 @@ def entry_of_other(seen: SeenFolder, path: str, store: Store | None) -> Entry | 
         path=path,
         bytes_on_disk=seen.nbytes,
         saved_at=_moment(newest),
+        why=seen.trouble,
     )
 
 
@@ -156,11 +158,11 @@ def _entry_of_native(seen: SeenFolder, path: str, store: Store) -> Entry | None:
             return replace(entry, why=f"{store.path_of(RECORD)} is too large for a record: {record_bytes} bytes")
         content = store.read(RECORD)
         summary = Summary.of(decode_record(content, store.path_of(RECORD)), len(content))
+        aside = reason_to_pass_over(store) if SET_ASIDE in seen.names else None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (HoldfastError, OSError) as error:
         return replace(entry, why=str(error))
-    aside = reason_to_pass_over(store) if SET_ASIDE in seen.names else None
     step = step_of(seen.name)
     entry = replace(
         entry,

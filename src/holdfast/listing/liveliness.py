@@ -34,11 +34,14 @@ def around(place: str) -> tuple[Root, str]:
 def run_at(root: Root) -> tuple[RunState, str]:
     """What the run file in a folder says, and what is wrong with it. A copy of a run has no owner."""
     try:
-        run = RunFile(root).read()
-        is_owned = run.owner is None or run.owner.owns(root.marks())
+        return without_owner_of_original(RunFile(root).read(), root), ""
     except (HoldfastError, OSError) as error:
         return RunState(), str(error)
-    return (run if is_owned else replace(run, owner=None)), ""
+
+
+def without_owner_of_original(run: RunState, root: Root) -> RunState:
+    """What the run file in a folder says, without an owner if that is the owner of a folder of which this is a copy."""
+    return run if run.owner is None or run.owner.owns(root.marks()) else replace(run, owner=None)
 
 
 def owner_of(root: Root) -> str | None:

@@ -30,6 +30,8 @@ class SeenFolder:
     changed_at: float | None = None
     file_format: Format | None = None
     """If it is one file."""
+    trouble: str = ""
+    """Why it could not be looked at, if so. Its name is all that is known then."""
 
     @property
     def is_file(self) -> bool:

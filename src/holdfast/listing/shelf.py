@@ -19,6 +19,7 @@ from holdfast.sources.format_names import (
     SAFETENSORS_INDEX,
     START,
     TORCH_ENDINGS,
+    Format,
     format_of_file,
     format_of_folder,
     format_of_unfinished,
@@ -125,10 +126,13 @@ def _seen_file(store: Store, file: SeenFile, *, is_given: bool) -> SeenFolder | 
         return None
     try:
         format_ = format_of_file(file.name, store.read(file.name, 0, min(START, file.size)))
-    except OSError:
+    except FileNotFoundError:  # it was deleted meanwhile
+        return None
+    except OSError as error:
         if is_given:
             raise
-        return None
+        named: Format = "safetensors" if file.name.endswith(SAFETENSORS) else "torch"
+        return SeenFolder(file.name, (file,), file.changed_at, named, str(error))
     return None if format_ is None else SeenFolder(file.name, (file,), file.changed_at, format_)
 
 

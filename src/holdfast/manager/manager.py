@@ -98,7 +98,8 @@ class CheckpointManager:
             keep_every: keep the first one at or after each multiple of this.
             keep_best: keep the best by a metric: ``(2, "loss")`` the two with the lowest, ``(1, "accuracy", "max")``.
             keep: other policies of ``holdfast.keep``, joined by ``|``. All ``keep`` arguments count together.
-            max_age: delete what is older, except the newest and pinned ones.
+            max_age: delete what is older, except the newest and pinned ones. If the clock has leapt by half of
+                that or more since the save before, only when three saves confirm it.
             max_bytes: delete the oldest as long as there is more in all, except the newest and pinned ones.
             async_save: save in the background. ``save(..., wait=True)`` and the last save do not.
             overlap: copy the state during forward and backward as well, which the optimizers in the state wait for. Not

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 Life = Literal["alive", "dead", "unknown"]
 
+_TOO_LARGE = 1 << 32
+"""No system numbers its processes so."""
 _START = 19
 """Of the fields that /proc/<pid>/stat has behind the name of the program: when it started, in ticks since the boot."""
 
@@ -46,7 +48,10 @@ class Owner:
         """
         pid = os.getpid()
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return Owner(token, socket.gethostname(), pid, _start_of(pid) or "", _this_place(), now, root)
+        started = ""
+        with suppress(OSError):
+            started = _start_of(pid) or ""
+        return Owner(token, socket.gethostname(), pid, started, _this_place(), now, root)
 
     @staticmethod
     def from_json(stored: Any) -> Owner | None:
@@ -56,7 +61,11 @@ class Owner:
             return None
         values = {name: stored[name] for name in names}
         pid = values.pop("pid")
-        if type(pid) is not int or pid < 1 or not all(isinstance(value, str) for value in values.values()):
+        if (
+            type(pid) is not int
+            or not 1 <= pid < _TOO_LARGE
+            or not all(isinstance(value, str) for value in values.values())
+        ):
             return None
         root = stored.get("root", [])
         if not isinstance(root, list) or not all(isinstance(mark, str) for mark in root):
@@ -77,7 +86,10 @@ class Owner:
             return "unknown"
         if not self.started:
             return "alive" if _answers(self.pid) else "dead"
-        return "alive" if _start_of(self.pid) == self.started else "dead"
+        try:
+            return "alive" if _start_of(self.pid) == self.started else "dead"
+        except OSError:
+            return "unknown"
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
@@ -92,10 +104,13 @@ def _this_place() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process started; None if there is none, or nothing but its exit code is left of it."""
+    """When a process started; None if there is none, or nothing but its exit code is left of it.
+
+    Raises if that cannot be told, as of a process of somebody else on a machine that hides those.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text.rpartition(")")[2].split()  # the name of the program comes before, and may hold anything
     return None if fields[0] in ("Z", "X") else fields[_START]
@@ -108,4 +123,6 @@ def _answers(pid: int) -> bool:
         return False
     except PermissionError:
         return True
+    except OverflowError:  # a number of another system
+        return False
     return True

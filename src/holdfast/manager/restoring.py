@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.errors import CheckpointNotFoundError, NoUsableCheckpointError
 from holdfast.load_report import LoadReport
-from holdfast.manager.steps import DAMAGE, StepInfo
+from holdfast.manager.steps import DAMAGE, StepInfo, unreadable
 from holdfast.watching import Call
 
 logger = logging.getLogger(__name__)
@@ -29,17 +29,23 @@ class RestoredStep:
     metrics: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     lost_steps: int = 0
-    """How many steps behind the newest checkpoint this one is, because newer ones are damaged."""
+    """How many steps behind the newest checkpoint this one is, because newer ones were passed over."""
     set_aside: Sequence[StepInfo] = ()
-    """The damaged ones. They are kept, with a note of the reason, and passed over from now on."""
+    """Those that turned out to be damaged. They are kept, with a note of the reason, and passed over from now on."""
+    passed_over: Sequence[StepInfo] = ()
+    """All that are newer than this one, the newest first: the damaged ones, and those that were set aside before.
+    Their ``set_aside`` says why."""
 
     def tell(self, began: float, rank: int, world_size: int) -> None:
         """Tell those who watch, of the whole since ``began``, with what could not be loaded."""
         call = Call("restore", self.path, self.step, rank=rank, world_size=world_size, started=began)
-        damaged = [info.step for info in self.set_aside]
         report = self.report
         call.finish(
-            nbytes=report.bytes_read, slowest_rank=report.slowest_rank, lost_steps=self.lost_steps, damaged=damaged
+            nbytes=report.bytes_read,
+            slowest_rank=report.slowest_rank,
+            lost_steps=self.lost_steps,
+            damaged=[info.step for info in self.set_aside],
+            passed_over=[info.step for info in self.passed_over],
         )
 
     def __str__(self) -> str:
@@ -63,7 +69,8 @@ class Restoring:
         """Load the newest one that is whole. None if there is no checkpoint.
 
         If there are some and none is whole, that is an error, at every start: to begin anew would look like a fresh
-        start, and a training that somebody has restarted at night would begin from nothing.
+        start, and a training that somebody has restarted at night would begin from nothing. Nor is an older one taken
+        in place of one that could not be looked at.
         """
         damaged: list[StepInfo] = []
         for _ in range(_MOST_LOOKS):
@@ -71,8 +78,9 @@ class Restoring:
             candidates = [info for info in steps if info.set_aside is None and (info.step, info.identity) not in known]
             found = self._first_whole(candidates[::-1], damaged)
             if found is not None:
-                return self._told(*found, damaged)
-            if all(info in damaged for info in candidates):
+                return self._told(*found, steps, damaged)
+            known = {(info.step, info.identity) for info in damaged}
+            if all((info.step, info.identity) in known for info in candidates):
                 break
             # One was deleted while it was read, by a job that has saved a newer one.
         if steps:
@@ -83,6 +91,8 @@ class Restoring:
         self, candidates: Sequence[StepInfo], damaged: list[StepInfo]
     ) -> tuple[StepInfo, LoadReport] | None:
         for info in candidates:
+            if info.unreadable is not None:
+                raise unreadable(info)
             try:
                 return info, self.load(info)
             except DAMAGE as error:
@@ -91,14 +101,26 @@ class Restoring:
                     return None
                 logger.error("step %d of %s is damaged and passed over: %s", info.step, self.place, error)  # noqa: TRY400
                 self.set_aside(info, str(error))
-                damaged.append(info)
+                damaged.append(replace(info, set_aside=str(error)))
         return None
 
-    def _told(self, info: StepInfo, report: LoadReport, damaged: Sequence[StepInfo]) -> RestoredStep:
-        lost = max([info.step, *(each.step for each in damaged)]) - info.step
+    def _told(
+        self, info: StepInfo, report: LoadReport, steps: Sequence[StepInfo], damaged: Sequence[StepInfo]
+    ) -> RestoredStep:
+        before = [each for each in steps if each.step > info.step and each.set_aside is not None]
+        for each in before:
+            logger.warning(
+                "step %d of %s is passed over, because it was set aside: %s", each.step, self.place, each.set_aside
+            )
+        # A damaged one that could be noted as such is listed as set aside the next time, if there is a next time.
+        newer = {each.step: each for each in (*before, *damaged) if each.step > info.step}
+        passed_over = tuple(newer[step] for step in sorted(newer, reverse=True))
+        lost = passed_over[0].step - info.step if passed_over else 0
         if lost:
             logger.warning("restored step %d of %s; %d steps are lost", info.step, self.place, lost)
-        return RestoredStep(info.step, info.path, report, info.metrics, info.metadata, lost, tuple(damaged))
+        return RestoredStep(
+            info.step, info.path, report, info.metrics, info.metadata, lost, tuple(damaged), passed_over
+        )
 
     def _nothing_usable(self, steps: Sequence[StepInfo]) -> NoUsableCheckpointError:
         return NoUsableCheckpointError(
@@ -118,7 +140,7 @@ def chosen_step(steps: Sequence[StepInfo], step: int, place: str) -> StepInfo:
         raise CheckpointNotFoundError(
             f"there is no checkpoint of step {step} in {place}. There are: {there}.", path=place
         )
-    newer = [str(info.step) for info in steps if info.step > step and info.is_usable]
+    newer = [str(info.step) for info in steps if info.step > step and (info.is_usable or info.unreadable)]
     if newer:
         logger.warning(
             "step %d is restored, and newer ones of %s stay: %s. Until the training is past them, a restart restores "

@@ -13,6 +13,12 @@ from datetime import datetime, timedelta
 
 from holdfast.manager.steps import Mode, StepInfo, by_metric
 
+_WITNESSES = 3
+"""How many saves must agree on what time it is before others are too old by that: a machine may have booted with a
+clock that is a year ahead, and what is deleted does not come back when the clock is set."""
+_SHORTEST_LEAP = timedelta(hours=1)
+"""What is less is no reason to doubt a clock: saves may be further apart than they are to be kept."""
+
 
 class Policy(ABC):
     """Says which steps to keep. A policy of one's own implements ``choose``.
@@ -133,7 +139,7 @@ def every(steps: int) -> Policy:
 
 
 def newer_than(age: timedelta) -> Policy:
-    """Keep what was saved less than ``age`` ago.
+    """Keep what was saved less than ``age`` ago. After a leap of the clock, only when three saves confirm it.
 
     >>> str(newer_than(timedelta(hours=6)))
     'newer than 6:00:00'
@@ -201,7 +207,8 @@ class _NewerThan(Policy):
     age: timedelta
 
     def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
-        return {info.step: str(self) for info in steps if not _is_older(info, self.age, now)}
+        too_old = _older_ones(steps, self.age, now)
+        return {info.step: str(self) for info in steps if info.step not in too_old}
 
     def __str__(self) -> str:
         return f"newer than {self.age}"
@@ -237,7 +244,7 @@ class _Limited(Policy):
     def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
         chosen = self.policy.choose(steps, now)
         if self.max_age is not None:
-            too_old = {info.step for info in steps if _is_older(info, self.max_age, now)}
+            too_old = _older_ones(steps, self.max_age, now)
             chosen = {step: reason for step, reason in chosen.items() if step not in too_old}
         if self.max_bytes is not None:
             self._drop_oldest(chosen, steps, self.max_bytes)
@@ -270,7 +277,7 @@ def _not_to_be_touched(steps: Sequence[StepInfo]) -> dict[int, str]:
     """Those that policies are not asked about."""
     reasons = {}
     for info in steps:
-        if info.damage is not None:
+        if info.damage is not None or info.unreadable is not None:
             reasons[info.step] = "cannot be read"
         elif info.set_aside is not None:
             reasons[info.step] = "set aside"
@@ -287,8 +294,26 @@ def _joined(reasons: Sequence[Mapping[int, str]]) -> dict[int, str]:
     return joined
 
 
-def _is_older(info: StepInfo, age: timedelta, now: datetime) -> bool:
-    return info.saved_at is not None and now - info.saved_at >= age
+def _older_ones(steps: Sequence[StepInfo], age: timedelta, now: datetime) -> set[int]:
+    present = _present(steps, age, now)
+    return {info.step for info in steps if info.saved_at is not None and present - info.saved_at >= age}
+
+
+def _present(steps: Sequence[StepInfo], age: timedelta, now: datetime) -> datetime:
+    """The moment that ages are measured from: now, or the last save before a leap that too few saves confirm.
+
+    A leap by which much of what was saved before it becomes too old is a pause of the run, or a wrong clock. Nobody can
+    tell which, so the saves after it decide. A time that is still to come says nothing about the present.
+    """
+    leap, later = max(age / 2, _SHORTEST_LEAP), now
+    moments = sorted(
+        (info.saved_at for info in steps if info.saved_at is not None and info.saved_at <= now), reverse=True
+    )
+    for moment in moments[:_WITNESSES]:
+        if later - moment >= leap:
+            return moment
+        later = moment
+    return now
 
 
 def _positive(what: str, number: int) -> int:

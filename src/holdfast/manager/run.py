@@ -12,7 +12,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 from holdfast import settings
-from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, NotDeletedError
+from holdfast.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    NotDeletedError,
+    UnreadableCheckpointError,
+)
 from holdfast.manager.deleting import Deleter, Deletion
 from holdfast.manager.full_disk import next_to_go
 from holdfast.manager.retention import Policy, plan_deletions
@@ -112,9 +117,20 @@ class Run:
     def _refuse_to_replace_others(self, step: int) -> None:
         state = self._file.check(self._token)
         info = look_at(self.root, step, state)
-        if info is None or info.is_ours or (info.damage is not None and was_saved_by(state, info.name)):
+        if info is None or info.is_ours:
             return
-        what = "cannot be read" if info.damage is not None else "was not saved by this run"
+        is_legible = info.damage is None and info.unreadable is None
+        if not is_legible and was_saved_by(state, info.name):
+            return
+        if info.unreadable is not None:
+            raise UnreadableCheckpointError(
+                f"step {step} is not saved, because nobody could see whether there is a checkpoint at {info.path} "
+                f"already: {info.unreadable}. Save again when the disk answers, and check who may read that folder.",
+                path=info.path,
+                step=step,
+                reason=info.unreadable,
+            )
+        what = "was not saved by this run" if is_legible else "cannot be read"
         what = "is a link to another place" if self.root.is_linked(info.name) else what
         raise CheckpointExistsError(
             f"step {step} is not saved, because there is a checkpoint at {info.path} that {what} ({state.run}). Move "
@@ -172,7 +188,7 @@ class Run:
         """Delete the oldest checkpoint that may go, because the disk is full. Its name; None if there is none."""
         if self._retention.dry_run:
             return None
-        steps = self.steps()
+        steps = [info for info in self.steps() if info.unreadable is None]  # who knows what that is
         best = self._retention.policy.best_of(steps, datetime.now(timezone.utc))
         going = next_to_go(steps, spare=best, saved_last=self._saved_last)
         if going is None:
@@ -207,6 +223,13 @@ class Run:
     def delete(self, step: int) -> None:
         """Delete a checkpoint now, pinned or not. Raises if it is still there then."""
         info = self._found(step)
+        if info.unreadable is not None:
+            raise NotDeletedError(
+                f"{info.path} was not deleted, because it could not be looked at: {info.unreadable}. Try again when "
+                "the disk answers, and check who may read that folder.",
+                path=info.path,
+                reason=info.unreadable,
+            )
         if info.pinned:
             self._file.unpin(step)
         for deletion in self._deleter.delete([info]):

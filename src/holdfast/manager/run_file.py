@@ -13,12 +13,14 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.errors import (
     CommitConflictError,
     DamagedCheckpointError,
+    HoldfastError,
     NotAFolderError,
     RunInUseError,
     RunTakenError,
@@ -87,23 +89,30 @@ class RunFile:
         folder of which this is a copy has no part in it.
         """
         before: Owner | None = None
+        noted: Owner | None = None
 
         def claimed(state: RunState) -> RunState:
-            nonlocal before
+            nonlocal before, noted
             if run is not None and state.run not in ("", run):
                 raise ValueError(
                     f"{self.root.location} holds the run {state.run!r} and not {run!r}. Choose another folder, or "
                     "leave out the id to go on with the run that is there"
                 )
             marks = self.root.marks()
-            before = state.owner
+            before = noted = state.owner
             if before is not None and (before.token == token or not before.owns(marks)):
                 before = None
             if before is not None and not take_over and before.life() == "alive":
                 raise self._in_use(before)
             return replace(state, run=state.run or run or secrets.token_hex(8), owner=Owner.this_process(token, marks))
 
-        state = self.change(claimed)
+        try:
+            state = self.change(claimed)
+        except OSError:
+            # It may be in place all the same, and would keep this process itself from trying again.
+            with suppress(OSError, HoldfastError):
+                self.change(lambda state: replace(state, owner=noted), token=token)
+            raise
         if before is not None:
             self._tell_about(before)
         self.has_rival = before is not None and before.life() != "dead"
@@ -164,6 +173,30 @@ class RunFile:
 
         return self._noted(token, ended)
 
+    def begin_beside(self, folder: str, identity: str, check: Callable[[RunState], None]) -> RunState:
+        """Note that a folder is about to be deleted, by a process that does not own the run and does not take it.
+
+        ``check`` is given what the file says, and may raise. What the owner itself has noted of the folder stays.
+        """
+
+        def begun(state: RunState) -> RunState:
+            check(state)
+            return replace(state, unfinished={folder: identity, **state.unfinished})
+
+        return self._noted(None, begun)
+
+    def end_beside(self, folder: str, identity: str, *, is_gone: bool, unpinned: Iterable[int] = ()) -> RunState:
+        """Take back what ``begin_beside`` has noted; if the checkpoint is gone, forget it."""
+
+        def ended(state: RunState) -> RunState:
+            others = {name: known for name, known in state.unfinished.items() if (name, known) != (folder, identity)}
+            if not is_gone:
+                return replace(state, unfinished=others)
+            rows = {name: row for name, row in state.rows.items() if name != folder}
+            return replace(state, unfinished=others, rows=rows, pinned=state.pinned - frozenset(unpinned))
+
+        return self._noted(None, ended)
+
     def change(self, change: Callable[[RunState], RunState], *, token: str | None = None) -> RunState:
         """Replace the state by what ``change`` makes of it, which is asked again if another process was faster.
 
@@ -189,12 +222,12 @@ class RunFile:
                 return changed
         raise AssertionError("the last attempt returns or raises")
 
-    def _noted(self, token: str, change: Callable[[RunState], RunState]) -> RunState:
+    def _noted(self, token: str | None, change: Callable[[RunState], RunState]) -> RunState:
         try:
             return self.change(change, token=token)
         except OSError as error:
             logger.warning("%s could not be changed: %s", self.path, error)
-            return change(self.check(token))
+            return change(self.read() if token is None else self.check(token))
 
     def _read(self) -> tuple[bytes | None, RunState]:
         try:
@@ -290,7 +323,8 @@ def _decoded(content: bytes, source: str) -> RunState:
     known_owner = Owner.from_json(owner)
     is_whole = (
         members.get("format") == _FORMAT
-        and members.get("version") == _VERSION
+        and type(version) is int
+        and version == _VERSION
         and isinstance(run, str)
         and (owner is None or known_owner is not None)
         and isinstance(pinned, list)

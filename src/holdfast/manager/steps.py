@@ -8,11 +8,17 @@ import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastError
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    HoldfastError,
+    UnreadableCheckpointError,
+)
 from holdfast.formats.json_objects import parse_json_object
 from holdfast.formats.native.names import RECORD
 from holdfast.formats.native.record import LARGEST_RECORD, decode_record
@@ -57,7 +63,9 @@ class StepInfo:
     set_aside: str | None = None
     """Why it is passed over, if it is."""
     damage: str | None = None
-    """Why its record cannot be read, if so."""
+    """What is wrong with its record, if something is."""
+    unreadable: str | None = None
+    """Why it could not be looked at, if so: an error of the disk, or no permission. It may be as good as any."""
     is_ours: bool = False
     """Whether this run saved it, and may delete it."""
     repaired: str = ""
@@ -66,7 +74,7 @@ class StepInfo:
     @property
     def is_usable(self) -> bool:
         """Whether to load it if it is the newest or the best. Its data may still turn out to be damaged."""
-        return self.set_aside is None and self.damage is None
+        return self.set_aside is None and self.damage is None and self.unreadable is None
 
 
 def folder_of(step: int) -> str:
@@ -135,17 +143,42 @@ def was_saved_by(state: RunState, name: str) -> bool:
 
 def rows_of(root: Root, steps: Sequence[StepInfo], state: RunState) -> dict[str, Row]:
     """What to remember of these steps in the run file, so that large records need not be read again."""
-    summaries = {info.name: _summary(root.child(info.name), state.rows.get(info.name)) for info in steps}
-    return {name: summary.to_json() for name, summary in summaries.items() if isinstance(summary, Summary)}
+    rows: dict[str, Row] = {}
+    for info in steps:
+        with suppress(OSError):  # it is remembered another time
+            summary = _summary(root.child(info.name), state.rows.get(info.name))
+            if isinstance(summary, Summary):
+                rows[info.name] = summary.to_json()
+    return rows
 
 
 def latest(steps: Sequence[StepInfo]) -> StepInfo | None:
-    """The usable one with the highest number."""
-    return max((info for info in steps if info.is_usable), key=lambda info: info.step, default=None)
+    """The usable one with the highest number. Raises if a newer one could not be looked at: it may be the latest."""
+    for info in sorted(steps, key=lambda info: info.step, reverse=True):
+        if info.unreadable is not None:
+            raise unreadable(info)
+        if info.is_usable:
+            return info
+    return None
+
+
+def unreadable(info: StepInfo) -> UnreadableCheckpointError:
+    """What to raise if a step could not be looked at, and an older one must not be taken for it in silence."""
+    return UnreadableCheckpointError(
+        f"step {info.step} at {info.path} could not be looked at: {info.unreadable}. It may be whole, so no older one "
+        "is taken in its place, and nothing was changed. Try again when the disk answers, and check who may read that "
+        "folder; or ask for the step that you want by its number, as in restore(state, step=...).",
+        path=info.path,
+        step=info.step,
+        reason=info.unreadable,
+    )
 
 
 def best(steps: Sequence[StepInfo], metric: str, mode: Mode = "min") -> StepInfo | None:
-    """The usable one with the best metric, the newest of equals."""
+    """The usable one with the best metric, the newest of equals. What could not be looked at is logged."""
+    for info in steps:
+        if info.unreadable is not None:
+            logger.warning("step %d at %s does not count for the best: %s", info.step, info.path, info.unreadable)
     ranked = by_metric([info for info in steps if info.is_usable], metric, mode)
     return ranked[0] if ranked else None
 
@@ -189,16 +222,19 @@ def put_back(store: Store) -> None:
 
 
 def _step(root: Root, name: str, step: int, state: RunState) -> StepInfo | None:
-    store = root.child(name)
-    summary = _summary(store, state.rows.get(name))
-    if summary is None:
-        return None
-    pinned, aside = step in state.pinned, reason_to_pass_over(store)
+    store, pinned = root.child(name), step in state.pinned
+    try:
+        summary = _summary(store, state.rows.get(name))
+        if summary is None:
+            return None
+        aside, is_linked = reason_to_pass_over(store), root.is_linked(name)
+    except OSError as error:
+        return StepInfo(step, store.location, name, pinned=pinned, unreadable=str(error))
     if isinstance(summary, str):
         return StepInfo(step, store.location, name, pinned=pinned, set_aside=aside, damage=summary)
     # A copy of our checkpoint under another name is not ours, nor one that somebody moved away and left a link to.
     is_ours = bool(state.run) and summary.run == state.run and summary.step == step and name == folder_of(step)
-    is_ours = is_ours and not root.is_linked(name)
+    is_ours = is_ours and not is_linked
     return StepInfo(
         step=step,
         path=store.location,
@@ -216,7 +252,10 @@ def _step(root: Root, name: str, step: int, state: RunState) -> StepInfo | None:
 
 
 def _summary(store: Store, row: Row | None) -> Summary | str | None:
-    """What the record in a store says, why it cannot be read, or None if there is none."""
+    """What the record in a store says, what is wrong with it, or None if there is none.
+
+    Raises what the disk raises: that says nothing about the checkpoint.
+    """
     try:
         size, content = _head(store)
         head = _HEAD.match(content)
@@ -230,7 +269,7 @@ def _summary(store: Store, row: Row | None) -> Summary | str | None:
         return Summary.of(decode_record(content, store.path_of(RECORD)), len(content))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (HoldfastError, OSError) as error:
+    except HoldfastError as error:
         return str(error)
 
 
@@ -243,12 +282,15 @@ def _head(store: Store) -> tuple[int, bytes]:
 
 
 def reason_to_pass_over(store: Store) -> str | None:
-    """Why ``set_aside`` was called for the checkpoint in a store; None if it was not, or for an earlier save."""
+    """Why ``set_aside`` was called for the checkpoint in a store; None if it was not, or for an earlier save.
+
+    Raises what the disk raises: a note that cannot be looked for is neither there nor absent.
+    """
     try:
         content = store.read(SET_ASIDE)
     except FileNotFoundError:
         return None
-    except (HoldfastError, OSError) as error:
+    except HoldfastError as error:
         return f"set aside for a reason that cannot be read: {error}"
     try:
         noted = parse_json_object(content, SET_ASIDE)

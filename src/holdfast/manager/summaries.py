@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import Any
 
 from holdfast.formats.json_objects import are_sizes
@@ -111,16 +112,17 @@ class Summary:
         """When it was saved, if that is known for all time zones."""
         try:
             found = datetime.fromisoformat(self.saved_at)
-        except ValueError:
+            return None if found.tzinfo is None else found.astimezone(timezone.utc)
+        except (ValueError, OverflowError):  # such as the first hour of the year 1, somewhere in the east
             return None
-        return found if found.tzinfo is not None else None
 
     def numbers(self) -> dict[str, float]:
         """The metrics, as they were given to the manager."""
         found = {}
         for name, value in self.metrics.items():
             if value in ("nan", "inf", "-inf") or (isinstance(value, (int, float)) and not isinstance(value, bool)):
-                found[name] = float(value)
+                with suppress(OverflowError):  # no manager noted that
+                    found[name] = float(value)
         return found
 
 

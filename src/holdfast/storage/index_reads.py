@@ -83,7 +83,7 @@ class IndexReads:
             return here + "the path does not exist. Check it for a typo, and that all ranks see the same disk."
         try:
             names = sorted(PurePath(path).name for path in self.fs.ls(self.path))
-        except OSError:
+        except NotADirectoryError:
             return here + "it is not a folder."
         data = [name for name in names if layout.is_data_file(name)]
         if data:

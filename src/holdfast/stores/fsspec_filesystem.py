@@ -118,11 +118,11 @@ class FsspecFileSystem(FileSystemBase):
         return protocol in fsspec.available_protocols() or protocol in fsspec.registry
 
     def exists(self, path: AnyPath) -> bool:
-        """Whether there is something at ``path`` now."""
+        """Whether there is something at ``path`` now. What most of fsspec calls so is false after any error."""
         inner = self.inner(path)
         self._forget_listings(inner)
         with only_os_errors(os.fspath(path)):
-            return bool(self._connected().exists(inner))
+            return self._type_of(inner) is not None
 
     def rm_file(self, path: AnyPath) -> None:
         """Delete a file."""
@@ -136,7 +136,7 @@ class FsspecFileSystem(FileSystemBase):
         with only_os_errors(os.fspath(path)):
             found = [str(name).rstrip("/") for name in self._connected().ls(folder, detail=False)]
             inside = [name for name in found if name != folder]
-            if found and not inside and self._connected().isfile(folder):
+            if found and not inside and self._type_of(folder) == "file":
                 raise NotADirectoryError(f"{path} is a file")
         return inside
 
@@ -158,6 +158,15 @@ class FsspecFileSystem(FileSystemBase):
     def _disk(self) -> local.FileSystem | None:
         """How to handle names, if this is a disk of this machine."""
         return local.FileSystem() if isinstance(self._connected(), LocalFileSystem) else None
+
+    def _type_of(self, inner: str) -> str | None:
+        """A file or a directory; None if there is nothing."""
+        fs = self._connected()
+        try:
+            return str(fs.info(inner)["type"])
+        except (FileNotFoundError, NotADirectoryError):
+            # An empty bucket is there, and has no information of its own.
+            return "directory" if "/" not in inner.strip("/") and fs.exists(inner) else None
 
     def _connected(self) -> Any:
         if self.fs is None:

@@ -135,7 +135,7 @@ class LocalRoot(Root):
         path = os.path.realpath(self.folder)
         try:
             return path, f"inode {os.stat(path).st_ino}"
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):  # what fails otherwise may be the folder of another job
             return (path,)
 
     def free_bytes(self) -> int | None:
