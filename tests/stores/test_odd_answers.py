@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
@@ -13,6 +14,8 @@ import pytest
 import holdfast
 from holdfast.errors import InconsistentStorageError
 from holdfast.stores.fsspec_store import FsspecStore
+from holdfast.stores.local_store import LocalStore
+from holdfast.tuning import DIRECT_FROM
 
 Memory: Any = type(fsspec.filesystem("memory"))
 
@@ -110,3 +113,17 @@ def test_an_object_that_is_replaced_all_the_time_is_an_error(odd) -> None:
     with pytest.raises(OSError, match="was replaced while it was read") as caught:
         store.read("data")
     assert caught.value.errno == errno.ESTALE
+
+
+@pytest.mark.parametrize("size", [10, DIRECT_FROM])
+def test_a_file_system_that_takes_no_bytes_and_reports_no_error_is_not_asked_for_ever(
+    tmp_path, monkeypatch, size
+) -> None:
+    """POSIX allows a write to return 0, and file systems in user space have done so. There is none at hand."""
+    store = LocalStore(tmp_path)
+    monkeypatch.setattr(os, "write", lambda descriptor, content: 0)
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, content, position: 0)
+    with pytest.raises(OSError, match="takes no more bytes") as caught, store.create("data", size) as sink:
+        sink.write(bytes(size))
+    assert caught.value.errno == errno.EIO
+    assert not (tmp_path / "data").exists()
