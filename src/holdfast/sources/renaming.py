@@ -19,8 +19,10 @@ def rename(root: StoredNode, new_name: Callable[[str], Any]) -> tuple[StoredNode
     renamed: dict[str, str] = {}
     for leaf in root.leaves():
         name = new_name(leaf.key)
-        if name is not None and not (isinstance(name, str) and name):
+        if name is not None and not isinstance(name, str):
             raise TypeError(f"rename gives '{leaf.key}' the key {name!r}, which is not a text")
+        if name == "" and leaf.key:
+            raise TypeError(f"rename gives '{leaf.key}' an empty key; give it one that can be asked for")
         if name is not None and name != leaf.key:
             names[id(leaf)] = renamed[leaf.key] = name
     if not renamed:
