@@ -1,4 +1,4 @@
-"""Keys that few programs have: what a format can hold goes there, and what it cannot is refused by name with a way out."""
+"""Keys that few programs have: what a format can hold goes there, and what it cannot is refused with a way out."""
 
 from __future__ import annotations
 

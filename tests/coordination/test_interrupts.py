@@ -32,6 +32,12 @@ def handled() -> Iterator[dict[int, Callable[[], Any]]]:
         signal.signal(number, before)
 
 
+def raise_all(but: int | None = None) -> None:
+    for number in SIGNALS:
+        if number != but:
+            signal.raise_signal(number)
+
+
 def raises(error: BaseException) -> Callable[[], None]:
     def act() -> None:
         raise error
@@ -41,10 +47,13 @@ def raises(error: BaseException) -> Callable[[], None]:
 
 def test_a_handler_that_raises_does_not_keep_the_next_signals_from_theirs(handled: Any) -> None:
     handled[signal.SIGINT] = raises(KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt), interrupts_wait():
-        for number in SIGNALS:
-            signal.raise_signal(number)
+
+    def act() -> None:
+        raise_all()
         assert handled[0] == []
+
+    with pytest.raises(KeyboardInterrupt), interrupts_wait():
+        act()
     assert handled[0] == SIGNALS
 
 
@@ -52,17 +61,20 @@ def test_if_several_raise_the_last_one_counts_and_tells_of_the_others(handled: A
     handled[signal.SIGINT] = raises(KeyboardInterrupt("first"))
     handled[signal.SIGTERM] = raises(SystemExit(3))
     with pytest.raises(SystemExit) as caught, interrupts_wait():
-        for number in SIGNALS:
-            signal.raise_signal(number)
+        raise_all()
     assert isinstance(caught.value.__context__, KeyboardInterrupt)
     assert handled[0] == SIGNALS
 
 
 def test_an_error_in_the_block_stays_in_sight(handled: Any) -> None:
     handled[signal.SIGINT] = raises(KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt) as caught, interrupts_wait():
+
+    def act() -> None:
         signal.raise_signal(signal.SIGINT)
         raise ValueError("of the block")
+
+    with pytest.raises(KeyboardInterrupt) as caught, interrupts_wait():
+        act()
     assert isinstance(caught.value.__context__, ValueError)
 
 
@@ -82,11 +94,12 @@ def test_a_signal_that_comes_while_handlers_are_put_back_leaves_no_handler_behin
         calls.append(number)
         return before
 
-    with pytest.raises(OverflowError), interrupts_wait():
-        for number in SIGNALS:
-            if number != signal.SIGUSR1:
-                signal.raise_signal(number)
+    def act() -> None:
+        raise_all(but=signal.SIGUSR1)
         monkeypatch.setattr(signal, "signal", interrupted)
+
+    with pytest.raises(OverflowError), interrupts_wait():
+        act()
     monkeypatch.undo()
     assert sorted(handled[0]) == sorted(SIGNALS)
     handled[signal.SIGUSR1] = lambda: None

@@ -1,4 +1,4 @@
-"""What a failed call leaves in memory: nothing, once its error is dropped, without any help of the garbage collector."""
+"""What a failed call leaves in memory: nothing, once its error is dropped, without help of the garbage collector."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def no_collector() -> Iterator[None]:
 
 
 def is_let_go(use: Callable[[Large], Any]) -> str:
-    """Whether something that a failing call has used is gone when its error is. Returns the error's class, or why not."""
+    """Whether something that a failing call has used is gone when its error is: the error's class, or why not."""
     kept: list[weakref.ref[Any]] = []
 
     def call() -> None:
@@ -106,9 +106,8 @@ def test_alone_nothing_is_kept() -> None:
 
 
 def test_a_cause_keeps_its_own_cause() -> None:
-    with pytest.raises(ValueError, match="of the program") as caught:
-        with meeting("call") as ranks:
-            ranks.all_gather("step", failing_with(ERRORS["ValueError"], Large()))
+    with pytest.raises(ValueError, match="of the program") as caught, meeting("call") as ranks:
+        ranks.all_gather("step", failing_with(ERRORS["ValueError"], Large()))
     assert isinstance(caught.value.__cause__, KeyError)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -42,12 +41,12 @@ class Odd(Memory):
 
 
 @pytest.fixture
-def odd(monkeypatch: pytest.MonkeyPatch) -> Iterator[FsspecStore]:
+def odd(monkeypatch: pytest.MonkeyPatch) -> FsspecStore:
     fsspec.register_implementation("odd", Odd, clobber=True)
     monkeypatch.setattr(Odd, "reads", 0)
     monkeypatch.setattr(Odd, "added", 0)
     monkeypatch.setattr(Odd, "odd_reads", 10**9)
-    yield FsspecStore(f"odd://{uuid4().hex}/step")
+    return FsspecStore(f"odd://{uuid4().hex}/step")
 
 
 @pytest.mark.parametrize(("added", "found"), [(-1, 9), (3, 13), (-100, 0)])

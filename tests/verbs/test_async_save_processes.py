@@ -108,7 +108,9 @@ def in_a_child(act: Callable[[], Any]) -> str:
         try:
             told = f"returned {act()!r}"
         except BaseException as error:
-            told = f"{type(error).__name__}: {error}" if isinstance(error, OtherProcessError) else traceback.format_exc()
+            told = (
+                f"{type(error).__name__}: {error}" if isinstance(error, OtherProcessError) else traceback.format_exc()
+            )
         os.write(writing, told.encode()[:60_000])
         os._exit(0)
     os.close(writing)

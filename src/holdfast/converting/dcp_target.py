@@ -53,8 +53,8 @@ class DcpTarget(Target):
             if not isinstance(leaf.value, TensorRef) and not outgoing.allow_pickle and (why := _needs(leaf.value)):
                 refused[key] = why
         advice = (
-            "DCP has texts as keys, joined by dots, so it cannot tell these apart. Rename one of each, under the key in "
-            "quotes (rename={key: new})."
+            "DCP has texts as keys, joined by dots, so it cannot tell these apart. Rename one of each, under the key "
+            "in quotes (rename={key: new})."
         )
         refuse_values(outgoing, _NAME, same, advice)
         advice = (
