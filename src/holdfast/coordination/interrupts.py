@@ -12,6 +12,8 @@ from typing import Any
 
 _MEANT_TO_INTERRUPT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM")
 
+_ATTEMPTS = 20
+
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
@@ -62,12 +64,15 @@ class _StandIn:
         the handler of a signal raises that comes right now.
         """
         self._is_over = True
-        former, raised = list(self.handlers.items()), None
+        raised: BaseException | None = None
+        # Often: a signal that comes right now is handled before the handler is put back, and keeps it from that.
+        former = [entry for entry in self.handlers.items() for _ in range(_ATTEMPTS)]
         while former or self._waiting:
             try:
                 while former:
-                    signal.signal(*former[-1])
-                    former.pop()
+                    number, handler = former.pop()
+                    signal.signal(number, handler)
+                    former = [entry for entry in former if entry[0] != number]
                 while self._waiting:
                     number, frame = self._waiting.popleft()
                     self.handlers[number](number, frame)
