@@ -331,6 +331,25 @@ class StorageFullError(HoldfastError, OSError):
     deleted: Sequence[str]
 
 
+class InconsistentStorageError(HoldfastError, OSError):
+    """A storage says that an object has so many bytes and gives others. Fields: ``file``, ``expected``, ``found``."""
+
+    errno = 5  # EIO, for programs that look for it
+    file: str
+    expected: int
+    found: int
+
+
+class OtherProcessError(HoldfastError, RuntimeError):
+    """A background save is that of the process that began it, and no process forked from it learns how it ends.
+
+    Fields: ``owner``, the id of the process that saves; ``process``, that of the one that asked.
+    """
+
+    owner: int
+    process: int
+
+
 class RunInUseError(HoldfastError, RuntimeError):
     """Another job that is alive saves to the same folder. Fields: ``path``; ``host``, ``pid`` and ``since`` of it."""
 

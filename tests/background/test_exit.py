@@ -199,3 +199,33 @@ def test_a_class_of_a_script_that_would_run_again_is_refused(scripts) -> None:
     assert out == "the script runs\n"
     assert "if __name__ == '__main__':" in err
     assert "not guarded.py" in err
+
+
+EARLIER = """
+import atexit, sys
+
+def last():
+    notes.write("an earlier exit function has run\\n")
+    print("an earlier exit function runs")
+
+atexit.register(last)
+notes = open(sys.argv[1] + ".notes", "w")
+"""
+
+
+def test_a_failed_save_does_not_keep_exit_functions_from_running_that_were_registered_before(tmp_path) -> None:
+    """Nor does it lose what they, or the program, have written and not flushed."""
+    body = """
+notes.write("a line\\n")
+atexit.register(lambda: print("a later one runs"))
+saved = dcp.async_save(state, storage_writer=Failing(folder))
+"""
+    script = tmp_path / "script.py"
+    script.write_text((EARLIER + PREAMBLE + body).replace("\\\\n", "\\n"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(tmp_path / "saved")]
+    done = subprocess.run(command, text=True, env=environment, capture_output=True, timeout=200, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == "a later one runs\nan earlier exit function runs\n"
+    assert "the disk is gone" in done.stderr
+    assert (tmp_path / "saved.notes").read_text() == "a line\nan earlier exit function has run\n"

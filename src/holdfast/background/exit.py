@@ -2,12 +2,16 @@
 
 Waiting happens where Python waits for threads, before anything is taken apart, so it also happens after an uncaught
 exception. Threads of the program and exit functions may save even later; such saves end before the call returns. The
-exit code can only be changed by leaving for good, which is put off until other exit functions have run.
+exit code can only be changed by leaving for good, which is put off until all exit functions have run and files are
+closed. Only a save that does not end, or Ctrl-C while it is waited for, ends the program at once.
 """
 
 from __future__ import annotations
 
 import atexit
+import builtins
+import gc
+import io
 import logging
 import multiprocessing
 import os
@@ -15,8 +19,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import NoReturn
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 # Whoever registers later is called earlier, and pools of threads must still work when this module's function runs.
 import concurrent.futures.thread  # noqa: F401  isort: skip
@@ -46,8 +51,8 @@ def _finish_pending_saves() -> None:
     close_idle_writers()
     forget_private_groups()
     _tell_of_failures()
-    if multiprocessing.parent_process() is not None:
-        _leave_if_a_save_failed()  # exit functions may not be called in such a process
+    if multiprocessing.parent_process() is not None and _has_failed():
+        _leave(_FAILED)  # such a process does not call exit functions, and ends without taking anything apart
 
 
 def _patience() -> float:
@@ -81,10 +86,40 @@ def _tell_of_failures() -> None:
         sys.stderr.write(f"holdfast: {told}\n")
 
 
-def _leave_if_a_save_failed() -> None:
+def _has_failed() -> bool:
     _tell_of_failures()
-    if has_unseen_failures():
-        _leave(_FAILED)
+    return has_unseen_failures()
+
+
+def _leave_last_if_a_save_failed() -> None:
+    """Functions that were registered before this one are still to be called, so the program does not leave here.
+
+    It does when Python takes ``sys`` apart, which comes last: an object there is deleted. That object must not keep
+    anything else alive, such as a file that is yet to be flushed, and so its method has no module behind it.
+    """
+    if _has_failed():
+        method = types.FunctionType(
+            _leave_with.__code__, {"__builtins__": vars(builtins)}, argdefs=_leave_with.__defaults__
+        )
+        leaves = type("LeavesLast", (), {"__del__": method, "__module__": "builtins"})
+        sys._holdfast_leaves = leaves()  # type: ignore[attr-defined]
+
+
+def _leave_with(
+    self: Any,
+    leave: Callable[[int], NoReturn] = os._exit,
+    code: int = _FAILED,
+    all_objects: Callable[[], list[Any]] = gc.get_objects,
+    files: tuple[type, ...] = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom),
+) -> None:
+    # Some are closed by now. Others are still open, as something refers to them that would be gone only later.
+    for file in all_objects():
+        if type(file) in files:
+            try:
+                file.flush()
+            except Exception:  # closed, or what it writes to is
+                continue
+    leave(code)
 
 
 def _leave(code: int) -> NoReturn:
@@ -101,4 +136,4 @@ try:
     threading._register_atexit(_finish_pending_saves)  # type: ignore[attr-defined]  # typeshed leaves out private names
 except RuntimeError:  # the program is ending already, and a thread of its own saves for the first time
     use_no_more_threads()
-atexit.register(_leave_if_a_save_failed)
+atexit.register(_leave_last_if_a_save_failed)

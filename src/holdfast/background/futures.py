@@ -6,10 +6,10 @@ import logging
 import os
 import threading
 import weakref
-from concurrent.futures import Future
 from typing import TypeVar
 
 from holdfast.notices import warn_caller
+from holdfast.waiting import ProcessFuture
 
 T = TypeVar("T")
 
@@ -34,14 +34,14 @@ _unseen: dict[int, _Outcome] = {}
 _lock = threading.RLock()  # a future may die, and take it, wherever Python collects garbage
 
 
-class SaveFuture(Future[T]):
+class SaveFuture(ProcessFuture[T]):
     """The end of a background save. Its result is what the save returned.
 
     It cannot be cancelled: the other ranks count on this one.
     """
 
     def __init__(self, destination: str) -> None:
-        super().__init__()
+        super().__init__(f"the background save to {destination}")
         self._outcome = _Outcome(destination)
         self.set_running_or_notify_cancel()
         weakref.finalize(self, _log_if_unseen, self._outcome).atexit = False

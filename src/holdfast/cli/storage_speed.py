@@ -15,6 +15,7 @@ from typing import Any
 
 from holdfast.errors import NotAFolderError
 from holdfast.progress import OnProgress, Tally
+from holdfast.stores.os_errors import some
 from holdfast.stores.roots import LocalRoot
 
 _PIECE = 8 << 20
@@ -105,7 +106,7 @@ def _write_all(descriptor: int, memory: mmap.mmap) -> None:
     with memoryview(memory) as view:
         at = 0
         while at < len(view):
-            at += os.write(descriptor, view[at:])
+            at += some(os.write(descriptor, view[at:]))
 
 
 def _read(path: Path, pieces: int, steps: Tally) -> tuple[float, bool]:

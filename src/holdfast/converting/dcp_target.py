@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,17 +41,22 @@ class DcpTarget(Target):
     def refuse(self, outgoing: Outgoing) -> None:
         """Raise for keys that DCP cannot tell apart, for elements that torch lacks, and for values that need code."""
         refuse_what_torch_lacks(outgoing, _NAME)
-        paths: dict[str, ObjectPath] = {}
+        known: dict[str, _Leaf] = {}
         same: dict[str, str] = {}
         refused: dict[str, str] = {}
-        for path, leaf in _leaves(outgoing.tree):
-            key = flat_name(path)
-            if key in paths:
-                same[key] = f"is the key of {list(paths[key])} and of {list(path)}"
-            paths[key] = path
-            if not isinstance(leaf, TensorRef) and not outgoing.allow_pickle and (why := _needs(leaf)):
+        for leaf in _leaves(outgoing.tree):
+            key = flat_name(leaf.path)
+            if key in known:
+                one, other = keys_of([known[key].source, leaf.source])
+                same[key] = f"is the key of '{one}' and of '{other}'"
+            known[key] = leaf
+            if not isinstance(leaf.value, TensorRef) and not outgoing.allow_pickle and (why := _needs(leaf.value)):
                 refused[key] = why
-        refuse_values(outgoing, _NAME, same, "DCP joins the names of nested dicts by dots. Rename these (rename=...).")
+        advice = (
+            "DCP has texts as keys, joined by dots, so it cannot tell these apart. Rename one of each, under the key "
+            "in quotes (rename={key: new})."
+        )
+        refuse_values(outgoing, _NAME, same, advice)
         advice = (
             f"They take code to be loaded. {LEAVE_OUT}, or have them written as pickles (allow_pickle=True), for those "
             "who load with allow_pickle=True or by torch."
@@ -71,25 +76,48 @@ class DcpTarget(Target):
 
 def _texts_as_keys(outgoing: Outgoing) -> dict[str, str]:
     """What has another key because DCP has texts alone as keys of dicts: ``None`` is one that is called so, say."""
-    leaves = list(StoredNode.of(outgoing.tree).leaves())
-    new = keys_of([tuple(step if type(step) is int else str(step) for step in leaf.path) for leaf in leaves])
-    return {leaf.key: key for leaf, key in zip(leaves, new, strict=True) if leaf.key != key}
+    leaves = list(_with_texts(StoredNode.of(outgoing.tree), ()))
+    new = keys_of([path for _, path in leaves])
+    return {leaf.key: key for (leaf, _), key in zip(leaves, new, strict=True) if leaf.key != key}
 
 
-def _leaves(tree: Mapping[Any, Any]) -> Iterator[tuple[ObjectPath, Any]]:
-    """What has a key in DCP, with its path: dicts are opened, and lists in which there is a dict or a tensor."""
+def _with_texts(node: StoredNode, path: ObjectPath) -> Iterator[tuple[StoredNode, ObjectPath]]:
+    """All leaves, with the paths that they have in DCP, where ints are positions in lists and nothing else."""
+    if node.leaf is not None:
+        yield node.leaf, path
+        return
+    for name, child in node.children.items():
+        yield from _with_texts(child, (*path, name if _has_positions(node.value) else str(name)))
+
+
+class _Leaf(NamedTuple):
+    """What has a key in DCP."""
+
+    path: ObjectPath
+    source: tuple[Any, ...]
+    """Its path in what goes out."""
+    value: Any
+
+
+def _leaves(tree: Mapping[Any, Any]) -> Iterator[_Leaf]:
+    """All leaves as DCP sees them: dicts are opened, and lists in which there is a dict or a tensor."""
     for name, child in tree.items():
-        yield from _leaves_in(child, (str(name),))
+        yield from _leaves_in(_Leaf((str(name),), (name,), child))
 
 
-def _leaves_in(value: Any, path: ObjectPath) -> Iterator[tuple[ObjectPath, Any]]:
+def _leaves_in(leaf: _Leaf) -> Iterator[_Leaf]:
+    path, source, value = leaf
     parts = children_of(value) if _is_opened(value) else None
     if not parts:
-        yield path, value
+        yield leaf
         return
-    is_list = isinstance(value, (list, tuple)) and not is_named(value)
+    is_list = _has_positions(value)
     for name, child in parts:
-        yield from _leaves_in(child, (*path, name if is_list else str(name)))
+        yield from _leaves_in(_Leaf((*path, name if is_list else str(name)), (*source, name), child))
+
+
+def _has_positions(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and not is_named(value)
 
 
 def _is_opened(value: Any) -> bool:
@@ -164,12 +192,12 @@ class _Planner(DefaultSavePlanner):
         self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Flatten what goes out."""
-        leaves = {flat_name(path): (path, leaf) for path, leaf in _leaves(self._outgoing.tree)}
-        self.mappings = {key: path for key, (path, _) in leaves.items()}
-        self._keys = {key: leaf.key for key, (_, leaf) in leaves.items() if isinstance(leaf, TensorRef)}
+        leaves = {flat_name(leaf.path): leaf for leaf in _leaves(self._outgoing.tree)}
+        self.mappings = {key: leaf.path for key, leaf in leaves.items()}
+        self._keys = {key: leaf.value.key for key, leaf in leaves.items() if isinstance(leaf.value, TensorRef)}
         tensors = self._outgoing.tensors
         stand_ins = stand_ins_for((key, tensors[own]) for key, own in self._keys.items())
-        self.state_dict = {key: leaf for key, (_, leaf) in leaves.items()} | stand_ins
+        self.state_dict = {key: leaf.value for key, leaf in leaves.items()} | stand_ins
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:

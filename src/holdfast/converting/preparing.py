@@ -159,8 +159,10 @@ def rename_flat(names: Mapping[str, T], renaming: Callable[[str], Any]) -> dict[
     for name, found in names.items():
         new: Any = renaming(name)
         new = name if new is None else new
-        if not isinstance(new, str) or not new:
+        if not isinstance(new, str):
             raise TypeError(f"rename gives {name!r} the name {new!r}, which is not a text")
+        if not new and name:
+            raise TypeError(f"rename gives {name!r} an empty name; give it one that can be asked for")
         if new in renamed:
             raise ValueError(
                 f"rename would give both '{renamed[new][0]}' and '{name}' the name '{new}'. Every name can be given "

@@ -118,13 +118,13 @@ def _index(shards: Mapping[str, Sequence[str]], outgoing: Outgoing) -> bytes:
 def _why_not(key: str, tensor: OutTensor) -> str | None:
     name = _IN_FILES.get(tensor.dtype.name)
     if name is None or (name == PAIRS and not tensor.shape):
-        return f"has elements of {tensor.dtype}, which the format has no type for"
+        return f"has elements of {tensor.dtype}, which the format has no type for: cast it"
     if key == METADATA_KEY:
-        return "has the name of the notes of a file"
+        return "has the name of the notes of a file: rename it"
     try:
         key.encode()
     except UnicodeEncodeError:
-        return "has a name that is no valid text"
+        return "has a name that is no valid text, with half a character that UTF-8 cannot hold: rename it"
     return None
 
 
@@ -136,7 +136,7 @@ def _unsupported(refused: Mapping[str, str]) -> UnsupportedTensorError:
     return UnsupportedTensorError(
         f"{len(refused)} tensor(s) cannot be stored in safetensors files, so nothing was written:\n"
         + "\n".join(lines)
-        + "\nExclude them, rename them, or cast them to another type.",
+        + "\nOr exclude them. rename={name: new} and cast={name: dtype} take the names as they are here.",
         key=first,
         kind=refused[first],
         keys=list(refused),

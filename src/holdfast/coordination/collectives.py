@@ -42,11 +42,33 @@ class Attempt(Generic[T]):
             self.failure = wrap_exception(error)
             if not isinstance(error, Exception):
                 self._interruption = error
+            # The exception refers to this frame. With a way back to it, it would keep the caller's state alive until
+            # the garbage collector comes along.
+            del self, function
+
+    def forget_failure(self) -> None:
+        """Everybody has heard of it. An interruption is still to be resumed."""
+        self.failure = None
 
     def resume_interruption(self) -> None:
         """Let Ctrl-C and exit do on their own rank what they would have done without us."""
         if self._interruption is not None:
-            raise self._interruption
+            error, self.failure, self._interruption = self._interruption, None, None
+            try:
+                raise error
+            finally:
+                del error
+
+    def resume_failure(self) -> None:
+        """Raise what the function raised, if it did, and forget it: whoever has this attempt is on its way."""
+        if self.failure is None:
+            return
+        error = self.failure[0]
+        self.failure = self._interruption = None
+        try:
+            raise error
+        finally:
+            del error
 
 
 class _StepFailed(Exception):
@@ -233,8 +255,7 @@ class Collectives:
         result: list[T] = []
         mine = Attempt(lambda: result.append(map_fun()))
         messages = self.all_gather_object(_pack_attempt(mine, self.rank))
-        if mine.failure is not None:
-            raise mine.failure[0]
+        mine.resume_failure()
         self._conclude(step, [mine], dict(enumerate(messages)))
         return result[0]
 
@@ -249,9 +270,14 @@ class Collectives:
     def _alone(self, step: str, function: Callable[[], T]) -> T:
         attempt = Attempt(function)
         attempt.resume_interruption()
-        if attempt.failure is not None:
-            raise CheckpointException(step, {0: attempt.failure}) from attempt.failure[0]
-        return attempt.value
+        if attempt.failure is None:
+            return attempt.value
+        failures = {0: attempt.failure}
+        attempt.failure = None
+        try:
+            raise CheckpointException(step, failures) from failures[0][0]
+        finally:
+            del failures
 
     def _decide(self, mine: Attempt[T], function: Callable[[list[T]], R]) -> Attempt[R] | None:
         """Gather all outcomes; on the coordinator, run ``function`` on the values if no rank failed."""
@@ -276,12 +302,18 @@ class Collectives:
 
     def _conclude(self, step: str, attempts: list[Attempt[Any] | None], messages: dict[int, bytes]) -> list[Any]:
         """Open what came back, by sender: the values, or this step's exception on every rank."""
-        for attempt in attempts:
-            if attempt is not None:
-                attempt.resume_interruption()
+        made = [attempt for attempt in attempts if attempt is not None]
+        for attempt in made:
+            attempt.forget_failure()  # it is in the messages; its frames lead to the callers, who have the attempt
+        for attempt in made:
+            attempt.resume_interruption()
         opened = [_unpack(message, sender) for sender, message in messages.items()]
         failures = {rank: wrapped for _, found in opened for rank, wrapped in found.items()}
         if failures:
             ordered = dict(sorted(failures.items()))
-            raise CheckpointException(step, ordered) from next(iter(ordered.values()))[0]
+            try:
+                raise CheckpointException(step, ordered) from next(iter(ordered.values()))[0]
+            finally:
+                # The exception refers to this frame, and whoever raises one of the failures to the exception.
+                del opened, failures, ordered
         return [value for value, _ in opened]

@@ -6,17 +6,18 @@ one that works on the CPU.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.linked import LinkedCollectives
 from holdfast.coordination.private_group import private_group_of
-from holdfast.errors import CheckpointException, HoldfastError, RankDisagreementError, RankLeftError
+from holdfast.errors import CheckpointException, HoldfastError, RankDisagreementError, RankLeftError, RemoteError
 
 
 @contextmanager
@@ -71,8 +72,29 @@ def causes_instead_of_steps(*, alone: bool) -> Iterator[None]:
         yield
     except CheckpointException as error:
         if alone:
-            raise next(iter(error.failures.values()))[0] from None
+            _raise_as_it_was(_taken_out_of(error))
         raise _first_cause(error) from error
+
+
+def _taken_out_of(error: CheckpointException) -> BaseException:
+    """The only cause of an error that nobody will see.
+
+    The traceback of the cause will lead to the error. If that led back to the cause, they would keep alive all that
+    both refer to, such as the state that is being saved, until the garbage collector comes along.
+    """
+    _, (cause, _) = error.failures.popitem()
+    error.__cause__ = None
+    return cause
+
+
+def _raise_as_it_was(cause: BaseException) -> NoReturn:
+    """Raise an exception again, with the cause and context that it has, and not with those of this place."""
+    before = cause.__cause__, cause.__context__, cause.__suppress_context__
+    try:
+        raise cause
+    finally:
+        cause.__cause__, cause.__context__, cause.__suppress_context__ = before
+        del cause
 
 
 def _first_cause(error: CheckpointException) -> Exception:
@@ -85,9 +107,21 @@ def _first_cause(error: CheckpointException) -> Exception:
     if not isinstance(cause, Exception):
         # Ctrl-C, or the end of a program, is meant for the rank where it happens, and not for the others.
         return RankLeftError(f"rank {rank} was interrupted ({cause!r}), so the call ended on all ranks", ranks=[rank])
+    _put_in_place_of(cause, error, rank)
     if sys.version_info >= (3, 11):
         cause.add_note(f"[{where}]")
     return cause
+
+
+def _put_in_place_of(cause: Exception, error: CheckpointException, rank: int) -> None:
+    """Have a copy of the cause in the error of the step, which will be the cause of the cause: there is no circle."""
+    try:
+        twin: BaseException = copy.copy(cause)
+    except Exception:  # it came from another rank in the same way, so this is hardly possible
+        twin = RemoteError(str(cause), type_name=type(cause).__name__, text=str(cause))
+    error.failures[rank] = twin, error.failures[rank][1]
+    if error.__cause__ is cause:
+        error.__cause__ = twin
 
 
 def _told(cause: HoldfastError, rank: int, where: str) -> HoldfastError:

@@ -52,8 +52,7 @@ class Parcels:
         """Tell ranks that nothing else will come. One that cannot be reached does not keep it from the others."""
         attempts = [Attempt(partial(self._send, rank, torch.tensor([_NO_MORE, 0, 0]))) for rank in ranks]
         for attempt in attempts:
-            if attempt.failure is not None:
-                raise attempt.failure[0]
+            attempt.resume_failure()
 
     def arriving(self) -> Iterator[tuple[Note, torch.Tensor]]:
         """What the coordinator sends to this rank, until there is no more."""

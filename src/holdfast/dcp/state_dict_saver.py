@@ -34,6 +34,7 @@ from holdfast.staging.stagers import common_pool
 from holdfast.storage.contract import StorageWriter
 from holdfast.stores.filesystem import AnyPath
 from holdfast.stores.local import FileSystem
+from holdfast.waiting import ProcessFuture
 
 __all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "async_save", "save", "save_state_dict"]
 
@@ -333,7 +334,7 @@ def _require_cpu_backend(group: dist.ProcessGroup | None) -> None:
 
 def _without_value(staged: Future[STATE_DICT_TYPE]) -> Future[None]:
     """A future that ends as ``staged`` does, and does not keep the copy alive."""
-    ended: Future[None] = Future()
+    ended: ProcessFuture[None] = ProcessFuture("the copy of a state for a background save")
     ended.set_running_or_notify_cancel()
 
     def pass_on(source: Future[STATE_DICT_TYPE]) -> None:

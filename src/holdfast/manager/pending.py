@@ -122,6 +122,8 @@ class PendingSaves:
     def wait(self, timeout: float | None = None) -> list[int]:
         """Return when all have ended, well or not. The steps of those that have not, after the timeout."""
         futures = [begun.committed for begun in self._begun.values() if begun.committed is not None]
+        for future in futures:
+            future.done()  # raises in a forked process, which would wait for ever
         unfinished = concurrent.futures.wait(futures, timeout).not_done
         return [begun.step for begun in self._begun.values() if begun.committed in unfinished]
 

@@ -55,8 +55,11 @@ def open_state(state: Any, source: str) -> OpenedState:
             dtype = dtype_of(value.dtype)
             assert dtype is not None
             ref = references[path] = known.setdefault(_memory_of(value), TensorRef(key, dtype, tuple(value.shape)))
-            if ref.key == key:
-                opened.refs[key], opened.tensors[key] = ref, value.detach()
+            if opened.refs.setdefault(ref.key, ref) is not ref:
+                raise finding.unreadable(
+                    path, "has two tensors below keys of a dict that cannot be told apart, as a nan from another nan"
+                )
+            opened.tensors.setdefault(ref.key, value.detach())
         elif type(value) not in _ATOMS:
             opened.values.append(value)
     opened.tree = finding.rebuilt(state, (), references)
@@ -80,7 +83,7 @@ class _Finding:
             return
         self._count += 1
         if self._count > _MOST_LEAVES:
-            raise self._unreadable(path, f"has more than {_MOST_LEAVES} values")
+            raise self.unreadable(path, f"has more than {_MOST_LEAVES} values")
         yield path, value
 
     def rebuilt(self, value: Any, path: Path, references: Mapping[Path, TensorRef]) -> Any:
@@ -116,10 +119,11 @@ class _Finding:
             found = zip(value._fields, value, strict=True)
         children = list(found)
         if children and len(path) >= _DEEPEST:
-            raise self._unreadable(path, f"is nested deeper than {_DEEPEST} levels, or in itself")
+            raise self.unreadable(path, f"is nested deeper than {_DEEPEST} levels, or in itself")
         return children
 
-    def _unreadable(self, path: Path, why: str) -> UnsupportedValueError:
+    def unreadable(self, path: Path, why: str) -> UnsupportedValueError:
+        """What to raise if a state is one that cannot be given as a checkpoint."""
         place = ".".join(map(str, path[:8]))
         return UnsupportedValueError(
             f"{self._source}: the state {why}, at '{place}…'. It cannot be read as a checkpoint. "

@@ -45,8 +45,10 @@ def _given(root: StoredNode, new_name: Callable[[str], Any]) -> dict[str, str]:
     given: dict[str, str] = {}
     for leaf in root.leaves():
         name = new_name(leaf.key)
-        if name is not None and not (isinstance(name, str) and name):
+        if name is not None and not isinstance(name, str):
             raise TypeError(f"rename gives '{leaf.key}' the key {name!r}, which is not a text")
+        if name == "" and leaf.key:
+            raise TypeError(f"rename gives '{leaf.key}' an empty key; give it one that can be asked for")
         given[leaf.key] = leaf.key if name is None else name
     return _changed(given)
 

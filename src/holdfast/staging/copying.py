@@ -14,12 +14,12 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from holdfast.compat.tensors import count_of_changes
+from holdfast.coordination.interrupts import interrupts_wait
 from holdfast.errors import TornSnapshotError
 from holdfast.planning.holdings import digest_pieces
 from holdfast.planning.small_tensors import has_its_memory, lies_ready, move_small
@@ -28,7 +28,7 @@ from holdfast.staging.arenas import ArenaPool, Lease, aligned
 from holdfast.staging.copies import bytes_of, fingerprint_of_memory, has_ordinary_memory, transfer
 from holdfast.staging.moments import Moment
 from holdfast.tuning import COPY_AT_ONCE, SMALL_TENSOR
-from holdfast.waiting import some_threads, wait_for_all
+from holdfast.waiting import ProcessFuture, some_threads, wait_for_all
 
 _Part = Callable[[], None]
 
@@ -95,7 +95,7 @@ class Copies:
         self._moment = Moment.now()
         self.nbytes = 0
         """How much memory they take."""
-        self.done: Future[None] = Future()
+        self.done: ProcessFuture[None] = ProcessFuture("the copy of a state for a background save")
         """When the program may change its tensors again."""
         self.done.set_running_or_notify_cancel()
         self._parts: deque[_Part] = deque()
@@ -149,7 +149,9 @@ class Copies:
             self._unfinished = len(self._parts)
             with _lock:
                 _under_way.add(self)
-            self._start_a_thread()
+            if not self._start_a_thread():
+                with interrupts_wait():  # what is left half done would be waited for
+                    self._work()
 
     def hurry(self) -> None:
         """Return when nothing is left to copy. One more thread copies: what is waited for is done sooner.
@@ -157,14 +159,18 @@ class Copies:
         It is not this thread itself, since Ctrl-C, which may come here, must not end a copy that others rely on.
         """
         if len(self._parts) > 1:
-            self._start_a_thread()
+            self._start_a_thread()  # or not, if there are no more to be had: the first one is there
         # Its error is told to whoever waits for the save. A signal right before a wait is noticed after it.
         while concurrent.futures.wait([self.done], timeout=0.5).not_done:
             pass
 
-    def _start_a_thread(self) -> None:
+    def _start_a_thread(self) -> bool:
         # Unlike `threading.Thread` this does not wait until the thread runs, which takes milliseconds.
-        _thread.start_new_thread(self._work, ())
+        try:
+            _thread.start_new_thread(self._work, ())
+        except RuntimeError:  # there are no more to be had
+            return False
+        return True
 
     def _work(self) -> None:
         while True:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from holdfast import settings
+from holdfast.coordination.interrupts import interrupts_wait
 from holdfast.notices import warn_caller
 from holdfast.staging.arenas import ArenaPool, Memory, is_common, recycled
 from holdfast.staging.snapshots import Snapshot
+from holdfast.waiting import ProcessFuture
 
 State = dict[str, Any]
 
@@ -44,25 +49,53 @@ class AsyncSnapshotTaker(SnapshotTaker):
 
     def __init__(self, pool: ArenaPool) -> None:
         super().__init__(pool)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holdfast-stage")
-        self._last: Future[State] | None = None
+        self._last: ProcessFuture[State] | None = None
+        self._make_a_thread()
 
     def take_later(self, state: State, *, non_blocking: bool = False) -> Future[State]:
         """Copy everything but the elements of tensors now, and these in the background."""
         snapshot = self.begin(state)
-        self._last = self._thread.submit(snapshot.fill, non_blocking=non_blocking)
-        return self._last
+        if self._owner != os.getpid():  # this process was forked, and has no such thread
+            self._make_a_thread()
+        staged: ProcessFuture[State] = ProcessFuture("the copy of a state for a background save")
+        fill = functools.partial(_complete, staged, functools.partial(snapshot.fill, non_blocking=non_blocking))
+        try:
+            self._thread.submit(fill)
+        except RuntimeError:  # there are no more threads to be had
+            # It was queued nevertheless. A thread that can be started later must not copy what is there by then.
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._make_a_thread()
+            with interrupts_wait():
+                fill()
+        self._last = staged
+        return staged
 
     def wait(self) -> None:
         """Return when no snapshot is being taken. A failure is for the one who has its future."""
-        if self._last is not None:
+        if self._last is not None and self._last.is_known_here():
             self._last.exception()
 
     def close(self) -> None:
         """Finish what has begun, and let go of the memory."""
-        self._thread.shutdown()
+        if self._owner == os.getpid():
+            self._thread.shutdown()
         self._last = None
         super().close()
+
+    def _make_a_thread(self) -> None:
+        self._owner = os.getpid()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holdfast-stage")
+
+
+def _complete(future: Future[State], fill: Callable[[], State]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(fill())
+    except BaseException as error:
+        future.set_exception(error)
+    finally:
+        del future, fill  # an error refers to this frame, and would keep the copy alive through it
 
 
 def own_pool(memory: Memory) -> ArenaPool:

@@ -15,6 +15,7 @@ import numpy as np
 
 from holdfast.stores.direct_access import CANNOT_BE_DIRECT, aligned_memory, open_directly, rounded_up
 from holdfast.stores.libc import begin_to_write_back, reserve
+from holdfast.stores.os_errors import some
 from holdfast.tuning import DIRECT_ALIGNMENT, ROOM_BYTES, SMALLEST_ROOM, WRITERS
 from holdfast.waiting import some_threads, wait_for_all
 
@@ -120,7 +121,7 @@ class DirectFile:
         if written < count:
             begin = written
             while written < count:
-                written += os.pwrite(self._descriptor, view[written:count], position + written)
+                written += some(os.pwrite(self._descriptor, view[written:count], position + written))
             begin_to_write_back(self._descriptor, position + begin, count - begin)
 
     def _write_directly(self, view: memoryview, position: int) -> int:
@@ -128,7 +129,7 @@ class DirectFile:
         written = 0
         while self._direct is not None and written < view.nbytes and written % DIRECT_ALIGNMENT == 0:
             try:
-                written += os.pwrite(self._direct, view[written:], position + written)
+                written += some(os.pwrite(self._direct, view[written:], position + written))
             except OSError as error:
                 if error.errno not in CANNOT_BE_DIRECT:
                     raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from holdfast.stores.direct_file import DirectFile
-from holdfast.stores.os_errors import naming
+from holdfast.stores.os_errors import naming, some
 from holdfast.stores.store import Buffer
 from holdfast.tuning import DIRECT_FROM
 
@@ -65,9 +65,9 @@ class FileSink:
             os.close(descriptor)
 
     def _write_all(self, view: memoryview) -> None:
-        written = os.write(self.descriptor, view)
+        written = some(os.write(self.descriptor, view))
         while written < view.nbytes:
-            written += os.write(self.descriptor, view[written:])
+            written += some(os.write(self.descriptor, view[written:]))
 
     def _large_file(self, memory: int | None = None) -> DirectFile:
         if self._direct is None:

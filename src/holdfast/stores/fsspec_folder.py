@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,13 +12,20 @@ from typing import Any
 
 from holdfast.stores.durability import flush_to_disk
 from holdfast.stores.fsspec_filesystem import FsspecFileSystem
-from holdfast.stores.remote_errors import name_is_taken, only_os_errors, was_replaced
+from holdfast.stores.remote_errors import name_is_taken, only_os_errors, other_length, was_replaced
 from holdfast.stores.remote_folder import Found, RemoteFolder
-from holdfast.stores.store import Buffer, Listed, Listing, Sink, too_short, wrong_size
+from holdfast.stores.store import Buffer, Listed, Listing, Sink, wrong_size
 from holdfast.tuning import REMOTE_START_BYTES, STREAM_BYTES
 
 _MARKS = ("ETag", "etag", "generation", "version_id", "ino", "mtime", "created", "last_modified", "updated")
 """By which file systems tell one content of a name from the next, each with some of them."""
+
+_ATTEMPTS = 5
+"""How often an object is read whose storage gives another number of bytes than it has announced."""
+_PAUSE = 0.025
+"""Seconds before the second of these attempts; twice as long before each one after it."""
+_MOST_LOOKS = 1000
+"""How often an object is looked at again that others replace all the time."""
 
 _locks = [threading.Lock() for _ in range(64)]
 """Between threads of this process, which is all there is in ``memory://``."""
@@ -50,14 +58,27 @@ class FsspecFolder(RemoteFolder):
 
     def open(self, name: str) -> tuple[Found, bytes] | None:
         """Read a small object, and look whether it still was the same."""
+        odd_answers = 0
         found = self.find(name)
-        while found is not None and found.size <= REMOTE_START_BYTES:
-            with suppress(FileNotFoundError):
+        for _ in range(_MOST_LOOKS):
+            if found is None or found.size > REMOTE_START_BYTES:
+                return None if found is None else (found, b"")
+            content = b""
+            is_there = True
+            try:
                 content = self._fs.cat_file(self._inner(name))
-                if len(content) == found.size and self.find(name) == found:
-                    return found, content
-            found = self.find(name)
-        return None if found is None else (found, b"")
+            except FileNotFoundError:
+                is_there = False
+            before, found = found, self.find(name)
+            if found != before:
+                continue
+            if is_there and len(content) == found.size:
+                return found, content
+            odd_answers += 1
+            if odd_answers == _ATTEMPTS:
+                raise other_length(self._path(name), found.size, len(content))
+            time.sleep(_PAUSE * 2**odd_answers)
+        raise was_replaced(self._path(name))
 
     def read_into(self, name: str, found: Found, begin: int, memory: memoryview) -> None:
         """Read a range, and look afterwards whether it still was the same object."""
@@ -68,7 +89,7 @@ class FsspecFolder(RemoteFolder):
         if self.find(name) != found:
             raise was_replaced(self._path(name))
         if len(content) != memory.nbytes:
-            raise too_short(self._path(name), begin + memory.nbytes, begin + len(content))
+            raise other_length(self._path(name), memory.nbytes, len(content), begin)
         memory[:] = content
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,3 +25,17 @@ def naming(path: str) -> Iterator[None]:
 def named(error: OSError, path: str) -> OSError:
     """The error, with the path if it has none."""
     return error if error.filename is not None else OSError(error.errno, error.strerror, path)
+
+
+def some(written: int) -> int:
+    """How many bytes the system says that it has written. None at all is an error, or a loop would ask for ever.
+
+    >>> some(5)
+    5
+    >>> some(0)
+    Traceback (most recent call last):
+    OSError: [Errno 5] the file system takes no more bytes, and does not say why
+    """
+    if written <= 0:
+        raise OSError(errno.EIO, "the file system takes no more bytes, and does not say why")
+    return written

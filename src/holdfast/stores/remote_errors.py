@@ -6,7 +6,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, InconsistentStorageError
 
 
 @contextmanager
@@ -51,3 +51,16 @@ def no_such_object(path: str) -> FileNotFoundError:
 def name_is_taken(path: str) -> FileExistsError:
     """What to raise if a new object is not new."""
     return FileExistsError(errno.EEXIST, "exists already", path)
+
+
+def other_length(path: str, expected: int, found: int, begin: int | None = None) -> InconsistentStorageError:
+    """What to raise if a storage gives more or fewer bytes than it says that there are, and the object is the same."""
+    asked = f"it has {expected} bytes" if begin is None else f"there are {expected} bytes from byte {begin} on"
+    return InconsistentStorageError(
+        f"{path}: the storage says that {asked}, and reading them gives {found}. Something between here and the "
+        "bytes changes them (a cache, a proxy, compression on the way), or they are not all there: look at the object "
+        "with the storage's own tools, and try again",
+        file=path,
+        expected=expected,
+        found=found,
+    )

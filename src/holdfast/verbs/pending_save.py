@@ -45,7 +45,11 @@ class PendingSave:
         return self._counter.stalled
 
     def wait(self, timeout: float | None = None) -> SaveReport:
-        """What was saved, when it is committed. Raises what the save raised, or ``TimeoutError``."""
+        """What was saved, when it is committed. Raises what the save raised, or ``TimeoutError``.
+
+        In a process that was forked meanwhile, this and the other questions raise ``OtherProcessError``: a save goes on
+        in the process that began it.
+        """
         try:
             return self.committed.result(timeout)
         except FutureTimeoutError:
@@ -69,6 +73,8 @@ class PendingSave:
         return self._counter.phase if self.staged.done() else "copying"
 
     def __repr__(self) -> str:
+        if not self.committed.is_known_here():
+            return f"<PendingSave to {self.path}: of process {self.committed.owner}>"
         phase, done, total = self.progress()
         return f"<PendingSave to {self.path}: {phase}, {done:,} of {total:,} bytes>"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import threading
 import weakref
 from collections.abc import Mapping
@@ -109,3 +110,13 @@ def _in_use(lane: Lane) -> list[tuple[Future[Any], int]]:
         found = [entry for entry in _pending.get(lane, []) if not entry[0].done()]
         _pending[lane] = found
         return list(found)
+
+
+def _start_anew_in_forked_child() -> None:
+    """The saves are the parent's, and somebody may hold the lock."""
+    global _lock
+    _lock = threading.Lock()
+    _pending.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew_in_forked_child)

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from holdfast.stores.os_errors import some
+
 if sys.platform != "win32":
     import fcntl
 
@@ -95,7 +97,7 @@ def _read(file: int, position: int, size: int) -> bytes:
 def _write(file: int, position: int, content: bytes) -> None:
     os.lseek(file, position, os.SEEK_SET)
     while content:
-        content = content[os.write(file, content) :]
+        content = content[some(os.write(file, content)) :]
 
 
 def _unlock(file: int) -> None:

@@ -53,6 +53,9 @@ SLOT = "unfilled slot"
 
 _MOST_REPORTED = 20
 
+_TYPED = (dict, list)
+"""What becomes of values that JSON has no form for."""
+
 
 class Encoder:
     """Turns states into typed values.
@@ -151,13 +154,21 @@ class Encoder:
         """The keys and values of a dict, in its order."""
         if not self._enter(container):
             return []
-        place, stored = self._place, []
+        place, stored, typed_keys = self._place, [], set()
         place.append(None)
         for key, item in container.items():
             place[-1] = key
             self._closed += 1
             stored_key = self._child(key)
             self._closed -= 1
+            if type(stored_key) in _TYPED:  # others are as different in JSON as they are in Python
+                text = json.dumps(stored_key)
+                if text in typed_keys:
+                    self.refuse(
+                        "another key of the same dict is stored as the same, so one of the two values would be lost (a "
+                        "nan is like this, since no nan equals another); use keys that differ, such as texts"
+                    )
+                typed_keys.add(text)
             stored.append([stored_key, self._child(item)])
         place.pop()
         self._leave(container)

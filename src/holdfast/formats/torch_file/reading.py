@@ -15,6 +15,7 @@ import torch
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, RefusedPickleError, UnsupportedValueError
 from holdfast.formats.crc import crc32
 from holdfast.formats.dcp.zip_layout import LOCAL_MAGIC, Entry, damaged, read_directory
+from holdfast.formats.torch_file.legacy import check_legacy_file
 from holdfast.formats.torch_file.reserved_memory import DESCRIPTION, ReservedFile
 from holdfast.formats.torch_file.storages import check_storage_sizes
 from holdfast.stores.file_reader import FileReader, open_file
@@ -92,6 +93,8 @@ def read_torch_file(path: str | os.PathLike[str], *, allow_pickle: bool, verify:
     is_archive = _is_archive(file)
     if is_archive:
         _check_archive(file, verify=verify)
+    elif not allow_pickle:  # code that is trusted may reserve what it likes
+        check_legacy_file(file)
     return _a_dict(_load(file, is_archive=is_archive, allow_pickle=allow_pickle), file)
 
 
