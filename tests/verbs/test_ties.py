@@ -94,6 +94,35 @@ def test_tied_weights_of_which_a_rank_has_no_rows_are_stored_once(ranks: RankPoo
     }
 
 
+def load_one_name(path: str, strict: bool) -> tuple[list[str], list[str]]:
+    model = fully_shard(Tied(9), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    report = hf.load({"model": model}, path, strict=strict)
+    assert torch.equal(model.head.weight.full_tensor(), rows(9, 4, 0.0))
+    return list(report.read), list(report.missing)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_one_stored_name_is_enough_for_tied_weights_of_which_a_rank_has_no_rows(
+    ranks: RankPool, tmp_path, strict, world_size
+):
+    hf.save({"model": {"embed.weight": rows(9, 4, 0.0)}}, tmp_path / "x")
+    found = ranks(world_size).run(load_one_name, str(tmp_path / "x"), strict)
+    assert found == [(["model.embed.weight", "model.head.weight"], [])] * world_size
+
+
+def load_untied_without_rows(path: str) -> list[str]:
+    weights = [sharded(rows(9, 4, 0.0)) for _ in range(2)]
+    with pytest.raises(hf.errors.StateMismatchError) as raised:
+        hf.load({"embed": weights[0], "head": weights[1]}, path)
+    return list(raised.value.missing)
+
+
+def test_a_name_that_is_missing_everywhere_is_missing_on_ranks_without_rows_too(ranks: RankPool, tmp_path):
+    hf.save({"embed": rows(9, 4, 0.0)}, tmp_path / "x")
+    assert ranks(4).run(load_untied_without_rows, str(tmp_path / "x")) == [["head"]] * 4
+
+
 def save_with_manager(path: str) -> int:
     model = fully_shard(Tied(9), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     with hf.CheckpointManager(path) as manager:

@@ -151,6 +151,8 @@ class _Load:
         )
         agreement = agree(self.ranks, plan, self.options)
         agreement.problems.raise_if_any(self.source.location)
+        for key in sorted(agreement.settled & set(plan.found.missing)):
+            plan.found.settle(key)
         return plan, agreement
 
     def read(self, plan: LoadPlan) -> Phase:
