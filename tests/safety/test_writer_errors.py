@@ -340,3 +340,32 @@ def test_a_commit_whose_answer_was_lost_keeps_its_files(ranks: RankPool, tmp_pat
     loaded = many(0)
     dcp.load(loaded, checkpoint_id=folder)
     assert all(torch.equal(loaded[key], value) for key, value in many(2).items())
+
+
+class FailsBeside(FileSystemWriter):
+    """Another rank than the one that commits fails in the same step."""
+
+    def commit_rank_local(self, world_size: int) -> None:
+        super().commit_rank_local(world_size)
+        if dist.get_rank() == 1:
+            raise OSError(errno.EIO, "Input/output error")
+
+
+def fail_beside_the_commit(folder: Path) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            dcp.save(many(2), storage_writer=FailsBeside(folder), use_collectives=False)
+        except CheckpointException as error:
+            return f"failed on {list(error.failures)}"
+    return "saved"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_that_fails_beside_the_commit_takes_nothing_from_it(ranks: RankPool, tmp_path, world_size):
+    folder = tmp_path / "x"
+    ranks(world_size).run(save_many, folder, 1, False)
+    assert ranks(world_size).run(fail_beside_the_commit, folder) == ["failed on [1]"] * world_size
+    loaded = many(0)
+    dcp.load(loaded, checkpoint_id=folder)
+    assert all(torch.equal(loaded[key], value) for key, value in many(2).items())

@@ -76,33 +76,34 @@ def commit_on_each(
     may_have_happened: Callable[[], bool],
     undo: Callable[[], None],
 ) -> None:
-    """Run ``commit_fun`` everywhere. ``may_have_happened`` is asked where it failed.
+    """Run ``commit_fun`` everywhere, of which one or several ranks commit; ``may_have_happened`` is asked after it.
 
-    If it failed on some rank and surely had no effect where it did, ``undo`` is called on every rank. All ranks raise.
+    If it failed on some rank and surely nothing is committed by any, ``undo`` is called on every rank. All ranks raise.
     """
     raised: list[BaseException] = []
 
-    def attempt() -> _Failed | None:
+    def attempt() -> tuple[PackedFailure | None, bool]:
         try:
             commit_fun()
         except BaseException as error:
             raised.append(error)
-            return _Failed(pack_failure(wrap_exception(error)), may_have_happened())
-        return None
+            return pack_failure(wrap_exception(error)), may_have_happened()
+        return None, may_have_happened()
 
     outcomes = ranks.all_gather(step, attempt)
-    failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
-    if failed:
-        if not any(outcome.may_have_happened for outcome in failed.values()):
+    failures = {rank: failure for rank, (failure, _) in enumerate(outcomes) if failure is not None}
+    if failures:
+        if not any(in_doubt for _, in_doubt in outcomes):
             undo()
-        raise _same_for_all(ranks, step, {rank: outcome.failure for rank, outcome in failed.items()}, raised)
+        raise _same_for_all(ranks, step, failures, raised)
 
 
 def _same_for_all(
     ranks: Collectives, step: str, failures: dict[int, PackedFailure], raised: list[BaseException]
 ) -> BaseException:
     """What is raised on all ranks alike. Ctrl-C and exit stay what they are where they happened."""
-    for error in raised:
+    if raised:
+        error = raised.pop()  # which leads to the frame that has the list
         if not isinstance(error, Exception):
             return error
         if not ranks.use_dist:  # there is nobody else, so it need not have come through a pickle
