@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast.coordination.collectives import Collectives
+from holdfast.coordination.committing import commit_on_each
 from holdfast.errors import RankDisagreementError
 from holdfast.events import recorded_step
 from holdfast.garbage import let_go_in_parts, no_garbage_collection
@@ -106,7 +107,13 @@ class _Save:
             call_if_present(self.writer, "discard_unfinished")
             raise
         world_size = self.ranks.world_size
-        self.ranks.all_gather_status("write", lambda: call_if_present(self.writer, "commit_rank_local", world_size))
+        commit_on_each(
+            self.ranks,
+            "write",
+            lambda: call_if_present(self.writer, "commit_rank_local", world_size),
+            may_have_happened=lambda: getattr(self.writer, "may_be_committed", True),
+            undo=lambda: call_if_present(self.writer, "discard_unfinished"),
+        )
         self.ranks.all_gather_status("write", lambda: call_if_present(self.writer, "finish_rank_local", world_size))
         return metadata
 

@@ -697,6 +697,28 @@ def test_what_is_committed_at_the_last_moment_is_not_swept(tmp_path):
     assert files_in(tmp_path / folder_of(2)) == before | {RECORD}
 
 
+def test_what_replaces_a_checkpoint_at_the_last_moment_is_not_swept(tmp_path):
+    class Late(LocalRoot):
+        def child(self, name: str) -> LocalStore:
+            class Store(LocalStore):
+                def list(self):
+                    shutil.copy(tmp_path / "new" / RECORD, tmp_path / "run" / name / RECORD)
+                    return list(super().list())
+
+            return Store(self.folder / name)
+
+    (tmp_path / "run").mkdir()
+    run_file = a_run(LocalRoot(tmp_path / "run"), 1)
+    run_file.begin(TOKEN, {folder_of(1): ""})
+    hf.save(state_of(7), tmp_path / "new")
+    for file in (tmp_path / "new").iterdir():
+        if file.name != RECORD:
+            shutil.copy(file, tmp_path / "run" / folder_of(1))
+    Deleter(RunFile(Late(tmp_path / "run")), TOKEN).sweep()
+    assert hf.verify(tmp_path / "run" / folder_of(1)).ok
+    assert files_in(tmp_path / "run" / folder_of(1)) == files_in(tmp_path / "new")
+
+
 def test_debris_of_others_is_not_swept(root):
     run_file = a_run(root, 1)
     root.child(folder_of(2)).put(DATA, b"another program writes here just now")

@@ -122,10 +122,30 @@ def test_ties_need_all_ranks_that_hold_the_tensor():
     assert agree([tied, tied]).ties == {"b": "a", "c": "a"}
     assert agree([tied, untied]).ties == {"c": "a"}
     assert agree([tied, [whole("b", 4)]]).ties == {"c": "a"}
-    assert agree([tied, [whole("a", 4)]]).ties == {}
+    assert agree([tied, [whole("a", 4)]]).ties == {"c": "b"}
+    from_behind = [whole("c", 4), whole("b", 4, tied_to="c"), whole("a", 4, tied_to="c")]
+    assert agree([tied, from_behind]).ties == {"b": "a", "c": "a"}
     assert [tensor.key for tensor in agree([tied, untied]).tensors] == ["a", "b"]
     cast = [whole("a", 4), whole("b", 4, tied_to="a")._replace(dtype="bfloat16")]
     assert agree([cast]).ties == {}
+
+
+def test_a_rank_whose_part_has_no_elements_agrees_with_any_tie():
+    def part(key: str, *boxes: Box, tied_to: str | None = None) -> Holding:
+        return Holding(key, "float32", (4,), "sharded", boxes, tied_to=tied_to)
+
+    full, half = Box((0,), (4,)), Box((2,), (2,))
+    tied = [part("a", full), part("b", full, tied_to="a")]
+    nothing = [part("a"), part("b")]
+    assert agree([tied, nothing]).ties == {"b": "a"}
+    assert agree([nothing, tied, nothing]).ties == {"b": "a"}
+    assert agree([nothing, [part("a", full), part("b", full)]]).ties == {}
+    parts = [[part("a", Box((0,), (2,))), part("b", Box((0,), (2,)), tied_to="a")], [part("a", half), part("b", half)]]
+    assert agree([*parts, nothing]).ties == {}  # one rank that has elements of both says that they are two
+
+
+def test_the_other_name_of_a_tensor_need_not_be_known_to_all():
+    assert agree([[], [whole("head", 4, tied_to="embed")]]).ties == {}
 
 
 @pytest.mark.parametrize("other", [whole("w", 5), whole("w", 4)._replace(dtype="int32"), whole("w", 4, numpy="<f4")])

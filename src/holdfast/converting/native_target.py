@@ -10,6 +10,7 @@ import numpy as np
 
 from holdfast.converting.outgoing import Outgoing, bytes_of_next
 from holdfast.converting.target import Target, Written
+from holdfast.coordination.committing import Commit
 from holdfast.environment import noted_optimizers, stamp
 from holdfast.errors import UnsupportedTensorError, UnsupportedValueError
 from holdfast.formats.native.layout import ChunkToWrite, FileLayout, lay_out
@@ -57,7 +58,8 @@ class NativeTarget(Target):
         overwrite: bool,
         prove: Callable[[Source], None] | None = None,
     ) -> Written:
-        """Write to a store, and commit. If it raises, what is in the store is as it was.
+        """Write to a store, and commit. If it raises, what is in the store is as it was, unless it is the commit itself
+        of which nobody knows whether it has happened: then the files stay.
 
         ``prove`` gets the checkpoint to read before it is committed, and raises if something is wrong with it.
         """
@@ -75,6 +77,7 @@ class NativeTarget(Target):
             written={**stamp(1), "converted_from": noted, **noted_optimizers([outgoing.optimizers])},
         )
         files: list[WrittenFile] = []
+        commit = Commit()
 
         def proof(record: Record) -> None:
             if prove is not None:
@@ -84,9 +87,10 @@ class NativeTarget(Target):
             for layout in lay_out(_chunks(refs), generation):
                 files.append(_write_file(store, data_file(generation, 0, len(files)), layout, outgoing))
             store.sync()
-            record = commit_checkpoint(store, before, files, contents, generation, prove=proof)
+            record = commit_checkpoint(store, before, files, contents, generation, commit=commit, prove=proof)
         except BaseException:
-            remove_unfinished(store, [file.name for file in files])
+            if not commit.may_have_happened:
+                remove_unfinished(store, [file.name for file in files])
             raise
         names = [*(file.name for file in record.files), record.index.name, RECORD]
         return Written(names, sum(store.size(name) or 0 for name in names))

@@ -316,9 +316,11 @@ def _remove_uncommitted_files(root: Root, name: str, identity: str) -> bool:
 
 def _remove_all_but_the_checkpoint(store: Store) -> None:
     """Remove what a killed save left in a folder beside the checkpoint that it was to replace."""
+    names = [
+        listed.name for listed in store.list()
+    ]  # before the record, which may be replaced just now by one of these
     record = decode_record(store.read(RECORD), store.path_of(RECORD))
     needed = {record.index.name, *(file.name for file in record.files)}
-    names = [listed.name for listed in store.list()]
     store.delete([name for name in names if generation_of(name) is not None and name not in needed])
 
 

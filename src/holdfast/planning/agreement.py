@@ -18,6 +18,7 @@ from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.layout import ChunkToWrite
 from holdfast.formats.native.refs import TensorRef
 from holdfast.planning.holdings import Holding
+from holdfast.planning.ties import agreed_ties
 
 _MOST_SHOWN = 20
 
@@ -51,7 +52,7 @@ def agree(all_holdings: Sequence[Sequence[Holding]]) -> Agreement:
     """Decide what is stored and who writes it, given what each rank holds."""
     by_key = _by_key(all_holdings)
     _refuse_different_kinds(by_key)
-    ties = _agreed_ties(by_key)
+    ties = agreed_ties(by_key)
     tensors: list[TensorRef] = []
     differing: list[Differing] = []
     shares = _Shares(len(all_holdings))
@@ -157,27 +158,6 @@ def _holders(ref: TensorRef, held: Held) -> Iterable[tuple[Box, Sequence[int]]]:
             holders.setdefault(box, []).append(rank)
     refuse_bad_tiling(ref, list(holders))
     return holders.items()
-
-
-def _agreed_ties(by_key: dict[str, Held]) -> dict[str, str]:
-    """Keys that are another name of an earlier one on every rank that has them."""
-    ties: dict[str, str] = {}
-    for key, held in by_key.items():
-        if held[0][1].tied_to is None:
-            continue
-        names = {holding.tied_to for _, holding in held}
-        if len(names) == 1 and (name := names.pop()) is not None:
-            first = ties.get(name, name)
-            if {rank for rank, _ in by_key[first]} == {rank for rank, _ in held} and _same(by_key[first], held):
-                ties[key] = first
-    return ties
-
-
-def _same(one: Held, other: Held) -> bool:
-    """Whether two keys are stored alike; a cast of one of them alone makes them different things."""
-    return one[0][1]._replace(key="", tied_to=None, digests=()) == other[0][1]._replace(
-        key="", tied_to=None, digests=()
-    )
 
 
 def _differing_copies(held: Held) -> tuple[tuple[int, ...], ...] | None:

@@ -45,7 +45,7 @@ class Holding(NamedTuple):
     """Whose it is, if every rank has one of its own."""
     numpy: Any = None
     tied_to: str | None = None
-    """A key before this one under which the very same memory is held."""
+    """A key before this one under which this rank holds the very same memory (see ``ties.py``)."""
     from_first_rank: bool = False
     """The copy of the first rank counts, whatever the others have."""
     digests: tuple[bytes, ...] = ()

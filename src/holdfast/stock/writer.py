@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from holdfast.boxes import volume
 from holdfast.budgets import checked_bytes
+from holdfast.coordination.committing import Commit
 from holdfast.coordination.failures import pack_failure, unpack_failure, wrap_exception
 from holdfast.environment import stamp
 from holdfast.errors import CheckpointException
@@ -25,7 +26,6 @@ from holdfast.storage.native_files import (
     Before,
     Contents,
     commit_checkpoint,
-    is_committed,
     look_before,
     remove_unfinished,
     write_chunks,
@@ -145,7 +145,7 @@ class HoldfastWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Put the record in place, which makes the files of all ranks a checkpoint. On failure remove them."""
         shares = [part[0].storage_data for part in results if part]
-        store, generation = self._place(), new_generation()
+        store, generation, commit = self._place(), new_generation(), Commit()
         try:
             _raise_failures(shares)
             assembled = assemble(list(metadata.state_dict_metadata), metadata.planner_data, shares)
@@ -154,9 +154,9 @@ class HoldfastWriter(StorageWriter):
                 noted[NOT_FLATTENED] = True
             contents = Contents(assembled.tensors, assembled.tree, self.metadata, noted)
             before = self._before or look_before(store, overwrite=self.overwrite)
-            record = commit_checkpoint(store, before, assembled.files, contents, generation)
+            record = commit_checkpoint(store, before, assembled.files, contents, generation, commit=commit)
         except BaseException:
-            if not is_committed(store, generation):
+            if not commit.may_have_happened:
                 remove_unfinished(store, [file.name for share in shares for file in share.files])
             raise
         _complete(metadata, assembled, StorageMeta(checkpoint_id=store.location, save_id=generation))

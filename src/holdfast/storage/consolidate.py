@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from holdfast.coordination.collectives import Collectives
+from holdfast.coordination.committing import Commit
 from holdfast.errors import CheckpointNotFoundError, RankDisagreementError
 from holdfast.storage.hf_commit import Folder, Switch, make_index
 from holdfast.storage.hf_folder import Contents, read_contents, read_files
@@ -123,7 +124,7 @@ class _Consolidation:
         self.target = Folder(fs, Path(output_dir))
         fs.mkdir(self.target.path)
         self.before = self.target.names()
-        self.may_be_committed = False
+        self.committed = Commit()
 
     def fingerprint(self) -> str:
         """Equal on ranks that would write the same files from the same parts."""
@@ -168,15 +169,14 @@ class _Consolidation:
         with self.target.fs.lock_folder(self.target.path):
             self.target.refuse_lost_files(switch)
             self.target.prepare(switch)
-            self.may_be_committed = True
-            self.target.commit(switch)
+            self.target.commit(switch, self.committed)
             # Parts in this folder are not ours to remove: nobody asked for that.
             stale = [name for name in self.target.stale(self.before, switch, keep=keep) if not is_shard(name)]
             self.target.give_names(switch, stale)
 
     def discard(self) -> None:
         """After a failure: remove what was written, unless it counts already."""
-        if not self.may_be_committed:
+        if not self.committed.may_have_happened:
             self.target.remove_unfinished(self.generation)
 
 

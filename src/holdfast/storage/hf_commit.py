@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, NoReturn
 
+from holdfast.coordination.committing import Commit
 from holdfast.errors import DamagedCheckpointError, IncompleteSaveError
 from holdfast.formats.json_objects import parse_json_object
+from holdfast.storage.failed_commits import rename_has_failed
 from holdfast.storage.hf_names import (
     COMMIT_NAME,
     INDEX_NAME,
@@ -43,6 +45,15 @@ class Switch:
     def places(self, name: str) -> tuple[str, str]:
         """Where a file of the set may be: it has its final name, or still a temporary one."""
         return self.files[name], name
+
+    def record(self) -> bytes:
+        """The file that commits it."""
+        content = {"generation": self.generation, "save_id": self.save_id, "index": self.index}
+        return _encoded({**content, "files": dict(self.files)})
+
+
+def _encoded(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=2).encode()
 
 
 def make_index(weight_map: Mapping[str, str], total_size: int, save_id: str | None) -> dict[str, Any]:
@@ -83,10 +94,9 @@ class Folder:
 
     def prepare(self, switch: Switch) -> None:
         """Write what the switch needs, durably; nothing changes for readers."""
-        content = {"generation": switch.generation, "save_id": switch.save_id, "index": switch.index}
-        self._write(temporary_name(COMMIT_NAME, switch.generation), {**content, "files": dict(switch.files)})
+        self._write(temporary_name(COMMIT_NAME, switch.generation), switch.record())
         if switch.index is not None:
-            self._write(temporary_name(INDEX_NAME, switch.generation), switch.index)
+            self._write(temporary_name(INDEX_NAME, switch.generation), _encoded(switch.index))
         self._sync(switch)
 
     def refuse_lost_files(self, switch: Switch) -> None:
@@ -100,9 +110,19 @@ class Folder:
                 missing=lost,
             )
 
-    def commit(self, switch: Switch) -> None:
-        """Put the record in place: from here on the new checkpoint is the one that is loaded."""
-        self.fs.rename(self.at(temporary_name(COMMIT_NAME, switch.generation)), self.at(COMMIT_NAME))
+    def commit(self, switch: Switch, commit: Commit | None = None) -> None:
+        """Put the record in place: from here on the new checkpoint is the one that is loaded.
+
+        If it raises, ``commit`` says whether the record may be there all the same, or may get there yet.
+        """
+        commit = commit or Commit()
+        temporary, final = self.at(temporary_name(COMMIT_NAME, switch.generation)), self.at(COMMIT_NAME)
+        commit.may_have_happened = True
+        try:
+            self.fs.rename(temporary, final)
+        except BaseException as error:
+            commit.may_have_happened = not rename_has_failed(self.fs, temporary, final, switch.record(), error)
+            raise
         self._sync(switch)
 
     def give_names(self, switch: Switch, stale: Iterable[str]) -> None:
@@ -166,9 +186,9 @@ class Folder:
             found=why,
         )
 
-    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+    def _write(self, name: str, content: bytes) -> None:
         with self.fs.create_stream(self.at(name), "wb") as stream:
-            stream.write(json.dumps(content, indent=2).encode())
+            stream.write(content)
             if self.sync:
                 flush_to_disk(stream)
 

@@ -170,8 +170,7 @@ class HuggingFaceWriter(_FileSystemWriter):
         with self.fs.lock_folder(self.path):
             folder.refuse_lost_files(switch)
             folder.prepare(switch)
-            self._may_be_committed = True
-            folder.commit(switch)
+            folder.commit(switch, self._commit)
             self._last_committed_id = self.save_id
             folder.give_names(switch, folder.stale(self._before, switch))
         folder.remove_unfinished(self._generation)
@@ -206,7 +205,7 @@ class HuggingFaceWriter(_FileSystemWriter):
 
     def discard_unfinished(self) -> None:
         """On the coordinator, after a failure on any rank: remove what was written for this save."""
-        if not self._may_be_committed:
+        if not self.may_be_committed:
             self._folder().remove_unfinished(self._generation)
 
     def _with_model_files(self, folder: Folder, switch: Switch, parts: Sequence[str]) -> Switch:

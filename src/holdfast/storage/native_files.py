@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from holdfast.boxes import Box
+from holdfast.coordination.committing import Commit
 from holdfast.errors import CheckpointExistsError, IncompleteSaveError, NotAFolderError
 from holdfast.formats.native.blocks import Digests
 from holdfast.formats.native.columns import Columns, digest_of, encode_columns
@@ -27,6 +28,7 @@ from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.writing import Gather, write_data_file
 from holdfast.garbage import no_garbage_collection
 from holdfast.stores.store import Store
+from holdfast.stores.unanswered import is_unanswered
 from holdfast.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE, SHARE_OF_ROOMS
 
 if TYPE_CHECKING:
@@ -156,12 +158,15 @@ def commit_checkpoint(
     contents: Contents,
     generation: str,
     *,
+    commit: Commit | None = None,
     prove: Callable[[Record], None] | None = None,
 ) -> Record:
     """Write the columns, put the record in place, and remove what only the old checkpoint needed.
 
+    If it raises, ``commit`` says whether the record may be in place, or may get there yet: then it needs the files.
     ``prove`` is called when all is there but the record, which it gets. If it raises, nothing is committed.
     """
+    commit = commit or Commit()
     _refuse_missing_files(store, files)
     columns = _columns(files)
     data = encode_columns(columns)
@@ -181,10 +186,14 @@ def commit_checkpoint(
         store.sync()
         if prove is not None:
             prove(decode_record(encoded, store.path_of(RECORD)))
-        store.commit(RECORD, encoded, replaces=before.record)
+        commit.may_have_happened = True
+        try:
+            store.commit(RECORD, encoded, replaces=before.record)
+        except BaseException as error:
+            commit.may_have_happened = is_unanswered(error) or _is_committed(store, generation)
+            raise
     except BaseException:
-        # The record may be in place although its commit raised; then it needs the file.
-        if not is_committed(store, generation):
+        if not commit.may_have_happened:
             remove_unfinished(store, [index.name])
         raise
     _remove_old_files(store, before, record)
@@ -197,8 +206,11 @@ def remove_unfinished(store: Store, names: Sequence[str]) -> None:
         store.delete(names)
 
 
-def is_committed(store: Store, generation: str) -> bool:
-    """Whether the record in the store is of this save. Yes if nobody knows: its files must not be removed then."""
+def _is_committed(store: Store, generation: str) -> bool:
+    """Whether the record in the store is of this save. Yes if nobody knows: its files must not be removed then.
+
+    Only the process that commits may ask: to others the record may look as it was before.
+    """
     try:
         record = _content(store, RECORD)
         return record is not None and decode_record(record, RECORD).generation == generation

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from holdfast.coordination.committing import Commit
 from holdfast.errors import CheckpointExistsError, IncompleteSaveError
 from holdfast.formats.dcp.index import encode_index
 from holdfast.formats.dcp.storage_info import _StoragePrefix
@@ -35,6 +36,7 @@ from holdfast.storage.byte_ranges import is_plain
 from holdfast.storage.contract import StorageWriter, WriteResult
 from holdfast.storage.data_files import DataFile, ValueNeedingPickle, split_by_size_and_type, write_file
 from holdfast.storage.direct_streams import direct_stream
+from holdfast.storage.failed_commits import holds, put_has_failed, rename_has_failed
 from holdfast.storage.transforms import StreamTransform, WriterTransforms
 from holdfast.stores.durability import flush_to_disk
 from holdfast.stores.filesystem import AnyPath, FileSystemBase
@@ -94,7 +96,7 @@ class _FileSystemWriter(StorageWriter):
         self._index = b""
         self._in_use: set[str] = set()
         self._present_before: set[str] = set()
-        self._may_be_committed = False
+        self._commit = Commit()
         self._switches_together = False
         self._last_committed_id: str | None = None
 
@@ -132,7 +134,7 @@ class _FileSystemWriter(StorageWriter):
         if self.save_id == self._last_committed_id:
             self.save_id = str(uuid.uuid4())  # nobody called reset since the last save, whose id must stay its own
         self._generation = layout.new_generation()
-        self._may_be_committed = False
+        self._commit = Commit()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the folder. A rank that saves on its own also looks for an earlier checkpoint and names its files."""
@@ -183,12 +185,17 @@ class _FileSystemWriter(StorageWriter):
         self.save_id = save_id
         self._switches_together = True
 
+    @property
+    def may_be_committed(self) -> bool:
+        """Whether the index that this rank puts in place may be there, or may get there yet."""
+        return self._commit.may_have_happened
+
     def discard_unfinished(self) -> None:
-        """On ranks that commit, after a failure on any rank: remove what was written for this save.
+        """After a failure on any rank: remove what was written for this save.
 
         Once the index may be in place nothing is removed any more, whatever fails after that.
         """
-        if not self._may_be_committed:
+        if not self.may_be_committed:
             names = layout.names_of_generation(self._present(), self._generation)
             self._remove([*names, self._temporary_index_name()])
         self._switches_together = False
@@ -337,7 +344,7 @@ class _FileSystemWriter(StorageWriter):
         self._index = encode_index(metadata)
         if not self._has_temporary_index():
             return
-        temporary = self.fs.concat_path(self.path, self._temporary_index_name())
+        temporary = self._temporary_index()
         try:
             with self.fs.create_stream(temporary, "wb") as stream:
                 stream.write(self._index)
@@ -353,18 +360,17 @@ class _FileSystemWriter(StorageWriter):
         return not self.fs.puts_atomically or (self._switches_together and not self.use_collectives)
 
     def _put_index_in_place(self) -> None:
-        self._may_be_committed = True
+        commits = self.use_collectives or not self.rank
+        self._commit.may_have_happened = True
         try:
             if self.fs.puts_atomically:
-                self.fs.put(self.fs.concat_path(self.path, self._index_name()), self._index)
+                self.fs.put(self._final_index(), self._index)
             else:
                 self._rename_index()
-        except IncompleteSaveError:
-            raise
-        except BaseException:
+        except BaseException as error:
             # Where rank 0 has committed for all, the index of another rank counts even under its temporary name.
-            if self.use_collectives or not self.rank:
-                self._remove([self._temporary_index_name()])
+            if commits:
+                self._commit.may_have_happened = not self._has_failed(error)
             raise
         self._last_committed_id = self.save_id
         self._index = b""
@@ -373,16 +379,34 @@ class _FileSystemWriter(StorageWriter):
         if self.sync_files:
             self.fs.sync_folder(self.path)
 
+    def _has_failed(self, error: BaseException) -> bool:
+        """Whether the index is surely not in place. Its temporary file is removed."""
+        if isinstance(error, IncompleteSaveError):  # it was looked at already
+            return True
+        if self.fs.puts_atomically:
+            self._remove([self._temporary_index_name()])
+            return put_has_failed(self.fs, self._final_index(), self._index, error)
+        return rename_has_failed(self.fs, self._temporary_index(), self._final_index(), self._index, error)
+
     def _rename_index(self) -> None:
-        temporary = self.fs.concat_path(self.path, self._temporary_index_name())
+        temporary = self._temporary_index()
         try:
-            self.fs.rename(temporary, self.fs.concat_path(self.path, self._index_name()))
+            self.fs.rename(temporary, self._final_index())
         except FileNotFoundError as error:
+            # Network disks may try twice, and then miss what they have renamed themselves.
+            if holds(self.fs, self._final_index(), self._index, if_unknown=True):
+                return
             raise IncompleteSaveError(
                 f"{temporary} disappeared before the save was committed. Another save into the same folder may have "
                 "removed it; nothing was committed, save again to a folder of its own.",
                 missing=[str(temporary)],
             ) from error
+
+    def _final_index(self) -> AnyPath:
+        return self.fs.concat_path(self.path, self._index_name())
+
+    def _temporary_index(self) -> AnyPath:
+        return self.fs.concat_path(self.path, self._temporary_index_name())
 
     def _present(self) -> list[str]:
         with suppress(OSError):

@@ -104,7 +104,8 @@ class Store(ABC):
 
         ``replaces`` is what was there when the save began, None if there was nothing. If something else is there now, a
         ``CommitConflictError`` is raised and nothing changes; of several that commit at once, one succeeds. After any
-        other error the name may have either content: look what it is before you remove what one of them needs.
+        other error the name may have either content: look what it is, in this process, before you remove what one of
+        them needs. After an error that means no answer (see ``unanswered.py``) it may still change.
         """
 
     def sync(self) -> None:  # noqa: B027 - many stores need not do anything

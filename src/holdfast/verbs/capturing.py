@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -20,12 +19,11 @@ from holdfast.planning.holdings import (
     HeldTensor,
     Holding,
     LocalTensor,
-    address_of,
     dtype_of_whole,
     hold,
-    memory_of,
     others_may_have_it,
 )
+from holdfast.planning.ties import noted_ties
 from holdfast.states.expanding import Expanded, expand
 from holdfast.states.selecting import select
 from holdfast.verbs.save_options import SaveOptions
@@ -97,7 +95,7 @@ class Capture:
         holdings, local = self._held(encoded.tensors)
         to_compare = self._to_compare(encoded.tensors, holdings) if self.compare_later else frozenset()
         kinds = {readable(path): kind for path, kind in expanded.kinds.items()}
-        return Captured(encoded.tree, encoded.own, _with_ties(holdings, local), local, to_compare, kinds)
+        return Captured(encoded.tree, encoded.own, noted_ties(holdings, local), local, to_compare, kinds)
 
     def _encoded(self, expanded: Expanded) -> _Encoded:
         """The state as typed values, and the tensors that were met on the way."""
@@ -170,22 +168,6 @@ def _refuse_sharded(holding: Holding, tensor: Any) -> None:
             key=holding.key,
             kind=type(tensor).__name__,
         )
-
-
-def _with_ties(holdings: list[Holding], local: Mapping[str, LocalTensor]) -> list[Holding]:
-    """Note which keys are further names of the very same memory, stored in the same way."""
-    addresses = [address_of(local[holding.key].value) for holding in holdings]
-    how_often = Counter(addresses)
-    if len(how_often) == len(addresses):
-        return holdings
-    first: dict[Any, str] = {}
-    for number, (holding, address) in enumerate(zip(holdings, addresses, strict=True)):
-        memory = memory_of(local[holding.key].value) if how_often[address] > 1 else None
-        if memory is not None:
-            name = first.setdefault((memory, holding.dtype, holding.kind, str(holding.numpy)), holding.key)
-            if name != holding.key:
-                holdings[number] = holding._replace(tied_to=name)
-    return holdings
 
 
 def _all_refused(refused: list[UnsupportedTensorError]) -> UnsupportedTensorError:

@@ -43,6 +43,8 @@ class Findings:
 
     missing: dict[str, Any] = field(default_factory=dict)
     """With the tensor that has the key in the state, if it is one."""
+    settled: list[str] = field(default_factory=list)
+    """Keys that are not stored, and whose tensor is loaded under another name that it has."""
     unexpected: list[str] = field(default_factory=list)
     """In what this rank has stored of its own."""
     shapes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -51,3 +53,9 @@ class Findings:
     """What is wrong with a key, in words that go on after its name."""
     errors: dict[str, HoldfastError] = field(default_factory=dict)
     """Of live objects that cannot take what is stored."""
+
+    def settle(self, key: str) -> None:
+        """A missing key is loaded with another name of its tensor."""
+        del self.missing[key]
+        self.read[key] = None
+        self.settled.append(key)

@@ -160,6 +160,8 @@ class _Load:
         for key, adapter in plan.found.adapters:
             for warning in adapter.warnings():
                 warn_caller(f"'{key}': {warning}. It is loaded all the same, as optimizer_mismatch='warn' wants it.")
+        for key in sorted(agreement.settled & set(plan.found.missing)):
+            plan.found.settle(key)
         return plan, agreement
 
     def read(self, plan: LoadPlan) -> Phase:

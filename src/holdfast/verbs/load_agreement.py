@@ -16,6 +16,7 @@ from holdfast.sources.source import Source
 from holdfast.verbs.load_options import LoadOptions
 from holdfast.verbs.load_planning import LoadPlan
 from holdfast.verbs.problems import Problems
+from holdfast.verbs.targets import held_elements
 
 if TYPE_CHECKING:
     from holdfast.coordination.collectives import Collectives
@@ -46,6 +47,8 @@ class Agreement(NamedTuple):
     """Stored keys that no rank has a place for."""
     not_requested: Sequence[str]
     """Stored keys of parts that no rank has in its state."""
+    settled: frozenset[str] = frozenset()
+    """Keys that are loaded under another name of their tensor, as those ranks say that have elements of it."""
 
 
 def agree(ranks: Collectives, plan: LoadPlan, options: LoadOptions) -> Agreement:
@@ -57,13 +60,15 @@ def agree(ranks: Collectives, plan: LoadPlan, options: LoadOptions) -> Agreement
         whole = Problems()
         for proposal in known:
             whole.add(proposal.problems)
+        settled = _settled(known)
+        whole.missing = [key for key in whole.missing if key not in settled]
         unexpected = _common([proposal.unexpected for proposal in known])
         whole.unexpected = [key for key in unexpected if not options.may_be_unexpected(key)]
         if not any(proposal.has_loads for proposal in known) and any(proposal.has_other_keys for proposal in known):
             whole.kinds.setdefault(
                 "", "gets nothing from this checkpoint: none of its keys is stored there, or was asked for"
             )
-        return Agreement(whole, unexpected, _common([proposal.not_requested for proposal in known]))
+        return Agreement(whole, unexpected, _common([proposal.not_requested for proposal in known]), settled)
 
     return ranks.all_reduce("agree", lambda: proposal, decide)
 
@@ -78,6 +83,10 @@ class _Proposal(NamedTuple):
     """Whether it loads anything."""
     has_other_keys: bool
     """Whether its state has keys that it may leave as they are."""
+    settled: Sequence[str]
+    """Keys that are loaded under another name of their tensor."""
+    missing: Sequence[str]
+    """Keys of tensors that are not stored, whether they may be missing or not, and of which it has elements."""
 
     @classmethod
     def of(cls, plan: LoadPlan, options: LoadOptions) -> _Proposal:
@@ -98,7 +107,15 @@ class _Proposal(NamedTuple):
             plan.not_requested,
             has_loads=bool(found.read or found.transforms),
             has_other_keys=bool(found.untouched) or (bool(found.missing) and not options.strict),
+            settled=found.settled,
+            missing=[key for key, target in found.missing.items() if target is None or held_elements(target) != 0],
         )
+
+
+def _settled(proposals: Sequence[_Proposal]) -> frozenset[str]:
+    """A rank without elements of a tensor cannot see which names it has, and goes by what the others say."""
+    settled = {key for proposal in proposals for key in proposal.settled}
+    return frozenset(settled.difference(*(proposal.missing for proposal in proposals)))
 
 
 class Numbers(NamedTuple):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
+from holdfast.coordination.committing import Commit, commit_for_all
 from holdfast.environment import noted_optimizers, stamp
-from holdfast.errors import CheckpointException
 from holdfast.formats.native.json_texts import dumps
 from holdfast.formats.native.layout import ChunkToWrite
 from holdfast.formats.native.names import new_generation
@@ -26,7 +26,6 @@ from holdfast.storage.native_files import (
     Contents,
     WrittenFile,
     commit_checkpoint,
-    is_committed,
     look_before,
     remove_unfinished,
     write_chunks,
@@ -124,14 +123,16 @@ class SaveRun:
     def commit(self, plan: _Plan, files: list[WrittenFile]) -> SaveReport:
         """The coordinator puts the record in place, which makes all files of all ranks a checkpoint."""
 
-        def put_in_place(parts: list[tuple[list[WrittenFile], dict[str, float], float]]) -> SaveReport:
+        def put_in_place(parts: list[tuple[list[WrittenFile], dict[str, float], float]], commit: Commit) -> SaveReport:
             assert plan.decision is not None
             every = [file for part, _, _ in parts for file in part]
             seconds = [seconds for _, seconds, _ in parts]
             contents = plan.decision.contents
             contents = replace(contents, written={**contents.written, "phases": by_phase(seconds)})
             with self.phases.during("commit"), no_garbage_collection():
-                record = commit_checkpoint(self.store, plan.decision.before, every, contents, plan.generation)
+                record = commit_checkpoint(
+                    self.store, plan.decision.before, every, contents, plan.generation, commit=commit
+                )
             return SaveReport(
                 path=self.store.location,
                 identity=plan.generation,
@@ -142,16 +143,13 @@ class SaveRun:
                 phases={**by_phase(seconds), "commit": [self.phases.seconds["commit"]]},
             )
 
-        try:
-            return self.ranks.all_reduce(
-                "commit", lambda: (files, self.phases.seconds, self.phases.elapsed()), put_in_place
-            )
-        except BaseException as error:
-            # Without the coordinator's word it may be about to commit, and then it needs our files.
-            coordinator_is_done = self.ranks.is_coordinator or isinstance(error, CheckpointException)
-            if coordinator_is_done and not is_committed(self.store, plan.generation):
-                remove_unfinished(self.store, [file.name for file in files])
-            raise
+        return commit_for_all(
+            self.ranks,
+            "commit",
+            lambda: (files, self.phases.seconds, self.phases.elapsed()),
+            put_in_place,
+            undo=lambda: remove_unfinished(self.store, [file.name for file in files]),
+        )
 
     def _first_with_the_same_tree(self, captured: Captured) -> int:
         """The lowest rank whose tree is the same as this rank's."""

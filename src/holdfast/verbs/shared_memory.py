@@ -39,8 +39,7 @@ def settle_missing_names(found: Findings) -> None:
     for key, target in list(found.missing.items()):
         name = None if target is None else loaded.get(memory_of(target) or ())
         if name is not None:
-            del found.missing[key]
-            found.read[key] = None
+            found.settle(key)
             found.notes.append(f"'{key}' is not stored; it is the same tensor as '{name}' and was loaded with it")
 
 

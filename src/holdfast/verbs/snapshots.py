@@ -40,10 +40,13 @@ class Snapshot:
         others = 0
         parts: dict[str, list[tuple[Any, Any]]] = {}
         for holding in captured.holdings:
-            if holding.tied_to is None:
-                local: Any = captured.local[holding.key]
-                noted = parts[holding.key] = [(box, _noted(copies, local, box)) for box in holding.boxes]
-                others += sum(part.nbytes for _, part in noted if isinstance(part, np.ndarray))
+            if holding.tied_to is not None:
+                # One copy for all names. All are kept: to other ranks each may be a tensor of its own.
+                parts[holding.key] = parts[holding.tied_to]
+                continue
+            local: Any = captured.local[holding.key]
+            noted = parts[holding.key] = [(box, _noted(copies, local, box)) for box in holding.boxes]
+            others += sum(part.nbytes for _, part in noted if isinstance(part, np.ndarray))
         return cls(copies, copies.nbytes + others, captured, parts)
 
     def captured(self) -> Captured:
@@ -64,10 +67,17 @@ def with_digests(captured: Captured) -> Captured:
     """With the digests of what other ranks may hold as well, to be compared with theirs."""
     if not captured.to_compare:
         return captured
-    holdings: list[Holding] = [
-        holding._replace(digests=tuple(map(captured.local[holding.key].digest, holding.boxes)))
-        if holding.key in captured.to_compare and holding.tied_to is None
-        else holding
+    known: dict[str, tuple[bytes, ...]] = {}
+
+    def digests(holding: Holding) -> tuple[bytes, ...]:
+        """Taken once for all names of the same memory."""
+        name = holding.tied_to or holding.key
+        if name not in known:
+            known[name] = tuple(map(captured.local[holding.key].digest, holding.boxes))
+        return known[name]
+
+    holdings = [
+        holding._replace(digests=digests(holding)) if holding.key in captured.to_compare else holding
         for holding in captured.holdings
     ]
     return replace(captured, holdings=holdings, to_compare=frozenset())
