@@ -66,9 +66,10 @@ def test_a_tensor_larger_than_a_part_is_copied_by_several_threads() -> None:
     assert torch.equal(copy.twin, large)
 
 
-def named_thread(copies: Copies) -> None:
+def named_thread(copies: Copies) -> bool:
     number = sum(thread.name.startswith("copying-") for thread in threading.enumerate()) + 1
     threading.Thread(target=copies._work, name=f"copying-{number}", daemon=True).start()
+    return True
 
 
 def test_same_elements_are_copied_once() -> None:

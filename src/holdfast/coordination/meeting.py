@@ -71,9 +71,18 @@ def causes_instead_of_steps(*, alone: bool) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
+        _forget_this_place(error)
         if alone:
             _raise_as_it_was(_taken_out_of(error))
         raise _first_cause(error) from error
+
+
+def _forget_this_place(error: CheckpointException) -> None:
+    """Take the frames of this module out of a traceback: they were called by those that have the error at hand."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    error.__traceback__ = trace
 
 
 def _taken_out_of(error: CheckpointException) -> BaseException:
