@@ -21,6 +21,8 @@ import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
+from tests.torches import clear_sharding_cache
+
 DUMP_STACKS = signal.SIGUSR2
 
 
@@ -135,14 +137,9 @@ def _job_store(port: int) -> dist.TCPStore:
 
 
 def _leave() -> None:
-    # Slow to import: the fork server has done so, and the test session need not.
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
     if dist.is_initialized():
         dist.destroy_process_group()
-    # DTensor caches results by mesh, and meshes of two runs compare equal: the next run would get a mesh of
-    # this one, whose groups are gone.
-    _clear_sharding_prop_cache()
+    clear_sharding_cache()  # or the next run would get a mesh of this one, whose groups are gone
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -25,10 +25,13 @@ WITH_STOCK = {
         *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"),
         *("complex32", "complex64", "complex128"),
     )
+    if name in ALL
 }
 # Stock cannot save these: torch knows no largest value of them.
 OPAQUE = {name: ALL[name] for name in ("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2")}
-LESS_THAN_A_BYTE = {f"{sign}int{count}": ALL[f"{sign}int{count}"] for sign in ("", "u") for count in range(1, 8)}
+LESS_THAN_A_BYTE = {
+    name: ALL[name] for sign in ("", "u") for count in range(1, 8) if (name := f"{sign}int{count}") in ALL
+}
 QUANTIZED = {name: ALL[name] for name in ("quint8", "qint8", "qint32")}
 WITHOUT_A_COPY_IN_TORCH = {"quint4x2", "quint2x4"}
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed.checkpoint as stock
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import _extension as stock_extension
 
 import holdfast.dcp as dcp
 from holdfast.dcp._extension import Extension, ExtensionRegistry, StreamTransformExtension, ZStandard
@@ -24,9 +23,11 @@ from holdfast.dcp._fsspec_filesystem import FsspecReader, FsspecWriter
 from holdfast.dcp.filesystem import _StorageWriterTransforms
 from holdfast.errors import CheckpointException, DamagedCheckpointError, HoldfastError, MissingPackageError
 from tests.dcp.states import LIBRARIES
+from tests.torches import stock_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # stock says so on every call
 
+stock_extension = stock_module("_extension")
 PACKAGES = ["zstandard", "pyzstd"]
 
 

@@ -12,10 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-import torch.distributed.checkpoint._consolidate_hf_safetensors as stock_consolidation
-import torch.distributed.checkpoint._hf_utils as stock_utils
-import torch.distributed.checkpoint.hf_storage as stock_storage
-import torch.distributed.checkpoint.quantized_hf_storage as stock_quantized
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -39,6 +35,12 @@ from holdfast.formats.safetensors.torch_dtypes import BY_NAME
 from holdfast.storage import hf_reader
 from holdfast.storage.byte_ranges import StreamRanges
 from tests.dcp.states import bits, blank, differing, of_bytes
+from tests.torches import stock_module
+
+stock_consolidation = stock_module("_consolidate_hf_safetensors")
+stock_utils = stock_module("_hf_utils")
+stock_storage = stock_module("hf_storage")
+stock_quantized = stock_module("quantized_hf_storage")
 
 INDEX = "model.safetensors.index.json"
 UNKNOWN_TO_STOCK = {"F4", "F8_E8M0"}

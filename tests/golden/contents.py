@@ -31,6 +31,8 @@ DTYPES = [
     *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"),
     *(f"{sign}int{bits}" for sign in ("u", "") for bits in range(1, 8)),
 ]
+DTYPES_HERE = [name for name in DTYPES if hasattr(torch, name)]
+"""Those that the installed torch has."""
 
 
 class Color(enum.Enum):
@@ -60,7 +62,7 @@ hf.declare(Point, name="golden:Point")
 def tensors() -> dict[str, torch.Tensor]:
     """A tensor of every element type, of bits that say something in most of them, and some of odd shapes."""
     bits = torch.arange(96, dtype=torch.uint8) * 37 + 11
-    found = {name: bits.view(getattr(torch, name)).reshape(2, -1) for name in DTYPES if name != "bool"}
+    found = {name: bits.view(getattr(torch, name)).reshape(2, -1) for name in DTYPES_HERE if name != "bool"}
     found["bool"] = (bits % 3 == 0).reshape(2, -1)
     found["no dimensions"] = torch.tensor(-1.5)
     found["no elements"] = torch.empty(3, 0, 2, dtype=torch.bfloat16)

@@ -50,7 +50,9 @@ def test_they_are_undamaged_and_as_the_specification_says(folder):
 
 
 def test_every_dtype_and_every_type_of_value_of_one_rank():
-    found = hf.open(ONE_RANK, allow_pickle=True).load()
+    lacking = [f"tensors.{name}" for name in set(contents.DTYPES) - set(contents.DTYPES_HERE)]
+    with hf.open(ONE_RANK, allow_pickle=True) as checkpoint:
+        found = checkpoint.load([node.key for node in checkpoint.leaves(exclude=lacking or None)])
     assert_same(found, contents.everything())
     assert found["tied"][0] is found["tied"][1]["again"]
     assert hf.open(ONE_RANK).metadata == contents.METADATA

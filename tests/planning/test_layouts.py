@@ -15,10 +15,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    _dtensor_spec,
+    _utils,
+    distribute_tensor,
+)
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -28,6 +35,7 @@ from holdfast.errors import UnsupportedTensorError
 from holdfast.planning.layouts import Piece, dtensor_pieces, is_replicated, local_pieces
 from tests.ranks import RankPool
 from tests.sharding import dtensor_of
+from tests.torches import clear_sharding_cache, since
 
 PARTIAL = "Any checkpointing related operations are not supported for DTensor with partial placements!"
 
@@ -164,12 +172,13 @@ def orders(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return shape, mesh_shape, draw(st.permutations(range(len(mesh_shape))))
 
 
+@since(_dtensor_spec, "ShardOrderEntry")
 @for_all(orders())
 def test_an_order_of_splits_written_as_strided_shards_is_read_as_that_order(layout):
     shape, mesh_shape, order = layout
     full = torch.arange(math.prod(shape)).view(shape)
     plain = (Shard(0),) * len(mesh_shape)
-    entry = ShardOrderEntry(0, tuple(order))
+    entry = _dtensor_spec.ShardOrderEntry(0, tuple(order))
     strided = DTensorSpec._convert_shard_order_to_StridedShard((entry,), plain, SizesOnly(mesh_shape))
     for coordinate in coordinates(mesh_shape):
         local = full
@@ -180,6 +189,7 @@ def test_an_order_of_splits_written_as_strided_shards_is_read_as_that_order(layo
         assert_pieces_are(local, pieces, full)
 
 
+@since(_dtensor_spec, "ShardOrderEntry")
 @for_all(layouts())
 def test_strided_shards_are_read_as_an_order_exactly_when_torch_can(layout):
     shape, mesh_shape, placements = layout
@@ -195,11 +205,12 @@ def test_strided_shards_are_read_as_an_order_exactly_when_torch_can(layout):
         assert local_pieces(shape, mesh_shape, coordinate, placements) == expected
 
 
+@since(_utils, "_compute_local_shape_and_global_offset")
 @for_all(layouts(strided=False))
 def test_plain_shards_lie_where_stock_records_them_empty_ones_too(layout):
     shape, mesh_shape, placements = layout
     for coordinate in coordinates(mesh_shape):
-        sizes, offsets = _compute_local_shape_and_global_offset(
+        sizes, offsets = _utils._compute_local_shape_and_global_offset(
             tuple(shape), tuple(mesh_shape), list(coordinate), positive(placements, len(shape))
         )
         (piece,) = local_pieces(shape, mesh_shape, coordinate, placements)
@@ -411,13 +422,13 @@ def each_rank_in_turn(mesh_shape: Sequence[int], names: Sequence[str]) -> Iterab
     """Be each rank of a large world, one after the other, with a process group that does nothing."""
     world_size = math.prod(mesh_shape)
     for rank in range(world_size):
-        _clear_sharding_prop_cache()  # or tensors would get the mesh, and so the coordinate, of the last rank
+        clear_sharding_cache()  # or tensors would get the mesh, and so the coordinate, of the last rank
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         try:
             yield init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=tuple(names))
         finally:
             dist.destroy_process_group()
-    _clear_sharding_prop_cache()
+    clear_sharding_cache()
 
 
 def shard_fully_as_every_rank(mesh_shape, names, sizes):
@@ -479,10 +490,11 @@ def split_in_an_order_of_its_own():
         a, b = mesh.get_coordinate()
         full = counted(8)
         local = full.chunk(3)[b].chunk(2)[a]
-        order = (ShardOrderEntry(0, (1, 0)),)
+        order = (_dtensor_spec.ShardOrderEntry(0, (1, 0)),)
         spec = DTensorSpec(mesh, (Shard(0), Shard(0)), TensorMeta(full.shape, (1,), full.dtype), shard_order=order)
         check(DTensor(local, spec, requires_grad=False), full, as_stock=False)
 
 
+@since(_dtensor_spec, "ShardOrderEntry")
 def test_a_tensor_with_an_order_of_splits_of_its_own_holds_its_pieces(ranks: RankPool):
     ranks(1).run(split_in_an_order_of_its_own, process_group=False)

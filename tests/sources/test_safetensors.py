@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -13,7 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as StockWriter
+
+try:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as StockWriter
+except ImportError:  # until torch 2.7
+    StockWriter = None
 
 from holdfast.boxes import Box
 from holdfast.dcp.hf_storage import HuggingFaceStorageWriter
@@ -100,7 +105,13 @@ def save_parts(path: Path, writer_type: type, options: dict[str, bool], layouts:
     [
         (HuggingFaceStorageWriter, {}, LAYOUTS),
         (HuggingFaceStorageWriter, {"save_distributed": True}, LAYOUTS),
-        (StockWriter, {"save_distributed": True}, ["plain", "rows", "columns", "blocks"]),
+        pytest.param(
+            *(StockWriter, {"save_distributed": True}, ["plain", "rows", "columns", "blocks"]),
+            marks=pytest.mark.skipif(
+                "save_distributed" not in inspect.signature(StockWriter or object).parameters,
+                reason="this torch's writer of Hugging Face folders does not know that option",
+            ),
+        ),
     ],
     ids=["whole files", "parts", "parts by stock torch"],
 )

@@ -12,8 +12,9 @@ from holdfast.formats.safetensors.torch_dtypes import BY_NAME
 from holdfast.metadata import MetadataIndex
 from holdfast.planning.plan import LoadItemType, ReadItem
 from holdfast.storage.filling import fill, narrowed, resolve_target
+from tests.torches import dtypes
 
-NARROW_INTEGERS = [torch.int4, torch.uint4, torch.int1, torch.uint7]
+NARROW_INTEGERS = dtypes("int4", "uint4", "int1", "uint7")
 
 
 @pytest.mark.parametrize("dtype", [*BY_NAME.values(), *NARROW_INTEGERS], ids=str)

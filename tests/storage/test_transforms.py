@@ -10,16 +10,18 @@ from typing import IO, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint._extension import ExtensionRegistry as StockRegistry
-from torch.distributed.checkpoint._extension import StreamTransformExtension as StockExtension
-from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms as StockReaderTransforms
-from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as StockWriterTransforms
 
 from holdfast.errors import HoldfastError
 from holdfast.metadata import MetadataIndex
 from holdfast.planning.plan import WriteItem, WriteItemType
 from holdfast.planning.read_items import create_read_item_for_bytes
 from holdfast.storage.transforms import ReaderTransforms, WriterTransforms
+from tests.torches import stock_module
+
+StockRegistry: Any = stock_module("_extension").ExtensionRegistry
+StockExtension: Any = stock_module("_extension").StreamTransformExtension
+StockReaderTransforms: Any = stock_module("filesystem")._StorageReaderTransforms
+StockWriterTransforms: Any = stock_module("filesystem")._StorageWriterTransforms
 
 WRITE_ITEM = WriteItem(MetadataIndex("key"), WriteItemType.BYTE_IO)
 READ_ITEM = create_read_item_for_bytes("key")

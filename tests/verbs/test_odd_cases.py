@@ -17,6 +17,7 @@ from torch import nn
 import holdfast as hf
 import holdfast.dcp
 from holdfast.errors import StateMismatchError, UnsupportedTensorError, UnsupportedValueError
+from tests.torches import dtypes
 
 ODD = {"data": {(1, 2): torch.ones(1), "x": 5, None: 7, 2.5: 8}, "w": {"a.b": 1, "a": {"b": 2}}, "m": torch.ones(2)}
 
@@ -160,7 +161,7 @@ def test_arrays_of_elements_without_bytes_are_filled(tmp_path):
         np.zeros(3, "U3"),
         np.zeros(3, object),
         torch.zeros(3, dtype=torch.uint8).view(torch.uint4),
-        torch.zeros(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        *(torch.zeros(3, dtype=torch.uint8).view(dtype) for dtype in dtypes("float4_e2m1fn_x2")),
     ],
     ids=lambda target: str(target.dtype),
 )

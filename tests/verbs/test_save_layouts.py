@@ -19,7 +19,7 @@ from holdfast.planning.layouts import local_pieces
 from tests.dcp.states import blank, of_bytes, same_bits, same_parts, sharded_tensor
 from tests.ranks import RankPool
 
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.int4]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint4]
 
 
 class Layout(NamedTuple):
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
 def random_layout(choose: random.Random, world_size: int, full: torch.Tensor) -> Layout:
     ndim = full.dim()
-    if ndim and full.numel() and full.dtype != torch.int4 and choose.random() < 0.2:
+    if ndim and full.numel() and full.dtype != torch.uint4 and choose.random() < 0.2:
         return Layout(None, rows=tuple(sorted(choose.randrange(12) for _ in range(2 * world_size - 1))))
     # Torch forgets the shape of a single element on ranks that are not in its mesh.
     size = choose.choice([world_size, choose.randint(1, world_size)]) if ndim else world_size

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import holdfast as hf
+from tests.torches import dtypes
 from tests.verbs.random_states import difference
 
 # --- choosing keys ---------------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ def test_floating_tensors_are_cast_by_pattern(tmp_path):
             "count": torch.arange(3),
             "mask": torch.ones(2, dtype=torch.bool),
             "waves": torch.tensor([1 + 2j]),
-            "packed": torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+            "packed": torch.ones(2, dtype=torch.uint8).view(getattr(torch, "float4_e2m1fn_x2", torch.uint4)),
             "array": np.ones(2),
             "value": 0.1,
         },
@@ -149,7 +150,7 @@ def test_floating_tensors_are_cast_by_pattern(tmp_path):
         assert difference(found["model"][name], state["model"][name]) is None
 
 
-@pytest.mark.parametrize("dtype", ["int8", torch.int64, torch.complex64, torch.float4_e2m1fn_x2])
+@pytest.mark.parametrize("dtype", ["int8", torch.int64, torch.complex64, *dtypes("float4_e2m1fn_x2")])
 def test_a_cast_must_be_to_a_floating_point_type(tmp_path, dtype):
     with pytest.raises(ValueError, match="from one floating point type to another"):
         hf.save({"w": torch.ones(2)}, tmp_path / "x", cast={"*": dtype})

