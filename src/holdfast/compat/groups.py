@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import uuid
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import c10d_logger, logging_handlers
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 
 def default_group() -> dist.ProcessGroup:
@@ -22,6 +23,28 @@ def default_group() -> dist.ProcessGroup:
 def store_of(group: dist.ProcessGroup) -> Store:
     """The store by which the ranks of a group found each other."""
     return c10d._get_process_group_store(group)
+
+
+def connection_of_its_own(store: Store) -> Store:
+    """Another connection to the same keys: while one waits for a key, nobody else can use it."""
+    clone: Callable[[], Store] | None = getattr(store, "clone", None)  # not in torch's stubs
+    if clone is not None:
+        return clone()
+    # Torch 2.6 can neither clone a store nor say which prefix it has. So the ranks agree on a prefix of their own, by
+    # a key of the store that is there; whoever comes first gives it its value, and nobody waits.
+    prefix = store.compare_set("holdfast/connection", "", uuid.uuid4().hex).decode()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return PrefixStore(prefix, _reopened(store))
+
+
+def _reopened(store: Store) -> Store:
+    if isinstance(store, dist.TCPStore):
+        options: dict[str, Any] = {"timeout": cast(Any, store).timeout, "wait_for_workers": False}
+        return dist.TCPStore(store.host, store.port, is_master=False, **options)
+    if isinstance(store, dist.FileStore):
+        return dist.FileStore(cast(Any, store).path)
+    return store  # of this process alone, or of a kind that is not known
 
 
 def stores_in_use() -> Iterable[Store]:

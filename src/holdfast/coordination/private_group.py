@@ -26,7 +26,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from holdfast.compat.groups import default_group, set_backend_timeout, store_of, stores_in_use, timeout_of
+from holdfast.compat.groups import (
+    connection_of_its_own,
+    default_group,
+    set_backend_timeout,
+    store_of,
+    stores_in_use,
+    timeout_of,
+)
 from holdfast.coordination.failures import wrap_exception
 from holdfast.coordination.interrupts import interrupts_wait
 from holdfast.coordination.roll_call import RollCall
@@ -86,9 +93,11 @@ class PrivateGroup:
         # Weak, because the store may be a server: it must end with the group that it belongs to.
         self._origin = weakref.ref(store)
         # A connection to the store of its own: while this one waits for the others, nobody else could use it.
-        self._store: Store | None = PrefixStore(name, store.clone())  # type: ignore[attr-defined]  # not in torch's stubs
+        self._store: Store | None = PrefixStore(name, connection_of_its_own(store))
         self._timeout = timeout
-        self._roll = RollCall(PrefixStore(name, store.clone()), rank, len(members)) if call_the_roll else None  # type: ignore[attr-defined]
+        self._roll: RollCall | None = None
+        if call_the_roll:
+            self._roll = RollCall(PrefixStore(name, connection_of_its_own(store)), rank, len(members))
         self._backend: Any = None
         self._broken: Exception | None = None
         self._round_is_over = True
