@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, TCPStore
 from torch.distributed import c10d_logger, logging_handlers
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -39,11 +40,11 @@ def connection_of_its_own(store: Store) -> Store:
 
 
 def _reopened(store: Store) -> Store:
-    if isinstance(store, dist.TCPStore):
+    if isinstance(store, TCPStore):
         options: dict[str, Any] = {"timeout": cast(Any, store).timeout, "wait_for_workers": False}
-        return dist.TCPStore(store.host, store.port, is_master=False, **options)
-    if isinstance(store, dist.FileStore):
-        return dist.FileStore(cast(Any, store).path)
+        return TCPStore(store.host, store.port, is_master=False, **options)
+    if isinstance(store, FileStore):
+        return FileStore(cast(Any, store).path)
     return store  # of this process alone, or of a kind that is not known
 
 

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_traceable
 
+from holdfast.compat.versions import check_torch
+
+check_torch(torch.__version__)  # here, because whatever needs torch needs this module
+
 DTYPES: dict[str, torch.dtype] = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 """The dtypes of the installed torch by name, second names such as ``half`` included."""
 

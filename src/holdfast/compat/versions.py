@@ -6,7 +6,7 @@ import logging
 import re
 from functools import cache
 
-from holdfast.errors import UnsupportedVersionError
+from holdfast.errors import MissingPackageError
 
 OLDEST = (2, 6)
 NEWEST = (2, 15)
@@ -30,11 +30,11 @@ def check_torch(version: str) -> None:
     """Refuse a torch that is too old, and log one line about one that is newer than any tested one."""
     minor = minor_version(version)
     if minor is not None and minor < OLDEST:
-        raise UnsupportedVersionError(
-            f"torch {version} is installed; Holdfast needs {_name(OLDEST)} or newer. Install a newer torch, or use the "
-            "commands that need none (holdfast ls, show, verify, ...).",
-            file="",
-            version=version,
+        needed = f"torch>={_name(OLDEST)}"
+        raise MissingPackageError(
+            f"torch {version} is installed, which is older than Holdfast can work with (pip install '{needed}'). "
+            "Checkpoints of Holdfast and safetensors files are read without torch.",
+            install=needed,
         )
     if minor is None or minor > NEWEST:
         logger.info(
