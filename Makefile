@@ -1,8 +1,8 @@
 # Every target prepares .venv by itself: Python 3.10+ and make are all it takes.
 
 PYTHON ?= python3
-# The tested version, installed before everything else so that nothing pulls another build. Any arguments of
-# `pip install` will do, such as the path of a wheel.
+# Installed before everything else so that nothing pulls another build. Any arguments of `pip install` will do, such as
+# torch==2.15.0 or the path of a wheel; docs/versions.md has the versions that are tested.
 TORCH  ?= torch==2.13.0
 
 VENV  := .venv
@@ -12,10 +12,10 @@ PEERS := $(VENV)/.peers
 CODE  := src tests benchmarks $(wildcard demo examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-quick test-long format clean
+.PHONY: help demo test lint bench bench-quick test-long test-versions format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## train on 4 processes, resume on 2 and on 1, compare; kill -9 and restart
 	@$(BIN)/python demo/run.py
@@ -34,6 +34,11 @@ lint: $(READY)  ## ruff and mypy
 
 test-long: $(READY)  ## the tests marked long (minutes, not seconds)
 	@$(BIN)/python -m pytest -m long
+
+# TORCH and PYTHON choose one row of the table, if they are given; KEEP=1 leaves the environments in build/versions.
+test-versions:  ## the tests with other versions of torch and Python (hours; or TORCH=2.8.0 PYTHON=python3.12)
+	@$(if $(filter command,$(origin PYTHON)),python3,$(PYTHON)) -m tests.versions $(if $(KEEP),--keep) \
+		$(if $(filter command,$(origin TORCH)),--torch '$(TORCH)') $(if $(filter command,$(origin PYTHON)),--python '$(PYTHON)')
 
 bench: $(READY) $(PEERS)  ## measure against the hardware, stock DCP and peers, and update docs/ (15 minutes)
 	@$(BIN)/python -m benchmarks.run --json docs/performance.json

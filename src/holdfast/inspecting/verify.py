@@ -16,6 +16,7 @@ from holdfast.errors import (
     CheckpointNotFoundError,
     HoldfastError,
     MissingPackageError,
+    NewerFormatError,
     NotACheckpointError,
     UnsupportedVersionError,
 )
@@ -30,7 +31,13 @@ from holdfast.sources.stored_nodes import StoredNode
 from holdfast.stores.places import in_messages, local_path
 from holdfast.stores.store import Store
 
-_COULD_NOT_LOOK = (CheckpointNotFoundError, MissingPackageError, NotACheckpointError, UnsupportedVersionError)
+_COULD_NOT_LOOK = (
+    CheckpointNotFoundError,
+    MissingPackageError,
+    NewerFormatError,
+    NotACheckpointError,
+    UnsupportedVersionError,
+)
 
 
 def verify(

@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 import holdfast as hf
 import holdfast.dcp as dcp
@@ -168,7 +163,7 @@ def test_a_format_version_that_does_not_exist_yet_is_told(saved):
 
 
 def test_names_that_the_installed_torch_has_are_refused_as_ever(saved):
-    index = Metadata({"w": TensorStorageMetadata(TensorProperties(), torch.Size([1]), [ChunkStorageMetadata])})
+    index = index_of(saved)
     index.planner_data = torch.nn.Linear
     rewrite(saved, index)
     with pytest.raises(RefusedPickleError, match=r"torch\.nn") as raised:
