@@ -10,7 +10,11 @@ from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.small_floats import widened
 
-EIGHT_BITS = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+EIGHT_BITS = [
+    name
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+]
 
 
 def ref(name: str) -> TensorRef:
