@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
 from tests.ranks import RankPool
-
-FSDP2_LACKS = "'Stream' object has no attribute 'record_event'"
+from tests.torches import lacking
 
 # How long an example takes says nothing on a machine that does other things too.
 hypothesis.settings.register_profile("holdfast", deadline=None, max_examples=60)
@@ -22,12 +22,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """FSDP2 of torch 2.6 computes on accelerators only: tests that train with it are skipped there, and say why."""
+    """Skip tests that need what the installed torch lacks, and say what it is."""
     try:
         yield
     except Exception as error:
-        if FSDP2_LACKS in str(error) and not hasattr(torch.cpu.Stream, "record_event"):
-            pytest.skip(f"FSDP2 of torch {torch.__version__} cannot compute on a CPU")
+        reason = lacking(error)
+        if reason is not None:
+            pytest.skip(f"torch {torch.__version__}: {reason}")
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup() -> Iterator[Any]:
+    """The same for what tests start from."""
+    try:
+        return (yield)
+    except Exception as error:
+        reason = lacking(error)
+        if reason is not None:
+            pytest.skip(f"torch {torch.__version__}: {reason}")
         raise
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +30,44 @@ def stock_module(name: str) -> Any:
 def since(module: Any, name: str) -> Any:
     """Skip a test if the installed torch lacks something that the test compares with."""
     return pytest.mark.skipif(not hasattr(module, name), reason=f"torch {torch.__version__} has no {name}")
+
+
+def lacking(error: BaseException) -> str | None:
+    """Why a test cannot be run with the installed torch, if the error comes from what an older torch lacks.
+
+    Each line has its own proof that the installed torch lacks it, so that nothing is hidden with a newer one.
+    """
+    text = str(error)
+    return next((reason for sign, reason, lacks in LACKING if sign in text and lacks()), None)
+
+
+def _stock_save_lacks(name: str) -> bool:
+    import torch.distributed.checkpoint as stock
+
+    return name not in inspect.signature(stock.save).parameters
+
+
+LACKING: list[tuple[str, str, Callable[[], bool]]] = [
+    (
+        "'Stream' object has no attribute 'record_event'",
+        "FSDP2 cannot compute on a CPU",
+        lambda: not hasattr(torch.cpu.Stream, "record_event"),
+    ),
+    *(
+        (
+            f"got an unexpected keyword argument '{name}'",
+            f"stock's save has no {name}",
+            functools.partial(_stock_save_lacks, name),
+        )
+        for name in ("use_collectives", "no_dist")
+    ),
+    (
+        "module 'torch.optim' has no attribute 'Muon'",
+        "torch has no Muon",
+        lambda: not hasattr(torch.optim, "Muon"),
+    ),
+]
+"""What the message of an error says, the reason for skipping, and whether it is so."""
 
 
 def clear_sharding_cache() -> None:

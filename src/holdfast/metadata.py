@@ -49,7 +49,7 @@ class TensorProperties:
     requires_grad: bool = False
     memory_format: torch.memory_format = field(default=torch.contiguous_format)
     pin_memory: bool = False
-    strides: tuple[int, ...] | None = field(default=None, compare=False)
+    strides: tuple[int, ...] | None = None
     """How the tensor lay in memory when it was saved. Stored since torch 2.15; in files elements are row-major."""
 
     def __getstate__(self) -> tuple[Any, ...]:

@@ -213,7 +213,7 @@ def test_only_what_was_not_finished_is_named_and_failures_are_told_too(ended) ->
     assert program.code == 1
     assert f"these saves were not finished: {program.folder}-stuck, {program.folder}-waiting\n" in program.err
     assert "several-finished" not in program.err
-    assert program.err.count("the disk is gone") == 1
+    assert program.err.count("OSError: the disk is gone") == 1
     assert saved_number(program.folder.with_name("several-finished")) == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -205,6 +206,11 @@ def index_of(library, path):
     save(library, state_of(Layouts()), path)
 
 
+def five_fields(entry: Any) -> Any:
+    """The properties that every torch knows: the strides of 2.15 are nothing that we store."""
+    return entry.properties.__getstate__()[:5]
+
+
 def test_the_index_describes_the_same_tensors_in_both_libraries(ranks: RankPool, tmp_path):
     """Keys, paths, sizes, chunks and properties: all but where the bytes lie, and who wrote what both ranks hold."""
     for library in LIBRARIES:
@@ -214,12 +220,12 @@ def test_the_index_describes_the_same_tensors_in_both_libraries(ranks: RankPool,
     assert mine.planner_data == theirs.planner_data
     assert mine.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
     assert mine.storage_data.keys() == theirs.storage_data.keys()
-    assert mine.version == theirs.version
+    assert getattr(mine, "version", None) == getattr(theirs, "version", None)  # older ones have none
     for key, entry in theirs.state_dict_metadata.items():
         found = mine.state_dict_metadata[key]
         assert type(found) is type(entry)
         if hasattr(entry, "chunks"):
-            assert (found.size, found.properties) == (entry.size, entry.properties), key
+            assert (found.size, five_fields(found)) == (entry.size, five_fields(entry)), key
             assert sorted((c.offsets, c.sizes) for c in found.chunks) == sorted(
                 (c.offsets, c.sizes) for c in entry.chunks
             )

@@ -23,7 +23,7 @@ WITH_STOCK = {
         *("float16", "float32", "float64", "bfloat16"),
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
         *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"),
-        *("complex32", "complex64", "complex128"),
+        *("complex32", "complex64", "complex128", "bcomplex32"),
     )
     if name in ALL
 }

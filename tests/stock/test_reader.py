@@ -145,6 +145,8 @@ def test_the_metadata_tells_what_that_of_torchs_own_files_tells(tmp_path):
     theirs = stock.FileSystemReader(tmp_path / "stock").read_metadata()
 
     assert ours.planner_data == theirs.planner_data
+    for entry in theirs.state_dict_metadata.values():
+        vars(getattr(entry, "properties", entry)).pop("strides", None)  # of 2.15: how it was in memory
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data.keys() <= theirs.storage_data.keys()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from holdfast.compat.sharding import ShardedTensor
+from holdfast.compat.sharded_tensors import ShardedTensor
 from holdfast.errors import UnguardedScriptError
 from holdfast.planning.checkpointable import FIELDS, is_checkpointable
 from holdfast.staging.arenas import Arena, ArenaPool, Lease, Memory, shared_arena_of

@@ -6,7 +6,7 @@ version lacks is found out by looking for it, not by comparing version numbers.
 
 - ``versions``: which versions of torch are tested, and what to say about the others
 - ``tensors``: dtypes that some versions lack, and the insides of tensors and storages
-- ``sharding``: sharded tensors and DTensors
+- ``sharded_tensors`` and ``dtensors``: tensors that are spread over ranks
 - ``groups``: process groups
 - ``modules``: the insides of modules and optimizers
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from holdfast.compat.sharding import ChunkShardingSpec, ShardedTensor
+from holdfast.compat.sharded_tensors import ChunkShardingSpec, ShardedTensor
 from holdfast.coordination.collectives import Collectives
 from holdfast.dcp._storage_utils import _refuse_stock_objects
 from holdfast.dcp.utils import _runs_alone

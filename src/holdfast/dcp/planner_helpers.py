@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.compat.sharding import ShardedTensor, ShardMetadata
+from holdfast.compat.sharded_tensors import ShardedTensor, ShardMetadata
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,

@@ -14,8 +14,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from holdfast.compat.sharding import LocalShardOfTensor as Shard
-from holdfast.compat.sharding import ShardedTensor
+from holdfast.compat.sharded_tensors import LocalShardOfTensor as Shard
+from holdfast.compat.sharded_tensors import ShardedTensor
 from holdfast.coordination.collectives import Collectives as _DistWrapper
 from holdfast.coordination.collectives import failures_of as _get_failure_dict
 from holdfast.dcp.api import WRAPPED_EXCEPTION, CheckpointException, _is_wrapped_exception, _wrap_exception

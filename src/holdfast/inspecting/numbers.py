@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.formats.native.dtypes import dtype_named
 from holdfast.formats.native.numpy_types import numpy_dtype_from
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.small_floats import widened
@@ -30,7 +31,7 @@ def are_numbers(ref: TensorRef) -> bool:
             return numpy_dtype_from(ref.numpy).kind in "biufc"
         except Exception:  # of a numpy that has more types than this one
             return False
-    return ref.dtype.numpy is not None or ref.dtype.name in _WIDENED or ref.dtype.name == "complex32"
+    return ref.dtype.numpy is not None or ref.dtype.name in _WIDENED or ref.dtype.name in ("complex32", "bcomplex32")
 
 
 def blocks_of(raw: Array, ref: TensorRef) -> Iterator[Array]:
@@ -72,6 +73,8 @@ def numbers_of(raw: Array, ref: TensorRef) -> Array:
         return flat.view(numpy_dtype_from(ref.numpy))
     if ref.dtype.name == "complex32":
         return flat.view("<f2").astype(np.float32).view(np.complex64)
+    if ref.dtype.name == "bcomplex32":
+        return widened(flat.view("<u2"), TensorRef(ref.key, dtype_named("bfloat16"), ref.shape)).view(np.complex64)
     if ref.dtype.numpy is not None:
         return flat.view(ref.dtype.numpy)
     return widened(flat, ref)

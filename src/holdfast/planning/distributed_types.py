@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-    from holdfast.compat.sharding import ShardedTensor
+    from holdfast.compat.sharded_tensors import ShardedTensor
 
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from holdfast.compat.sharding import ShardOrder, given_shard_order, placements_of
-from holdfast.compat.sharding import StridedShard as _StridedShard
+from holdfast.compat.dtensors import ShardOrder, given_shard_order, placements_of
+from holdfast.compat.dtensors import StridedShard as _StridedShard
 from holdfast.compat.tensors import local_part
 from holdfast.errors import UnsupportedTensorError
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.compat.groups import device_of_messages
-from holdfast.compat.sharding import ShardedTensor
+from holdfast.compat.sharded_tensors import ShardedTensor
 from holdfast.compat.tensors import local_part
 from holdfast.planning.checkpointable import copy_fields, is_checkpointable
 from holdfast.planning.distributed_types import is_dtensor

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from holdfast.compat.sharding import ShardedTensor
+from holdfast.compat.sharded_tensors import ShardedTensor
 from holdfast.compat.tensors import wrapper_subclass
 from holdfast.errors import StateMismatchError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex

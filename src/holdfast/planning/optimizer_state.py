@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from holdfast.compat.sharding import ShardedTensor, group_of_sharded
+from holdfast.compat.sharded_tensors import ShardedTensor, group_of_sharded
 from holdfast.compat.tensors import local_part
 from holdfast.errors import StateMismatchError, UnsupportedTensorError
 from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, TensorStorageMetadata

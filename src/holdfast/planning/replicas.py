@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from holdfast.compat.sharding import ShardedTensor
+from holdfast.compat.sharded_tensors import ShardedTensor
 from holdfast.compat.tensors import is_wrapper_subclass
 from holdfast.errors import ReplicaMismatchError
 from holdfast.metadata import MetadataIndex

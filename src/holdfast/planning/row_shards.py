@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from holdfast.compat.groups import device_of_messages
-from holdfast.compat.sharding import LocalShardOfTensor as Shard
-from holdfast.compat.sharding import (
+from holdfast.compat.sharded_tensors import LocalShardOfTensor as Shard
+from holdfast.compat.sharded_tensors import (
     ShardedTensor,
     ShardedTensorMetadata,
     ShardMetadata,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from holdfast.compat.sharding import LocalShardOfTensor as Shard
-from holdfast.compat.sharding import (
+from holdfast.compat.sharded_tensors import LocalShardOfTensor as Shard
+from holdfast.compat.sharded_tensors import (
     RemoteDevice,
     ShardedTensor,
     ShardedTensorMetadata,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from holdfast.compat.sharding import ShardedTensor
+from holdfast.compat.sharded_tensors import ShardedTensor
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast.planning import tensors
 from holdfast.planning.checkpointable import CheckpointableTensor, chunks_of, is_checkpointable, shard_of

@@ -14,7 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from holdfast.compat.sharding import AsyncCollectiveTensor, ShardedTensor
+from holdfast.compat.dtensors import AsyncCollectiveTensor
+from holdfast.compat.sharded_tensors import ShardedTensor
 from holdfast.compat.tensors import is_wrapper_subclass, local_part
 from holdfast.errors import UnsupportedTensorError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties

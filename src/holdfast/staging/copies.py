@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from holdfast.compat.sharding import AsyncCollectiveTensor, ShardedTensor, ShardedTensorBase, group_of_sharded
-from holdfast.compat.sharding import LocalShardOfTensor as Shard
+from holdfast.compat.dtensors import AsyncCollectiveTensor
+from holdfast.compat.sharded_tensors import LocalShardOfTensor as Shard
+from holdfast.compat.sharded_tensors import ShardedTensor, ShardedTensorBase, group_of_sharded
 from holdfast.compat.tensors import is_wrapper_subclass
 from holdfast.planning.local_bytes import copyable
 

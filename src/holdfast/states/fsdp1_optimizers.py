@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
-from holdfast.compat.sharding import ShardedTensor, group_of_sharded
+from holdfast.compat.sharded_tensors import ShardedTensor, group_of_sharded
 from holdfast.formats.native.refs import ANYTHING, TensorRef
 from holdfast.formats.native.torch_elements import torch_dtype
 from holdfast.metadata import TensorProperties

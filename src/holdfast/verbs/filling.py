@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from holdfast.boxes import Box, cut, overlaps, place_of, uncovered, volume
-from holdfast.compat.sharding import ShardedTensor
+from holdfast.compat.sharded_tensors import ShardedTensor
 from holdfast.formats.native.refs import TensorRef
 from holdfast.formats.native.torch_elements import as_array, as_tensor, torch_dtype
 from holdfast.formats.native.values import numpy_dtype_from

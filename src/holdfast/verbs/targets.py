@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.compat.sharding import ShardedTensor
+from holdfast.compat.sharded_tensors import ShardedTensor
 from holdfast.errors import UnsupportedTensorError
 from holdfast.formats.native.declared import declared_as
 from holdfast.formats.native.dtypes import dtype_named

@@ -9,14 +9,18 @@ that this module can change is the time.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
 
-from holdfast.formats.dcp.known_names import SKIPPED, Draft, Inert, Known, Refusal, brief, one_bit_away
+from holdfast.formats.dcp.known_names import SKIPPED, Draft, Inert, Known, brief, one_bit_away
 from holdfast.formats.dcp.pickle_machine import Machine
+
+logger = logging.getLogger("holdfast.formats.dcp")
 
 _Value: TypeAlias = tuple[Any, tuple[Any, ...]]
 """A field's value, and what its opcodes put into the memo."""
@@ -59,6 +63,11 @@ def make_size(numbers: Any = ()) -> torch.Size:
 SIZE = Known(Inert("torch.Size"), call=make_size)
 
 
+@lru_cache(maxsize=64)
+def _log_unknown(field: str) -> None:
+    logger.warning("the index of a checkpoint has %s, which a newer torch has added; it is passed over", field)
+
+
 class FlatRecord:
     """A record whose fields are texts, numbers, shapes and nothing else.
 
@@ -86,15 +95,15 @@ class FlatRecord:
         return self._make(**{name: state[name] for name in self._names if name in state})
 
     def _look_at_unknown(self, name: Any, value: Any) -> None:
-        """Refuse a field that is not known, unless it is empty.
+        """Pass over a field that a newer version has added, and say so once in the log.
 
-        These records say which bytes are whose. A field that a newer version has added to them may change what the
-        bytes mean (as the names of compressions did, once), so that nothing can be read without knowing it.
+        If it changes what the stored bytes mean (as the names of compressions did, once), they are no archive of a
+        tensor any more, and reading them is an error. A name that one flipped bit makes of a known one is damage.
         """
         if type(name) is not str or not set(self._names).isdisjoint(one_bit_away(name)):
             raise ValueError(f"{brief(name)} as a field of {self._name}")
         if value is not None:
-            raise Refusal("torch.distributed.checkpoint", f"{self._name}.{name}")
+            _log_unknown(f"{self._name}.{name:.80}")
 
     def _shortcut(self, machine: Machine) -> bool:
         """Make the record whose class is on the stack, and the flat records that follow it directly."""

@@ -37,6 +37,7 @@ _OTHER_SIZES = {
     "float8_e5m2": 1,
     "bfloat16": 2,
     "complex32": 4,
+    "bcomplex32": 4,
     "complex64": 8,
     "complex128": 16,
     **{f"{sign}int{bits}": 1 for sign in ("", "u") for bits in range(1, 8)},
