@@ -7,7 +7,9 @@ TORCH  ?= torch==2.13.0
 
 VENV  := .venv
 BIN   := $(VENV)/bin
-READY := $(VENV)/.ready
+SPACE := $(subst ,, )
+# One stamp per TORCH, so that asking for another one installs it.
+READY := $(VENV)/.ready-$(subst /,-,$(subst $(SPACE),-,$(TORCH)))
 PEERS := $(VENV)/.peers
 CODE  := src tests benchmarks $(wildcard demo examples)
 
@@ -62,6 +64,7 @@ $(READY): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@rm -f $(VENV)/.ready*
 	@touch $@
 
 # Tests do without them. One that cannot be had is a line in the table.
