@@ -48,7 +48,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Leave:
-    """All ranks have reported: the process group may go. This request has no reply."""
+    """All ranks have reported: the process group may go."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ def serve(connection: Connection, stacks_path: str) -> None:
             request = requests.get()
             if isinstance(request, Leave):
                 _leave()
+                connection.send_bytes(pickle.dumps(Returned(pickle.dumps(None))))
             else:
                 connection.send_bytes(pickle.dumps(_answer(request)))
 

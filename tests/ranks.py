@@ -37,6 +37,7 @@ import torch.distributed as dist
 from tests.rank_worker import DUMP_STACKS, Call, Join, Leave, Request, Returned, serve
 
 MAX_WORLD_SIZE = 4
+SECONDS_TO_LEAVE = 30
 
 # What the fork server imports once, on behalf of every worker.
 _PRELOADED = [
@@ -137,13 +138,20 @@ class RankPool:
             # No body starts before all have joined: gloo hangs when a rank dies while others still connect to it.
             outcomes = _collect(workers, deadline)
             if any(outcome.error for outcome in outcomes):
-                _leave(workers)
+                self._leave(workers)
                 return outcomes
         for worker in workers:
             worker.send(Call(job))
         outcomes = _collect(workers, deadline)
-        _leave(workers)
+        self._leave(workers)
         return outcomes
+
+    def _leave(self, workers: list[_Worker]) -> None:
+        """Let the ranks end their group. Gloo of older torches may hang then: such ranks are replaced."""
+        for worker in workers:
+            worker.send(Leave())
+        if any(outcome.error for outcome in _collect(workers, _Deadline(SECONDS_TO_LEAVE))):
+            self.kill()
 
     def kill(self) -> None:
         """Kill all workers; the next run starts new ones."""
@@ -274,11 +282,6 @@ def _collect(workers: list[_Worker], deadline: _Deadline) -> list[Outcome]:
     for worker in pending:
         outcomes[worker.rank] = worker.late(deadline)
     return [outcomes[worker.rank] for worker in workers]
-
-
-def _leave(workers: list[_Worker]) -> None:
-    for worker in workers:
-        worker.send(Leave())
 
 
 def _describe_exit(code: int | None) -> str:

@@ -47,6 +47,15 @@ def _stock_save_lacks(name: str) -> bool:
     return name not in inspect.signature(stock.save).parameters
 
 
+def _stock_collectives_lack(name: str) -> bool:
+    from torch.distributed.checkpoint.utils import _DistWrapper
+
+    return not hasattr(_DistWrapper(None, False, 0), name)
+
+
+RANK_LOCAL = "stock is asked for a rank-local checkpoint"
+
+
 LACKING: list[tuple[str, str, Callable[[], bool]]] = [
     (
         "'Stream' object has no attribute 'record_event'",
@@ -60,6 +69,19 @@ LACKING: list[tuple[str, str, Callable[[], bool]]] = [
             functools.partial(_stock_save_lacks, name),
         )
         for name in ("use_collectives", "no_dist")
+    ),
+    (
+        RANK_LOCAL,
+        "stock knows no rank-local checkpoints",
+        functools.partial(_stock_save_lacks, "use_collectives"),
+    ),
+    *(
+        (
+            f"'_DistWrapper' object has no attribute '{name}'",
+            f"stock's _DistWrapper has no {name}",
+            functools.partial(_stock_collectives_lack, name),
+        )
+        for name in ("global_coordinator_rank", "barrier")
     ),
     (
         "module 'torch.optim' has no attribute 'Muon'",

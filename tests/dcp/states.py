@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import pickle
 import warnings
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import holdfast.dcp as ours
 from tests.sharding import dtensor_of
+from tests.torches import RANK_LOCAL
 
 LIBRARIES = {"ours": ours, "stock": stock}
 DIRECTIONS = [("ours", "ours"), ("ours", "stock"), ("stock", "ours")]
@@ -30,6 +32,8 @@ def save(library: str, state: dict[str, Any], path: str | Path, **options: Any) 
 
 
 def load(library: str, state: dict[str, Any], path: str | Path, **options: Any) -> None:
+    if library == "stock" and "use_collectives" not in inspect.signature(stock.save).parameters:
+        assert not any(Path(path).glob("__*.metadata")), RANK_LOCAL
     LIBRARIES[library].load(state, checkpoint_id=path, **options)
 
 
