@@ -50,7 +50,7 @@ class TensorProperties:
     memory_format: torch.memory_format = field(default=torch.contiguous_format)
     pin_memory: bool = False
     strides: tuple[int, ...] | None = None
-    """How the tensor lay in memory when it was saved. Stored since torch 2.15; in files elements are row-major."""
+    """How the tensor was laid out in memory, if stock of torch 2.15 or newer saved it; files are row-major."""
 
     def __getstate__(self) -> tuple[Any, ...]:
         if self.memory_format not in _MEMORY_FORMATS:
@@ -72,7 +72,6 @@ class TensorProperties:
             layout=tensor.layout,
             requires_grad=tensor.requires_grad,
             pin_memory=tensor.device.type == "cpu" and tensor.is_pinned(),
-            strides=tuple(tensor.stride()) if tensor.layout is torch.strided else None,
         )
 
 

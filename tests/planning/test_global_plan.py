@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -85,7 +86,8 @@ def as_stock(item: WriteItem) -> stock_planner.WriteItem:
 
 def as_text(plans, metadata) -> str:
     items = [[(item.index, item.index.index, item.type.name, item.tensor_data) for item in p.items] for p in plans]
-    return repr((items, metadata.state_dict_metadata))
+    # Strides are in stock's items since 2.15, and not in ours.
+    return re.sub(r", strides=(None|\(.*?\))", "", repr((items, metadata.state_dict_metadata)))
 
 
 @settings(max_examples=50, deadline=None)
