@@ -75,11 +75,11 @@ def test_partitioned_parameters_are_all_named_and_nothing_is_written(tmp_path: P
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_manager_refuses_them_too(tmp_path: Path, wait: bool):
-    manager = hf.CheckpointManager(tmp_path, on_failure="raise")
-    with pytest.raises(PartitionedParameterError) as caught:
-        manager.save(1, {"model": partition(net())}, wait=wait)
-    assert list(caught.value.keys) == KEYS
-    assert manager.steps() == []
+    with hf.CheckpointManager(tmp_path, on_failure="raise") as manager:
+        with pytest.raises(PartitionedParameterError) as caught:
+            manager.save(1, {"model": partition(net())}, wait=wait)
+        assert list(caught.value.keys) == KEYS
+        assert manager.steps() == []
 
 
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
