@@ -23,10 +23,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 from holdfast.errors import UnsupportedTensorError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast.planning.plan import TensorWriteData, WriteItem, WriteItemType
+from holdfast.planning.state_objects import find_state_dict_object
 from holdfast.planning.tensors import (
     create_chunk_list,
     create_write_items,
-    find_state_dict_object,
     find_tensor_shard,
     local_tensor,
     may_be_replicated,
@@ -134,7 +134,7 @@ def test_things_are_found_in_a_state_by_name():
     assert find_state_dict_object(state, MetadataIndex("value")) is value
     with pytest.raises(ValueError, match=r"^Could not find FQN: 'gone'$"):
         find_state_dict_object(state, MetadataIndex("gone"))
-    with pytest.raises(ValueError, match="'value' is a object, not a tensor"):
+    with pytest.raises(ValueError, match="'value' is not a ShardedTensor.* It is a object, which has no chunks"):
         find_state_dict_object(state, MetadataIndex("value", [0]))
 
 

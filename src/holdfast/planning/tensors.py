@@ -7,7 +7,7 @@ implement that protocol by returning torch's plan objects, so whatever a hook re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -75,18 +75,6 @@ def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tenso
             f"there is none at offset {tuple(index.offset)}"
         )
     return tensor
-
-
-def find_state_dict_object(state_dict: Mapping[str, Any], index: MetadataIndex) -> Any:
-    """The value, or the local part of the tensor, that ``index`` names in a flat state."""
-    if index.fqn not in state_dict:
-        raise ValueError(f"Could not find FQN: '{index.fqn}'")
-    value = state_dict[index.fqn]
-    if isinstance(value, torch.Tensor):
-        return find_tensor_shard(value, index)
-    if index.offset is not None:
-        raise ValueError(f"'{index.fqn}' is a {type(value).__name__}, not a tensor, and so has no chunks")
-    return value
 
 
 def may_be_replicated(value: Any) -> bool:
