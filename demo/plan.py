@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+
+LAYOUT = "DDP" if version("torch").startswith("2.6.") else "FSDP2"
+"""How the processes of a job share the model. FSDP2 of torch 2.6 cannot compute on a CPU."""
 
 STEPS = 20
 SAVE_AT = 10

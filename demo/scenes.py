@@ -9,7 +9,7 @@ from pathlib import Path
 from checks import LOSS_TOLERANCE, GroupCheck, loss_spread
 from fingerprint import MODEL_GROUPS, VALUE_GROUPS, Fingerprint
 from jobs import Progress, Report
-from plan import AFTER_LOAD, EVERY, JOBS, READERS, SAVE_AT, STEPS, WRITER, Job, Start
+from plan import AFTER_LOAD, EVERY, JOBS, LAYOUT, READERS, SAVE_AT, STEPS, WRITER, Job, Start
 from show import (
     BOLD,
     CHART_HEIGHT,
@@ -34,12 +34,12 @@ def introduce(screen: Screen) -> None:
     screen.line()
     screen.line(f" {screen.paint('Holdfast', BOLD)}  one checkpoint, any number of processes")
     screen.line()
-    screen.line(" A small transformer learns to spell, sharded by FSDP2 and trained with AdamW.")
+    screen.line(f" A small transformer learns to spell, spread by {LAYOUT} and trained with AdamW.")
     screen.line(f" Job A saves model, optimizer, scheduler and step counter at step {SAVE_AT}. B and C")
     screen.line(" start from other random weights, load that checkpoint and must carry on like A.")
     screen.line()
     for job in JOBS:
-        layout = "FSDP2" if job.distributed else "no FSDP, no process group"
+        layout = LAYOUT if job.distributed else "no FSDP, no process group"
         deed = "saves" if job.saves else "loads"
         steps = f"steps {job.first_step:>2} to {STEPS}"
         screen.line(f"   {_label(screen, job)}{steps}  {deed} step {SAVE_AT}  {screen.paint(layout, DIM)}")

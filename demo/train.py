@@ -1,4 +1,4 @@
-"""One process of a training job: FSDP2 under torchrun, a plain module when started alone.
+"""One process of a training job: FSDP2 under torchrun (DDP with torch 2.6), a plain module when started alone.
 
 The parts worth reading are `Training.state`, which names the objects that have to survive a restart, and `train_run`, a
 loop that may be killed at any moment. `hf.save`, `hf.load` and `hf.CheckpointManager` do the rest, whatever the number
@@ -24,9 +24,11 @@ import torch.distributed as dist
 from accidents import DeadlyRoot, die
 from fingerprint import Fingerprint, fingerprint
 from model import CONTEXT, GLOBAL_BATCH, Speller, batch_slice
+from plan import LAYOUT
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -74,11 +76,14 @@ class Training:
     def __init__(self, world: World) -> None:
         self.world = world
         self.model = Speller()
-        if world.distributed:
+        self.compute: torch.nn.Module = self.model
+        if world.distributed and LAYOUT == "FSDP2":
             mesh = init_device_mesh("cpu", (world.size,))
             for block in self.model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
+        elif world.distributed:
+            self.compute = DistributedDataParallel(self.model)
         self.optimizer = AdamW(self.model.parameters(), lr=PEAK_LR)
         self.scheduler = CosineAnnealingLR(self.optimizer, T_max=LR_PERIOD)
         self.step = 0
@@ -101,7 +106,7 @@ class Training:
         """Train one step and return the loss over the global batch."""
         self.step += 1
         inputs, targets = batch_slice(self.step, self.world.rank, self.world.size)
-        loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(self.compute(inputs).flatten(0, 1), targets.flatten())
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()

@@ -134,7 +134,7 @@ def test_things_are_found_in_a_state_by_name():
     assert find_state_dict_object(state, MetadataIndex("value")) is value
     with pytest.raises(ValueError, match=r"^Could not find FQN: 'gone'$"):
         find_state_dict_object(state, MetadataIndex("gone"))
-    with pytest.raises(ValueError, match="'value' is not a ShardedTensor.* It is a object, which has no chunks"):
+    with pytest.raises(ValueError, match=r"'value' is not a ShardedTensor.* It is a object, which has no chunks"):
         find_state_dict_object(state, MetadataIndex("value", [0]))
 
 
