@@ -140,7 +140,7 @@ def tell_of_commit(world: World, step: int, committed: Future[hf.SaveReport]) ->
         world.tell("committed", step)
 
 
-def main() -> None:
+def main() -> Training:
     args = parse_arguments()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
@@ -174,6 +174,7 @@ def main() -> None:
     if world.rank == 0:
         args.report.write_text(json.dumps(report), encoding="utf-8")
     world.leave()
+    return training
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -192,7 +193,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    # Kept until the end: freeing a DDP model of torch 2.6 waits for a gloo thread that may be waiting for this one.
+    training = main()
     # A gloo thread may still be letting go of the last tensor, and if it meets the interpreter's shutdown it
     # aborts the process (seen about once in a hundred runs). All is written by now: leave without a shutdown.
     sys.stdout.flush()
