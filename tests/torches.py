@@ -47,6 +47,10 @@ def _stock_save_lacks(name: str) -> bool:
     return name not in inspect.signature(stock.save).parameters
 
 
+ALONE: dict[str, Any] = {} if _stock_save_lacks("no_dist") else {"no_dist": True}
+"""For stock's save and load in a process without a process group: what older torches do then without being asked."""
+
+
 def _stock_collectives_lack(name: str) -> bool:
     from torch.distributed.checkpoint.utils import _DistWrapper
 

@@ -85,7 +85,9 @@ def as_stock(item: WriteItem) -> stock_planner.WriteItem:
 
 def as_text(plans, metadata) -> str:
     items = [[(item.index, item.index.index, item.type.name, item.tensor_data) for item in p.items] for p in plans]
-    return repr((items, metadata.state_dict_metadata))
+    text = repr((items, metadata.state_dict_metadata))
+    known = "strides" in stock_metadata.TensorProperties.__dataclass_fields__  # since 2.15
+    return text if known else text.replace(", strides=None)", ")")
 
 
 @settings(max_examples=50, deadline=None)
