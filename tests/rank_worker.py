@@ -21,7 +21,7 @@ import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
-from tests.torches import clear_sharding_cache
+from tests.torches import backends_in_use, clear_sharding_cache
 
 DUMP_STACKS = signal.SIGUSR2
 
@@ -139,7 +139,11 @@ def _job_store(port: int) -> dist.TCPStore:
 
 def _leave() -> None:
     if dist.is_initialized():
+        backends = backends_in_use()
         dist.destroy_process_group()
+        # Of older torches a group joins its threads while it holds the interpreter's lock, for which a thread may wait
+        # that frees the tensors of the last collective. What was taken from it here lets go of the lock first.
+        del backends
     clear_sharding_cache()  # or the next run would get a mesh of this one, whose groups are gone
 
 

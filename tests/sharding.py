@@ -18,6 +18,9 @@ def dtensor_of(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placem
         return distribute_tensor(full, mesh, placements, src_data_rank=None)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    if mesh.get_coordinate() is None:  # this rank is not part of the mesh
+        nothing = full.detach().new_empty(0)
+        return DTensor.from_local(nothing, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
     sizes, offsets = compute_local_shape_and_global_offset(full.shape, mesh, placements)
     box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
     local = full.detach()[box].clone()

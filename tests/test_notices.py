@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.notices import warn_caller
+from holdfast.notices import add_note, warn_caller
 
 PACKAGE = Path(holdfast.__file__).parent
 
@@ -61,3 +61,10 @@ def test_warnings_from_two_lines_of_a_program_are_both_shown_under_the_default_f
         warnings.simplefilter("default")
         program(helper)
     assert [warning.lineno for warning in caught] == [2, 3]
+
+
+def test_remarks_on_an_error_are_kept_in_order():
+    error = ValueError("gone")
+    add_note(error, "first")
+    add_note(error, "second")
+    assert error.__notes__ == ["first", "second"]

@@ -47,10 +47,26 @@ def _stock_save_lacks(name: str) -> bool:
     return name not in inspect.signature(stock.save).parameters
 
 
+ALONE: dict[str, Any] = {} if _stock_save_lacks("no_dist") else {"no_dist": True}
+"""For stock's save and load in a process without a process group: what older torches do then without being asked."""
+
+
 def _stock_collectives_lack(name: str) -> bool:
     from torch.distributed.checkpoint.utils import _DistWrapper
 
     return not hasattr(_DistWrapper(None, False, 0), name)
+
+
+def _stock_planner_lacks(name: str) -> bool:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    return name not in inspect.signature(DefaultSavePlanner).parameters
+
+
+def _stock_saver_lacks(name: str) -> bool:
+    from torch.distributed.checkpoint import state_dict_saver
+
+    return not hasattr(state_dict_saver, name)
 
 
 RANK_LOCAL = "stock is asked for a rank-local checkpoint"
@@ -75,6 +91,16 @@ LACKING: list[tuple[str, str, Callable[[], bool]]] = [
         "stock knows no rank-local checkpoints",
         functools.partial(_stock_save_lacks, "use_collectives"),
     ),
+    (
+        "got an unexpected keyword argument 'enable_plan_caching'",
+        "stock's planner keeps no plans",
+        functools.partial(_stock_planner_lacks, "enable_plan_caching"),
+    ),
+    (
+        "has no attribute 'AsyncCheckpointerType'",
+        "stock's async_save has no processes",
+        functools.partial(_stock_saver_lacks, "AsyncCheckpointerType"),
+    ),
     *(
         (
             f"'_DistWrapper' object has no attribute '{name}'",
@@ -90,6 +116,12 @@ LACKING: list[tuple[str, str, Callable[[], bool]]] = [
     ),
 ]
 """What the message of an error says, the reason for skipping, and whether it is so."""
+
+
+def backends_in_use() -> list[Any]:
+    """What carries the messages of all process groups."""
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    return [group._get_backend(device) for group in groups for device in group._device_types]
 
 
 def clear_sharding_cache() -> None:

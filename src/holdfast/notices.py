@@ -1,4 +1,4 @@
-"""Warnings that point at the caller's line instead of ours."""
+"""Warnings that point at the caller's line instead of ours, and remarks on errors of others."""
 
 from __future__ import annotations
 
@@ -20,3 +20,11 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
         frame = frame.f_back
         level += 1
     warnings.warn(message, category, stacklevel=level + 1)
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a remark to an error that is not ours. Python shows it below the message since 3.11; 3.10 only keeps it."""
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import holdfast as hf
+from tests.torches import ALONE
 
 MODEL = """
 import torch
@@ -55,7 +56,7 @@ def prepare(folder: Path) -> None:
     weights = {key: tensor.clone() for key, tensor in state(200)["model"].state_dict().items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # stock says that it runs on one process
-        stock.save({"model": weights, "step": 200}, checkpoint_id=folder / "dcp", no_dist=True)
+        stock.save({"model": weights, "step": 200}, checkpoint_id=folder / "dcp", **ALONE)
     safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     torch.save({"model": weights, "step": 200}, folder / "model.pt")
     _hugging_face(folder / "hf-model", weights)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import holdfast as hf
 from holdfast.boxes import Box, cut
 from tests.dcp.cut_tensors import CutTensor
+from tests.torches import ALONE
 
 SOURCES = ("native", "dcp", "safetensors", "torch")
 TARGETS = ("native", "dcp", "safetensors", "safetensors folder", "torch")
@@ -30,7 +31,7 @@ def write(format_: str, state: Mapping[str, Any], folder: Path, *, most: int = 6
     elif format_ == "dcp":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            stock.save(in_parts(state, most), checkpoint_id=path, no_dist=True)
+            stock.save(in_parts(state, most), checkpoint_id=path, **ALONE)
     elif format_ == "safetensors":
         save_file({key: tensor.contiguous() for key, tensor in tensors_in(state).items()}, path)
     else:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import holdfast.dcp as ours
 from tests.sharding import dtensor_of
-from tests.torches import RANK_LOCAL
+from tests.torches import ALONE, RANK_LOCAL
 
 LIBRARIES = {"ours": ours, "stock": stock}
 DIRECTIONS = [("ours", "ours"), ("ours", "stock"), ("stock", "ours")]
@@ -28,13 +28,20 @@ DIRECTIONS = [("ours", "ours"), ("ours", "stock"), ("stock", "ours")]
 
 
 def save(library: str, state: dict[str, Any], path: str | Path, **options: Any) -> Any:
-    return LIBRARIES[library].save(state, checkpoint_id=path, **options)
+    return LIBRARIES[library].save(state, checkpoint_id=path, **_known(library, options))
 
 
 def load(library: str, state: dict[str, Any], path: str | Path, **options: Any) -> None:
     if library == "stock" and "use_collectives" not in inspect.signature(stock.save).parameters:
         assert not any(Path(path).glob("__*.metadata")), RANK_LOCAL
-    LIBRARIES[library].load(state, checkpoint_id=path, **options)
+    LIBRARIES[library].load(state, checkpoint_id=path, **_known(library, options))
+
+
+def _known(library: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Without ``no_dist`` if stock has no such option and does the same anyway."""
+    if library == "stock" and not ALONE and not dist.is_initialized():
+        return {name: value for name, value in options.items() if name != "no_dist"}
+    return options
 
 
 def numbered(*shape: int, start: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

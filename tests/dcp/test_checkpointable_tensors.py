@@ -17,6 +17,7 @@ from holdfast.dcp.metadata import ChunkStorageMetadata, MetadataIndex
 from holdfast.dcp.state_dict_saver import AsyncCheckpointerType
 from tests.dcp.states import numbered
 from tests.ranks import RankPool
+from tests.torches import ALONE
 
 STOCK_KNOWS = importlib.util.find_spec("torch.distributed.checkpoint.protocol") is not None
 
@@ -71,7 +72,7 @@ def test_parts_are_saved_as_one_tensor_and_loaded_into_any_layout(ranks: RankPoo
     dcp.load(state, checkpoint_id=tmp_path)
     assert torch.equal(state["model"]["w"], numbered(8, 5))
     theirs = {"model": {"w": torch.zeros(8, 5)}}
-    stock.load(theirs, checkpoint_id=tmp_path, no_dist=True)
+    stock.load(theirs, checkpoint_id=tmp_path, **ALONE)
     assert torch.equal(theirs["model"]["w"], numbered(8, 5))
 
 

@@ -21,6 +21,7 @@ from holdfast.errors import CheckpointException
 from tests.dcp.states import numbered, read_index
 from tests.ranks import RankPool
 from tests.sharding import dtensor_of
+from tests.torches import ALONE
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -83,7 +84,7 @@ def test_one_checkpointer_saves_again_and_again(ranks: RankPool, tmp_path, verb,
     assert results == [results[0]] * world_size
     assert read_index(tmp_path).storage_meta.save_id == results[0][-1]
     loaded = {"weights": torch.zeros(7, 3), "counter": {"count": 0}, "note": ""}
-    stock.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    stock.load(loaded, checkpoint_id=tmp_path, **ALONE)
     assert torch.equal(loaded["weights"], numbered(7, 3) + 30)
     assert (loaded["counter"], loaded["note"]) == ({"count": 30}, "from 30.0")
 

@@ -36,6 +36,7 @@ from holdfast.errors import (
 )
 from tests.dcp.states import LAYOUTS, Layouts, bits, numbered
 from tests.ranks import RankPool
+from tests.torches import ALONE
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # stock says so on every call
 
@@ -486,7 +487,7 @@ def test_conversions_do_not_mind_that_programs_make_tensors_on_the_meta_device(t
         dcp_to_torch_save(tmp_path / "dcp", tmp_path / "again.pt")
 
     state = {key: torch.zeros_like(tensor) for key, tensor in saved.items()}
-    stock.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    stock.load(state, checkpoint_id=tmp_path / "dcp", **ALONE)
     again = torch.load(tmp_path / "again.pt")
     for key, tensor in saved.items():
         assert torch.equal(state[key], tensor)

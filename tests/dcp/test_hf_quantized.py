@@ -22,6 +22,7 @@ from holdfast.errors import CheckpointException, DamagedCheckpointError
 from holdfast.storage import quantized_reader, quantized_weights
 from tests.dcp.states import Layouts, same_parts
 from tests.ranks import RankPool
+from tests.torches import ALONE
 
 FLOATS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 MODEL = "model-00001-of-00001.safetensors"
@@ -161,7 +162,7 @@ def test_a_model_is_what_stock_torch_makes_of_it(threads: int, tmp_path: Path) -
 
     ours, theirs = blank(), blank()
     load(ours, tmp_path, thread_count=threads)
-    stock.load(theirs, storage_reader=stock.QuantizedHuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    stock.load(theirs, storage_reader=stock.QuantizedHuggingFaceStorageReader(str(tmp_path)), **ALONE)
 
     assert torch.equal(ours["x.weight"], plain)
     assert torch.equal(ours["e_blocks"], floats)

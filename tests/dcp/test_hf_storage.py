@@ -35,7 +35,7 @@ from holdfast.formats.safetensors.torch_dtypes import BY_NAME
 from holdfast.storage import hf_reader
 from holdfast.storage.byte_ranges import StreamRanges
 from tests.dcp.states import bits, blank, differing, of_bytes
-from tests.torches import stock_module
+from tests.torches import ALONE, stock_module
 
 stock_consolidation = stock_module("_consolidate_hf_safetensors")
 stock_utils = stock_module("_hf_utils")
@@ -122,7 +122,7 @@ def test_stock_torch_and_safetensors_read_what_is_written(mode: str, tmp_path: P
     save(state, tmp_path, **MODES[mode])
 
     found = blanks(state)
-    stock.load(found, storage_reader=stock.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    stock.load(found, storage_reader=stock.HuggingFaceStorageReader(str(tmp_path)), **ALONE)
     assert differing(found, state) == []
     (file,) = tmp_path.glob("*.safetensors")
     assert differing(load_file(file), state) == []
@@ -131,7 +131,7 @@ def test_stock_torch_and_safetensors_read_what_is_written(mode: str, tmp_path: P
 @pytest.mark.parametrize("options", [{}, {"save_distributed": True}])
 def test_what_stock_torch_wrote_is_read(options: dict[str, Any], tmp_path: Path) -> None:
     state = {"a": torch.randn(4, 3), "b": torch.tensor(2.0), "c": torch.arange(5), "d": torch.tensor([True, False])}
-    stock.save(state, storage_writer=stock.HuggingFaceStorageWriter(str(tmp_path), **options), no_dist=True)
+    stock.save(state, storage_writer=stock.HuggingFaceStorageWriter(str(tmp_path), **options), **ALONE)
 
     assert differing(loaded(state, tmp_path), state) == []
     assert (
@@ -154,7 +154,7 @@ def test_files_index_and_notes_are_those_of_stock_torch(options: dict[str, Any],
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
 
     save(state, ours, **options)
-    stock.save(state, storage_writer=stock.HuggingFaceStorageWriter(str(theirs), **options), no_dist=True)
+    stock.save(state, storage_writer=stock.HuggingFaceStorageWriter(str(theirs), **options), **ALONE)
 
     assert files(ours) == files(theirs)
     for name in files(ours):

@@ -207,7 +207,7 @@ def rewrite_index(folder: Path, change: Callable[[Any], None]) -> None:
 def without(*fields: str) -> Callable[[Any], None]:
     def change(metadata: Any) -> None:
         for field in fields:
-            del metadata.__dict__[field]
+            metadata.__dict__.pop(field, None)  # older torches lack some themselves
 
     return change
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import holdfast as hf
 from holdfast.errors import HoldfastError, StateMismatchError
 from holdfast.inspecting.verify import verify
+from tests.torches import ALONE
 
 SAMPLE = 37
 """So many bits apart are those that are tried in the short test: a number that is no multiple of eight."""
@@ -102,7 +103,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, ranks: Any) -> Pa
     if request.param == "shards":
         ranks(2).run(save_in_shards, path)
     else:
-        stock.save(state(), checkpoint_id=path, no_dist=True)
+        stock.save(state(), checkpoint_id=path, **ALONE)
     assert (outcome_of_verify(path), outcome_of_load(path)) == ("intact", "right")
     return path
 
@@ -118,7 +119,7 @@ def test_what_a_load_refuses_after_any_flipped_bit_is_not_called_intact(checkpoi
 
 @pytest.mark.parametrize("key", ["model.w", "model.b", "model.e"])
 def test_a_size_that_the_chunks_do_not_cover_is_damage_of_the_index(tmp_path: Path, key: str) -> None:
-    stock.save(state(), checkpoint_id=tmp_path / "c", no_dist=True)
+    stock.save(state(), checkpoint_id=tmp_path / "c", **ALONE)
     index = tmp_path / "c" / ".metadata"
     metadata = stock.FileSystemReader(tmp_path / "c").read_metadata()
     entry = metadata.state_dict_metadata[key]
@@ -136,7 +137,7 @@ def test_a_size_that_the_chunks_do_not_cover_is_damage_of_the_index(tmp_path: Pa
 
 def test_chunks_that_are_all_missing_are_damage_of_the_index(tmp_path: Path) -> None:
     saved = {"scalar": torch.tensor(3.0), "row": torch.ones(4)}
-    stock.save(saved, checkpoint_id=tmp_path / "c", no_dist=True)
+    stock.save(saved, checkpoint_id=tmp_path / "c", **ALONE)
     metadata = stock.FileSystemReader(tmp_path / "c").read_metadata()
     for entry in metadata.state_dict_metadata.values():
         entry.chunks = []
@@ -146,7 +147,7 @@ def test_chunks_that_are_all_missing_are_damage_of_the_index(tmp_path: Path) -> 
 
 
 def test_a_flipped_bit_in_a_name_shows_if_the_path_of_the_key_is_as_it_was(tmp_path: Path) -> None:
-    stock.save(state(), checkpoint_id=tmp_path / "c", no_dist=True)
+    stock.save(state(), checkpoint_id=tmp_path / "c", **ALONE)
     index = tmp_path / "c" / ".metadata"
     written = index.read_bytes()
     for right, wrong in ((b"\x07model.w", b"\x07model.v"), (b"\x07model.b", b"\x07lodel.b")):
@@ -159,7 +160,7 @@ def test_a_flipped_bit_in_a_name_shows_if_the_path_of_the_key_is_as_it_was(tmp_p
 
 def test_keys_that_a_planner_has_renamed_are_no_damage(tmp_path: Path) -> None:
     saved = {f"layers.{number}": torch.full((3,), float(number)) for number in range(3)}
-    stock.save(saved, checkpoint_id=tmp_path / "c", no_dist=True)
+    stock.save(saved, checkpoint_id=tmp_path / "c", **ALONE)
     metadata = stock.FileSystemReader(tmp_path / "c").read_metadata()
     metadata.planner_data = {key: (f"layers.{int(key[-1]) ^ 1}",) for key in saved}
     _write(metadata, tmp_path / "c" / ".metadata")

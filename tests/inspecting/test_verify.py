@@ -25,6 +25,7 @@ from holdfast.errors import CheckpointNotFoundError, HoldfastError, NotACheckpoi
 from holdfast.inspecting.verify import verify
 from holdfast.sources.detect import open_source
 from tests.ranks import RankPool
+from tests.torches import ALONE
 
 BLOCK = 1 << 16
 
@@ -426,7 +427,7 @@ def test_a_report_about_a_part_does_not_speak_of_every_byte(native: Path, torch_
 
 
 def test_any_changed_byte_of_a_stock_index_is_told_and_never_an_error_of_another_kind(tmp_path: Path) -> None:
-    stock.save({"w": torch.ones(3, 4), "z": torch.ones(0, 3), "step": 7}, checkpoint_id=tmp_path / "c", no_dist=True)
+    stock.save({"w": torch.ones(3, 4), "z": torch.ones(0, 3), "step": 7}, checkpoint_id=tmp_path / "c", **ALONE)
     index = tmp_path / "c" / ".metadata"
     content = index.read_bytes()
     for at in range(len(content)):

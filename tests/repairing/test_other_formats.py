@@ -23,6 +23,7 @@ from holdfast.storage.hf_names import COMMIT_NAME
 from holdfast.stores import FsspecStore, MemoryStore
 from holdfast.stores.local import FileSystem
 from tests.repairing.checkpoints import ended_by
+from tests.torches import ALONE
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = {f"layer.{number}.weight": torch.full((4, number + 1), number * 1.0) for number in range(4)}
@@ -383,7 +384,7 @@ def uploaded(folder, store):
 
 @pytest.mark.parametrize("kind", [MemoryStore, FsspecStore])
 def test_dcp_is_looked_at_in_other_places_too(tmp_path, kind):
-    stock.save({"w": torch.ones(5)}, checkpoint_id=tmp_path, no_dist=True)
+    stock.save({"w": torch.ones(5)}, checkpoint_id=tmp_path, **ALONE)
     store = uploaded(tmp_path, kind(f"memory://{kind.__name__}/dcp-to-repair"))
     assert repair(store).ok
     assert repair(store).checked == (store.location,)

@@ -23,6 +23,7 @@ from holdfast.reporting.packing import as_json_number, front_coded
 from holdfast.reporting.report import make_report
 from holdfast.reporting.value_texts import type_and_text
 from tests.ranks import RankPool
+from tests.torches import ALONE
 
 
 def keys_in(columns: dict[str, Any]) -> list[str]:
@@ -197,7 +198,7 @@ def test_phases_are_told_in_the_order_in_which_they_happen(tmp_path: Path) -> No
 def test_every_format_has_facts(tmp_path: Path) -> None:
     state = {"w": torch.randn(6, 4), "b": torch.randn(4)}
     hf.save(state, tmp_path / "native")
-    stock.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    stock.save(state, checkpoint_id=tmp_path / "dcp", **ALONE)
     safetensors.torch.save_file(state, tmp_path / "model.safetensors")
     torch.save(state, tmp_path / "model.pt")
 

@@ -25,6 +25,7 @@ from holdfast.sources.source import Request
 from tests.dcp.states import LAYOUTS, LIBRARIES, Layouts, change_index, numbered, save
 from tests.ranks import RankPool
 from tests.sources.regions import differing_from, every_kind, requests_for, wrong
+from tests.torches import ALONE
 
 BOTH = pytest.mark.parametrize("library", LIBRARIES)
 
@@ -131,7 +132,7 @@ def test_a_part_of_a_tensor_that_no_rank_has_saved_is_an_error_and_not_zeros(ran
 
 
 def test_a_chunk_that_many_requests_share_is_read_once(tmp_path: Path) -> None:
-    stock.save({"w": numbered(64, 64)}, checkpoint_id=tmp_path, no_dist=True)
+    stock.save({"w": numbered(64, 64)}, checkpoint_id=tmp_path, **ALONE)
     source = DcpSource(tmp_path)
     into = np.zeros((64, 64), "<u4")
 
@@ -178,7 +179,7 @@ def test_the_nested_state_is_there_again(tmp_path: Path, library: str) -> None:
 
 
 def test_listing_tensors_reads_no_values(tmp_path: Path) -> None:
-    stock.save({"value": "a" * 1000}, checkpoint_id=tmp_path, no_dist=True)
+    stock.save({"value": "a" * 1000}, checkpoint_id=tmp_path, **ALONE)
     for file in tmp_path.glob("*.distcp"):
         file.unlink()
     source = DcpSource(tmp_path)
@@ -234,7 +235,7 @@ def test_a_quantized_tensor_is_listed_as_a_value_that_cannot_be_had(tmp_path: Pa
     ids=["none", "empty", "wrong", "twice", "below a leaf", "of other keys", "texts"],
 )
 def test_without_usable_paths_the_tree_is_flat(tmp_path: Path, paths: Any) -> None:
-    stock.save({"a": {"b": 1, "c": 2}}, checkpoint_id=tmp_path, no_dist=True)
+    stock.save({"a": {"b": 1, "c": 2}}, checkpoint_id=tmp_path, **ALONE)
 
     def change(index: Any) -> None:
         index.planner_data = paths
@@ -245,7 +246,7 @@ def test_without_usable_paths_the_tree_is_flat(tmp_path: Path, paths: Any) -> No
 
 
 def test_empty_containers_in_a_list_leave_a_gap_and_no_list_of_any_length_is_made(tmp_path: Path) -> None:
-    stock.save({"a": [{"x": 1}, {}, {"y": 2}]}, checkpoint_id=tmp_path, no_dist=True)
+    stock.save({"a": [{"x": 1}, {}, {"y": 2}]}, checkpoint_id=tmp_path, **ALONE)
 
     assert DcpSource(tmp_path).tree == {"a": {0: {"x": 1}, 2: {"y": 2}}}
 
@@ -281,7 +282,7 @@ def test_without_an_id_the_identity_follows_from_what_is_stored(tmp_path: Path) 
 
     identities = []
     for number, size in enumerate([2, 2, 3]):
-        stock.save({"w": torch.ones(size)}, checkpoint_id=tmp_path / str(number), no_dist=True)
+        stock.save({"w": torch.ones(size)}, checkpoint_id=tmp_path / str(number), **ALONE)
         change_index(tmp_path / str(number), forget)
         identities.append(DcpSource(tmp_path / str(number)).identity)
 
@@ -309,7 +310,7 @@ def test_damage_is_noticed_when_it_is_looked_for(tmp_path: Path, library: str) -
 def test_chunks_that_torch_has_stored_in_another_order_are_read_in_ranges(tmp_path: Path, order: Any) -> None:
     lies = torch.arange(3_000_000, dtype=torch.int32).reshape(100, 150, 200)
     tensor = lies.permute(order)
-    stock.save({"w": tensor}, checkpoint_id=tmp_path, no_dist=True)
+    stock.save({"w": tensor}, checkpoint_id=tmp_path, **ALONE)
     source = DcpSource(tmp_path)
 
     whole = np.zeros(tensor.shape, source.tensors["w"].dtype.carrier)
@@ -354,7 +355,7 @@ def test_verify_reads_values_too(tmp_path: Path, library: str) -> None:
 def test_a_request_that_makes_no_sense_is_refused_before_anything_is_read(
     tmp_path: Path, request_: Request, error: type[Exception]
 ) -> None:
-    stock.save({"w": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    stock.save({"w": torch.ones(4)}, checkpoint_id=tmp_path, **ALONE)
     good = np.zeros(4, "<u4")
 
     with pytest.raises(error, match=request_.key):

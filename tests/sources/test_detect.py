@@ -22,6 +22,7 @@ from holdfast.sources.detect import open_source
 from holdfast.stores.places import store_at
 from tests.dcp.states import bits
 from tests.sources.regions import whole
+from tests.torches import ALONE
 
 STATE = {"w": torch.ones(2)}
 GENERATION = "00112233aabbccdd"
@@ -66,7 +67,7 @@ def test_what_a_save_has_left_behind_is_not_a_checkpoint(tmp_path: Path, left: s
 
 
 def test_leftovers_beside_a_model_do_not_hide_it(tmp_path: Path) -> None:
-    stock.save(STATE, checkpoint_id=tmp_path, no_dist=True)
+    stock.save(STATE, checkpoint_id=tmp_path, **ALONE)
     save_file(STATE, tmp_path / f"data-{GENERATION}-0-0.safetensors")
 
     assert open_source(tmp_path).format == "dcp"
@@ -82,7 +83,7 @@ def test_leftovers_beside_a_single_model_file_are_no_part_of_it(tmp_path: Path) 
 
 
 def test_a_record_makes_it_a_checkpoint_of_ours_whatever_else_is_there(tmp_path: Path) -> None:
-    stock.save(STATE, checkpoint_id=tmp_path, no_dist=True)
+    stock.save(STATE, checkpoint_id=tmp_path, **ALONE)
     save_file(STATE, tmp_path / "model.safetensors")
     (tmp_path / "holdfast.json").write_text("{}")
 
@@ -117,7 +118,7 @@ def test_a_data_file_of_ours_can_be_opened_by_itself(tmp_path: Path) -> None:
 
 
 def test_the_index_of_a_dcp_checkpoint_stands_for_its_folder(tmp_path: Path) -> None:
-    stock.save(STATE, checkpoint_id=tmp_path, no_dist=True)
+    stock.save(STATE, checkpoint_id=tmp_path, **ALONE)
 
     assert open_source(tmp_path / ".metadata").location == str(tmp_path)
 
@@ -132,7 +133,7 @@ def test_a_folder_of_other_things_says_what_is_there(tmp_path: Path) -> None:
 
 
 def test_checkpoints_one_level_down_are_pointed_at(tmp_path: Path) -> None:
-    stock.save(STATE, checkpoint_id=tmp_path / "step-10", no_dist=True)
+    stock.save(STATE, checkpoint_id=tmp_path / "step-10", **ALONE)
 
     with pytest.raises(NotACheckpointError, match="checkpoints inside of it: step-10"):
         open_source(tmp_path)
@@ -157,7 +158,7 @@ def test_a_file_of_something_else(tmp_path: Path, content: bytes) -> None:
 def test_a_source_is_read_by_many_threads_at_once(tmp_path: Path, form: str) -> None:
     state = {f"w{number}": torch.full((64, 1000), number).T for number in range(8)}
     if form == "dcp":
-        stock.save(state, checkpoint_id=tmp_path / form, no_dist=True)
+        stock.save(state, checkpoint_id=tmp_path / form, **ALONE)
     elif form == "safetensors":
         save_file({key: tensor.contiguous() for key, tensor in state.items()}, tmp_path / form)
     else:

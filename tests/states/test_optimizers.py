@@ -31,7 +31,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adamax": torch.optim.Adamax,
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, history_size=4),
     "LBFGS, wolfe": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, line_search_fn="strong_wolfe"),
-    "Muon": lambda p: torch.optim.Muon([q for q in p if q.ndim == 2]),
     "NAdam": torch.optim.NAdam,
     "RAdam": torch.optim.RAdam,
     "RMSprop": torch.optim.RMSprop,
@@ -41,6 +40,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "SparseAdam": torch.optim.SparseAdam,
 }
+if hasattr(torch.optim, "Muon"):  # since 2.9
+    OPTIMIZERS["Muon"] = lambda p: torch.optim.Muon([q for q in p if q.ndim == 2])
 
 
 def test_every_optimizer_of_torch_is_among_the_examples():

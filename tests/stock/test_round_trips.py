@@ -21,11 +21,12 @@ from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
 import holdfast as hf
 from holdfast.stock import HoldfastReader
 from tests.ranks import RankPool
+from tests.sharding import dtensor_of
 from tests.stock.programs import load, quiet, same, save, trained, training_state, whole
 
 
@@ -95,7 +96,7 @@ def test_a_state_of_nothing_is_a_checkpoint_too(tmp_path):
 def placed(shape, placement, fill):
     tensor = torch.arange(np.prod(shape), dtype=torch.float32).reshape(shape) if fill else torch.full(shape, -1.0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return distribute_tensor(tensor, mesh, [Replicate() if placement is None else Shard(placement)])
+    return dtensor_of(tensor, mesh, [Replicate() if placement is None else Shard(placement)])
 
 
 def save_placed(path, shape, placement):
@@ -103,7 +104,9 @@ def save_placed(path, shape, placement):
 
 
 def load_placed(path, shape, placement):
-    return load({"t": placed(shape, placement, fill=False)}, path)["t"].full_tensor()
+    loaded = load({"t": placed(shape, placement, fill=False)}, path)["t"]
+    # Torch 2.6 cannot gather a tensor without elements.
+    return loaded.full_tensor() if loaded.numel() else torch.empty(loaded.shape, dtype=loaded.dtype)
 
 
 @settings(max_examples=25)
@@ -267,8 +270,14 @@ def test_without_flattening_the_top_level_keys_are_the_names(tmp_path):
     assert sorted(metadata.state_dict_metadata) == ["model", "t"]
     assert metadata.planner_data is None
     with quiet():
+        stock.save(state, checkpoint_id=tmp_path / "stock", planner=DefaultSavePlanner(flatten_state_dict=False))
+        try:
+            from_stock = stock.state_dict_loader._load_state_dict_from_keys(checkpoint_id=tmp_path / "stock")
+        except stock.CheckpointException:
+            pytest.skip(f"torch {torch.__version__} cannot load its own files of such a state without being given one")
         from_ours = stock.state_dict_loader._load_state_dict_from_keys(storage_reader=HoldfastReader(tmp_path / "c"))
     assert same(from_ours, state)
+    assert same(from_stock, state)
 
 
 class WithoutDedup(DefaultSavePlanner):

@@ -27,6 +27,7 @@ from holdfast.formats.safetensors.torch_dtypes import BY_NAME
 from holdfast.storage import chunk_reads, filling, hf_model_files
 from tests.dcp.states import differing, of_bytes
 from tests.ranks import RankPool
+from tests.torches import ALONE
 
 INDEX = "model.safetensors.index.json"
 
@@ -126,7 +127,7 @@ def test_stock_torch_reads_what_came_together_and_we_read_what_it_brought_togeth
     stock_function(str(tmp_path), str(tmp_path / "theirs"), {"a": 1, "b": 2})
 
     found = {key: torch.zeros_like(tensor) for key, tensor in full.items()}
-    stock.load(found, storage_reader=stock.HuggingFaceStorageReader(str(tmp_path / "ours")), no_dist=True)
+    stock.load(found, storage_reader=stock.HuggingFaceStorageReader(str(tmp_path / "ours")), **ALONE)
     assert differing(found, full) == []
     found = {key: torch.zeros_like(tensor) for key, tensor in full.items()}
     dcp.load(found, storage_reader=HuggingFaceStorageReader(tmp_path / "theirs"), no_dist=True)

@@ -20,6 +20,7 @@ from holdfast.errors import CheckpointException, CheckpointNotFoundError, Damage
 from holdfast.storage.hf_commit import Folder, Switch, make_index
 from holdfast.storage.hf_folder import Contents, read_contents
 from holdfast.stores.local import FileSystem
+from tests.torches import ALONE
 
 INDEX = "model.safetensors.index.json"
 RECORD = "model.safetensors.commit.json"
@@ -111,7 +112,7 @@ def test_a_save_leaves_nothing_of_an_earlier_one_but_the_files_of_others(
 
 def test_a_save_clears_what_stock_torch_has_left(tmp_path: Path) -> None:
     writer = stock.HuggingFaceStorageWriter(str(tmp_path), {"w": 1, "old": 2})
-    stock.save({"w": torch.zeros(3), "old": torch.zeros(3)}, storage_writer=writer, no_dist=True)
+    stock.save({"w": torch.zeros(3), "old": torch.zeros(3)}, storage_writer=writer, **ALONE)
 
     save({"w": torch.ones(3)}, tmp_path)
 
@@ -159,7 +160,7 @@ def test_parts_of_another_save_beside_an_index_are_refused(tmp_path: Path) -> No
     """Stock torch saves parts beside our index and leaves it there: nobody could tell which of the two is meant."""
     save({"w": torch.ones(3)}, tmp_path)
     writer = stock.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
-    stock.save({"w": torch.zeros(3)}, storage_writer=writer, no_dist=True)
+    stock.save({"w": torch.zeros(3)}, storage_writer=writer, **ALONE)
 
     with pytest.raises(DamagedCheckpointError, match=f"different saves: {shard(1)}"):
         contents(tmp_path)
@@ -168,7 +169,7 @@ def test_parts_of_another_save_beside_an_index_are_refused(tmp_path: Path) -> No
 def test_a_model_that_stock_torch_saved_over_ours_is_loaded(tmp_path: Path) -> None:
     save({"w": torch.ones(3)}, tmp_path)
     writer = stock.HuggingFaceStorageWriter(str(tmp_path))
-    stock.save({"w": torch.full((3,), 2.0)}, storage_writer=writer, no_dist=True)
+    stock.save({"w": torch.full((3,), 2.0)}, storage_writer=writer, **ALONE)
 
     assert value(tmp_path) == 2
 

@@ -28,6 +28,7 @@ from holdfast.sources.source import Request
 from holdfast.storage import reader as reader_module
 from tests.dcp.states import LIBRARIES, save
 from tests.sources.regions import every_kind, requests_for, wrong
+from tests.torches import ALONE
 
 BOTH = pytest.mark.parametrize("library", LIBRARIES)
 MIB = 1 << 20
@@ -300,7 +301,7 @@ def test_what_stands_around_the_elements_is_checked_before_anything_changes(tmp_
 
 def test_a_file_that_is_cut_off_changes_nothing(tmp_path: Path) -> None:
     saved = torch.randn(300_000)
-    stock.save({"w": saved}, checkpoint_id=tmp_path, no_dist=True)
+    stock.save({"w": saved}, checkpoint_id=tmp_path, **ALONE)
     (file,) = tmp_path.glob("*.distcp")
     os.truncate(file, file.stat().st_size - 1000)
     state = {"w": torch.ones(300_000)}

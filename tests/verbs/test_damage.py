@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import holdfast as hf
 import holdfast.dcp
 from holdfast.errors import DamagedCheckpointError
+from tests.torches import ALONE
 
 SHAPE = (400, 3000)  # more than is read at once
 CONTENT = torch.arange(math.prod(SHAPE), dtype=torch.float32).reshape(SHAPE)
@@ -42,9 +43,9 @@ def saved(form: str, folder: Path) -> Path:
         elif form == "dcp":
             holdfast.dcp.save(state, checkpoint_id=path, no_dist=True)
         elif form == "stock":
-            stock.save(state, checkpoint_id=path, no_dist=True)
+            stock.save(state, checkpoint_id=path, **ALONE)
         elif form == "stock, transposed":
-            stock.save({**state, "w": CONTENT.T.contiguous().T}, checkpoint_id=path, no_dist=True)
+            stock.save({**state, "w": CONTENT.T.contiguous().T}, checkpoint_id=path, **ALONE)
         elif form == "torch":
             torch.save(state, path)
         elif form == "torch, transposed":

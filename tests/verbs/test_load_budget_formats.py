@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
 
 import holdfast.dcp
+from tests.torches import ALONE
 
 FORMATS = ["dcp", "stock", "stock_turned", "torch", "safetensors"]
 
@@ -50,9 +51,9 @@ def save(form, tensor, path):
         if form == "dcp":
             holdfast.dcp.save({"w": tensor}, checkpoint_id=path, no_dist=True)
         elif form == "stock":
-            stock.save({"w": tensor}, checkpoint_id=path, no_dist=True)
+            stock.save({"w": tensor}, checkpoint_id=path, **ALONE)
         elif form == "stock_turned":
-            stock.save({"w": tensor.T.contiguous().T}, checkpoint_id=path, no_dist=True)
+            stock.save({"w": tensor.T.contiguous().T}, checkpoint_id=path, **ALONE)
         elif form == "torch":
             torch.save({"w": tensor}, path)
         else:

@@ -11,6 +11,7 @@ from typing import Any
 from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.failures import PackedFailure, pack_failure, unpack_failure, wrap_exception
 from holdfast.errors import CheckpointException
+from holdfast.notices import add_note
 from holdfast.watching import Event
 
 Work = Callable[[Collectives, dict[str, Any]], Any]
@@ -95,9 +96,8 @@ class PackedError:
             return CheckpointException(self.step, {rank: unpack_failure(each) for rank, each in self.by_rank.items()})
         error, stack = unpack_failure(self.whole)
         where = "".join(traceback.format_list(stack))
-        note: Any = getattr(error, "add_note", None)  # Python 3.11
-        if note is not None and where:
-            note(f"Raised in the writer process:\n{where}")
+        if where:
+            add_note(error, f"Raised in the writer process:\n{where}")
         return error
 
 

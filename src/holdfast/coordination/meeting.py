@@ -7,7 +7,6 @@ one that works on the CPU.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -18,6 +17,7 @@ from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.linked import LinkedCollectives
 from holdfast.coordination.private_group import private_group_of
 from holdfast.errors import CheckpointException, HoldfastError, RankDisagreementError, RankLeftError, RemoteError
+from holdfast.notices import add_note
 
 
 @contextmanager
@@ -117,8 +117,7 @@ def _first_cause(error: CheckpointException) -> Exception:
         # Ctrl-C, or the end of a program, is meant for the rank where it happens, and not for the others.
         return RankLeftError(f"rank {rank} was interrupted ({cause!r}), so the call ended on all ranks", ranks=[rank])
     _put_in_place_of(cause, error, rank)
-    if sys.version_info >= (3, 11):
-        cause.add_note(f"[{where}]")
+    add_note(cause, f"[{where}]")
     return cause
 
 

@@ -22,6 +22,7 @@ from holdfast.errors import CheckpointException
 from holdfast.formats.native.names import new_generation
 from holdfast.stock.assembling import Assembled, assemble
 from holdfast.stock.shares import Gathering, Share
+from holdfast.stock.staging import StagingIfNeeded
 from holdfast.storage.native_files import (
     Before,
     Contents,
@@ -40,7 +41,7 @@ NOT_FLATTENED = "not_flattened"
 """Noted in a checkpoint whose planner took the top-level keys as names, and what is below as values."""
 
 
-class HoldfastWriter(StorageWriter):
+class HoldfastWriter(StorageWriter, StagingIfNeeded):  # type: ignore[misc]
     """Give this to ``save`` or ``async_save`` of ``torch.distributed.checkpoint`` as ``storage_writer``.
 
     The checkpoint appears at once and whole when everything is durable, or not at all. What a failed save has written
@@ -108,7 +109,7 @@ class HoldfastWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn which rank this is."""
-        self._rank = kwargs.get("rank") or 0
+        self._rank = _own_rank(kwargs.get("rank"))
         self._before = None
         if not kwargs.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
@@ -180,6 +181,13 @@ class HoldfastWriter(StorageWriter):
         if self._store is None:
             raise ValueError("HoldfastWriter was given no path. Pass one to it, or checkpoint_id to save.")
         return self._store
+
+
+def _own_rank(given: int | None) -> int:
+    """Not every version of torch says which rank it is: 2.8 and older ones do not."""
+    if given is not None:
+        return given
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _nbytes(item: WriteItem) -> int:

@@ -18,7 +18,7 @@ from holdfast.errors import CheckpointException, HoldfastError, IncompleteLoadEr
 from holdfast.formats.native.repairs import repairs_in
 from holdfast.garbage import no_garbage_collection
 from holdfast.load_report import LoadReport
-from holdfast.notices import warn_caller
+from holdfast.notices import add_note, warn_caller
 from holdfast.patterns import Pattern, Patterns
 from holdfast.renames import Rename
 from holdfast.sources.detect import open_source
@@ -255,6 +255,6 @@ def _remark(text: str) -> Iterator[None]:
         for error, _ in step.failures.values():
             if isinstance(error, HoldfastError):
                 error.message = f"{error.message} {text}"
-            elif hasattr(error, "add_note"):
-                error.add_note(text)
+            else:
+                add_note(error, text)
         raise

@@ -11,6 +11,7 @@ from typing import Any
 
 from holdfast.formats.native.refs import ANYTHING
 from holdfast.formats.native.trees import children_of, is_named, substituted
+from holdfast.notices import add_note
 from holdfast.states.contract import Adapter
 from holdfast.states.per_rank import PerRank
 from holdfast.states.unwrapping import refresh
@@ -142,10 +143,7 @@ class Live(Outcome):
             self.adapter.apply(self.adapter.completed(loaded))
             refresh(self.target)
         except Exception as error:
-            if hasattr(error, "add_note"):
-                error.add_note(
-                    f"This is from the {type(self.target).__name__} at '{self.key}', which was to be loaded."
-                )
+            add_note(error, f"This is from the {type(self.target).__name__} at '{self.key}', which was to be loaded.")
             raise
         return self.target
 

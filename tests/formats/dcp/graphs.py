@@ -17,6 +17,7 @@ STOCK_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.che
 
 
 # Strides are in the classes of 2.15 and later, and never in the files that we write; older ones have no version.
+STORES_TRANSFORMS = "transform_descriptors" in stock_filesystem._StorageInfo.__dataclass_fields__  # since 2.7
 NOT_IN_EVERY_TORCH = {"strides"} | ({"version"} - stock.Metadata.__dataclass_fields__.keys())
 
 
@@ -84,7 +85,7 @@ def facts(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value).__name__, [facts(inner) for inner in value]
     if type(value).__name__ == "_StorageInfo":
-        transforms = getattr(value, "transform_descriptors", None)  # since 2.7
+        transforms = value.transform_descriptors if STORES_TRANSFORMS else None
         return "_StorageInfo", value.relative_path, value.offset, value.length, facts(transforms)
     if hasattr(value, "__dataclass_fields__"):
         names = [name for name in value.__dataclass_fields__ if name not in NOT_IN_EVERY_TORCH]

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as stock
 import holdfast.dcp as dcp
 from holdfast.formats.dcp.familiar_archives import FamiliarArchives
 from holdfast.formats.dcp.zip_layout import read_directory
+from tests.torches import ALONE
 
 
 def archived(tensor: torch.Tensor) -> bytearray:
@@ -91,7 +92,7 @@ def test_lengths_are_worth_learning_when_they_come_again() -> None:
 @pytest.mark.parametrize("at", ["elements", "description"])
 def test_damage_of_one_of_many_small_tensors_is_found(tmp_path: Path, at: str) -> None:
     saved = {f"t{number}": torch.full((300,), float(number)) for number in range(20)}
-    stock.save(saved, checkpoint_id=str(tmp_path), no_dist=True)
+    stock.save(saved, checkpoint_id=str(tmp_path), **ALONE)
     state = {key: torch.zeros(300) for key in saved}
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
     assert all(torch.equal(state[key], saved[key]) for key in saved)

@@ -231,7 +231,7 @@ def test_a_checkpoint_saved_by_stock_is_read(tmp_path: pathlib.Path) -> None:
     read = decode(data)
     returned.storage_meta.checkpoint_id = str(tmp_path)
     assert facts(read) == facts(returned)
-    assert read.version == "1.0.0"
+    assert read.version == ("1.0.0" if hasattr(returned, "version") else None)
     assert type(read.storage_meta.checkpoint_id) is str
 
 
@@ -254,7 +254,7 @@ def test_stock_loads_a_checkpoint_whose_index_we_wrote_again(tmp_path: pathlib.P
 def test_fields_that_older_versions_lack_are_none(missing: tuple[str, ...]) -> None:
     old = to_stock(example())
     for name in missing:
-        del vars(old)[name]
+        vars(old).pop(name, None)  # older torches lack some themselves
     read = decode(pickle.dumps(old))
     assert all(getattr(read, name) is None for name in missing)
     assert facts(read.state_dict_metadata) == facts(example().state_dict_metadata)
