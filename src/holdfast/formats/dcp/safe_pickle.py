@@ -93,7 +93,8 @@ def _is_of_another_torch(module: str, name: str) -> bool:
     loaded = sys.modules.get(module)
     if loaded is None or module.startswith(INDEX_PACKAGE):
         return module.startswith(INDEX_PACKAGE)
-    return module in _MODULES_OF_TENSORS and name not in vars(loaded)
+    # A dotted name leads through what a module has imported, such as os: only its first part can be new in torch.
+    return module in _MODULES_OF_TENSORS and name.partition(".")[0] not in vars(loaded)
 
 
 def _is_misspelt(module: str, name: str, find: Find) -> bool:
