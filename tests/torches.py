@@ -69,6 +69,21 @@ def _stock_saver_lacks(name: str) -> bool:
     return not hasattr(state_dict_saver, name)
 
 
+def _says(module: str, text: str) -> bool:
+    """Whether a module of torch has code that raises this."""
+    return text in inspect.getsource(importlib.import_module(module))
+
+
+def _lacks(module: str, name: str) -> bool:
+    return not hasattr(importlib.import_module(module), name)
+
+
+def _fsspec_takes_no_options() -> bool:
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    return "kwargs" not in inspect.signature(FsspecReader).parameters
+
+
 RANK_LOCAL = "stock is asked for a rank-local checkpoint"
 
 
@@ -108,6 +123,34 @@ LACKING: list[tuple[str, str, Callable[[], bool]]] = [
             functools.partial(_stock_collectives_lack, name),
         )
         for name in ("global_coordinator_rank", "barrier")
+    ),
+    *(
+        (
+            f"module '{module}' has no attribute '{name}'",
+            f"stock has no {name}",
+            functools.partial(_lacks, module, name),
+        )
+        for module, name in (
+            ("torch.distributed.checkpoint", "HuggingFaceStorageReader"),
+            ("torch.distributed.checkpoint", "HuggingFaceStorageWriter"),
+            ("torch.distributed.checkpoint", "QuantizedHuggingFaceStorageReader"),
+            ("torch.distributed.checkpoint.utils", "_assert_same_keys"),
+        )
+    ),
+    *(
+        (
+            f"{name}.__init__() got an unexpected keyword argument 'endpoint_url'",
+            f"stock's {name} takes no options of fsspec",
+            _fsspec_takes_no_options,
+        )
+        for name in ("FsspecReader", "FsspecWriter")
+    ),
+    *(
+        (text, "torch splits only evenly in two ways at once", functools.partial(_says, module, text))
+        for module, text in (
+            ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDP+TP sharding does not support uneven sharding"),
+            ("torch.distributed.tensor.placement_types", "_StridedShard currently only allows even sharding"),
+        )
     ),
     (
         "module 'torch.optim' has no attribute 'Muon'",

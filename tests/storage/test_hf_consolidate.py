@@ -27,7 +27,7 @@ from holdfast.formats.safetensors.torch_dtypes import BY_NAME
 from holdfast.storage import chunk_reads, filling, hf_model_files
 from tests.dcp.states import differing, of_bytes
 from tests.ranks import RankPool
-from tests.torches import ALONE
+from tests.torches import ALONE, stock_module
 
 INDEX = "model.safetensors.index.json"
 
@@ -121,7 +121,7 @@ def test_stock_torch_reads_what_came_together_and_we_read_what_it_brought_togeth
     write_parts(tmp_path, 1, {"a": (full["a"][:2], [0, 0])})
     write_parts(tmp_path, 2, {"a": (full["a"][2:], [2, 0]), "b": (full["b"], [0])})
     consolidate_safetensors_files(tmp_path, tmp_path / "ours", {"a": 1, "b": 2})
-    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files as stock_function
+    stock_function = stock_module("_consolidate_hf_safetensors").consolidate_safetensors_files
 
     (tmp_path / "theirs").mkdir()
     stock_function(str(tmp_path), str(tmp_path / "theirs"), {"a": 1, "b": 2})
