@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
 
+import holdfast as hf
 from holdfast.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
@@ -176,3 +177,11 @@ def test_torch_is_only_imported_for_formats_that_need_it() -> None:
     program = "import sys, holdfast.sources.detect; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_a_safetensors_file_whose_length_looks_like_a_pickle_is_one(tmp_path: Path) -> None:
+    """The header has 640 bytes, so that the file begins like those of torch.save before 1.6."""
+    header = b'{"w":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}'.ljust(640)
+    (tmp_path / "model").write_bytes(len(header).to_bytes(8, "little") + header + b"abc")
+    assert (tmp_path / "model").read_bytes()[:2] == b"\x80\x02"
+    assert hf.open(tmp_path / "model")["w"][:].tolist() == [97, 98, 99]

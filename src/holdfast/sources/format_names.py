@@ -58,6 +58,9 @@ def format_of_file(name: str, start: bytes) -> Format | None:
     >>> format_of_file("model.pt", b"PK\\x03\\x04....."), format_of_file("notes.txt", b"Buy milk.")
     ('torch', None)
     """
+    # First, because the length that a safetensors file begins with may look like the beginning of a pickle.
+    if start[8:9] == b"{" and not any(start[5:8]):
+        return "safetensors"
     if start.startswith((ZIP_MAGIC, _PICKLE_MAGIC)):
         return "torch"
     return "safetensors" if start[8:9] == b"{" or name.endswith(SAFETENSORS) else None
