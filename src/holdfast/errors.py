@@ -84,7 +84,7 @@ class RefusedPickleError(HoldfastError):
 
 
 class NewerFormatError(RefusedPickleError):
-    """A checkpoint names something that only another, newer torch can have written. It is not damaged.
+    """A checkpoint names a record or dtype of torch that is not known: most likely a newer torch wrote it.
 
     Fields: ``file``, ``key``, ``global_name`` (the record, field or dtype that is not known).
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,16 @@ def test_every_version_from_2_4_to_2_15_wrote_all_that_it_can():
     assert [version.rsplit(".", 1)[0] for version in VERSIONS] == [f"2.{minor}" for minor in range(4, 16)]
     for version in VERSIONS:
         assert {path.name for path in (HERE / version).iterdir()} == kinds_of(version)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_files_are_those_that_the_version_wrote(version: str):
+    """Of the names and contents of all files. If one has to be changed, read README.md first."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in (HERE / version).rglob("*") if path.is_file()):
+        name = path.relative_to(HERE / version).as_posix()
+        digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    assert digest.hexdigest() == json.loads((HERE / "digests.json").read_text())[version]
 
 
 @folders("dtensor-1d", "dtensor-2d")

@@ -76,8 +76,8 @@ def newer_format(unknown: str, *, source: str, key: str | None) -> NewerFormatEr
     """The error for a record, field or dtype that this version does not know."""
     about = f" of '{key}'" if key is not None else ""
     return NewerFormatError(
-        f"{source}: the stored description{about} uses {unknown}, which neither torch {torch.__version__} nor Holdfast "
-        f"{__version__} knows. It was written by a newer torch, and is not damaged. Install the newest torch and "
+        f"{source}: the stored description{about} uses {unknown}, which Holdfast {__version__} does not know "
+        f"(torch {torch.__version__} is installed). Most likely a newer torch wrote it. Install the newest torch and "
         "Holdfast, or convert it with the version that wrote it.",
         file=source,
         key=key,
