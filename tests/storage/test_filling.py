@@ -11,7 +11,8 @@ from holdfast.errors import HoldfastError
 from holdfast.formats.safetensors.torch_dtypes import BY_NAME
 from holdfast.metadata import MetadataIndex
 from holdfast.planning.plan import LoadItemType, ReadItem
-from holdfast.storage.filling import fill, narrowed, resolve_target
+from holdfast.storage.destinations import resolve_target
+from holdfast.storage.filling import fill, narrowed
 from tests.torches import dtypes
 
 NARROW_INTEGERS = dtypes("int4", "uint4", "int1", "uint7")

@@ -20,7 +20,6 @@ from holdfast.coordination.collectives import Collectives
 from holdfast.coordination.linked import LinkedCollectives
 from holdfast.coordination.meeting import causes_instead_of_steps, refuse_different_calls
 from holdfast.metadata import Metadata
-from holdfast.save_report import SaveReport
 from holdfast.watching import Call
 
 State = dict[str, Any]
@@ -80,7 +79,7 @@ def save_copy_in_background(
     told: Call,
     watcher: progress.Watcher,
     stalled: Callable[[], float],
-) -> SaveFuture[SaveReport]:
+) -> SaveFuture[Any]:
     """Queue a save of what ``get_copy`` returns, which may wait for it. As for ``save_in_background`` otherwise.
 
     ``call`` says what is called, with all that must be the same on all ranks. ``told`` tells of the end, ``watcher`` is
@@ -107,10 +106,10 @@ def save_copy_in_background(
         with idle_writer() as writer:
             return attempts(ranks, lambda: writer.save(request, lane.link, str(claim), watcher, told.tell))
 
-    def save(ranks: Collectives) -> SaveReport:
+    def save(ranks: Collectives) -> Any:
         told.rank, told.world_size = ranks.rank, ranks.world_size
         with told, causes_instead_of_steps(alone=lane.link is None):
-            report: SaveReport = (save_in_writer if in_process else save_here)(ranks)
+            report = (save_in_writer if in_process else save_here)(ranks)
             told.finish(nbytes=report.bytes_written, slowest_rank=report.slowest_rank, stalled=stalled())
             return report
 

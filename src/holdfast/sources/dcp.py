@@ -30,10 +30,11 @@ from holdfast.sources.nesting import nested, renamed_by_a_bit
 from holdfast.sources.source import ByteStream, ChunkPlace, Into, Nowhere, Request, Source, check_requests, part_of
 from holdfast.storage import layout
 from holdfast.storage.chunk_reads import Buffer
+from holdfast.storage.destinations import Destination, DestinationPlanner
 from holdfast.storage.load_progress import Progress
 from holdfast.storage.read_steps import read_size
 from holdfast.storage.reader import FileSystemReader
-from holdfast.storage.tensor_places import Destination, DestinationPlanner, TensorPlace, elements_at
+from holdfast.storage.tensor_places import TensorPlace, elements_at
 from holdfast.storage.tensor_streams import StreamingReader
 from holdfast.stores.store import Store
 from holdfast.stores.store_files import StoreFiles

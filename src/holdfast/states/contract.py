@@ -6,9 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Path = tuple[Any, ...]
-"""Where something is in a state: dict keys as they are, numbers for positions."""
-
 
 class Adapter(ABC):
     """How one live object is saved and loaded. Adapters only look at the object until ``apply`` is called."""

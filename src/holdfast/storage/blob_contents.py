@@ -20,10 +20,10 @@ from holdfast.planning.planner import LoadPlanner
 from holdfast.storage.blob_checks import check_seal, name_of, wrong_crc
 from holdfast.storage.blob_steps import StoredItems
 from holdfast.storage.byte_ranges import StreamRanges
+from holdfast.storage.destinations import destination_of
 from holdfast.storage.filling import narrowed
 from holdfast.storage.load_progress import Progress
 from holdfast.storage.stored_chunks import archived_elements
-from holdfast.storage.tensor_places import destination_of
 from holdfast.storage.transforms import ReaderTransforms
 from holdfast.tuning import STREAM_BYTES
 

@@ -11,9 +11,9 @@ from holdfast.garbage import no_garbage_collection
 from holdfast.planning.plan import ReadItem
 from holdfast.storage.byte_ranges import Ranges
 from holdfast.storage.chunk_reads import ChunkRead, Run
+from holdfast.storage.destinations import Destination
 from holdfast.storage.load_progress import Progress
 from holdfast.storage.read_steps import Step
-from holdfast.storage.tensor_places import Destination
 
 
 class StoredItems(NamedTuple):

@@ -26,7 +26,8 @@ from holdfast.metadata import (
 from holdfast.planning.local_bytes import as_bytes, as_plain_cpu
 from holdfast.planning.plan import LoadItemType, ReadItem
 from holdfast.planning.planner import LoadPlanner
-from holdfast.storage.filling import fill, narrowed, resolve_target
+from holdfast.storage.destinations import resolve_target
+from holdfast.storage.filling import fill, narrowed
 from holdfast.tuning import DELIVERY_BYTES
 
 Present: TypeAlias = Callable[[torch.Tensor], AbstractContextManager[None]]

@@ -7,20 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from holdfast.errors import HoldfastError
-from holdfast.planning.plan import ReadItem
-from holdfast.planning.planner import LoadPlanner
-
-
-def resolve_target(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
-    """The tensor that the planner wants an item in. It must be of the size that the plan says."""
-    target = planner.resolve_tensor(item).detach()
-    if target.size() != item.lengths:
-        raise HoldfastError(
-            f"'{item.dest_index.fqn}': the planner resolved the item to a tensor of shape {list(target.size())}, where "
-            f"the plan says {list(item.lengths)} (mismatch sizes). A planner that changes shapes "
-            "must change the plan too."
-        )
-    return target
 
 
 def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from holdfast.metadata import (
 )
 from holdfast.planning.plan import LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner
-from holdfast.storage.filling import resolve_target
+from holdfast.storage.destinations import resolve_target
 from holdfast.storage.hf_commit import Folder
 from holdfast.storage.hf_files import _HFStorageInfo
 from holdfast.storage.hf_folder import StoredKey, read_contents

@@ -19,7 +19,8 @@ from holdfast.formats.safetensors.torch_dtypes import FLOAT8
 from holdfast.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planning.plan import LoadPlan, ReadItem
 from holdfast.planning.planner import LoadPlanner
-from holdfast.storage.filling import fill, narrowed, resolve_target
+from holdfast.storage.destinations import resolve_target
+from holdfast.storage.filling import fill, narrowed
 from holdfast.storage.hf_files import _HFStorageInfo
 from holdfast.storage.hf_opening import opened_as_described
 from holdfast.storage.hf_reader import HuggingFaceStorageReader

@@ -36,11 +36,11 @@ from holdfast.storage.blob_steps import Batch, Chunk, Closing, StoredItems, Whol
 from holdfast.storage.byte_ranges import Ranges, StreamRanges, is_plain, opened_ranges
 from holdfast.storage.chunk_reads import ChunkRead, Wanted
 from holdfast.storage.contract import StorageReader
+from holdfast.storage.destinations import destination_of
 from holdfast.storage.index_reads import IndexReads
 from holdfast.storage.load_progress import Progress
 from holdfast.storage.read_steps import Step, carry_out
 from holdfast.storage.stored_chunks import archived_elements, check_envelope, sealed_elements
-from holdfast.storage.tensor_places import destination_of
 from holdfast.storage.transforms import ReaderTransforms, TransformRegistry
 from holdfast.storage.turned_places import turned
 from holdfast.stores.filesystem import AnyPath, FileSystemBase

@@ -1,51 +1,15 @@
-"""Where what is read goes: the tensors that a load fills, and places that are none."""
+"""Where what is read goes: the tensors that a load fills."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Protocol
 
 import torch
 
 from holdfast.planning.local_bytes import bytes_in_place
-from holdfast.planning.plan import ReadItem
-from holdfast.planning.planner import LoadPlanner, keeps_items_apart
-from holdfast.storage.chunk_reads import Buffer, Place
-from holdfast.storage.filling import fill, narrowed, resolve_target
-
-
-class Destination(Place, Protocol):
-    """Where an item goes."""
-
-    def take(self, elements: torch.Tensor) -> None:
-        """All elements at once."""
-
-    def clear(self) -> None:
-        """Leave zeros where there would be something that is not what was saved."""
-
-    def commit(self) -> None:
-        """All of it is there."""
-
-
-class DestinationPlanner(LoadPlanner):
-    """A planner that has a place for every item, which need not be a tensor."""
-
-    @abstractmethod
-    def destination(self, read_item: ReadItem, stored: torch.dtype) -> Destination:
-        """Where an item goes. What is stored for it has elements of type ``stored``."""
-
-    @keeps_items_apart
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Destinations are told themselves."""
-
-
-def destination_of(item: ReadItem, planner: LoadPlanner, stored: torch.dtype) -> Destination:
-    """Where a planner wants an item."""
-    if isinstance(planner, DestinationPlanner):
-        return planner.destination(item, stored)
-    return _PlannedTensor(item, planner, stored)
+from holdfast.storage.chunk_reads import Buffer
+from holdfast.storage.filling import fill, narrowed
 
 
 class TensorPlace:
@@ -76,19 +40,6 @@ class TensorPlace:
         else:
             zero = torch.zeros(self._stored.itemsize, dtype=torch.uint8, device="cpu").view(self._stored)
             fill(self.target, zero.as_strided(self.target.size(), [0] * self.target.dim()), self._key)
-
-
-class _PlannedTensor(TensorPlace):
-    """The tensor that a planner resolved an item to."""
-
-    def __init__(self, item: ReadItem, planner: LoadPlanner, stored: torch.dtype) -> None:
-        super().__init__(resolve_target(item, planner), stored, item.dest_index.fqn)
-        self._item = item
-        self._planner = planner
-
-    def commit(self) -> None:
-        """Let the planner know."""
-        self._planner.commit_tensor(self._item, self.target)
 
 
 def elements_at(
