@@ -8,8 +8,9 @@ import torch
 
 from holdfast.compat.modules import is_flat_parameter
 from holdfast.errors import UnsupportedStateError
+from holdfast.formats.native.values import Path
 from holdfast.states.context import Context
-from holdfast.states.contract import Adapter, Path
+from holdfast.states.contract import Adapter
 from holdfast.states.fsdp1_modules import contains_fsdp1
 from holdfast.states.modules import ModuleAdapter
 from holdfast.states.optimizers import OptimizerAdapter

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.states.contract import Path
+from holdfast.formats.native.values import Path
 from holdfast.states.module_names import parameter_names
 from holdfast.states.per_rank import PerRank
 from holdfast.states.unwrapping import bare_module

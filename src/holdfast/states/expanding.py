@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.formats.native.refs import Slot
-from holdfast.formats.native.values import key_of
+from holdfast.formats.native.values import Path, key_of
 from holdfast.states.adapters import Adapter, Context, adapter_for, per_rank_of
 from holdfast.states.context import DEEPEST, NEVER_LIVE
-from holdfast.states.contract import Path
 
 _MAPPINGS = frozenset({OrderedDict, defaultdict, Counter})
 """Those that can be stored, besides dicts."""

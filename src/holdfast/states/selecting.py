@@ -13,8 +13,7 @@ from holdfast.formats.native.declared import declared_class, kind_to_declare
 from holdfast.formats.native.pruning import NOTHING, part_of, pruned
 from holdfast.formats.native.refs import Slot, UndeclaredValue
 from holdfast.formats.native.trees import children_of
-from holdfast.formats.native.values import key_of
-from holdfast.states.contract import Path
+from holdfast.formats.native.values import Path, key_of
 from holdfast.states.expanding import Expanded
 
 
