@@ -29,7 +29,7 @@ from benchmarks.slices import measure_slices
 from benchmarks.stalls import measure_stalls
 from benchmarks.suite import Suite
 from benchmarks.whole_states import measure_huge_tensor, measure_small_tensors, measure_transformer
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 ROOT = Path(__file__).parent.parent
 

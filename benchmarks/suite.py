@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.rounds import Allowance, Measure
 from benchmarks.scales import MIB, Scale
-from tests.ranks import RankPool  # the processes that the tests use, too
+from tests.rank_pool import RankPool  # the processes that the tests use, too
 
 
 @dataclass

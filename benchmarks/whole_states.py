@@ -24,7 +24,7 @@ from benchmarks.contenders import (
 from benchmarks.rounds import Turn, measure, nothing, one_line
 from benchmarks.states import WORKLOADS, bytes_of, differing_key, few_bytes, filled, room_for, shapes_of, wipe
 from benchmarks.suite import Suite, remove
-from holdfast.tuning import READERS
+from holdfast._base.tuning import READERS
 
 MEMORY_COPY = "probe: memory copy"
 DIRECT_WRITES = {f"probe: direct write, {count} at once": count for count in (1, 2)}

@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 from typing import NoReturn
 
-from holdfast.stores.local_store import LocalStore
-from holdfast.stores.roots import LocalRoot
-from holdfast.stores.store import Store
+from holdfast._stores.local_store import LocalStore
+from holdfast._stores.roots import LocalRoot
+from holdfast._stores.store import Store
 
 RECORD = "holdfast.json"
 

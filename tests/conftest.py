@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.torches import lacking
 
 # How long an example takes says nothing on a machine that does other things too.

@@ -1,4 +1,4 @@
-"""The worker side of `tests.ranks`: a process that runs one body after the other until its pipe ends."""
+"""The worker side of `tests.rank_pool`: a process that runs one body after the other until its pipe ends."""
 
 from __future__ import annotations
 

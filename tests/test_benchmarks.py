@@ -24,10 +24,10 @@ from benchmarks.rounds import Allowance, Measure, Turn, measure
 from benchmarks.rows import NOT_MEASURED, fill_in, speed
 from benchmarks.run import main
 from benchmarks.states import bytes_of, differing_key, few_bytes, room_for, shapes_of
+from holdfast._stores.local_store import LocalStore
+from holdfast._stores.memory_store import MemoryStore
 from holdfast.errors import CheckpointException, DamagedCheckpointError
-from holdfast.stores.local_store import LocalStore
-from holdfast.stores.memory_store import MemoryStore
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.stores.counting import (
     CountingLocalStore,
     CountingMemoryStore,

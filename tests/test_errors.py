@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import errors
-from holdfast.coordination.failures import wrap_exception
+from holdfast._ranks.failures import wrap_exception
 from holdfast.errors import CheckpointException, HoldfastError
 
 CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, HoldfastError)]

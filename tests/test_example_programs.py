@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

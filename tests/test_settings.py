@@ -7,9 +7,9 @@ from dataclasses import fields
 
 import pytest
 
-from holdfast.planning.load_planner import DefaultLoadPlanner
-from holdfast.planning.save_planner import DefaultSavePlanner
-from holdfast.settings import Settings, current, override
+from holdfast._dcp.load_planner import DefaultLoadPlanner
+from holdfast._dcp.save_planner import DefaultSavePlanner
+from holdfast._settings import Settings, current, override
 
 BOOLS = [knob.name for knob in fields(Settings) if isinstance(getattr(Settings, knob.name), bool)]
 NUMBERS = [knob.name for knob in fields(Settings) if isinstance(getattr(Settings, knob.name), float)]

@@ -26,10 +26,18 @@ BEGIN, END = "<!-- begin of the table -->", "<!-- end of the table -->"
 HEADER = "| torch | Python | tests | passed | skipped | failed | minutes |\n|---|---|---|---|---|---|---|\n"
 
 SENSITIVE = [
-    *("tests/compat", "tests/golden", "tests/stock", "tests/states", "tests/formats/dcp", "tests/formats/torch_file"),
-    *("tests/planning/test_layouts.py", "tests/planning/test_tensors.py", "tests/planning/test_sharded_tensors.py"),
-    *("tests/coordination/test_private_group.py", "tests/coordination/test_meeting.py"),
-    *("tests/verbs/test_save_ranks.py", "tests/verbs/test_load_ranks.py", "tests/verbs/test_save_states.py"),
+    *(
+        "tests/compat",
+        "tests/golden",
+        "tests/integrations",
+        "tests/state",
+        "tests/formats/dcp",
+        "tests/formats/archives",
+        "tests/formats/torch_file",
+    ),
+    *("tests/layout/test_placements.py", "tests/layout/test_tensors.py", "tests/layout/test_sharded_tensors.py"),
+    *("tests/ranks/test_private_group.py", "tests/ranks/test_meeting.py"),
+    *("tests/save/test_save_ranks.py", "tests/load/test_load_ranks.py", "tests/save/test_save_states.py"),
     *(
         f"tests/dcp/test_{name}.py"
         for name in (

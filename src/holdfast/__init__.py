@@ -28,39 +28,39 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from holdfast import errors, keep
-from holdfast.checkpoint import Checkpoint
-from holdfast.checkpoint import open_checkpoint as open
+from holdfast._formats.native.declared import declare
+from holdfast._load.checkpoint import Checkpoint
+from holdfast._load.checkpoint import open_checkpoint as open
+from holdfast._load.report import LoadReport
+from holdfast._save.report import SaveReport
+from holdfast._version import __version__
 from holdfast.errors import CheckpointException, HoldfastError, MissingPackageError
-from holdfast.formats.native.declared import declare
-from holdfast.load_report import LoadReport
-from holdfast.save_report import SaveReport
-from holdfast.version import __version__
 from holdfast.watching import Event, subscribe, trace_to
 
 if TYPE_CHECKING:
-    from holdfast.converting.convert import convert
-    from holdfast.converting.export import export
-    from holdfast.converting.report import ConversionReport
-    from holdfast.inspecting.damage import VerifyReport
-    from holdfast.inspecting.diff import diff
-    from holdfast.inspecting.diff_report import DiffReport
-    from holdfast.inspecting.explain import explain
-    from holdfast.inspecting.explanation import Explanation
-    from holdfast.inspecting.statistics import Statistics
-    from holdfast.inspecting.verify import verify
-    from holdfast.manager.manager import CheckpointManager
-    from holdfast.manager.restoring import RestoredStep
-    from holdfast.manager.steps import StepInfo
-    from holdfast.repairing.repair import repair
-    from holdfast.repairing.report import RepairReport
-    from holdfast.reporting.report import Report
-    from holdfast.states.per_rank import PerRank
-    from holdfast.states.rng import RngState
-    from holdfast.stock import HoldfastReader, HoldfastWriter
-    from holdfast.verbs.async_save import async_save
-    from holdfast.verbs.load import load
-    from holdfast.verbs.pending_save import PendingSave, SaveProgress
-    from holdfast.verbs.save import save
+    from holdfast._load.load import load
+    from holdfast._manager.manager import CheckpointManager
+    from holdfast._manager.restoring import RestoredStep
+    from holdfast._manager.steps import StepInfo
+    from holdfast._save.async_save import async_save
+    from holdfast._save.pending import PendingSave, SaveProgress
+    from holdfast._save.save import save
+    from holdfast._state.per_rank import PerRank
+    from holdfast._state.random_streams import RngState
+    from holdfast._tools.converting.convert import convert
+    from holdfast._tools.converting.export import export
+    from holdfast._tools.converting.report import ConversionReport
+    from holdfast._tools.inspecting.damage import VerifyReport
+    from holdfast._tools.inspecting.diff import diff
+    from holdfast._tools.inspecting.diff_report import DiffReport
+    from holdfast._tools.inspecting.explain import explain
+    from holdfast._tools.inspecting.explanation import Explanation
+    from holdfast._tools.inspecting.statistics import Statistics
+    from holdfast._tools.inspecting.verify import verify
+    from holdfast._tools.repairing.repair import repair
+    from holdfast._tools.repairing.report import RepairReport
+    from holdfast._tools.reporting.report import Report
+    from holdfast.integrations.torch_dcp import HoldfastReader, HoldfastWriter
 
 __all__ = [
     "Checkpoint",
@@ -104,35 +104,35 @@ __all__ = [
 ]
 
 _LATER = {
-    "ConversionReport": "holdfast.converting.report",
-    "DiffReport": "holdfast.inspecting.diff_report",
-    "Explanation": "holdfast.inspecting.explanation",
-    "RepairReport": "holdfast.repairing.report",
-    "Report": "holdfast.reporting.report",
-    "Statistics": "holdfast.inspecting.statistics",
-    "VerifyReport": "holdfast.inspecting.damage",
-    "convert": "holdfast.converting.convert",
-    "diff": "holdfast.inspecting.diff",
-    "explain": "holdfast.inspecting.explain",
-    "export": "holdfast.converting.export",
-    "repair": "holdfast.repairing.repair",
-    "verify": "holdfast.inspecting.verify",
+    "ConversionReport": "holdfast._tools.converting.report",
+    "DiffReport": "holdfast._tools.inspecting.diff_report",
+    "Explanation": "holdfast._tools.inspecting.explanation",
+    "RepairReport": "holdfast._tools.repairing.report",
+    "Report": "holdfast._tools.reporting.report",
+    "Statistics": "holdfast._tools.inspecting.statistics",
+    "VerifyReport": "holdfast._tools.inspecting.damage",
+    "convert": "holdfast._tools.converting.convert",
+    "diff": "holdfast._tools.inspecting.diff",
+    "explain": "holdfast._tools.inspecting.explain",
+    "export": "holdfast._tools.converting.export",
+    "repair": "holdfast._tools.repairing.repair",
+    "verify": "holdfast._tools.inspecting.verify",
 }
 """What programs that only save and load need not wait for."""
 
 _NEED_TORCH = {
-    "CheckpointManager": "holdfast.manager.manager",
-    "HoldfastReader": "holdfast.stock",
-    "HoldfastWriter": "holdfast.stock",
-    "PendingSave": "holdfast.verbs.pending_save",
-    "PerRank": "holdfast.states.per_rank",
-    "RestoredStep": "holdfast.manager.restoring",
-    "RngState": "holdfast.states.rng",
-    "SaveProgress": "holdfast.verbs.pending_save",
-    "StepInfo": "holdfast.manager.steps",
-    "async_save": "holdfast.verbs.async_save",
-    "load": "holdfast.verbs.load",
-    "save": "holdfast.verbs.save",
+    "CheckpointManager": "holdfast._manager.manager",
+    "HoldfastReader": "holdfast.integrations.torch_dcp",
+    "HoldfastWriter": "holdfast.integrations.torch_dcp",
+    "PendingSave": "holdfast._save.pending",
+    "PerRank": "holdfast._state.per_rank",
+    "RestoredStep": "holdfast._manager.restoring",
+    "RngState": "holdfast._state.random_streams",
+    "SaveProgress": "holdfast._save.pending",
+    "StepInfo": "holdfast._manager.steps",
+    "async_save": "holdfast._save.async_save",
+    "load": "holdfast._load.load",
+    "save": "holdfast._save.save",
 }
 
 

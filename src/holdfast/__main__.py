@@ -1,5 +1,5 @@
 """``python -m holdfast``: the ``holdfast`` command."""
 
-from holdfast.cli.main import main
+from holdfast._cli.main import main
 
 main()

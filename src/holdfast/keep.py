@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from holdfast.manager.retention import Policy, best, every, everything, last, newer_than
+from holdfast._manager.retention import Policy, best, every, everything, last, newer_than
 
 __all__ = ["Policy", "best", "every", "everything", "last", "newer_than"]

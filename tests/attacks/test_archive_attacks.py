@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast._formats.dcp.archive import describe_tensor, read_directory, read_tensor
 from holdfast.errors import DamagedCheckpointError, RefusedPickleError
-from holdfast.formats.dcp.archive import describe_tensor, read_directory, read_tensor
 from tests.attacks.forging import (
     CODE,
     HARMFUL,

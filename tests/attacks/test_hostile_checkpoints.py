@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import holdfast.dcp as dcp
-from holdfast import settings
+from holdfast import _settings as settings
 from holdfast.errors import CheckpointException, RefusedPickleError, StateMismatchError, UnsafePathError
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast import metadata as nouns
+from holdfast._formats.dcp import metadata as nouns
+from holdfast._formats.dcp.index import decode_index, encode_index
+from holdfast._formats.dcp.metadata import _StorageInfo
 from holdfast.errors import DamagedCheckpointError, RefusedPickleError, UnsafePathError
-from holdfast.formats.dcp.index import decode_index, encode_index
-from holdfast.formats.dcp.storage_info import _StorageInfo
 from tests.attacks.forging import (
     CODE,
     HARMFUL,
@@ -29,7 +29,7 @@ from tests.attacks.forging import (
     pickled,
     text,
 )
-from tests.formats.dcp.graphs import example, facts, stock_pickle
+from tests.formats.archives.graphs import example, facts, stock_pickle
 
 MODULE = "torch.distributed.checkpoint.metadata"
 STORAGE = "torch.distributed.checkpoint.filesystem"

@@ -17,7 +17,7 @@ from holdfast.errors import DamagedCheckpointError
 from tests.attacks.forging import arguments, call, data, name, pickled, text
 from tests.exact import assert_same
 from tests.formats.dcp.blobs import zipped
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 GIB = 1 << 30
 MAGIC = 0x1950A86A20F9469CFC6C

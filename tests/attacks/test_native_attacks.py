@@ -18,6 +18,8 @@ import pytest
 import torch
 
 import holdfast as hf
+from holdfast._base.json_objects import parse_json_object
+from holdfast._load.opening import open_source
 from holdfast.errors import (
     DamagedCheckpointError,
     HoldfastError,
@@ -26,8 +28,6 @@ from holdfast.errors import (
     UnsupportedValueError,
     UnsupportedVersionError,
 )
-from holdfast.formats.json_objects import parse_json_object
-from holdfast.sources.detect import open_source
 from tests.attacks.native_forgery import Forgery
 
 CLEAN = (DamagedCheckpointError, UnsupportedVersionError, UnsafePathError, UnsupportedValueError)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast._formats.archives.values import decode_value, needs_pickle
 from holdfast.errors import DamagedCheckpointError, RefusedPickleError
-from holdfast.formats.dcp.values import decode_value, needs_pickle
 from tests.attacks.forging import (
     CODE,
     HARMFUL,

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import holdfast as hf
-from holdfast.stores.local_store import LocalStore
+from holdfast._stores.local_store import LocalStore
 
 
 class KillsItsProgram(LocalStore):

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from holdfast.stores.file_sink import FileSink
-from holdfast.stores.local_store import LocalStore
-from holdfast.stores.roots import LocalRoot
-from holdfast.stores.store import Store
+from holdfast._stores.file_sink import FileSink
+from holdfast._stores.local_store import LocalStore
+from holdfast._stores.roots import LocalRoot
+from holdfast._stores.store import Store
 
 Operation = Literal["create", "write", "commit", "delete", "sync"]
 

@@ -11,9 +11,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import holdfast as hf
-from holdfast.manager.run_file import RunFile
-from holdfast.manager.steps import list_steps
-from holdfast.stores.roots import LocalRoot
+from holdfast._manager.run_file import RunFile
+from holdfast._manager.steps import list_steps
+from holdfast._stores.roots import LocalRoot
 from tests.chaos.training_job import EVERY, KEEP, STEPS, Job, Training, run, undisturbed
 from tests.safety.native_checkpoints import needless_files
 

@@ -19,7 +19,7 @@ import pytest
 from tests.chaos.deadly_root import Deadly, Operation
 from tests.chaos.killing import RandomKill, Supervisor
 from tests.chaos.training_job import STEPS, Job
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 RARELY = 5

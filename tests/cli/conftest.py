@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.main import run
+from holdfast._cli.main import run
 from tests.cli.prepared import prepare
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.described import described_commands
+from holdfast._cli.described import described_commands
 
 
 def completed(holdfast, *words):
@@ -58,7 +58,7 @@ def test_bench_refuses_what_does_not_fit_and_what_is_no_folder(tmp_path, holdfas
 def test_bench_without_torch_measures_the_disk_alone(tmp_path):
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from holdfast.cli.main import run\n"
+        "from holdfast._cli.main import run\n"
         f"sys.exit(run(['bench', {str(tmp_path)!r}, '--size', '8MiB']))"
     )
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.repairing.debris import heaps_of_dcp
-from holdfast.stores.local_store import LocalStore
+from holdfast._stores.local_store import LocalStore
+from holdfast._tools.repairing.leftovers import heaps_of_dcp
 
 
 def rows(ran, place=0):
@@ -119,7 +119,7 @@ def test_debris_beside_whole_checkpoints_of_all_formats_is_counted(prepared, hol
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
-from holdfast.cli.main import run
+from holdfast._cli.main import run
 sys.exit(run(["du", ".", "--json"]))
 """
 

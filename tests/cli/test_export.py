@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 import holdfast as hf
-from tests.converting.formats import load_like_transformers
+from tests.tools.converting.formats import load_like_transformers
 
 
 def test_a_run_becomes_a_folder_that_loaders_take(prepared, holdfast):

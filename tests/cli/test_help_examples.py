@@ -7,9 +7,9 @@ import shlex
 
 import pytest
 
-from holdfast.cli.app import COMMANDS, Example
-from holdfast.cli.described import described_commands
-from holdfast.cli.main import MODULES, import_commands
+from holdfast._cli.app import COMMANDS, Example
+from holdfast._cli.described import described_commands
+from holdfast._cli.main import MODULES, import_commands
 
 import_commands()
 EXAMPLES = [example for declared in COMMANDS.values() for example in declared.examples if example.runs]

@@ -139,7 +139,7 @@ def test_looking_needs_no_torch(prepared, place):
     program = """
 import sys
 sys.modules["torch"] = None
-from holdfast.cli.main import run
+from holdfast._cli.main import run
 place = sys.argv[1]
 for words in (["show"], ["show", "--statistics"], ["stat", "--finite"], ["verify"]):
     assert run([words[0], place, *words[1:]]) == 0, words
@@ -162,7 +162,7 @@ assert run(["diff", place, place]) == 0
     ],
 )
 def test_what_needs_torch_says_so(prepared, line):
-    program = "import sys; sys.modules['torch'] = None; from holdfast.cli.main import run; sys.exit(run(sys.argv[1:]))"
+    program = "import sys; sys.modules['torch'] = None; from holdfast._cli.main import run; sys.exit(run(sys.argv[1:]))"
     ran = subprocess.run([sys.executable, "-c", program, *line], capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert "needs torch, which is not installed" in ran.stderr

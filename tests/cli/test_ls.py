@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.cli.ls import age
-from holdfast.listing.listing import list_place
-from holdfast.manager.owners import Owner
-from holdfast.manager.run_file import RunFile, RunState
-from holdfast.repairing.all_debris import debris_of
-from holdfast.serving.run_facts import RunWatch
-from holdfast.stores.local_store import LocalStore
-from holdfast.stores.places import store_at
-from holdfast.stores.roots import root_at
+from holdfast._cli.ls import age
+from holdfast._manager.owners import Owner
+from holdfast._manager.run_file import RunFile, RunState
+from holdfast._stores.local_store import LocalStore
+from holdfast._stores.places import store_at
+from holdfast._stores.roots import root_at
+from holdfast._tools.listing.listing import list_place
+from holdfast._tools.repairing.leftovers import debris_of
+from holdfast._tools.serving.run_facts import RunWatch
 
 LONG_AGO = 1_000_000
 

@@ -11,10 +11,10 @@ import sys
 import pytest
 import typer
 
-from holdfast.cli import main
-from holdfast.cli.app import COMMANDS, app, command
-from holdfast.cli.console import reply
-from holdfast.cli.options import Json, pairs, size_in_bytes
+from holdfast._cli import main
+from holdfast._cli.app import COMMANDS, app, command
+from holdfast._cli.console import reply
+from holdfast._cli.options import Json, pairs, size_in_bytes
 from holdfast.errors import DamagedCheckpointError
 
 HOLDFAST = [sys.executable, "-m", "holdfast"]
@@ -144,7 +144,7 @@ def test_pairs_are_split_at_the_last_sign():
 def test_ls_and_help_do_not_import_torch(prepared):
     lines = [["--help"], ["ls", "runs/a"], ["ls", "dcp", "model.pt", "hf-model"], ["du", "runs/a/step-00000200"]]
     program = (
-        "import sys; from holdfast.cli.main import run\n"
+        "import sys; from holdfast._cli.main import run\n"
         f"statuses = [run(line) for line in {lines}]\n"
         "torch = [name for name in sys.modules if name == 'torch' or name.startswith('torch.')]\n"
         "sys.exit(f'{statuses} {torch}')"
@@ -182,8 +182,8 @@ def test_ctrl_c_ends_a_real_process_with_130(tmp_path):
     reading, writing = os.pipe()
     program = (
         "import os, sys, time\n"
-        "from holdfast.cli.app import command\n"
-        "from holdfast.cli import main\n"
+        "from holdfast._cli.app import command\n"
+        "from holdfast._cli import main\n"
         "@command('wait')\n"
         "def wait() -> None:\n"
         f"    os.write({writing}, b'waiting')\n"

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from holdfast.cli.progress import progress
+from holdfast._cli.console import progress
 
 
 class Terminal(io.StringIO):

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.cli import removing
-from holdfast.manager.run_file import RunFile
-from holdfast.stores.places import store_at
-from holdfast.stores.roots import root_at
+from holdfast._manager.run_file import RunFile
+from holdfast._stores.places import store_at
+from holdfast._stores.roots import root_at
+from holdfast._tools import removing
 from tests.manager.io_faults import IoFaults
 
 
@@ -285,8 +285,8 @@ def test_somebody_at_a_terminal_is_asked(prepared, answer, is_gone, status):
 
 KILLED_AT_THE_DATA = """
 import os, signal
-from holdfast.cli.main import run
-from holdfast.stores.local_store import LocalStore
+from holdfast._cli.main import run
+from holdfast._stores.local_store import LocalStore
 
 delete = LocalStore.delete
 
@@ -314,7 +314,7 @@ def test_a_kill_leaves_nothing_that_looks_like_a_checkpoint_and_the_next_job_goe
 
 
 def removing_entries(path):
-    from holdfast.listing.listing import list_place
+    from holdfast._tools.listing.listing import list_place
 
     return list_place(path).entries
 
@@ -336,8 +336,8 @@ ANOTHER_MACHINE = """
 import sys
 import torch
 import holdfast as hf
-from holdfast.manager import owners
-from holdfast.stores.local_store import LocalStore
+from holdfast._manager import owners
+from holdfast._stores.local_store import LocalStore
 
 owners._this_place = lambda: "another machine"
 owners.socket.gethostname = lambda: "node-7"
@@ -479,7 +479,7 @@ def test_nothing_is_deleted_beside_a_run_file_that_cannot_be_read(prepared, hold
 
 def test_force_beside_a_living_job_works_at_a_url_too(holdfast, monkeypatch):
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("holdfast.manager.owners._this_place", lambda: "another machine")
+        elsewhere.setattr("holdfast._manager.owners._this_place", lambda: "another machine")
         manager = hf.CheckpointManager("memory://rm-beside", async_save=False, save_at_end=False)
         manager.save(1, {"w": torch.ones(2)})
     manager.save(2, {"w": torch.ones(2)})

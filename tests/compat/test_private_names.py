@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import holdfast
-from holdfast.compat.sharded_tensors import ShardedTensor
+from holdfast._compat.sharded_tensors import ShardedTensor
 
 SOURCES = Path(holdfast.__file__).parent
 ELSEWHERE = {

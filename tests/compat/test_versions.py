@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.compat.versions import NEWEST, OLDEST, check_torch, minor_version
+from holdfast._compat.versions import NEWEST, OLDEST, check_torch, minor_version
 from holdfast.errors import MissingPackageError
 from tests.versions import PAIRS
 

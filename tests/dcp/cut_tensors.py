@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from holdfast.boxes import Box
-from holdfast.storage.filling import narrowed
+from holdfast._base.boxes import Box
+from holdfast._formats.tensor_places import narrowed
 
 
 class CutTensor(torch.Tensor):

@@ -25,17 +25,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.data import DataLoader
 
 import holdfast.dcp as dcp
-from holdfast import settings
-from holdfast.background import writer_process
-from holdfast.background.lanes import Lane
-from holdfast.background.queues import SaveQueue
+from holdfast import _settings as settings
+from holdfast._background import writer_process
+from holdfast._background.queues import Lane, SaveQueue
+from holdfast._dcp.writer import _FileSystemWriter
 from holdfast.dcp import CheckpointException, DefaultSavePlanner, FileSystemWriter
 from holdfast.dcp.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from holdfast.dcp.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from holdfast.dcp.storage import StorageWriter
 from holdfast.errors import WriterProcessError
-from holdfast.storage.writer import _FileSystemWriter
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 BOTH = pytest.mark.parametrize("where", [THREAD, PROCESS], ids=["thread", "process"])
@@ -612,7 +611,7 @@ def test_a_failure_whose_future_was_thrown_away_is_logged(tmp_path, caplog) -> N
 
 
 def forget_what_was_not_looked_at() -> None:
-    from holdfast.background import futures
+    from holdfast._background import futures
 
     futures.forget_failures()
 

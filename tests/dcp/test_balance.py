@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import holdfast.dcp as dcp
 from tests.dcp.states import Layouts, distributed, load, numbered, read_index, same_parts, save, sharded_tensor
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 KIB = 1024
 PER_ITEM = 2 * KIB  # what a blob has besides the bytes of its tensor, and more

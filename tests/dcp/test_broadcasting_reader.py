@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import holdfast.dcp as dcp
+from holdfast._dcp import deliveries
+from holdfast._formats.dcp.plan import LoadPlan, ReadItem
 from holdfast.dcp.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from holdfast.dcp.metadata import Metadata
 from holdfast.dcp.state_dict_loader import _load_state_dict_from_keys, load_state_dict
@@ -26,11 +28,9 @@ from holdfast.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from holdfast.planning.plan import LoadPlan, ReadItem
-from holdfast.storage import deliveries
 from tests.dcp.memory import growth_while
 from tests.dcp.states import LAYOUTS, Layouts, blank, numbered, same_bits, same_parts
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 FULL = numbered(8, 12)
 STATE: dict[str, Any] = {

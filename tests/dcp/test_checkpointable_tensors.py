@@ -16,7 +16,7 @@ from holdfast.dcp import planner_helpers, protocol, utils
 from holdfast.dcp.metadata import ChunkStorageMetadata, MetadataIndex
 from holdfast.dcp.state_dict_saver import AsyncCheckpointerType
 from tests.dcp.states import numbered
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.torches import ALONE
 
 STOCK_KNOWS = importlib.util.find_spec("torch.distributed.checkpoint.protocol") is not None

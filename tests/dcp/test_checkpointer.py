@@ -19,7 +19,7 @@ import holdfast.dcp as dcp
 from holdfast.dcp._checkpointer import _Checkpointer
 from holdfast.errors import CheckpointException
 from tests.dcp.states import numbered, read_index
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.sharding import dtensor_of
 from tests.torches import ALONE
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import holdfast.dcp as dcp
-from holdfast.boxes import Box
+from holdfast._base.boxes import Box
 from tests.dcp.cut_tensors import CutTensor
 
 pytestmark = [

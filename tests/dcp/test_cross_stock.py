@@ -31,7 +31,7 @@ from tests.dcp.states import (
     same_parts,
     save,
 )
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is", "ignore:.*holds a checkpoint", "ignore:Detected an existing checkpoint"

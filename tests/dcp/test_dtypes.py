@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from holdfast.errors import HoldfastError
 from tests.dcp.states import DIRECTIONS, bits, blank, differing, load, of_bytes, same_bits, save
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:ComplexHalf", "ignore:TypedStorage", "ignore:torch.quantize_per"

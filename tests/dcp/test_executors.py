@@ -18,7 +18,7 @@ from holdfast.dcp._async_process_executor import _ProcessBasedAsyncCheckpointExe
 from holdfast.dcp._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor, save_wrapper
 from holdfast.dcp.staging import _ReplicationStager
 from holdfast.errors import UnsupportedTensorError
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 EXECUTORS = {"thread": _ThreadBasedAsyncCheckpointExecutor, "process": _ProcessBasedAsyncCheckpointExecutor}
 

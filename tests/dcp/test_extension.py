@@ -491,8 +491,8 @@ class OtherContent(dcp.FileSystemReader):
 
 @pytest.mark.parametrize("value", [torch.ones(3), "a value"])
 def test_what_decompresses_to_more_than_the_index_promises_is_refused_early(tmp_path, monkeypatch, package, value):
-    monkeypatch.setattr("holdfast.storage.blob_contents._LARGEST_VALUE", 1 << 20)
-    monkeypatch.setattr("holdfast.storage.blob_contents._LARGEST_RATIO", 1)
+    monkeypatch.setattr("holdfast._dcp.blob_contents._LARGEST_VALUE", 1 << 20)
+    monkeypatch.setattr("holdfast._dcp.blob_contents._LARGEST_RATIO", 1)
     dcp.save({"w": value}, storage_writer=dcp.FileSystemWriter(tmp_path, _extensions=[ZStandard()]))
     reader = OtherContent(tmp_path)
     reader.content = compressed(*[bytes(1 << 20)] * 64)

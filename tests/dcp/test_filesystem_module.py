@@ -15,6 +15,8 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import holdfast.dcp as dcp
+from holdfast._dcp import device_copies
+from holdfast._dcp.device_copies import HostCopy
 from holdfast.dcp.filesystem import (
     FileSystem,
     SerializationFormat,
@@ -30,8 +32,6 @@ from holdfast.dcp.filesystem import (
 )
 from holdfast.dcp.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast.dcp.planner import LoadItemType, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from holdfast.storage import device_copies
-from holdfast.storage.device_copies import HostCopy
 
 
 def planned(state: dict[str, Any]) -> tuple[dcp.DefaultSavePlanner, SavePlan]:

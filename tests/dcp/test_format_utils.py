@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import format_utils as stock_utils
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import holdfast.dcp as dcp
-from holdfast import settings
+from holdfast import _settings as settings
 from holdfast.dcp.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from holdfast.dcp.state_dict_loader import _load_state_dict_from_keys
 from holdfast.errors import (
@@ -35,7 +35,7 @@ from holdfast.errors import (
     UnsupportedValueError,
 )
 from tests.dcp.states import LAYOUTS, Layouts, bits, numbered
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.torches import ALONE
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # stock says so on every call
@@ -399,7 +399,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("holdfast.storage.torch_file_elements.StridedArray.read", interrupt)
+    monkeypatch.setattr("holdfast._dcp.torch_file_conversions.StridedArray.read", interrupt)
     with pytest.raises(KeyboardInterrupt):
         torch_save_to_dcp(tmp_path / "f.pt", tmp_path / "a" / "b")
 

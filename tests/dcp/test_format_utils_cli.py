@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import holdfast.dcp as dcp
+from holdfast._formats.archives.zip_writer import ZipWriter
 from holdfast.dcp import format_utils
 from holdfast.dcp.state_dict_loader import _load_state_dict_from_keys
-from holdfast.formats.torch_file.zip_writer import ZipWriter
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 STATE: dict[str, Any] = {"model": {"w": torch.arange(6.0).reshape(2, 3)}, "step": 7}
 

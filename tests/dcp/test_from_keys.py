@@ -18,7 +18,7 @@ from holdfast.dcp.default_planner import _EmptyStateDictLoadPlanner
 from holdfast.dcp.metadata import Metadata
 from holdfast.dcp.state_dict_loader import _load_state_dict, _load_state_dict_from_keys
 from holdfast.errors import StateMismatchError
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # stock says so on every call
 

@@ -21,7 +21,7 @@ import holdfast.dcp as dcp
 from holdfast.dcp._consolidate_hf_safetensors import consolidate_safetensors_files
 from holdfast.dcp.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from holdfast.errors import CheckpointException
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.safety.syscalls import require_tracing, watch
 
 INDEX = "model.safetensors.index.json"

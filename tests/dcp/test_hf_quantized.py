@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import holdfast.dcp as dcp
+from holdfast._dcp import quantized_reader
+from holdfast._dcp import quantized_reader as quantized_weights
 from holdfast.dcp.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from holdfast.dcp.metadata import MetadataIndex
 from holdfast.dcp.planner import LoadItemType, LoadPlan, ReadItem
 from holdfast.dcp.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from holdfast.errors import CheckpointException, DamagedCheckpointError
-from holdfast.storage import quantized_reader, quantized_weights
 from tests.dcp.states import Layouts, same_parts
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.torches import ALONE
 
 FLOATS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

@@ -20,7 +20,7 @@ from holdfast.dcp.default_planner import DefaultSavePlanner
 from holdfast.dcp.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from holdfast.errors import CheckpointException
 from tests.dcp.states import LAYOUTS, Layouts, blank, differing, numbered, same_parts
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 MODES: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -143,7 +143,7 @@ def test_ranks_share_the_work_of_consolidating(mapping: dict[str, int] | None, r
 
 def fail_to_consolidate_on_rank_1(path: Path) -> str:
     if dist.get_rank() == 1:
-        from holdfast.storage import hf_model_files
+        from holdfast._formats.hf_folder import model_files as hf_model_files
 
         def full_disk(stream: Any) -> None:
             raise OSError(28, "No space left on device")
@@ -157,7 +157,7 @@ def fail_to_consolidate_on_rank_1(path: Path) -> str:
         return ", ".join(f"{rank}: {failure[0]}" for rank, failure in error.failures.items())
     finally:
         if dist.get_rank() == 1:
-            from holdfast.stores import durability
+            from holdfast._stores import durable_files as durability
 
             hf_model_files.flush_to_disk = durability.flush_to_disk
     return "done"
@@ -207,8 +207,8 @@ def test_a_value_on_one_rank_fails_all_ranks(ranks: RankPool, tmp_path: Path) ->
 
 
 def save_with_a_full_disk_on_rank_1(path: Path) -> str:
-    from holdfast.storage import hf_files
-    from holdfast.stores import durability
+    from holdfast._dcp import hf_files
+    from holdfast._stores import durable_files as durability
 
     def full_disk(stream: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -259,11 +259,11 @@ def test_parts_of_more_ranks_do_not_outlive_a_save_of_fewer(ranks: RankPool, tmp
 
 def save_to_a_disk_of_its_own(path: Path) -> str:
     """Rank 1 sees another folder under the same path."""
-    from holdfast.storage import hf_files
+    from holdfast._dcp import hf_files
 
     original = hf_files.write_part_file
     if dist.get_rank() == 1:
-        from holdfast.storage import hf_writer
+        from holdfast._dcp import hf_writer
 
         def write_elsewhere(fs: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
             results = original(fs, file, *args, **kwargs)

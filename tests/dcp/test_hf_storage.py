@@ -16,6 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import holdfast.dcp as dcp
+from holdfast._dcp import hf_reader
+from holdfast._formats.byte_ranges import StreamRanges
+from holdfast._formats.safetensors.torch_dtypes import BY_NAME
 from holdfast.dcp import _consolidate_hf_safetensors as consolidation
 from holdfast.dcp import _hf_utils as utils
 from holdfast.dcp import hf_storage as storage
@@ -31,9 +34,6 @@ from holdfast.errors import (
     UnsupportedTensorError,
     UnsupportedValueError,
 )
-from holdfast.formats.safetensors.torch_dtypes import BY_NAME
-from holdfast.storage import hf_reader
-from holdfast.storage.byte_ranges import StreamRanges
 from tests.dcp.states import bits, blank, differing, of_bytes
 from tests.torches import ALONE, stock_module
 
@@ -439,7 +439,7 @@ def test_a_write_error_in_any_thread_fails_the_save_and_leaves_nothing(
 ) -> None:
     save({"w": torch.ones(3)}, tmp_path)
     before = {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
-    from holdfast.storage import hf_files
+    from holdfast._dcp import hf_files
 
     original = hf_files.flush_to_disk
     calls: list[Any] = []

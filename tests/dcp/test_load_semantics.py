@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 import holdfast.dcp as dcp
-from holdfast import settings
+from holdfast import _settings as settings
 from holdfast.errors import StateMismatchError
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # stock says so on every call
 

@@ -21,11 +21,11 @@ from torch.distributed.checkpoint import logger as stock_logger
 from torch.distributed.checkpoint import logging_handlers as stock_handlers
 
 import holdfast.dcp as dcp
+from holdfast._dcp.events import recorded_step
 from holdfast.dcp import logger as our_logger
 from holdfast.dcp import logging_handlers, utils
 from holdfast.dcp.logger import _dcp_logger, _dcp_method_logger, _get_msg_dict, _init_logger
 from holdfast.errors import CheckpointException
-from holdfast.events import recorded_step
 
 STOCK, OURS = "torch.distributed.checkpoint", "holdfast.dcp"
 
@@ -217,7 +217,7 @@ def test_init_logger_leaves_the_root_logger_alone():
         _init_logger(3)
         assert (root.level, list(root.handlers)) == before
         (added,) = [handler for handler in ours.handlers if handler not in handlers]
-        record = logging.LogRecord("holdfast.saving", logging.INFO, "", 0, "saved", (), None)
+        record = logging.LogRecord("holdfast._dcp.save", logging.INFO, "", 0, "saved", (), None)
         assert added.format(record).startswith("[rank 3] ")
         assert ours.isEnabledFor(logging.INFO)
     finally:

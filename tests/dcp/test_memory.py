@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import holdfast.dcp as dcp
-from holdfast.tuning import MEMORY_BUDGET
+from holdfast._base.tuning import MEMORY_BUDGET
 from tests.dcp.memory import growth_while
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint import _version
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import holdfast.dcp as dcp
+from holdfast._base.nested import flatten
 from holdfast.dcp.state_dict_loader import _load_state_dict_from_keys
-from holdfast.planning.trees import flatten
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # stock says so on every call
 

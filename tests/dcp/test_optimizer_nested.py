@@ -20,7 +20,7 @@ from holdfast.dcp import optimizer
 from holdfast.dcp.optimizer import load_sharded_optimizer_state_dict
 from holdfast.errors import CheckpointException, StateMismatchError, UnsupportedTensorError
 from tests.dcp.states import LIBRARIES, numbered, save
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

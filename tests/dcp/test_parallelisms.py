@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.dcp.states import DIRECTIONS, LIBRARIES, load, same_bits, save
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -27,7 +27,7 @@ from holdfast.dcp.metadata import (
     TensorStorageMetadata,
 )
 from holdfast.dcp.planner import LoadItemType, TensorWriteData, WriteItemType
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # stock says so on every call
 

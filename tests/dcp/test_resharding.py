@@ -20,10 +20,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import holdfast.dcp as dcp
+from holdfast._layout.placements import Piece, local_pieces
 from holdfast.dcp.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from holdfast.dcp.planner_helpers import create_read_items_for_chunk_list
 from holdfast.errors import StateMismatchError
-from holdfast.planning.layouts import Piece, local_pieces
 from tests.dcp.states import (
     DIRECTIONS,
     LAYOUTS,
@@ -38,7 +38,7 @@ from tests.dcp.states import (
     same_parts,
     save,
 )
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 # --- planning alone --------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import holdfast.dcp as dcp
 from holdfast.dcp._storage_utils import _storage_setup
 from holdfast.dcp.filesystem import FileSystem
 from holdfast.dcp.state_dict_saver import _save_state_dict
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 
 def state() -> dict[str, Any]:

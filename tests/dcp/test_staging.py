@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint import staging as stock_staging
 
+from holdfast._background.arenas import shared_arena_of
 from holdfast.dcp import FileSystemWriter
 from holdfast.dcp._state_dict_stager import StateDictStager
 from holdfast.dcp.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
-from holdfast.staging.arenas import shared_arena_of
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
 

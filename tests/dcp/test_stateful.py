@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful as StockStateful
 import holdfast.dcp as dcp
 from holdfast.dcp.state_dict_saver import _stateful_to_state_dict
 from holdfast.dcp.stateful import Stateful
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # stock says so on every call
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import holdfast.dcp as dcp
+from holdfast._stores.fsspec_filesystem import FsspecFileSystem
+from holdfast._stores.local_filesystem import FileSystem
 from holdfast.dcp._storage_utils import _storage_setup
 from holdfast.dcp.fsspec_filesystem import FsspecReader, FsspecWriter
 from holdfast.errors import MissingPackageError
-from holdfast.stores.fsspec_filesystem import FsspecFileSystem
-from holdfast.stores.local import FileSystem
 
 
 def test_local_paths_get_the_local_storage_and_urls_that_of_fsspec(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_the_public_module_and_the_former_one_have_the_same_storages(tmp_path: P
 
 def test_without_fsspec_the_package_works_and_urls_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    monkeypatch.setitem(sys.modules, "holdfast.stores.fsspec_filesystem", None)
+    monkeypatch.setitem(sys.modules, "holdfast._stores.fsspec_filesystem", None)
     storages: list[Any] = [dcp.FsspecWriter, dcp.FsspecReader]
 
     for kind in storages:

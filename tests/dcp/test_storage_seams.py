@@ -23,7 +23,7 @@ from holdfast.dcp.metadata import StorageMeta
 from holdfast.dcp.planner import LoadItemType, WriteItemType
 from holdfast.dcp.state_dict_loader import _load_state_dict_from_keys
 from holdfast.dcp.storage import WriteResult
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # stock says so on every call
 

@@ -36,7 +36,7 @@ from tests.dcp.states import (
     save,
     sharded_tensor,
 )
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -38,7 +38,7 @@ from holdfast.dcp import (
 )
 from holdfast.dcp.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast.dcp.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 # Windows of a file
 

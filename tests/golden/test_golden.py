@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import holdfast as hf
-from holdfast.formats.native.refs import PickledValue
-from holdfast.sources.detect import open_source
+from holdfast._formats.native.refs import PickledValue
+from holdfast._load.opening import open_source
 from tests.exact import assert_same
 from tests.formats.native.specified_reader import SpecifiedReader
 from tests.golden import contents
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.sharding import dtensor_of
 from tests.torches import has_dtype
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import holdfast as hf
-from holdfast.manager.run_file import RunFile
-from holdfast.manager.steps import StepInfo, folder_of, list_steps
-from holdfast.manager.summaries import noted_metadata
+from holdfast._manager.run_file import RunFile
+from holdfast._manager.steps import StepInfo, folder_of, list_steps
+from holdfast._manager.summaries import noted_metadata
 from holdfast.stores import Root
 
 TOKEN = "this job"

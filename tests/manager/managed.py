@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import holdfast as hf
-from holdfast.manager.steps import folder_of
+from holdfast._manager.steps import folder_of
 from holdfast.stores import LocalRoot, LocalStore
 from tests.manager.small_disks import find_no_space
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.stores.file_sink import FileSink
-from holdfast.stores.local_store import LocalStore
-from holdfast.stores.os_errors import naming
+from holdfast._stores.file_sink import FileSink
+from holdfast._stores.local_store import LocalStore
+from holdfast._stores.os_errors import naming
 
 
 @contextmanager

@@ -15,16 +15,16 @@ import pytest
 
 import holdfast as hf
 from holdfast import keep
+from holdfast._formats.native.names import RECORD
+from holdfast._manager.deleting import Deleter, Deletion
+from holdfast._manager.owners import Owner
+from holdfast._manager.retention import plan_deletions
+from holdfast._manager.run_file import RUN_FILE, RunFile
+from holdfast._manager.steps import SET_ASIDE, StepInfo, folder_of, rows_of, set_aside
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, NotACheckpointError, RunTakenError
-from holdfast.formats.native.names import RECORD
-from holdfast.manager.deleting import Deleter, Deletion
-from holdfast.manager.owners import Owner
-from holdfast.manager.retention import plan_deletions
-from holdfast.manager.run_file import RUN_FILE, RunFile
-from holdfast.manager.steps import SET_ASIDE, StepInfo, folder_of, rows_of, set_aside
 from holdfast.stores import LocalRoot, LocalStore, MemoryRoot, Root
 from tests.manager.folders import TOKEN, a_run, files_in, loads, save_step, state_of, steps_in
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.safety.power_loss import PowerCuts, write_disk
 from tests.safety.syscalls import require_tracing, watch
 
@@ -531,7 +531,7 @@ def test_the_end_of_the_program_does_not_wait_for_ever(tmp_path):
     a_run(LocalRoot(tmp_path), 1, 2).release(TOKEN)
     program = f"""
 from pathlib import Path
-from holdfast.manager.deleting import Deleter
+from holdfast._manager.deleting import Deleter
 from tests.manager.folders import TOKEN, a_run, steps_in
 from tests.manager.test_deleting import Stuck
 root = Stuck(Path({str(tmp_path)!r}))
@@ -550,8 +550,8 @@ def test_the_end_of_the_program_waits_for_what_ends_in_time(tmp_path):
     program = f"""
 import threading
 from pathlib import Path
-from holdfast.manager.background_jobs import BackgroundJobs
-from holdfast.manager.deleting import Deleter
+from holdfast._manager.background_jobs import BackgroundJobs
+from holdfast._manager.deleting import Deleter
 from tests.manager.folders import TOKEN, a_run, steps_in
 from tests.manager.test_deleting import Stuck
 root = Stuck(Path({str(tmp_path)!r}))

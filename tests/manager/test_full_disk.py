@@ -17,17 +17,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.coordination.collectives import Collectives
-from holdfast.coordination.failures import wrap_exception
-from holdfast.coordination.meeting import meeting
+from holdfast._manager.full_disk import WhenFull, is_full, next_to_go, save_despite_full_disk
+from holdfast._manager.measuring import checkpoint_size, plain_options
+from holdfast._ranks.collectives import Collectives
+from holdfast._ranks.failures import wrap_exception
+from holdfast._ranks.meeting import meeting
+from holdfast._save.async_save import How, begin_save
+from holdfast._save.pending import PendingSave
+from holdfast._stores.roots import LocalRoot
 from holdfast.errors import CheckpointException, StorageFullError
-from holdfast.manager.full_disk import WhenFull, is_full, next_to_go, save_despite_full_disk
-from holdfast.manager.state_size import checkpoint_size, plain_options
-from holdfast.stores.roots import LocalRoot
-from holdfast.verbs.async_save import How, begin_save
-from holdfast.verbs.pending_save import PendingSave
 from tests.manager.small_disks import FullForData, find_no_space, small_disk
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 MB = 1 << 20
 

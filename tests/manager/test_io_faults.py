@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 import holdfast as hf
+from holdfast._manager.owners import Owner
+from holdfast._manager.run_file import RunFile
+from holdfast._manager.steps import folder_of
+from holdfast._stores.fsspec_store import FsspecRoot
+from holdfast._tools.listing.listing import list_place
 from holdfast.errors import NotDeletedError, UnreadableCheckpointError
-from holdfast.listing.listing import list_place
-from holdfast.manager.owners import Owner
-from holdfast.manager.run_file import RunFile
-from holdfast.manager.steps import folder_of
 from holdfast.stores import LocalRoot
-from holdfast.stores.fsspec_root import FsspecRoot
 from tests.manager.io_faults import IoFaults
 from tests.manager.managed import a_run, damage_data, is_state_of, state_of, steps_in
 

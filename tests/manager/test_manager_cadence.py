@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import holdfast as hf
+from holdfast._manager import manager as module
+from holdfast._manager.pulse import Pulse
 from holdfast.errors import StorageFullError
-from holdfast.manager import manager as module
-from holdfast.manager.pulse import Pulse
 from tests.manager.managed import a_run, is_state_of, restored_from, state_of, steps_in, train
 
 

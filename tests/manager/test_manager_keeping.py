@@ -13,14 +13,15 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast import environment, keep
+from holdfast import keep
+from holdfast._base import environment
+from holdfast._manager import deleting as deleting_module
+from holdfast._manager import run as run_module
+from holdfast._manager.deleting import Deleter
+from holdfast._manager.run import Run
+from holdfast._manager.run_file import RunFile
+from holdfast._manager.steps import folder_of
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError, NotDeletedError
-from holdfast.manager import deleting as deleting_module
-from holdfast.manager import run as run_module
-from holdfast.manager.deleting import Deleter
-from holdfast.manager.run import Run
-from holdfast.manager.run_file import RunFile
-from holdfast.manager.steps import folder_of
 from holdfast.stores import root_at
 from tests.manager.managed import a_run, damage_data, restored_from, state_of, steps_in
 

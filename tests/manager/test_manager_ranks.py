@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast as hf
+from holdfast._manager import manager as module
+from holdfast._manager.pending import PendingSaves, _View
+from holdfast._manager.pulse import Pulse
+from holdfast._manager.run import Run
+from holdfast._manager.steps import folder_of
 from holdfast.errors import NoUsableCheckpointError, RankDisagreementError, RunInUseError, StorageFullError
-from holdfast.manager import manager as module
-from holdfast.manager.pending import PendingSaves, _View
-from holdfast.manager.pulse import Pulse
-from holdfast.manager.run import Run
-from holdfast.manager.steps import folder_of
 from tests.manager.managed import MoodyRoot, damage_data, steps_in
 
 SIZE = 64

@@ -11,6 +11,7 @@ import torch
 import xxhash
 
 import holdfast as hf
+from holdfast._manager.steps import folder_of
 from holdfast.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
@@ -18,7 +19,6 @@ from holdfast.errors import (
     StateMismatchError,
     UnsupportedVersionError,
 )
-from holdfast.manager.steps import folder_of
 from tests.manager.managed import (
     MoodyRoot,
     a_run,

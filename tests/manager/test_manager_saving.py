@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.background.futures import forget_failures, take_untold_failures
+from holdfast._background.futures import forget_failures, take_untold_failures
+from holdfast._manager.run_file import RunFile
+from holdfast._manager.steps import folder_of
+from holdfast._save.async_save import begin_save
 from holdfast.errors import NotDeletedError, PreflightError, SaveInProgressError, StorageFullError
-from holdfast.manager.run_file import RunFile
-from holdfast.manager.steps import folder_of
 from holdfast.stores import LocalRoot, root_at
-from holdfast.verbs.async_save import begin_save
 from tests.manager.managed import MoodyRoot, MoodyStore, a_run, is_state_of, restored_from, state_of, steps_in, train
 
 
@@ -88,7 +88,7 @@ def test_with_overlap_the_optimizers_are_found_and_their_steps_wait(tmp_path, mo
         given.append(how.optimizers)
         return begin_save(state, store, options, how, group)
 
-    monkeypatch.setattr("holdfast.manager.saver.begin_save", begin)
+    monkeypatch.setattr("holdfast._manager.saver.begin_save", begin)
     expected = {}
     with hf.CheckpointManager(tmp_path, every_steps=1, overlap=True, when_busy="copy") as manager:
         for step in range(1, 6):
@@ -116,7 +116,7 @@ def test_how_to_copy_is_passed_on(tmp_path, monkeypatch):
         given.append((how.check_tearing, how.memory_budget))
         return begin_save(state, path, make_options, how, group)
 
-    monkeypatch.setattr("holdfast.manager.saver.begin_save", begin)
+    monkeypatch.setattr("holdfast._manager.saver.begin_save", begin)
     options = {"memory_budget": 100_000_000}
     with hf.CheckpointManager(tmp_path, check_tearing=True, save_options=options) as manager:
         manager.save(1, state_of(1))
@@ -474,7 +474,7 @@ def test_what_a_killed_preflight_left_is_removed_by_the_next_job_and_nothing_els
     program = f"""
 import os, signal
 import holdfast as hf
-from holdfast.manager import preflight
+from holdfast._manager import preflight
 preflight._Preflight._start_writer = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 with hf.CheckpointManager({str(tmp_path)!r}) as manager:
     manager.preflight({{}})

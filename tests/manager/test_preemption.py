@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast.coordination.meeting import meeting
-from holdfast.manager.preemption import Preemption
-from holdfast.manager.pulse import Beat, Pulse
-from tests.ranks import RankPool
+from holdfast._manager.preemption import Preemption
+from holdfast._manager.pulse import Beat, Pulse
+from holdfast._ranks.meeting import meeting
+from tests.rank_pool import RankPool
 
 
 def send(number: signal.Signals, process: int | None = None) -> None:

@@ -20,22 +20,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.background import writer_process
-from holdfast.coordination.collectives import Collectives
+from holdfast._background import writer_process
+from holdfast._manager import preflight
+from holdfast._manager.measuring import (
+    checkpoint_size,
+    measure_copies,
+    measure_writes,
+    memory_limits,
+    plain_options,
+    shortages,
+)
+from holdfast._manager.preflight import run_preflight
+from holdfast._manager.preflight_report import PreflightReport, Problem
+from holdfast._manager.probing import look_for_islands
+from holdfast._ranks.collectives import Collectives
+from holdfast._stores.local_store import LocalStore
+from holdfast._stores.memory_store import MemoryStore
+from holdfast._stores.roots import LocalRoot
+from holdfast._stores.store import Store
 from holdfast.errors import PreflightError
-from holdfast.manager import preflight
-from holdfast.manager.host_memory import memory_limits, shortages
-from holdfast.manager.measuring import measure_copies, measure_writes
-from holdfast.manager.preflight import run_preflight
-from holdfast.manager.preflight_report import PreflightReport, Problem
-from holdfast.manager.probing import look_for_islands
-from holdfast.manager.state_size import checkpoint_size, plain_options
-from holdfast.stores.local_store import LocalStore
-from holdfast.stores.memory_store import MemoryStore
-from holdfast.stores.roots import LocalRoot
-from holdfast.stores.store import Store
 from tests.manager.small_disks import small_disk
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 NOBODY = 65534
 MB = 1 << 20

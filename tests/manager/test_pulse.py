@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from holdfast._manager.preemption import Preemption
+from holdfast._manager.pulse import Beat, Decision, Pulse
 from holdfast.errors import RankDisagreementError
-from holdfast.manager.preemption import Preemption
-from holdfast.manager.pulse import Beat, Decision, Pulse
 
 
 @dataclass

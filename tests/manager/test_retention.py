@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import keep
-from holdfast.manager.retention import Policy, always_kept, plan_deletions
-from holdfast.manager.steps import StepInfo
+from holdfast._manager.retention import Policy, always_kept, plan_deletions
+from holdfast._manager.steps import StepInfo
 
 NOW = datetime(2026, 3, 1, tzinfo=timezone.utc)
 

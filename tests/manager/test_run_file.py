@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast._manager.owners import Owner
+from holdfast._manager.run_file import RUN_FILE, RunFile, RunState
 from holdfast.errors import (
     CommitConflictError,
     DamagedCheckpointError,
@@ -24,8 +26,6 @@ from holdfast.errors import (
     RunTakenError,
     UnsupportedVersionError,
 )
-from holdfast.manager.owners import Owner
-from holdfast.manager.run_file import RUN_FILE, RunFile, RunState
 from holdfast.stores import LocalRoot, LocalStore, MemoryRoot, Root
 
 
@@ -45,7 +45,7 @@ class AnotherJob:
 
     PROGRAM = """
 import sys
-from holdfast.manager.run_file import RunFile
+from holdfast._manager.run_file import RunFile
 from holdfast.stores import LocalRoot
 RunFile(LocalRoot(sys.argv[1])).claim("the other job")
 print("claimed", flush=True)

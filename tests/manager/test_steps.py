@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.formats.native.names import RECORD
-from holdfast.manager.run_file import RunFile, RunState
-from holdfast.manager.steps import (
+from holdfast._formats.native.names import RECORD
+from holdfast._manager.run_file import RunFile, RunState
+from holdfast._manager.steps import (
     SET_ASIDE,
     StepInfo,
     best,
@@ -26,7 +26,7 @@ from holdfast.manager.steps import (
     set_aside,
     step_of,
 )
-from holdfast.manager.summaries import Summary, noted_metadata
+from holdfast._manager.summaries import Summary, noted_metadata
 from holdfast.stores import LocalRoot, MemoryRoot, Root
 from tests.manager.folders import a_run, files_in, save_step, state_of, steps_in
 
@@ -151,7 +151,7 @@ def test_a_remembered_record_is_not_read_again(root, monkeypatch):
     a_run(root, 1)
     save_step(root, 2, {"loss": math.inf})
     expected, state = list_steps(root, RunFile(root).read()), remembered(root)
-    monkeypatch.setattr("holdfast.manager.steps.decode_record", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr("holdfast._manager.steps.decode_record", lambda *_: pytest.fail("it was read"))
     assert list_steps(root, state) == expected
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import holdfast as hf
+from holdfast._load.opening import open_source
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, UncommittedCheckpointError
-from holdfast.sources.detect import open_source
 from tests.formats.native.specified_reader import SpecifiedReader
 
 NOTHING = "nothing"

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as stock
 
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.safety.checkpoints import found_in, needless_files, save, state
 from tests.safety.forked_ranks import Failure, run_on_forked_ranks
 from tests.safety.syscalls import require_tracing, watch

@@ -18,10 +18,10 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast.dcp as dcp
-from holdfast import settings
+from holdfast import _settings as settings
 from holdfast.dcp import CheckpointException, FileSystemReader, FileSystemWriter
 from holdfast.errors import DamagedCheckpointError
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 
 def original() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import holdfast.dcp as dcp
 from holdfast.dcp import CheckpointException
 from holdfast.errors import CheckpointNotFoundError, RankDisagreementError, StateMismatchError
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.safety.checkpoints import number_of, save, state
 
 

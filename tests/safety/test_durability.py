@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.safety.checkpoints import found_in, save
 from tests.safety.forked_ranks import Failure, run_on_forked_ranks
 from tests.safety.power_loss import PowerCuts, write_disk

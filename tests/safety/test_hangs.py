@@ -14,14 +14,8 @@ import torch
 import torch.distributed as dist
 
 import holdfast.dcp as dcp
-from holdfast.dcp import (
-    CheckpointException,
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-)
-from tests.ranks import RankPool
+from holdfast.dcp import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from tests.rank_pool import RankPool
 from tests.safety.checkpoints import contents, found_in, number_of, save, state
 
 

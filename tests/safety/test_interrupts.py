@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import holdfast.dcp as dcp
 from holdfast.dcp import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.safety.checkpoints import contents, found_in, save, state
 from tests.safety.faults import FaultyFileSystem
 

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 import holdfast as hf
+from holdfast._save import files as native_files
+from holdfast._save.files import look_before
+from holdfast._stores.local_store import LocalStore
 from holdfast.errors import (
     CheckpointExistsError,
     CommitConflictError,
@@ -15,10 +18,7 @@ from holdfast.errors import (
     IncompleteSaveError,
     ReplacedCheckpointError,
 )
-from holdfast.storage import native_files
-from holdfast.storage.native_files import look_before
-from holdfast.stores.local_store import LocalStore
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.safety.native_checkpoints import CUT_OFF, NOTHING, found_in, loaded_from, needless_files, save
 
 LOST = (CheckpointExistsError, CommitConflictError, IncompleteSaveError)
@@ -178,7 +178,7 @@ def test_files_that_are_gone_before_the_commit_are_missed(tmp_path):
         lose_a_file()
         return written
 
-    from holdfast.verbs import save_run as save_verb
+    from holdfast._save import save as save_verb
 
     original, save_verb.write_chunks = save_verb.write_chunks, write_and_lose
     try:

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from holdfast.coordination.linked import LinkedCollectives
+from holdfast._ranks.meeting import LinkedCollectives
+from holdfast._save.save import SaveRun
+from holdfast._stores.local_store import LocalStore
 from holdfast.errors import ConnectionLostError
-from holdfast.stores.local_store import LocalStore
-from holdfast.verbs.save_run import SaveRun
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.safety.forked_ranks import Failure, run_on_forked_ranks
 from tests.safety.native_checkpoints import (
     CUT_OFF,

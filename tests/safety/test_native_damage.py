@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import holdfast as hf
+from holdfast._load.opening import open_source
 from holdfast.errors import DamagedCheckpointError, HoldfastError, ReplacedCheckpointError, UnsupportedVersionError
-from holdfast.sources.detect import open_source
 from tests.exact import assert_same
 from tests.formats.native.specified_reader import SpecifiedReader
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.sharding import dtensor_of
 
 BLOCK = 65536

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import holdfast.dcp as dcp
 from holdfast.dcp import CheckpointException, FileSystemWriter
 from holdfast.errors import CheckpointExistsError
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.safety.checkpoints import contents, found_in, needless_files, save, state
 from tests.safety.faults import FaultyFileSystem
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.safety.checkpoints import found_in, save
 
 NOBODY = 65534

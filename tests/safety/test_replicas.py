@@ -15,7 +15,7 @@ import torch.distributed as dist
 import holdfast.dcp as dcp
 from holdfast.dcp import CheckpointException, DefaultSavePlanner
 from holdfast.errors import ReplicaMismatchError
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 
 def differing() -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import holdfast.dcp as dcp
 from holdfast.dcp import CheckpointException, DefaultLoadPlanner
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, StateMismatchError
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.safety.checkpoints import found_in, save
 
 

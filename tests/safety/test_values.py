@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import holdfast.dcp as dcp
-from holdfast import settings
+from holdfast import _settings as settings
 from holdfast.dcp import CheckpointException, DefaultLoadPlanner, FileSystemReader
 from holdfast.errors import RefusedPickleError, UnsafePathError
 

@@ -19,7 +19,7 @@ from torch.futures import Future
 import holdfast.dcp as dcp
 from holdfast.dcp import CheckpointException, FileSystemWriter
 from holdfast.errors import IncompleteSaveError
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.safety.checkpoints import contents, found_in, needless_files, save, state
 from tests.safety.faults import Countdown, FaultyFileSystem
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from holdfast.stores.local_store import LocalStore
-from holdfast.stores.memory_store import MemoryStore
-from holdfast.stores.store import Buffer, Reader
+from holdfast._stores.local_store import LocalStore
+from holdfast._stores.memory_store import MemoryStore
+from holdfast._stores.store import Buffer, Reader
 
 
 class Read(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.stores import atomic
-from holdfast.stores.atomic import written_atomically
+from holdfast._stores import durable_files as atomic
+from holdfast._stores.durable_files import written_atomically
 
 
 def write_half(path: Path, error: type[BaseException]) -> None:
@@ -84,7 +84,7 @@ def test_a_folder_in_the_place_of_the_file_or_none_around_it_is_told(tmp_path: P
 
 KILLED = """
 import os, signal, sys
-from holdfast.stores.atomic import written_atomically
+from holdfast._stores.durable_files import written_atomically
 with written_atomically(sys.argv[1]) as stream:
     stream.write(b"half")
     stream.flush()

@@ -18,13 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast._base.tuning import DIRECT_ALIGNMENT, DIRECT_FROM, READ_BYTES, ROOM_BYTES, SMALLEST_ROOM, WRITERS
+from holdfast._stores import direct_files as direct_access
+from holdfast._stores import direct_files as direct_file
+from holdfast._stores import file_reader
+from holdfast._stores.direct_files import DirectFile, count_cached_pages
+from holdfast._stores.file_reader import open_file
+from holdfast._stores.local_store import LocalStore
 from holdfast.errors import DamagedCheckpointError
-from holdfast.stores import direct_access, direct_file, file_reader
-from holdfast.stores.direct_file import DirectFile
-from holdfast.stores.file_reader import open_file
-from holdfast.stores.libc import count_cached_pages
-from holdfast.stores.local_store import LocalStore
-from holdfast.tuning import DIRECT_ALIGNMENT, DIRECT_FROM, READ_BYTES, ROOM_BYTES, SMALLEST_ROOM, WRITERS
 
 MIB = 1 << 20
 

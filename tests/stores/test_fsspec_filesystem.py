@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.stores.durability import flush_to_disk
-from holdfast.stores.fsspec_filesystem import FsspecFileSystem
+from holdfast._stores.durable_files import flush_to_disk
+from holdfast._stores.fsspec_filesystem import FsspecFileSystem
 from tests import s3_server
 
 needs_s3 = pytest.mark.skipif(bool(s3_server.MISSING), reason=s3_server.WHY_SKIPPED)

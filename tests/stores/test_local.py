@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystem as StockFileSystem
 
-from holdfast.stores.local import FileSystem
-from tests.ranks import RankPool
+from holdfast._stores.local_filesystem import FileSystem
+from tests.rank_pool import RankPool
 
 fs = FileSystem()
 

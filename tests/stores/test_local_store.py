@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast._stores import local_filesystem as local
+from holdfast._stores.local_store import LocalStore
+from holdfast._stores.store import Listed
 from holdfast.errors import CommitConflictError, DamagedCheckpointError
-from holdfast.stores import local
-from holdfast.stores.local_store import LocalStore
-from holdfast.stores.store import Listed
 
 
 @pytest.fixture
@@ -490,7 +490,7 @@ def test_a_link_that_a_network_disk_has_made_twice_is_a_commit(store, folder, mo
 COUNT = """
 import sys
 from holdfast.errors import CommitConflictError
-from holdfast.stores.local_store import LocalStore
+from holdfast._stores.local_store import LocalStore
 
 def spelled(number):
     return b"%d " % number * (1 + number * 7919 % 10_000)

@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from holdfast.stores.memory_store import MemoryStore
+from holdfast._stores.memory_store import MemoryStore
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import fsspec
 import pytest
 
 import holdfast
+from holdfast._base.tuning import DIRECT_FROM
+from holdfast._stores.fsspec_store import FsspecStore
+from holdfast._stores.local_store import LocalStore
 from holdfast.errors import InconsistentStorageError
-from holdfast.stores.fsspec_store import FsspecStore
-from holdfast.stores.local_store import LocalStore
-from holdfast.tuning import DIRECT_FROM
 
 Memory: Any = type(fsspec.filesystem("memory"))
 

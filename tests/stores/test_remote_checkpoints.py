@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast as hf
+from holdfast._manager.steps import folder_of
+from holdfast._stores.fsspec_store import FsspecStore
+from holdfast._stores.s3_upload import S3Upload
 from holdfast.errors import CommitConflictError
-from holdfast.manager.steps import folder_of
-from holdfast.stores.fsspec_store import FsspecStore
-from holdfast.stores.s3_upload import S3Upload
 from tests import s3_server
 from tests.s3_server import Bucket
 

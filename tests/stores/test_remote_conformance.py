@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.stores.fsspec_root import FsspecRoot
-from holdfast.stores.fsspec_store import FsspecStore
-from holdfast.stores.roots import Root
-from holdfast.stores.store import Store
+from holdfast._stores.fsspec_store import FsspecRoot, FsspecStore
+from holdfast._stores.roots import Root
+from holdfast._stores.store import Store
 from holdfast.testing import RootConformance, StoreConformance
 from tests import s3_server
 

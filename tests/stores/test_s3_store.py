@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 import holdfast as hf
+from holdfast._base.tuning import MIB, REMOTE_READ_BYTES, REMOTE_START_BYTES, REMOTE_WINDOW_BYTES, ROOM_BYTES, UPLOADS
+from holdfast._stores.fsspec_store import FsspecStore
+from holdfast._stores.s3_upload import S3Upload
 from holdfast.errors import CommitConflictError
-from holdfast.stores.fsspec_store import FsspecStore
-from holdfast.stores.s3_upload import S3Upload
-from holdfast.tuning import MIB, REMOTE_READ_BYTES, REMOTE_START_BYTES, REMOTE_WINDOW_BYTES, ROOM_BYTES, UPLOADS
 from tests import s3_server
 from tests.s3_server import Bucket
 from tests.stores.s3_requests import Requests, refusal
@@ -231,7 +231,7 @@ def test_a_load_with_little_memory_reads_small_things_in_small_ranges(store, req
 
 
 def test_a_connection_that_breaks_is_made_again(store, monkeypatch):
-    from holdfast.stores import s3_folder
+    from holdfast._stores import s3_folder
 
     content = content_of(MIB)
     store.put("data", content)
@@ -252,7 +252,7 @@ def test_a_connection_that_breaks_is_made_again(store, monkeypatch):
 
 
 def test_a_connection_that_always_breaks_is_an_error(store, monkeypatch):
-    from holdfast.stores import s3_folder
+    from holdfast._stores import s3_folder
 
     store.put("data", b"content")
 

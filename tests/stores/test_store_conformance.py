@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.stores.local_store import LocalStore
-from holdfast.stores.memory_store import MemoryStore
-from holdfast.stores.places import store_at
-from holdfast.stores.store import Store
+from holdfast._stores.local_store import LocalStore
+from holdfast._stores.memory_store import MemoryStore
+from holdfast._stores.places import store_at
+from holdfast._stores.store import Store
 from holdfast.testing import StoreConformance
 
 

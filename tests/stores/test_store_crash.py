@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.stores.local_store import LocalStore
-from tests.ranks import RankPool
+from holdfast._stores.local_store import LocalStore
+from tests.rank_pool import RankPool
 from tests.safety.power_loss import PowerCuts, write_disk
 from tests.safety.syscalls import require_tracing, watch
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.stores.store import Store
+from holdfast._stores.store import Store
 from tests import s3_server
 
 PAGE = Path(__file__).parents[2] / "docs" / "stores.md"

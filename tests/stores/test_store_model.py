@@ -12,10 +12,10 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from holdfast._stores.local_store import LocalStore
+from holdfast._stores.memory_store import MemoryStore
+from holdfast._stores.store import Store
 from holdfast.errors import CommitConflictError, DamagedCheckpointError
-from holdfast.stores.local_store import LocalStore
-from holdfast.stores.memory_store import MemoryStore
-from holdfast.stores.store import Store
 
 NAMES = st.sampled_from(["record", "data-1", "data-2", ".hidden"])
 CONTENTS = st.binary(max_size=40)

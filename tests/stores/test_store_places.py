@@ -10,13 +10,12 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from holdfast._stores.fsspec_store import FsspecRoot, FsspecStore
+from holdfast._stores.local_store import LocalStore
+from holdfast._stores.memory_store import MemoryStore
+from holdfast._stores.places import store_at
+from holdfast._stores.roots import root_at
 from holdfast.errors import MissingPackageError
-from holdfast.stores.fsspec_root import FsspecRoot
-from holdfast.stores.fsspec_store import FsspecStore
-from holdfast.stores.local_store import LocalStore
-from holdfast.stores.memory_store import MemoryStore
-from holdfast.stores.places import store_at
-from holdfast.stores.roots import root_at
 
 
 def test_a_store_is_its_own_place():
@@ -142,7 +141,7 @@ def test_other_things_are_no_places(thing):
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # importing it is an error now
-from holdfast.stores.places import store_at
+from holdfast._stores.places import store_at
 import holdfast.testing
 for place in (sys.argv[1], "memory://run"):
     store = store_at(place)

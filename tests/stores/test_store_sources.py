@@ -16,6 +16,10 @@ import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
 
 import holdfast as hf
+from holdfast._formats.source import Request
+from holdfast._load.opening import open_source
+from holdfast._stores.fsspec_store import FsspecStore
+from holdfast._stores.store_files import StoreFiles
 from holdfast.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
@@ -23,13 +27,9 @@ from holdfast.errors import (
     RefusedPickleError,
     UncommittedCheckpointError,
 )
-from holdfast.sources.detect import open_source
-from holdfast.sources.source import Request
 from holdfast.stores import MemoryStore, Store
-from holdfast.stores.fsspec_store import FsspecStore
-from holdfast.stores.store_files import StoreFiles
 from tests import s3_server
-from tests.sources.regions import whole
+from tests.formats.regions import whole
 from tests.stores.s3_requests import Requests
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.stores.windows import ReaderView
+from holdfast._stores.filesystem import ReaderView
 
 
 class Watched(io.BytesIO):

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from holdfast._watching.subscribers import subscriptions
 from holdfast.watching import Call, Event, about, emitting_to, subscribe
-from holdfast.watching.subscribers import subscriptions
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_events_are_not_made_when_nobody_listens(monkeypatch: pytest.MonkeyPatch
         raise AssertionError("an event was made for nobody")
 
     monkeypatch.delenv("HOLDFAST_TRACE", raising=False)
-    monkeypatch.setattr("holdfast.watching.calls.Event", refuse)
+    monkeypatch.setattr("holdfast._watching.calls.Event", refuse)
     with Call("save", "a") as call, call.phase("write"):
         pass
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from holdfast._watching.logs import line, time_span
 from holdfast.watching import Call, Event
-from holdfast.watching.lines import line, time_span
 
 
 def event(**changes: Any) -> Event:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 import holdfast as hf
+from holdfast._load import load as load_module
+from holdfast._watching import calls as calls_module
 from holdfast.errors import StateMismatchError
-from holdfast.verbs import load as load_module
 from holdfast.watching import Event, about, subscribe, trace_to
-from holdfast.watching import calls as calls_module
 
 
 @pytest.fixture

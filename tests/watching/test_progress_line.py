@@ -14,7 +14,7 @@ from typing import TextIO
 
 import pytest
 
-from holdfast.watching.progress_line import ProgressLine
+from holdfast._watching.progress_line import ProgressLine
 
 
 class Save:
@@ -137,7 +137,7 @@ def test_only_rank_0_and_only_a_terminal_is_written_to(
 
 def test_a_program_that_ends_takes_the_line_away(terminal: Terminal) -> None:
     program = """
-from holdfast.watching.progress_line import ProgressLine
+from holdfast._watching.progress_line import ProgressLine
 import threading
 asked = threading.Event()
 class Save:

@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
+from holdfast._watching import telemetry as telemetry_module
 from holdfast.watching import Call, Event, emitting_to, subscribe
-from holdfast.watching import telemetry as telemetry_module
 
 
 @pytest.fixture

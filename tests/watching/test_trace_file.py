@@ -20,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.watching import Call, Event, trace_appending, trace_to
-from holdfast.watching.trace_file import TraceFile
+from holdfast._watching import trace_file as trace_appending
+from holdfast._watching.trace_file import TraceFile
+from holdfast.watching import Call, Event, trace_to
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
@@ -137,7 +138,7 @@ def test_whatever_overlaps_can_be_drawn(calls: list[tuple[int, list[int], int]])
     trace, drawn = TraceFile("trace.json"), []
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("holdfast.watching.trace_file.append_to_trace", lambda path, events: drawn.extend(events))
+        patch.setattr("holdfast._watching.trace_file.append_to_trace", lambda path, events: drawn.extend(events))
         for *_, event in sorted(told, key=lambda entry: entry[:2]):
             trace(event)
 

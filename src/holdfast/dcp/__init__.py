@@ -7,7 +7,7 @@
 >>> dcp.load({"model": model}, checkpoint_id=path)
 
 The modules below this package carry the names that they have in torch. They are thin: the engine is in
-``holdfast.saving``, ``holdfast.loading`` and what these build on.
+``holdfast._dcp.save``, ``holdfast._dcp.load`` and what these build on.
 """
 
 from holdfast.dcp import _extension
@@ -16,12 +16,7 @@ from holdfast.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.dcp.filesystem import FileSystemReader, FileSystemWriter
 from holdfast.dcp.fsspec_filesystem import FsspecReader, FsspecWriter
 from holdfast.dcp.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from holdfast.dcp.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
+from holdfast.dcp.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from holdfast.dcp.optimizer import load_sharded_optimizer_state_dict
 from holdfast.dcp.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from holdfast.dcp.protocol import CheckpointableTensor

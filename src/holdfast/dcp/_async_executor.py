@@ -8,10 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.metadata import STATE_DICT_TYPE
-from holdfast.planning.planner import SavePlanner
-from holdfast.storage.contract import StorageWriter
-from holdfast.stores.filesystem import AnyPath
+from holdfast._dcp.planner import SavePlanner
+from holdfast._dcp.storage import StorageWriter
+from holdfast._formats.dcp.metadata import STATE_DICT_TYPE
+from holdfast._stores.filesystem import AnyPath
 
 
 class _AsyncCheckpointExecutor(abc.ABC):

@@ -6,11 +6,11 @@ from concurrent.futures import Future
 
 import torch.distributed as dist
 
+from holdfast._dcp.planner import SavePlanner
+from holdfast._dcp.storage import StorageWriter
+from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata
+from holdfast._stores.filesystem import AnyPath
 from holdfast.dcp._async_executor import _AsyncCheckpointExecutor
-from holdfast.metadata import STATE_DICT_TYPE, Metadata
-from holdfast.planning.planner import SavePlanner
-from holdfast.storage.contract import StorageWriter
-from holdfast.stores.filesystem import AnyPath
 
 
 def save_wrapper(

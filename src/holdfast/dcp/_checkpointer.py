@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from holdfast.coordination.collectives import Collectives
+from holdfast._dcp.planner import LoadPlanner, SavePlanner
+from holdfast._dcp.storage import StorageReader, StorageWriter
+from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata
+from holdfast._ranks.collectives import Collectives
+from holdfast._stores.filesystem import AnyPath
 from holdfast.dcp.state_dict_loader import _perform_load
 from holdfast.dcp.state_dict_saver import AsyncSaveResponse, _async_save, _save, _Target
 from holdfast.dcp.utils import _runs_alone
-from holdfast.metadata import STATE_DICT_TYPE, Metadata
-from holdfast.planning.planner import LoadPlanner, SavePlanner
-from holdfast.storage.contract import StorageReader, StorageWriter
-from holdfast.stores.filesystem import AnyPath
 
 __all__: list[str] = []
 

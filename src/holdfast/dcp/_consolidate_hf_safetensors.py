@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from holdfast._formats.hf_folder.consolidate import (
+    consolidate_safetensors_files,
+    consolidate_safetensors_files_on_every_rank,
+)
 from holdfast.dcp._hf_utils import (
     DATA_OFFSETS_KEY,
     DEFAULT_EXTRA_METADATA_KEY,
@@ -11,7 +15,6 @@ from holdfast.dcp._hf_utils import (
     SUFFIX,
     _metadata_fn,
 )
-from holdfast.storage.consolidate import consolidate_safetensors_files, consolidate_safetensors_files_on_every_rank
 
 __all__ = [
     "DATA_OFFSETS_KEY",

@@ -1,5 +1,5 @@
 """Who writes an item that several ranks hold."""
 
-from holdfast.planning.dedup import dedup_save_plans
+from holdfast._dcp.replicas import dedup_save_plans
 
 __all__ = ["dedup_save_plans"]

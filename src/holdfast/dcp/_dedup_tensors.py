@@ -1,7 +1,7 @@
 """The older way to remove copies: the first rank that has an item writes it."""
 
-from holdfast.planning.dedup import dedup_save_plans
-from holdfast.planning.plan import SavePlan
+from holdfast._dcp.replicas import dedup_save_plans
+from holdfast._formats.dcp.plan import SavePlan
 
 __all__ = ["dedup_tensors"]
 

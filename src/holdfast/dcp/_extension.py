@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.storage.extension_registry import ExtensionRegistry
-from holdfast.storage.extensions import Extension, StreamTransformExtension
-from holdfast.storage.zstd import ZStandard
+from holdfast._formats.dcp.extensions import Extension, StreamTransformExtension
+from holdfast._formats.dcp.transforms import ExtensionRegistry
+from holdfast._formats.dcp.zstd import ZStandard
 
 __all__ = ["Extension", "ExtensionRegistry", "StreamTransformExtension", "ZStandard"]

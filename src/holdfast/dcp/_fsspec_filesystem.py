@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast._formats.dcp.transforms import StreamTransform
+from holdfast._stores.filesystem import AnyPath
+from holdfast._stores.fsspec_filesystem import FsspecFileSystem as FileSystem
 from holdfast.dcp import fsspec_filesystem
 from holdfast.dcp.filesystem import SerializationFormat
 from holdfast.dcp.fsspec_filesystem import FsspecReader
-from holdfast.storage.transforms import StreamTransform
-from holdfast.stores.filesystem import AnyPath
-from holdfast.stores.fsspec_filesystem import FsspecFileSystem as FileSystem
 
 __all__ = ["FileSystem", "FsspecReader", "FsspecWriter"]
 

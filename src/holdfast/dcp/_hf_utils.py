@@ -7,12 +7,13 @@ from typing import Any, cast
 
 import torch
 
-from holdfast.formats.json_objects import parse_json_object
-from holdfast.formats.safetensors.header import LENGTH_BYTES, METADATA_KEY, ByteSource, read_header_text
-from holdfast.formats.safetensors.torch_dtypes import BY_NAME
-from holdfast.storage import hf_names, hf_notes
-from holdfast.storage.hf_files import _HFStorageInfo
-from holdfast.storage.hf_names import file_name
+from holdfast._base.json_objects import parse_json_object
+from holdfast._dcp.hf_files import _HFStorageInfo
+from holdfast._formats.hf_folder import names as hf_names
+from holdfast._formats.hf_folder import names as hf_notes
+from holdfast._formats.hf_folder.names import file_name
+from holdfast._formats.safetensors.header import LENGTH_BYTES, METADATA_KEY, ByteSource, read_header_text
+from holdfast._formats.safetensors.torch_dtypes import BY_NAME
 
 __all__ = [
     "CUSTOM_METADATA_KEY",

@@ -1,6 +1,6 @@
 """Nested state as a flat mapping and back."""
 
-from holdfast.planning.trees import ObjectPath, flatten_state_dict, unflatten_state_dict
+from holdfast._base.nested import ObjectPath, flatten_state_dict, unflatten_state_dict
 
 __all__ = ["FLATTEN_MAPPING", "flatten_state_dict", "unflatten_state_dict"]
 

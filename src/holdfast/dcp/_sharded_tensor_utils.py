@@ -1,5 +1,5 @@
 """Nested ShardedTensors as flat ones."""
 
-from holdfast.planning.sharded_tensors import flatten_sharded_tensors as _flatten_sharded_tensors
+from holdfast._layout.sharded_tensors import flatten_sharded_tensors as _flatten_sharded_tensors
 
 __all__ = ["_flatten_sharded_tensors"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.metadata import STATE_DICT_TYPE
-from holdfast.staging.stagers import SnapshotTaker, host_memory, own_pool
+from holdfast._background.stagers import SnapshotTaker, host_memory, own_pool
+from holdfast._formats.dcp.metadata import STATE_DICT_TYPE
 
 __all__ = ["StateDictStager"]
 

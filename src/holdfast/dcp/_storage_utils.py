@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from holdfast._dcp.storage import StorageReader, StorageWriter
+from holdfast._stores.filesystem import AnyPath
 from holdfast.dcp.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from holdfast.storage.contract import StorageReader, StorageWriter
-from holdfast.stores.filesystem import AnyPath
 
 if TYPE_CHECKING:
     from holdfast.dcp._fsspec_filesystem import FsspecReader, FsspecWriter

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from holdfast.planning.trees import (
+from holdfast._base.nested import (
     ObjectPath,
     PathItem,
     get_element,
@@ -13,7 +13,7 @@ from holdfast.planning.trees import (
     traverse_state_dict,
     traverse_state_dict_v_2_3,
 )
-from holdfast.planning.trees import is_tensor as _keep_visiting_tensors
+from holdfast._base.nested import is_tensor as _keep_visiting_tensors
 
 __all__ = [
     "CONTAINER_TYPE",

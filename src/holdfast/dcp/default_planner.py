@@ -1,17 +1,17 @@
 """The planners that are used when none is given, and the functions that they consist of."""
 
-from holdfast.boxes import first_overlap, out_of_bounds
-from holdfast.dcp.planner_helpers import _create_default_metadata_only_plan
-from holdfast.metadata import ChunkStorageMetadata, Metadata
-from holdfast.planning.global_plan import create_default_global_save_plan
-from holdfast.planning.global_plan import validate_global_plan as _validate_global_plan
-from holdfast.planning.load_planner import (
+from holdfast._base.boxes import first_overlap, out_of_bounds
+from holdfast._dcp.global_plan import create_default_global_save_plan
+from holdfast._dcp.global_plan import validate_global_plan as _validate_global_plan
+from holdfast._dcp.load_planner import (
     DefaultLoadPlanner,
     create_default_global_load_plan,
     create_default_local_load_plan,
 )
-from holdfast.planning.load_planner import EmptyStateDictLoadPlanner as _EmptyStateDictLoadPlanner
-from holdfast.planning.save_planner import DefaultSavePlanner, create_default_local_save_plan
+from holdfast._dcp.load_planner import EmptyStateDictLoadPlanner as _EmptyStateDictLoadPlanner
+from holdfast._dcp.save_planner import DefaultSavePlanner, create_default_local_save_plan
+from holdfast._formats.dcp.metadata import ChunkStorageMetadata, Metadata
+from holdfast.dcp.planner_helpers import _create_default_metadata_only_plan
 
 __all__ = [
     "DefaultLoadPlanner",

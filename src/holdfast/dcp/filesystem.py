@@ -11,26 +11,26 @@ from typing import Any
 
 import torch
 
+from holdfast._dcp.data_files import DataFile, write_file
+from holdfast._dcp.data_files import split_by_size_and_type as _split_by_size_and_type
+from holdfast._dcp.data_files import write_item as _write_one
+from holdfast._dcp.device_copies import OverlappingCpuLoader as _OverlappingCpuLoader
+from holdfast._dcp.device_copies import SerialCpuLoader as _SerialCpuLoader
+from holdfast._dcp.device_copies import TensorLoader as _TensorLoader
+from holdfast._dcp.planner import SavePlanner
+from holdfast._dcp.reader import FileSystemReader
+from holdfast._dcp.storage import WriteResult
+from holdfast._dcp.writer import SerializationFormat, _FileSystemWriter
+from holdfast._formats.dcp import names as layout
+from holdfast._formats.dcp.metadata import _StorageInfo, _StoragePrefix
+from holdfast._formats.dcp.plan import WriteItem, written_bytes
+from holdfast._formats.dcp.transforms import ReaderTransforms as _StorageReaderTransforms
+from holdfast._formats.dcp.transforms import StreamTransform
+from holdfast._formats.dcp.transforms import WriterTransforms as _StorageWriterTransforms
+from holdfast._stores.filesystem import AnyPath, FileSystemBase
+from holdfast._stores.local_filesystem import FileSystem
 from holdfast.dcp._hf_utils import CUSTOM_METADATA_KEY, DCP_VERSION_KEY, FORMAT_KEY, FORMAT_VALUE, HF_DCP_VERSION
 from holdfast.dcp.staging import BlockingAsyncStager
-from holdfast.formats.dcp.storage_info import _StorageInfo, _StoragePrefix
-from holdfast.planning.plan import WriteItem, written_bytes
-from holdfast.planning.planner import SavePlanner
-from holdfast.storage import layout
-from holdfast.storage.contract import WriteResult
-from holdfast.storage.data_files import DataFile, write_file
-from holdfast.storage.data_files import split_by_size_and_type as _split_by_size_and_type
-from holdfast.storage.data_files import write_item as _write_one
-from holdfast.storage.device_copies import OverlappingCpuLoader as _OverlappingCpuLoader
-from holdfast.storage.device_copies import SerialCpuLoader as _SerialCpuLoader
-from holdfast.storage.device_copies import TensorLoader as _TensorLoader
-from holdfast.storage.reader import FileSystemReader
-from holdfast.storage.transforms import ReaderTransforms as _StorageReaderTransforms
-from holdfast.storage.transforms import StreamTransform
-from holdfast.storage.transforms import WriterTransforms as _StorageWriterTransforms
-from holdfast.storage.writer import SerializationFormat, _FileSystemWriter
-from holdfast.stores.filesystem import AnyPath, FileSystemBase
-from holdfast.stores.local import FileSystem
 
 __all__ = [
     "CURRENT_DCP_VERSION",

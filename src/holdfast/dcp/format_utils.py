@@ -9,11 +9,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from holdfast.converting.dcp_and_torch_files import dcp_to_torch_file, torch_file_to_dcp
+from holdfast._dcp.load_planner import DynamicMetaLoadPlanner
+from holdfast._dcp.torch_file_conversions import dcp_to_torch_file, torch_file_to_dcp
+from holdfast._dcp.torch_file_reader import BroadcastingTorchSaveReader
+from holdfast._stores.filesystem import AnyPath
 from holdfast.errors import CheckpointException, HoldfastError
-from holdfast.planning.dynamic_meta_planner import DynamicMetaLoadPlanner
-from holdfast.storage.torch_file_reader import BroadcastingTorchSaveReader
-from holdfast.stores.filesystem import AnyPath
 
 __all__ = [
     "BroadcastingTorchSaveReader",

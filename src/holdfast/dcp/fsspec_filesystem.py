@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from holdfast._formats.dcp.transforms import StreamTransform, TransformRegistry
+from holdfast._stores.filesystem import AnyPath
 from holdfast.dcp.filesystem import FileSystemReader, FileSystemWriter, SerializationFormat
 from holdfast.errors import MissingPackageError
-from holdfast.storage.transforms import StreamTransform, TransformRegistry
-from holdfast.stores.filesystem import AnyPath
 
 if TYPE_CHECKING:
-    from holdfast.stores.fsspec_filesystem import FsspecFileSystem as _FileSystem
+    from holdfast._stores.fsspec_filesystem import FsspecFileSystem as _FileSystem
 
 __all__ = ["FsspecReader", "FsspecWriter"]
 
@@ -93,7 +93,7 @@ class FsspecReader(FileSystemReader):
 
 
 def _file_system() -> type[_FileSystem]:
-    from holdfast.stores.fsspec_filesystem import FsspecFileSystem
+    from holdfast._stores.fsspec_filesystem import FsspecFileSystem
 
     return FsspecFileSystem
 

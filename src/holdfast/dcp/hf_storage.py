@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+from holdfast._dcp.hf_reader import HuggingFaceStorageReader
+from holdfast._dcp.hf_writer import HuggingFaceWriter
+from holdfast._formats.hf_folder.names import INDEX_NAME, OFFSETS_KEY, SHARDED_FOLDER, SHARDING_KEY
+from holdfast._formats.hf_folder.names import SUFFIX as _SUFFIX
+
 # The keys are here too because torch 2.8 has them here.
-from holdfast.dcp._hf_utils import DATA_KEY as DATA_KEY
-from holdfast.dcp._hf_utils import DATA_OFFSETS_KEY as DATA_OFFSETS_KEY
-from holdfast.dcp._hf_utils import DEFAULT_EXTRA_METADATA_KEY as DEFAULT_EXTRA_METADATA_KEY
-from holdfast.dcp._hf_utils import DTYPE_KEY as DTYPE_KEY
-from holdfast.dcp._hf_utils import SHAPE_KEY as SHAPE_KEY
 from holdfast.dcp.filesystem import FileSystemWriter
-from holdfast.storage.hf_names import INDEX_NAME, SHARDED_FOLDER
-from holdfast.storage.hf_names import SUFFIX as _SUFFIX
-from holdfast.storage.hf_notes import OFFSETS_KEY, SHARDING_KEY
-from holdfast.storage.hf_reader import HuggingFaceStorageReader
-from holdfast.storage.hf_writer import HuggingFaceWriter
 
 __all__ = ["HuggingFaceStorageReader", "HuggingFaceStorageWriter"]
 

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from holdfast._dcp.events import describe_arguments, describe_step, recorded
+from holdfast._dcp.events import logger as _dcp_logger
 from holdfast.dcp.logging_handlers import DCP_LOGGER_NAME
-from holdfast.events import describe_arguments, describe_step, recorded
-from holdfast.events import logger as _dcp_logger
 
 __all__ = ["DCP_LOGGER_NAME", "_dcp_logger", "_dcp_method_logger", "_get_msg_dict", "_init_logger", "logger"]
 

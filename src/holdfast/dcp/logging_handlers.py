@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.compat.groups import log_handlers
-from holdfast.events import DCP_LOGGER_NAME
+from holdfast._compat.groups import log_handlers
+from holdfast._dcp.events import DCP_LOGGER_NAME
 
 __all__ = ["DCP_LOGGER_NAME", "_log_handlers"]
 

@@ -1,6 +1,6 @@
 """What a checkpoint contains."""
 
-from holdfast.metadata import (
+from holdfast._formats.dcp.metadata import (
     _MEM_FORMAT_ENCODING,
     STATE_DICT_TYPE,
     STORAGE_TYPES,

@@ -8,18 +8,18 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from holdfast.compat.sharded_tensors import ChunkShardingSpec, ShardedTensor
-from holdfast.coordination.collectives import Collectives
+from holdfast._compat.sharded_tensors import ChunkShardingSpec, ShardedTensor
+from holdfast._dcp.load import load_state
+from holdfast._dcp.load_planner import DefaultLoadPlanner
+from holdfast._dcp.optimizer_state import ModelLayout, OptimizerStatePlanner, is_nested, model_layout
+from holdfast._dcp.planner import LoadPlanner
+from holdfast._dcp.storage import StorageReader
+from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata, TensorProperties, TensorStorageMetadata
+from holdfast._layout.materialize import empty_tensor, group_device_type, rank_device
+from holdfast._layout.offset_shards import OffsetShards
+from holdfast._ranks.collectives import Collectives
 from holdfast.dcp._storage_utils import _refuse_stock_objects
 from holdfast.dcp.utils import _runs_alone
-from holdfast.loading import load_state
-from holdfast.metadata import STATE_DICT_TYPE, Metadata, TensorProperties, TensorStorageMetadata
-from holdfast.planning.load_planner import DefaultLoadPlanner
-from holdfast.planning.offset_shards import OffsetShards
-from holdfast.planning.optimizer_state import ModelLayout, OptimizerStatePlanner, is_nested, model_layout
-from holdfast.planning.planner import LoadPlanner
-from holdfast.planning.row_shards import empty_tensor, group_device_type, rank_device
-from holdfast.storage.contract import StorageReader
 
 __all__ = ["load_sharded_optimizer_state_dict"]
 

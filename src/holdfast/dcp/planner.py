@@ -1,6 +1,7 @@
 """Plans and the contracts of planners."""
 
-from holdfast.planning.plan import (
+from holdfast._dcp.planner import LoadPlanner, SavePlanner
+from holdfast._formats.dcp.plan import (
     BytesIOWriteData,
     LoadItemType,
     LoadPlan,
@@ -10,7 +11,6 @@ from holdfast.planning.plan import (
     WriteItem,
     WriteItemType,
 )
-from holdfast.planning.planner import LoadPlanner, SavePlanner
 
 __all__ = [
     "BytesIOWriteData",

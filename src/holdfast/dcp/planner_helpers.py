@@ -7,8 +7,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.compat.sharded_tensors import ShardedTensor, ShardMetadata
-from holdfast.metadata import (
+from holdfast._compat.sharded_tensors import ShardedTensor, ShardMetadata
+from holdfast._dcp.plan_cache import signature
+from holdfast._dcp.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
+from holdfast._dcp.state_objects import create_chunk_list as _create_chunk_list
+from holdfast._dcp.state_objects import create_write_items as _create_write_items
+from holdfast._dcp.state_objects import write_items_of_checkpointable as _get_checkpointable_tensor_write_items
+from holdfast._formats.dcp.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -16,13 +21,8 @@ from holdfast.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from holdfast.planning.materialize import materialize as _init_state_dict
-from holdfast.planning.plan import LoadItemType, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from holdfast.planning.plan_cache import signature
-from holdfast.planning.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
-from holdfast.planning.state_objects import create_chunk_list as _create_chunk_list
-from holdfast.planning.state_objects import create_write_items as _create_write_items
-from holdfast.planning.state_objects import write_items_of_checkpointable as _get_checkpointable_tensor_write_items
+from holdfast._formats.dcp.plan import LoadItemType, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from holdfast._layout.materialize import materialize as _init_state_dict
 
 __all__ = [
     "_chunk_for_shard",

@@ -8,12 +8,12 @@
 True
 """
 
-from holdfast.planning.checkpointable import CheckpointableTensor
-from holdfast.planning.checkpointable import chunks_of as _get_checkpointable_tensor_chunks
-from holdfast.planning.checkpointable import copy_fields as _copy_checkpointable_tensor_metadata
-from holdfast.planning.checkpointable import is_checkpointable as _is_checkpointable_tensor
-from holdfast.planning.checkpointable import refuse_contradictions as _validate_checkpointable_tensor_metadata
-from holdfast.planning.checkpointable import shard_of as _get_checkpointable_tensor_shard
+from holdfast._layout.checkpointable import CheckpointableTensor
+from holdfast._layout.checkpointable import chunks_of as _get_checkpointable_tensor_chunks
+from holdfast._layout.checkpointable import copy_fields as _copy_checkpointable_tensor_metadata
+from holdfast._layout.checkpointable import is_checkpointable as _is_checkpointable_tensor
+from holdfast._layout.checkpointable import refuse_contradictions as _validate_checkpointable_tensor_metadata
+from holdfast._layout.checkpointable import shard_of as _get_checkpointable_tensor_shard
 
 __all__ = [
     "CheckpointableTensor",

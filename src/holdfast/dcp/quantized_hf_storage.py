@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.storage.hf_names import INDEX_NAME
-from holdfast.storage.quantized_reader import QuantizedHuggingFaceStorageReader
+from holdfast._dcp.quantized_reader import QuantizedHuggingFaceStorageReader
+from holdfast._formats.hf_folder.names import INDEX_NAME
 
 __all__ = ["QuantizedHuggingFaceStorageReader"]
 

@@ -1,7 +1,7 @@
 """How two chunks of one tensor overlap."""
 
-from holdfast.boxes import overlap
-from holdfast.metadata import ChunkStorageMetadata
+from holdfast._base.boxes import overlap
+from holdfast._formats.dcp.metadata import ChunkStorageMetadata
 
 __all__: list[str] = []
 

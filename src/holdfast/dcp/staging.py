@@ -13,11 +13,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from holdfast.metadata import STATE_DICT_TYPE
-from holdfast.notices import warn_caller
-from holdfast.staging import partners
-from holdfast.staging.arenas import ArenaPool, Memory
-from holdfast.staging.stagers import AsyncSnapshotTaker, SnapshotTaker, common_pool, host_memory, own_pool
+from holdfast._background import partners
+from holdfast._background.arenas import ArenaPool, Memory
+from holdfast._background.stagers import AsyncSnapshotTaker, SnapshotTaker, common_pool, host_memory, own_pool
+from holdfast._base.notices import warn_caller
+from holdfast._formats.dcp.metadata import STATE_DICT_TYPE
 
 __all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]
 

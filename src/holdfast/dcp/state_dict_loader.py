@@ -6,18 +6,18 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from holdfast.coordination.collectives import Collectives
+from holdfast._base.notices import warn_caller
+from holdfast._dcp.load import load_state
+from holdfast._dcp.load_planner import DefaultLoadPlanner, EmptyStateDictLoadPlanner
+from holdfast._dcp.planner import LoadPlanner
+from holdfast._dcp.storage import StorageReader
+from holdfast._formats.dcp.metadata import STATE_DICT_TYPE
+from holdfast._layout.tensor_kinds import not_loadable, partitioned_in
+from holdfast._ranks.collectives import Collectives
+from holdfast._stores.filesystem import AnyPath
 from holdfast.dcp._storage_utils import _refuse_stock_objects, _storage_setup
 from holdfast.dcp.logger import _dcp_method_logger
 from holdfast.dcp.utils import _api_bc_check, _is_stateful, _profile, _runs_alone, _sorted_keys, _state_of
-from holdfast.loading import load_state
-from holdfast.metadata import STATE_DICT_TYPE
-from holdfast.notices import warn_caller
-from holdfast.planning.load_planner import DefaultLoadPlanner, EmptyStateDictLoadPlanner
-from holdfast.planning.partitioned import not_loadable, partitioned_in
-from holdfast.planning.planner import LoadPlanner
-from holdfast.storage.contract import StorageReader
-from holdfast.stores.filesystem import AnyPath
 
 __all__ = ["load", "load_state_dict"]
 

@@ -12,29 +12,28 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from holdfast.background.async_saves import give_up_in_background, save_in_background
-from holdfast.background.futures import warn_of_unseen_failures
-from holdfast.background.lanes import Lane, wait_for_conflicting_saves
-from holdfast.background.queues import Claim
-from holdfast.compat.groups import default_group, device_types_of
-from holdfast.coordination.collectives import Collectives
+from holdfast._background.arenas import ArenaPool, Memory
+from holdfast._background.async_saves import give_up_in_background, save_in_background
+from holdfast._background.futures import warn_of_unseen_failures
+from holdfast._background.queues import Claim, Lane, wait_for_conflicting_saves
+from holdfast._background.stagers import common_pool
+from holdfast._base.notices import warn_caller
+from holdfast._base.threads import ProcessFuture
+from holdfast._compat.groups import default_group, device_types_of
+from holdfast._dcp.events import recorded
+from holdfast._dcp.planner import SavePlanner
+from holdfast._dcp.save import save_state
+from holdfast._dcp.save_planner import DefaultSavePlanner
+from holdfast._dcp.storage import StorageWriter
+from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata
+from holdfast._layout.tensor_kinds import partitioned_in, refused
+from holdfast._ranks.collectives import Collectives
+from holdfast._stores.filesystem import AnyPath
+from holdfast._stores.local_filesystem import FileSystem
 from holdfast.dcp._storage_utils import _refuse_stock_objects, _storage_setup
 from holdfast.dcp.logger import _dcp_method_logger
 from holdfast.dcp.staging import AsyncStager, BlockingAsyncStager
 from holdfast.dcp.utils import _api_bc_check, _profile, _runs_alone, _state_of
-from holdfast.events import recorded
-from holdfast.metadata import STATE_DICT_TYPE, Metadata
-from holdfast.notices import warn_caller
-from holdfast.planning.partitioned import partitioned_in, refused
-from holdfast.planning.planner import SavePlanner
-from holdfast.planning.save_planner import DefaultSavePlanner
-from holdfast.saving import save_state
-from holdfast.staging.arenas import ArenaPool, Memory
-from holdfast.staging.stagers import common_pool
-from holdfast.storage.contract import StorageWriter
-from holdfast.stores.filesystem import AnyPath
-from holdfast.stores.local import FileSystem
-from holdfast.waiting import ProcessFuture
 
 __all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "async_save", "save", "save_state_dict"]
 

@@ -1,5 +1,5 @@
 """The contracts of storages."""
 
-from holdfast.storage.contract import StorageReader, StorageWriter, WriteResult
+from holdfast._dcp.storage import StorageReader, StorageWriter, WriteResult
 
 __all__ = ["StorageReader", "StorageWriter", "WriteResult"]

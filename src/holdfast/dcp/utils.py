@@ -14,16 +14,16 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from holdfast.compat.sharded_tensors import LocalShardOfTensor as Shard
-from holdfast.compat.sharded_tensors import ShardedTensor
-from holdfast.coordination.collectives import Collectives as _DistWrapper
-from holdfast.coordination.collectives import failures_of as _get_failure_dict
+from holdfast._base.notices import warn_caller
+from holdfast._compat.sharded_tensors import LocalShardOfTensor as Shard
+from holdfast._compat.sharded_tensors import ShardedTensor
+from holdfast._dcp.state_objects import find_state_dict_object, find_tensor_shard
+from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, MetadataIndex
+from holdfast._ranks.collectives import Collectives as _DistWrapper
+from holdfast._ranks.collectives import failures_of as _get_failure_dict
+from holdfast._stores.filesystem import ReaderView as _ReaderView
 from holdfast.dcp.api import WRAPPED_EXCEPTION, CheckpointException, _is_wrapped_exception, _wrap_exception
 from holdfast.dcp.stateful import Stateful
-from holdfast.metadata import STATE_DICT_TYPE, MetadataIndex
-from holdfast.notices import warn_caller
-from holdfast.planning.state_objects import find_state_dict_object, find_tensor_shard
-from holdfast.stores.windows import ReaderView as _ReaderView
 
 __all__ = [
     "ENABLE_PROFILE",

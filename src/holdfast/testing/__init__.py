@@ -13,10 +13,10 @@ except ImportError as missing:
 
 # So that a failure shows the values.
 pytest.register_assert_rewrite(
-    "holdfast.testing.store_conformance", "holdfast.testing.fast_methods", "holdfast.testing.root_conformance"
+    "holdfast.testing._store_conformance", "holdfast.testing._store_conformance", "holdfast.testing._root_conformance"
 )
 
-from holdfast.testing.root_conformance import RootConformance  # noqa: E402
-from holdfast.testing.store_conformance import StoreConformance  # noqa: E402
+from holdfast.testing._root_conformance import RootConformance  # noqa: E402
+from holdfast.testing._store_conformance import StoreConformance  # noqa: E402
 
 __all__ = ["RootConformance", "StoreConformance"]

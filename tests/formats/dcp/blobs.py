@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from holdfast.formats.dcp.archive import TensorArchive
+from holdfast._formats.dcp.archive import TensorArchive
 
 ALL_DTYPES = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)

@@ -17,23 +17,17 @@ import torch.distributed.checkpoint as stock_dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import DamagedCheckpointError, HoldfastError, UnsupportedTensorError
-from holdfast.formats.dcp.archive import (
-    ALIGNMENT,
-    TensorArchive,
-    describe_tensor,
-    read_directory,
-    read_tensor,
-)
-from holdfast.formats.dcp.index import encode_index
-from holdfast.formats.dcp.storage_info import _StorageInfo
-from holdfast.metadata import (
+from holdfast._formats.dcp.archive import ALIGNMENT, TensorArchive, describe_tensor, read_directory, read_tensor
+from holdfast._formats.dcp.index import encode_index
+from holdfast._formats.dcp.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
+    _StorageInfo,
 )
+from holdfast.errors import DamagedCheckpointError, HoldfastError, UnsupportedTensorError
 from tests.formats.dcp.blobs import (
     PLAIN_DTYPES,
     QUANTIZED,

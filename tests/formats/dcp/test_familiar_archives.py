@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import holdfast.dcp as dcp
-from holdfast.formats.dcp.familiar_archives import FamiliarArchives
-from holdfast.formats.dcp.zip_layout import read_directory
+from holdfast._formats.archives.zip_layout import read_directory
+from holdfast._formats.dcp.archive import FamiliarArchives
 from tests.torches import ALONE
 
 

@@ -21,6 +21,19 @@ from hypothesis import strategies as st
 from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import metadata as stock
 
+from holdfast._formats.dcp import index_shortcut, index_writer
+from holdfast._formats.dcp.index import decode_index, encode_index
+from holdfast._formats.dcp.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    Seal,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    _StorageInfo,
+)
 from holdfast.errors import (
     DamagedCheckpointError,
     HoldfastError,
@@ -28,19 +41,7 @@ from holdfast.errors import (
     UnsafePathError,
     UnsupportedVersionError,
 )
-from holdfast.formats.dcp import index_shortcut, index_writer
-from holdfast.formats.dcp.index import decode_index, encode_index
-from holdfast.formats.dcp.storage_info import Seal, _StorageInfo
-from holdfast.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from tests.formats.dcp.graphs import STOCK_MODULES, example, facts, modules_in, stock_pickle, to_stock
+from tests.formats.archives.graphs import STOCK_MODULES, example, facts, modules_in, stock_pickle, to_stock
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 SOURCE = "/run/.metadata"

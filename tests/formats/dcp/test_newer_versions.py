@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 import holdfast as hf
 import holdfast.dcp as dcp
+from holdfast._formats.dcp.index import decode_index, encode_index
 from holdfast.errors import (
     CheckpointException,
     DamagedCheckpointError,
@@ -22,7 +23,6 @@ from holdfast.errors import (
     RefusedPickleError,
     UnsupportedVersionError,
 )
-from holdfast.formats.dcp.index import decode_index, encode_index
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
 

@@ -8,7 +8,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.formats.native.blocks import count_blocks, digest_blocks
+from holdfast._formats.native.blocks import count_blocks, digest_blocks
 
 
 @given(st.binary(max_size=300), st.integers(1, 64))

@@ -11,10 +11,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import pytest
 
+from holdfast._formats.native import declared as registry
+from holdfast._formats.native.refs import UndeclaredValue
+from holdfast._formats.native.values import Encoder, declare, decode
 from holdfast.errors import UnsupportedValueError
-from holdfast.formats.native import declared as registry
-from holdfast.formats.native.refs import UndeclaredValue
-from holdfast.formats.native.values import Encoder, declare, decode
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.formats.native.dtypes import DType, dtype_named, name_of
+from holdfast._formats.native.dtypes import DType, dtype_named, name_of
 from tests.golden.contents import DTYPES, DTYPES_HERE
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast._formats.native.refs import PerRankValues
+from holdfast._formats.native.values import Encoder, key_of, keys_of, leaves
 from holdfast.errors import DamagedCheckpointError
-from holdfast.formats.native.refs import PerRankValues
-from holdfast.formats.native.values import Encoder, key_of, keys_of, leaves
 
 TENSOR = {"$": "tensor", "key": "k"}
 

@@ -14,12 +14,12 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.boxes import Box, first_overlap
-from holdfast.formats.native import layout as layouts
-from holdfast.formats.native.dtypes import dtype_named
-from holdfast.formats.native.layout import DATA_ALIGNMENT, ChunkToWrite, lay_out
-from holdfast.formats.native.writing import write_data_file
-from holdfast.formats.safetensors.header import decode_header
+from holdfast._base.boxes import Box, first_overlap
+from holdfast._formats.native import layout as layouts
+from holdfast._formats.native.dtypes import dtype_named
+from holdfast._formats.native.layout import DATA_ALIGNMENT, ChunkToWrite, lay_out
+from holdfast._formats.native.writing import write_data_file
+from holdfast._formats.safetensors.header import decode_header
 from tests.golden.contents import DTYPES
 
 GENERATION = "00112233aabbccdd"

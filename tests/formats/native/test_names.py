@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.formats.native.names import data_file, generation_of, index_file, is_generation, new_generation
+from holdfast._formats.native.names import data_file, generation_of, index_file, is_generation, new_generation
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 10**9 - 1), st.integers(0, 10**9 - 1))

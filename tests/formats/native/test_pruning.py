@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast.formats.native.dtypes import dtype_named
-from holdfast.formats.native.pruning import NOTHING, pruned
-from holdfast.formats.native.refs import PerRankValues, TensorRef, UndeclaredValue
+from holdfast._formats.native.dtypes import dtype_named
+from holdfast._formats.native.refs import PerRankValues, TensorRef, UndeclaredValue
+from holdfast._formats.native.trees import NOTHING, pruned
 
 
 class Pair(NamedTuple):

@@ -19,22 +19,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast import waiting
-from holdfast.boxes import Box
+from holdfast._base import threads as waiting
+from holdfast._base.boxes import Box
+from holdfast._base.tuning import READ_BYTES, READERS
+from holdfast._formats.native import read_plan as runs
+from holdfast._formats.native import read_plan as slabs
+from holdfast._formats.native import read_plan as windows
+from holdfast._formats.native import readable_files, reading
+from holdfast._formats.native.columns import digest_of, encode_columns
+from holdfast._formats.native.dtypes import dtype_named
+from holdfast._formats.native.layout import ChunkToWrite, lay_out
+from holdfast._formats.native.names import RECORD, data_file, index_file, new_generation
+from holdfast._formats.native.record import Record, StoredFile, encode_record
+from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.source import NativeSource
+from holdfast._formats.native.writing import write_data_file
+from holdfast._formats.source import Request
+from holdfast._save.files import WrittenFile, _columns
+from holdfast._stores.memory_store import MemoryStore
 from holdfast.errors import DamagedCheckpointError
-from holdfast.formats.native import readable_files, reading, runs, slabs, windows
-from holdfast.formats.native.columns import digest_of, encode_columns
-from holdfast.formats.native.dtypes import dtype_named
-from holdfast.formats.native.layout import ChunkToWrite, lay_out
-from holdfast.formats.native.names import RECORD, data_file, index_file, new_generation
-from holdfast.formats.native.record import Record, StoredFile, encode_record
-from holdfast.formats.native.refs import TensorRef
-from holdfast.formats.native.writing import write_data_file
-from holdfast.sources.native import NativeSource
-from holdfast.sources.source import Request
-from holdfast.storage.native_files import WrittenFile, _columns
-from holdfast.stores.memory_store import MemoryStore
-from holdfast.tuning import READ_BYTES, READERS
 from tests.stores.counting import CountingMemoryStore, bytes_in
 
 BLOCK = 4096

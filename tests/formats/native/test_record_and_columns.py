@@ -12,8 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import DamagedCheckpointError, UnsupportedVersionError
-from holdfast.formats.native.columns import (
+from holdfast._formats.native.columns import (
     ChunkTable,
     Columns,
     decode_columns,
@@ -22,10 +21,11 @@ from holdfast.formats.native.columns import (
     first_blocks,
     header_ends,
 )
-from holdfast.formats.native.dtypes import dtype_named
-from holdfast.formats.native.names import data_file, index_file
-from holdfast.formats.native.record import Record, StoredFile, decode_record, encode_record
-from holdfast.formats.native.refs import TensorRef
+from holdfast._formats.native.dtypes import dtype_named
+from holdfast._formats.native.names import data_file, index_file
+from holdfast._formats.native.record import Record, StoredFile, decode_record, encode_record
+from holdfast._formats.native.refs import TensorRef
+from holdfast.errors import DamagedCheckpointError, UnsupportedVersionError
 from tests.golden.contents import DTYPES
 
 GENERATION = "00112233aabbccdd"

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.formats.native.dtypes import dtype_named
-from holdfast.formats.native.refs import TensorRef
-from holdfast.formats.native.small_floats import widened
+from holdfast._formats.native.dtypes import dtype_named
+from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.small_floats import widened
 
 EIGHT_BITS = [
     name

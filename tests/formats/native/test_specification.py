@@ -26,7 +26,7 @@ from tests.exact import assert_same, bits_of
 from tests.formats.native import specified_reader
 from tests.formats.native.specified_reader import Other, SpecifiedReader, Tensor
 from tests.golden import contents
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 
 def as_in_python(value: Any) -> Any:

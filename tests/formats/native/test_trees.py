@@ -8,15 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.formats.native.dtypes import dtype_named
-from holdfast.formats.native.refs import PerRankValues, TensorRef, UndeclaredValue
-from holdfast.formats.native.trees import (
-    children_of,
-    hides_tensor,
-    mapped,
-    refs_in,
-    substituted,
-)
+from holdfast._formats.native.dtypes import dtype_named
+from holdfast._formats.native.refs import PerRankValues, TensorRef, UndeclaredValue
+from holdfast._formats.native.trees import children_of, hides_tensor, mapped, refs_in, substituted
 
 
 class Pair(NamedTuple):

@@ -24,9 +24,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdfast._formats.native.refs import PerRankValues, PickledValue, UndeclaredValue, UnknownValue
+from holdfast._formats.native.values import Encoder, declare, decode, leaves, numpy_dtype_from
 from holdfast.errors import DamagedCheckpointError, UnreadablePickleError, UnsupportedValueError
-from holdfast.formats.native.refs import PerRankValues, PickledValue, UndeclaredValue, UnknownValue
-from holdfast.formats.native.values import Encoder, declare, decode, leaves, numpy_dtype_from
 
 Point = declare(collections.namedtuple("Point", ["x", "y"]))
 
@@ -253,7 +253,7 @@ def test_the_order_of_dicts_is_kept():
 @pytest.mark.parametrize("text", ["'abcdefgh'", "(i, str(i)) for i in range(30)"])
 def test_equal_sets_are_stored_in_the_same_way_by_all_processes(text):
     program = (
-        "import json; from holdfast.formats.native.values import Encoder\n"
+        "import json; from holdfast._formats.native.values import Encoder\n"
         f"print(json.dumps(Encoder(None).encode([set({text}), frozenset([frozenset({text}), 1])])))"
     )
 
@@ -787,8 +787,8 @@ import sys
 sys.modules["torch"] = None
 import collections, json
 import numpy as np
-from holdfast.formats.native.refs import UnknownValue
-from holdfast.formats.native.values import Encoder, decode, declare, key_of, keys_of, leaves
+from holdfast._formats.native.refs import UnknownValue
+from holdfast._formats.native.values import Encoder, decode, declare, key_of, keys_of, leaves
 
 taken = {}
 def take(path, array):
@@ -813,7 +813,7 @@ assert sys.modules["torch"] is None
 
 def test_importing_and_plain_values_do_not_load_torch():
     program = (
-        "import sys; from holdfast.formats.native.values import Encoder, decode\n"
+        "import sys; from holdfast._formats.native.values import Encoder, decode\n"
         "decode(Encoder(None).encode({'a': (1, {2})}), None)\n"
         "assert 'torch' not in sys.modules"
     )

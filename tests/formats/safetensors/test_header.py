@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.torch import save as reference_save
 
+from holdfast._formats.safetensors.dtypes import BITS, nbytes
+from holdfast._formats.safetensors.header import MAX_LENGTH, plan_header, read_header
+from holdfast._formats.safetensors.writer import SafetensorsWriter
 from holdfast.errors import DamagedCheckpointError
-from holdfast.formats.safetensors.dtypes import BITS, nbytes
-from holdfast.formats.safetensors.header import MAX_LENGTH, plan_header, read_header
-from holdfast.formats.safetensors.writer import SafetensorsWriter
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(lambda n: n != "__metadata__")
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
+from holdfast._formats.safetensors.dtypes import BITS, IN_MEMORY
+from holdfast._formats.safetensors.header import read_header
+from holdfast._formats.safetensors.torch_dtypes import BY_NAME, to_safetensors, to_torch
 from holdfast.errors import UnsupportedTensorError
-from holdfast.formats.safetensors.dtypes import BITS, IN_MEMORY
-from holdfast.formats.safetensors.header import read_header
-from holdfast.formats.safetensors.torch_dtypes import BY_NAME, to_safetensors, to_torch
 from tests.torches import dtypes
 
 

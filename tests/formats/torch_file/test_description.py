@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.formats.torch_file.description import describe
-from holdfast.formats.torch_file.zip_writer import ZipWriter
-from holdfast.planning.local_bytes import as_bytes
+from holdfast._formats.archives.zip_writer import ZipWriter
+from holdfast._formats.tensor_bytes import as_bytes
+from holdfast._formats.torch_file.description import describe
 from tests.dcp.states import same_bits
 
 DTYPES = [

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast._formats.torch_file.reading import open_torch_file, read_torch_file
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, RefusedPickleError, UnsupportedValueError
-from holdfast.formats.torch_file.reading import open_torch_file, read_torch_file
 
 
 class Custom:

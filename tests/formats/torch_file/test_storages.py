@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast._formats.torch_file.reading import read_torch_file
 from holdfast.errors import DamagedCheckpointError
-from holdfast.formats.torch_file.reading import read_torch_file
 
 
 def with_other_length(source: Path, target: Path, entry: str, length: int) -> None:

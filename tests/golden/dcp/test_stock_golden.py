@@ -16,7 +16,7 @@ import holdfast as hf
 import holdfast.dcp as dcp
 from tests.exact import assert_same
 from tests.golden.dcp import contents
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.sharding import dtensor_of
 
 HERE = Path(__file__).parent

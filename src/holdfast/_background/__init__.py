@@ -1,0 +1,1 @@
+"""Saves that go on while the program does: snapshots, queues, writer processes, the end of the program."""

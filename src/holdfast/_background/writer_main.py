@@ -1,0 +1,196 @@
+"""The writer process: it saves what its program sends, until the program goes away."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import importlib.util
+import logging
+import os
+import pickle
+import select
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from multiprocessing import reduction, spawn
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+from holdfast import _settings as settings
+from holdfast._background.messages import (
+    Advance,
+    Answer,
+    Enter,
+    Exchange,
+    PackedError,
+    Request,
+    Told,
+    opened,
+    unpack,
+    watcher,
+)
+from holdfast._ranks.collectives import Collectives
+from holdfast._ranks.meeting import LinkedCollectives
+from holdfast._watching.calls import emitting_to
+from holdfast._watching.event import Event
+from holdfast.errors import UnguardedScriptError
+
+
+class _ProgramIsGone(BaseException):
+    """There is nobody left to save for. Not an error of the save, which could look the same."""
+
+
+class _RemoteLink:
+    """Reaches the other ranks by way of the program."""
+
+    def __init__(self, connection: Connection[Any, Any], rank: int, members: tuple[int, ...]) -> None:
+        self._connection = connection
+        self.rank = rank
+        self.members = members
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return cast("list[bytes]", self._ask("all_gather", payload))
+
+    def gather(self, payload: bytes, root: int) -> list[bytes] | None:
+        return cast("list[bytes] | None", self._ask("gather", payload, root))
+
+    def scatter(self, payloads: list[bytes] | None, root: int) -> bytes:
+        return cast(bytes, self._ask("scatter", payloads, root))
+
+    def broadcast(self, payload: bytes | None, root: int) -> bytes:
+        return cast(bytes, self._ask("broadcast", payload, root))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            self._connection.send_bytes(pickle.dumps(Exchange(method, arguments)))
+            answer: Answer = opened(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise _ProgramIsGone from error
+        return answer.get()
+
+
+class _RemoteWatcher:
+    """Tells the program how far the save is."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+
+    def advance(self, nbytes: int) -> None:
+        self._tell(Advance(nbytes))
+
+    def enter(self, phase: str) -> None:
+        self._tell(Enter(phase))
+
+    def _tell(self, message: Advance | Enter) -> None:
+        try:
+            self._connection.send_bytes(pickle.dumps(message))
+        except OSError as error:
+            raise _ProgramIsGone from error
+
+
+def main(descriptor: int) -> None:
+    """Serve the program at the other end of the socket ``descriptor``."""
+    # Ctrl-C goes to the whole group of processes, and often so does the notice that a machine will be taken away. The
+    # program decides what it means; a save goes on until it is done, or until the program is gone.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):  # not every system has all of them
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    # Layouts of tensors arrive without process groups, which the loader of device meshes finds worth a warning.
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
+    connection: Connection[Any, Any] = Connection(descriptor)
+    _end_with_the_program(descriptor)
+    gc.freeze()  # torch and all that comes with it is not to be looked through after each save
+    with suppress(EOFError, ConnectionError, _ProgramIsGone):
+        while True:
+            _serve(connection)
+            gc.collect()  # the mapped memory of this save must not wait for the next one
+
+
+def _end_with_the_program(descriptor: int) -> None:
+    """Leave at once when the program is gone: another job may have taken its place, and swept what is being written."""
+    if not hasattr(select, "poll"):  # then it is noticed at the next message
+        return
+    gone = select.poll()
+    gone.register(descriptor, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
+
+    def wait_and_leave() -> None:
+        gone.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait_and_leave, name="holdfast-watch", daemon=True).start()
+
+
+def _serve(connection: Connection[Any, Any]) -> None:
+    sizes, main_script = opened(connection.recv_bytes())
+    descriptors = [(reduction.recv_handle(connection), size) for size in sizes]
+    data = connection.recv_bytes()
+    try:
+        request: Request = unpack(data, descriptors, _importer(main_script))
+        answer = Answer(_carry_out(request, connection))
+        reply = pickle.dumps(answer)
+    except _ProgramIsGone:
+        raise
+    except BaseException as error:
+        reply = pickle.dumps(Answer(error=PackedError.of(error)))
+    finally:
+        for each, _ in descriptors:
+            os.close(each)
+    connection.send_bytes(reply)
+
+
+def _carry_out(request: Request, connection: Connection[Any, Any]) -> Any:
+    ranks = (
+        Collectives(None, False, 0)
+        if request.members is None
+        else LinkedCollectives(_RemoteLink(connection, request.rank, request.members), request.coordinator_rank)
+    )
+    token = watcher.set(_RemoteWatcher(connection))
+    try:
+        with settings.override(**request.settings), emitting_to(partial(_pass_on, connection)):
+            return request.work(ranks, request.state)
+    finally:
+        watcher.reset(token)
+
+
+def _pass_on(connection: Connection[Any, Any], event: Event) -> None:
+    with suppress(OSError):  # if the program is gone, that is noticed soon enough
+        connection.send_bytes(pickle.dumps(Told(event)))
+
+
+def _importer(preparation: dict[str, Any]) -> Callable[[], None]:
+    """Makes what the program's main script defines importable, when it is needed, as multiprocessing does."""
+
+    def import_main() -> None:
+        script = _source_of(preparation)
+        if script is None or not Path(script).is_file():
+            return  # a session, or a program from standard input: there is nothing to import
+        if not _is_guarded(Path(script).read_text()):
+            raise UnguardedScriptError(
+                f"the state, the planner or the writer uses a class of the main script {script}. To get it the writer "
+                "process would have to run the script, and all of it: there is no `if __name__ == '__main__':`. Add "
+                "that, move the class to a module, or save with writer='thread' (AsyncCheckpointerType.THREAD in "
+                "holdfast.dcp).",
+                script=script,
+            )
+        spawn.prepare(preparation)
+
+    return import_main
+
+
+def _source_of(preparation: dict[str, Any]) -> str | None:
+    """The file of the main script, or of the module that was run by its name."""
+    if "init_main_from_name" in preparation:
+        found = importlib.util.find_spec(preparation["init_main_from_name"])
+        return None if found is None else found.origin
+    path: str | None = preparation.get("init_main_from_path")
+    return path
+
+
+def _is_guarded(script: str) -> bool:
+    """Whether a script looks at how it is run."""
+    conditions = [statement.test for statement in ast.parse(script).body if isinstance(statement, ast.If)]
+    names = {node.id for test in conditions for node in ast.walk(test) if isinstance(node, ast.Name)}
+    return "__name__" in names

@@ -1,0 +1,35 @@
+"""DTensors: names that torch keeps private or has moved.
+
+Importing this takes a second, since torch's own modules do; a program without DTensors need not.
+``holdfast._layout.tensor_kinds`` tells the class apart without importing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+__all__ = ["AsyncCollectiveTensor", "ShardOrder", "StridedShard", "given_shard_order", "placements_of"]
+
+ShardOrder: TypeAlias = Mapping[int, Sequence[int]]
+"""For each sharded tensor dimension the mesh dimensions that split it, in the order in which they do."""
+
+
+def placements_of(tensor: DTensor) -> tuple[Any, ...]:
+    """How a DTensor is spread over its mesh."""
+    return tuple(tensor._spec.placements)
+
+
+def given_shard_order(tensor: DTensor) -> ShardOrder | None:
+    """The order in which the mesh dimensions split the tensor, if it is given beside the placements.
+
+    Since 2.10 a DTensor may have one. Without, the placements alone say what is where.
+    """
+    spec = tensor._spec
+    if getattr(spec, "use_strided_shard_as_shard_order", True):
+        return None
+    return {entry.tensor_dim: entry.mesh_dims for entry in spec.shard_order}

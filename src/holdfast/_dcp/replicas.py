@@ -1,0 +1,243 @@
+"""Keys that several ranks hold: one copy is written, by whom, and what if the copies are not the same."""
+
+from __future__ import annotations
+
+import copyreg
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import xxhash
+
+from holdfast._base.notices import warn_caller
+from holdfast._compat.sharded_tensors import ShardedTensor
+from holdfast._compat.tensors import is_wrapper_subclass
+from holdfast._formats.dcp.metadata import MetadataIndex
+from holdfast._formats.dcp.plan import SavePlan, WriteItem, written_bytes
+from holdfast._formats.tensor_bytes import as_bytes
+from holdfast._settings import Strictness
+from holdfast.errors import ReplicaMismatchError
+
+# Who writes an item that several ranks hold.
+
+
+def dedup_save_plans(all_plans: list[SavePlan], save_to_lowest_rank: bool = False) -> list[SavePlan]:
+    """Leave each item in the plan of one rank only.
+
+    What only one rank holds stays where it is. The rest goes, largest first, to the rank that has the fewest bytes to
+    write so far (the lowest of several), or always to the lowest rank that holds it.
+    """
+    holders: dict[MetadataIndex, list[int]] = defaultdict(list)
+    samples: dict[MetadataIndex, WriteItem] = {}
+    for rank, plan in enumerate(all_plans):
+        for item in plan.items:
+            if not holders[item.index] or holders[item.index][-1] != rank:
+                holders[item.index].append(rank)
+            samples.setdefault(item.index, item)
+
+    load = [0] * len(all_plans)
+    owner: dict[MetadataIndex, int] = {}
+    shared: list[MetadataIndex] = []
+    for index, ranks in holders.items():
+        if len(ranks) > 1 and not save_to_lowest_rank:
+            shared.append(index)
+        else:
+            owner[index] = ranks[0]
+            load[ranks[0]] += written_bytes(samples[index])
+    shared.sort(key=lambda index: written_bytes(samples[index]), reverse=True)
+    for index in shared:
+        owner[index] = min(holders[index], key=lambda rank: (load[rank], rank))
+        # An item without bytes still costs a little; counting it spreads many of them.
+        load[owner[index]] += max(1, written_bytes(samples[index]))
+
+    return [replace(plan, items=_first_of_each(plan.items, owner, rank)) for rank, plan in enumerate(all_plans)]
+
+
+def _first_of_each(items: list[WriteItem], owner: dict[MetadataIndex, int], rank: int) -> list[WriteItem]:
+    kept: dict[MetadataIndex, WriteItem] = {}
+    for item in items:
+        if owner[item.index] == rank:
+            kept.setdefault(item.index, item)
+    return list(kept.values())
+
+
+# Comparing costs a digest of every value that other ranks may hold too. Digests are taken of the content, not of its
+# pickled form, which differs between equal values.
+
+
+_MOST_KEYS_SHOWN = 20
+_ATOMS = (int, float, complex, bool, type(None))
+
+
+class Hasher(Protocol):
+    """What a digest is taken with."""
+
+    def update(self, data: Any, /) -> Any: ...
+    def digest(self) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A digest of a value and about how many bytes the value has."""
+
+    digest: bytes
+    nbytes: int
+
+
+def fingerprint(value: Any) -> Fingerprint:
+    """Digest the content of ``value``: equal values of equal types have equal digests on every rank."""
+    return _fingerprint(value, frozenset())
+
+
+def _fingerprint(value: Any, ancestors: frozenset[int]) -> Fingerprint:
+    hasher = xxhash.xxh3_128(type(value).__qualname__.encode())
+    return Fingerprint(nbytes=_feed(hasher, value, ancestors), digest=hasher.digest())
+
+
+def _feed(hasher: Hasher, value: Any, ancestors: frozenset[int]) -> int:
+    """Digest ``value`` and return its size."""
+    if isinstance(value, torch.Tensor) and _is_dense(value):
+        hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        return _feed_bytes(hasher, as_bytes(value))
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        hasher.update(f"{value.dtype}{value.shape}".encode())
+        return _feed_bytes(hasher, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return _feed_bytes(hasher, memoryview(value))
+    if isinstance(value, (str, type, FunctionType)):
+        name = value if isinstance(value, str) else value.__qualname__
+        return _feed_bytes(hasher, memoryview(name.encode("utf-8", "surrogatepass")))
+    if type(value) in _ATOMS:
+        return _feed_bytes(hasher, memoryview(repr(value).encode()))
+    return _feed_members(hasher, value, ancestors)
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Whether a tensor is an array of bytes. Inside of values others occur too, and are compared by their parts."""
+    if isinstance(tensor, ShardedTensor) or is_wrapper_subclass(tensor):
+        return False
+    return tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
+
+
+def _feed_bytes(hasher: Hasher, data: memoryview) -> int:
+    hasher.update(data)
+    return data.nbytes
+
+
+def _feed_members(hasher: Hasher, value: Any, ancestors: frozenset[int]) -> int:
+    if id(value) in ancestors:
+        hasher.update(b"cycle")
+        return 0
+    if isinstance(value, dict):
+        children: Any = value.items()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        children = value
+    else:
+        children = _what_pickle_stores(value)
+    members = [_fingerprint(child, ancestors | {id(value)}) for child in children]
+    if isinstance(value, (dict, set, frozenset)):
+        # Sets of strings come in another order in every process, and dicts may too.
+        members.sort(key=lambda member: member.digest)
+    for member in members:
+        hasher.update(member.digest)
+    return sum(member.nbytes for member in members)
+
+
+def _what_pickle_stores(value: Any) -> list[Any]:
+    """The parts that an object is made of. What it merely refers to (a logger, a handle) is no part of its value."""
+    reduce = copyreg.dispatch_table.get(type(value))
+    try:
+        recipe: Any = reduce(value) if reduce else value.__reduce_ex__(2)
+    except Exception:
+        return []  # it cannot be stored, which is for the one who tries to tell
+    if isinstance(recipe, str):
+        return [recipe]
+    function, arguments, state, items, pairs = (*recipe[:5], None, None, None)[:5]
+    return [function, arguments, state, list(items or ()), list(pairs or ())]
+
+
+def settle_differences(all_plans: list[SavePlan], strictness: Strictness) -> list[SavePlan]:
+    """Refuse keys of different kinds, and treat copies that differ: the lowest rank keeps its copy, loudly."""
+    _refuse_different_kinds(all_plans)
+    differing = _differing_items(all_plans)
+    if not differing:
+        return all_plans
+    if strictness == "error":
+        raise ReplicaMismatchError(_complaint(differing, "Nothing was saved."), keys=_by_key(differing))
+    if strictness == "warn":
+        kept = "The copy of the lowest rank is saved, the others are lost."
+        warn_caller(_complaint(differing, kept))
+    owners = {index: min(rank for ranks in groups for rank in ranks) for index, groups in differing.items()}
+    return [
+        replace(plan, items=[item for item in plan.items if owners.get(item.index, rank) == rank])
+        for rank, plan in enumerate(all_plans)
+    ]
+
+
+def _differing_items(all_plans: list[SavePlan]) -> dict[MetadataIndex, list[list[int]]]:
+    """Items whose copies differ, with the ranks grouped by equal copies."""
+    holders: dict[MetadataIndex, dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, plan in enumerate(all_plans):
+        for index, digest in plan.replica_digests.items():
+            holders[index][digest].append(rank)
+    return {index: list(groups.values()) for index, groups in holders.items() if len(groups) > 1}
+
+
+def _by_key(differing: Mapping[MetadataIndex, list[list[int]]]) -> dict[str, str]:
+    described: dict[str, str] = {}
+    for index, groups in differing.items():
+        described[index.fqn] = " != ".join(f"ranks {_ranks(group)}" for group in groups[:4])
+    return described
+
+
+def _ranks(group: list[int]) -> str:
+    shown = ",".join(map(str, group[:8]))
+    return shown if len(group) <= 8 else f"{shown},… ({len(group)} in all)"
+
+
+def _complaint(differing: Mapping[MetadataIndex, list[list[int]]], outcome: str) -> str:
+    described = _by_key(differing)
+    lines = [f"  '{key}': {text}" for key, text in list(described.items())[:_MOST_KEYS_SHOWN]]
+    if len(described) > _MOST_KEYS_SHOWN:
+        lines.append(f"  … and {len(described) - _MOST_KEYS_SHOWN} more")
+    return "\n".join(
+        [
+            f"Ranks hold different values under {len(described)} key(s), of which only one can be stored:",
+            *lines,
+            f"{outcome} If every rank's value matters (a random state, a data position), put the rank into the key; "
+            "if not, make the copies equal first. HOLDFAST_REPLICA_CHECK=error|warn|off, or "
+            "DefaultSavePlanner(replica_check=...), says what happens.",
+        ]
+    )
+
+
+def _refuse_different_kinds(all_plans: list[SavePlan]) -> None:
+    """A key must be the same kind of thing everywhere: value or tensor, of one size and dtype."""
+    seen: dict[str, dict[str, list[int]]] = {}
+    for rank, plan in enumerate(all_plans):
+        for item in plan.items:
+            ranks = seen.setdefault(item.index.fqn, {}).setdefault(_kind(item), [])
+            if not ranks or ranks[-1] != rank:
+                ranks.append(rank)
+    problems = {
+        key: "; ".join(f"{kind} on ranks {_ranks(ranks)}" for kind, ranks in kinds.items())
+        for key, kinds in seen.items()
+        if len(kinds) > 1
+    }
+    if problems:
+        lines = [f"  '{key}': {text}" for key, text in list(problems.items())[:_MOST_KEYS_SHOWN]]
+        raise ReplicaMismatchError(
+            "One key stands for different kinds of things on different ranks:\n"
+            + "\n".join(lines)
+            + "\nNothing was saved. Give them different keys, or make them the same on all ranks.",
+            keys=problems,
+        )
+
+
+def _kind(item: WriteItem) -> str:
+    data = item.tensor_data
+    return "a value" if data is None else f"a tensor of shape {list(data.size)} and {data.properties.dtype}"

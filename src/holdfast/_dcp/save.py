@@ -1,0 +1,216 @@
+"""The save flow: plan on every rank, agree, write on every rank, commit.
+
+Nothing here knows tensors, files or formats. The planner says what is written, the writer where; this module says in
+which order, and makes sure that all ranks succeed or fail together.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast._base.garbage import let_go_in_parts, no_garbage_collection
+from holdfast._base.notices import warn_caller
+from holdfast._dcp.events import recorded_step
+from holdfast._dcp.planner import SavePlanner
+from holdfast._dcp.storage import StorageWriter, WriteResult
+from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata
+from holdfast._formats.dcp.plan import SavePlan
+from holdfast._ranks.collectives import Collectives
+from holdfast._ranks.committing import commit_on_each
+from holdfast.errors import RankDisagreementError
+
+logger = logging.getLogger(__name__)
+
+
+def save_state(
+    state_dict: STATE_DICT_TYPE,
+    writer: StorageWriter,
+    planner: SavePlanner,
+    ranks: Collectives,
+    *,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Save ``state_dict`` with all ranks of ``ranks``; every rank gets the index of the whole checkpoint."""
+    started = time.perf_counter()
+    save = _Save(state_dict, writer, planner, ranks)
+    del state_dict, planner  # the save has them, and decides when they go
+    try:
+        metadata = save.together() if use_collectives else save.each_for_itself()
+    finally:
+        save.let_go()
+    logger.info("saved %d keys in %.3f s", len(metadata.state_dict_metadata), time.perf_counter() - started)
+    return metadata
+
+
+class _Save:
+    """One save. Its methods are the steps, in the order in which they happen."""
+
+    def __init__(
+        self, state_dict: STATE_DICT_TYPE, writer: StorageWriter, planner: SavePlanner, ranks: Collectives
+    ) -> None:
+        self.state_dict = state_dict
+        self.writer = writer
+        self.planner = planner
+        self.ranks = ranks
+        self.destination: str | None = None
+        self.metadata: Metadata | None = None
+        self.proposed: list[Any] = []
+        """What the plans of the ranks consist of, until they are replaced by the common one."""
+        self.used: list[Any] = []
+        """What will be left over in the end."""
+        self.about: dict[str, Any] = {
+            "checkpoint_id": getattr(writer, "checkpoint_id", None),
+            "process_group": ranks.group,
+        }
+
+    def let_go(self) -> None:
+        """Forget the state. The traceback of an error leads here, and must not keep it alive."""
+        if isinstance(self.metadata, Metadata):
+            self.used += self.metadata.state_dict_metadata.values()
+        del self.state_dict, self.planner, self.metadata
+        let_go_in_parts(self.proposed)
+        let_go_in_parts(self.used)
+
+    def together(self) -> Metadata:
+        """The ranks plan together and commit one index."""
+        self.planner.peers = self.ranks.global_ranks()
+        try:
+            plan = self.ranks.reduce_scatter("plan", self._propose, self._plan_for_one_destination)
+        except BaseException:
+            call_if_present(self.planner, "forget_cached_plans")
+            raise
+        try:
+            return self.ranks.all_reduce("write", lambda: self._write(plan), self._commit)
+        except BaseException:
+            if self.ranks.is_coordinator:
+                call_if_present(self.writer, "discard_unfinished")
+            raise
+
+    def each_for_itself(self) -> Metadata:
+        """Each rank writes an index of its own part. Rank 0's is put in place first, which commits all of them."""
+        self.planner.peers = (self.ranks.rank,)
+        self._share_save_id()
+
+        def write_own_part() -> list[WriteResult]:
+            plan = self._plan_globally([self._plan_locally(use_collectives=False)])[0]
+            return self._write(plan)
+
+        try:
+            results = self.ranks.all_gather_status("write", write_own_part)
+            metadata = self.ranks.all_gather_status("write", lambda: self._commit([results]))
+        except BaseException:
+            call_if_present(self.writer, "discard_unfinished")
+            raise
+        world_size = self.ranks.world_size
+        commit_on_each(
+            self.ranks,
+            "write",
+            lambda: call_if_present(self.writer, "commit_rank_local", world_size),
+            may_have_happened=lambda: getattr(self.writer, "may_be_committed", True),
+            undo=lambda: call_if_present(self.writer, "discard_unfinished"),
+        )
+        self.ranks.all_gather_status("write", lambda: call_if_present(self.writer, "finish_rank_local", world_size))
+        return metadata
+
+    @recorded_step("local_step")
+    @no_garbage_collection()
+    def _plan_locally(self, *, use_collectives: bool = True) -> SavePlan:
+        meta = self.writer.storage_meta()
+        self.destination = None if meta is None or meta.checkpoint_id is None else str(meta.checkpoint_id)
+        set_up_save_planner(self.planner, self.state_dict, meta, self.ranks.is_coordinator)
+        set_up_storage(
+            self.writer.set_up_storage_writer,
+            self.ranks.is_coordinator,
+            rank=self.ranks.rank,
+            use_collectives=use_collectives,
+        )
+        return self.writer.prepare_local_plan(self.planner.create_local_plan())
+
+    def _propose(self) -> tuple[str | None, SavePlan]:
+        plan = self._plan_locally()
+        self.proposed += _members(plan)
+        return self.destination, plan
+
+    def _plan_for_one_destination(self, proposals: list[tuple[str | None, SavePlan]]) -> list[SavePlan]:
+        """Plan for all ranks, which must have been given the same path: one index cannot describe several folders."""
+        self.proposed += (member for _, plan in proposals for member in _members(plan))
+        paths = {rank: str(path) for rank, (path, _) in enumerate(proposals)}
+        if len(set(paths.values())) > 1:
+            raise RankDisagreementError(
+                f"the ranks save to different paths: {paths}. Give all ranks the same one; a path made from the time "
+                "or the rank is different on each.",
+                views=paths,
+            )
+        return self._plan_globally([plan for _, plan in proposals])
+
+    @recorded_step("global_step")
+    @no_garbage_collection()
+    def _plan_globally(self, local_plans: list[SavePlan]) -> list[SavePlan]:
+        plans, self.metadata = self.planner.create_global_plan(local_plans)
+        plans = self.writer.prepare_global_plan(plans)
+        self.used += (member for plan in plans for member in _members(plan))
+        return plans
+
+    @recorded_step("write_data")
+    def _write(self, plan: SavePlan) -> list[WriteResult]:
+        plan = self.planner.finish_plan(plan)
+        self.used += _members(plan)
+        let_go_in_parts(self.proposed)
+        future = self.writer.write_data(plan, self.planner)
+        future.wait()
+        return future.value()
+
+    @recorded_step("finish_checkpoint")
+    @no_garbage_collection()
+    def _commit(self, results: list[list[WriteResult]]) -> Metadata:
+        if self.metadata is None:
+            raise AssertionError("nothing was planned")
+        self.used += (result for part in results for result in part)
+        self.writer.finish(metadata=self.metadata, results=results)
+        return self.metadata
+
+    def _share_save_id(self) -> None:
+        """Give all ranks' parts one id, so that parts of different saves are told apart when they are loaded."""
+        save_id = self.ranks.broadcast("plan", lambda: str(uuid.uuid4()))
+        call_if_present(self.writer, "share_save", save_id)
+
+
+def _members(plan: SavePlan) -> Iterator[Any]:
+    """What a plan has many of. A custom planner may make plans of a class of its own."""
+    yield from plan.items
+    yield from getattr(plan, "replica_digests", ())
+    planner_data = getattr(plan, "planner_data", None)
+    if isinstance(planner_data, dict):
+        yield from planner_data.values()
+
+
+def set_up_save_planner(
+    planner: SavePlanner, state_dict: STATE_DICT_TYPE, storage_meta: Any, is_coordinator: bool
+) -> None:
+    """Set up a planner, also one that was written before planners were told about the storage."""
+    if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+        planner.set_up_planner(state_dict=state_dict, storage_meta=storage_meta, is_coordinator=is_coordinator)
+        return
+    warn_caller(
+        f"{type(planner).__name__}.set_up_planner takes no storage_meta; planners should take "
+        "(state_dict, storage_meta=None, is_coordinator=False)"
+    )
+    planner.set_up_planner(state_dict, is_coordinator)  # type: ignore[arg-type]
+
+
+def set_up_storage(set_up: Any, *args: Any, **role: Any) -> None:
+    """Call a storage's set-up; it is told its role only if it takes ``kwargs``, since older storages do not."""
+    takes_role = "kwargs" in inspect.signature(set_up).parameters
+    set_up(*args, **(role if takes_role else {}))
+
+
+def call_if_present(target: object, method: str, *args: Any) -> None:
+    """Call a method that our planners and storages have and other people's need not have."""
+    function = getattr(target, method, None)
+    if callable(function):
+        function(*args)

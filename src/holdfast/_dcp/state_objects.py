@@ -1,0 +1,96 @@
+"""What a flat state holds under its keys, for planners: every kind of tensor, and values.
+
+``planning/tensors.py`` knows the kinds that tensors are by class. Here the kind comes in that tensors are by
+attributes, and errors get the words that programs for DCP look for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from holdfast._compat.sharded_tensors import ShardedTensor
+from holdfast._formats.dcp.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from holdfast._formats.dcp.plan import TensorWriteData, WriteItem, WriteItemType
+from holdfast._layout import tensors
+from holdfast._layout.checkpointable import CheckpointableTensor, chunks_of, is_checkpointable, shard_of
+from holdfast._layout.tensor_kinds import is_dtensor
+
+
+def create_write_items(fqn: str, object: Any) -> list[WriteItem]:
+    """What this rank would write for ``object``; one BYTE_IO item if it is not a tensor."""
+    # A class that answers for itself comes first, here and below.
+    if is_checkpointable(object) and not hasattr(type(object), tensors.WRITE_HOOK):
+        return write_items_of_checkpointable(fqn, object)
+    return tensors.create_write_items(fqn, object)
+
+
+def write_items_of_checkpointable(fqn: str, tensor: CheckpointableTensor) -> list[WriteItem]:
+    """One item per part."""
+    chunks = chunks_of(tensor)  # which refuses what is not a tensor
+    local: Any = tensor
+    tensors.refuse_if_it_has_no_bytes(fqn, local)
+    return [
+        WriteItem(
+            MetadataIndex(fqn, chunk.offsets, position),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk, TensorProperties.create_from_tensor(local), torch.Size(tensor.global_shape)
+            ),
+        )
+        for position, chunk in enumerate(chunks)
+    ]
+
+
+def create_chunk_list(tensor: torch.Tensor, *, key: str = "") -> list[ChunkStorageMetadata]:
+    """The boxes of the logical tensor that this rank's part of ``tensor`` consists of. ``key`` is for messages."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(  # noqa: TRY004 - the class that stock raises
+            f"Unsupported Type, expecting one of [Tensor, DTensor, ShardedTensor], but got {type(tensor)}"
+        )
+    if is_checkpointable(tensor) and not hasattr(type(tensor), tensors.CHUNKS_HOOK):
+        return chunks_of(tensor)
+    return tensors.create_chunk_list(tensor, key=key)
+
+
+def size_and_dtype(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    """Those of the full tensor."""
+    size, dtype = tensors.size_and_dtype(tensor)
+    if is_checkpointable(tensor) and not hasattr(type(tensor), tensors.CHUNKS_HOOK):
+        size = torch.Size(tensor.global_shape)
+    return size, dtype
+
+
+def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
+    """The local data of the chunk that ``index`` names."""
+    if is_checkpointable(tensor) and not hasattr(type(tensor), tensors.SHARD_HOOK):
+        return shard_of(tensor, index)
+    try:
+        return tensors.find_tensor_shard(tensor, index)
+    except ValueError as error:
+        if hasattr(type(tensor), tensors.SHARD_HOOK) or is_dtensor(tensor):
+            raise
+        raise ValueError(f"{_why_not_found(tensor, index)}. {error}") from None
+
+
+def find_state_dict_object(state_dict: Mapping[str, Any], index: MetadataIndex) -> Any:
+    """The value, or the local part of the tensor, that ``index`` names in a flat state."""
+    if index.fqn not in state_dict:
+        raise ValueError(f"Could not find FQN: '{index.fqn}'")
+    value = state_dict[index.fqn]
+    if isinstance(value, torch.Tensor):
+        return find_tensor_shard(value, index)
+    if index.offset is not None:
+        raise ValueError(f"{_why_not_found(value, index)}. It is a {type(value).__name__}, which has no chunks.")
+    return value
+
+
+def _why_not_found(value: Any, index: MetadataIndex) -> str:
+    """In words that programs match."""
+    if not isinstance(value, ShardedTensor):
+        return f"FQN: '{index.fqn}' is not a ShardedTensor, can't find by offset: '{index.offset}'"
+    if index.offset is None:
+        return f"Cannot lookup '{index.fqn}': it is a ShardedTensor and no offset was provided"
+    return f"Could not find shard at '{index.offset}' for FQN: '{index.fqn}'"

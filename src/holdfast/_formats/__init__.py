@@ -1,0 +1,1 @@
+"""Files as bytes and back: one folder per format, each with a reader that opens it as a Source."""

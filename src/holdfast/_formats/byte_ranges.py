@@ -1,0 +1,187 @@
+"""Files that are read in ranges of bytes, by several threads."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from holdfast._base.crc import crc32
+from holdfast._base.tuning import (
+    CACHED_READ_BYTES,
+    MEMORY_BUDGET,
+    MEMORY_OF_A_READER,
+    READ_BYTES,
+    READERS,
+    READS_UNDER_WAY,
+    SMALLEST_ROOM,
+)
+from holdfast._stores.file_reader import open_file
+from holdfast._stores.filesystem import AnyPath, FileSystemBase
+from holdfast._stores.local_filesystem import FileSystem
+from holdfast._stores.store import too_short
+from holdfast._stores.store_files import StoreFiles
+from holdfast.errors import DamagedCheckpointError
+
+# Files that are read in ranges of bytes: those of the local disk at any place at once, others through their stream.
+
+
+_OPENED_BY_THE_SYSTEM = FileSystem.create_stream
+
+
+class Ranges(Protocol):
+    """The bytes of an open file."""
+
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
+
+    def read_into(self, begin: int, buffer: Any, /) -> None:
+        """Fill the buffer with the bytes from ``begin`` on."""
+
+
+def is_plain(fs: FileSystemBase) -> bool:
+    """Whether there is a way to the bytes past the streams of a file system, which several threads may go.
+
+    There is if it opens files as the operating system does, and if the files are objects of a store.
+    """
+    return type(fs).create_stream is _OPENED_BY_THE_SYSTEM or isinstance(fs, StoreFiles)
+
+
+@contextmanager
+def opened_ranges(fs: FileSystemBase, path: AnyPath, *, plainly: bool) -> Iterator[Ranges]:
+    """Open a file for reading; ``plainly`` past its file system, so that several threads may read it."""
+    if plainly and isinstance(fs, StoreFiles):
+        with fs.opened(path) as stored:
+            yield stored
+    elif plainly:
+        reader = open_file(os.fspath(path))
+        try:
+            yield reader
+        finally:
+            reader.close()
+    else:
+        with fs.create_stream(path, "rb") as stream:
+            yield StreamRanges(stream, path)
+
+
+class StreamRanges:
+    """A stream that can be moved about. ``path`` is how errors call what it reads.
+
+    >>> import io
+    >>> two = bytearray(2)
+    >>> StreamRanges(io.BytesIO(b"holdfast"), "an example").read_into(4, two)
+    >>> two
+    bytearray(b'fa')
+    """
+
+    def __init__(self, stream: Any, path: AnyPath) -> None:
+        self.stream = stream
+        self._path = path
+        self.size: int = stream.seek(0, os.SEEK_END)
+
+    def read_into(self, begin: int, buffer: Any, /) -> None:
+        """Fill the buffer."""
+        view = memoryview(buffer)
+        self.stream.seek(begin)
+        done = 0
+        while done < view.nbytes:
+            count = self.stream.readinto(view[done:])
+            if not count:
+                raise too_short(str(self._path), begin + view.nbytes, begin + done)
+            done += count
+
+
+def read_with_crc(file: Ranges, begin: int, memory: memoryview, crc: int = 0) -> int:
+    """Fill memory, and sum up what was read: piece by piece while it is still in the processor's own cache.
+
+    ``crc`` is that of all that was read before.
+    """
+    read_cached = getattr(file, "read_cached", None)
+    done = 0
+    while done < memory.nbytes:
+        piece = memory[done : done + CACHED_READ_BYTES]
+        if read_cached is None or not read_cached(begin + done, piece):
+            piece = memory[done:]  # a disk works better with one large request
+            file.read_into(begin + done, piece)
+        crc = crc32(piece, crc)
+        done += piece.nbytes
+    return crc
+
+
+def refuse_short_chunk(file: Ranges, position: int, nbytes: int, source: str, key: str) -> None:
+    """Raise if a file ends before a chunk does."""
+    if position + nbytes > file.size:
+        found = max(0, file.size - position)
+        raise DamagedCheckpointError(
+            f"{source} ends too early: '{key}' needs {nbytes} bytes at {position}, and there are {found}. The file was "
+            "cut off or replaced meanwhile; copy it again, or load another one.",
+            file=source,
+            key=key,
+            expected=nbytes,
+            found=found,
+        )
+
+
+# Reading in several threads, with all else done in order by the thread that asked for it.
+#
+# Planners belong to whoever wrote them and are not made for threads: they are asked for memory, and told that it is
+# filled, by the calling thread alone.
+
+
+def read_size(memory: int | None, at_once: int = READS_UNDER_WAY) -> int:
+    """How many bytes are read by each of the reads that are under way, if all must do with so much memory.
+
+    >>> read_size(64 << 20) >> 20, read_size(1 << 20) >> 10, read_size(1 << 20, at_once=1) >> 10
+    (4, 64, 512)
+    """
+    most = (MEMORY_BUDGET if memory is None else memory) // (MEMORY_OF_A_READER * at_once)
+    return max(min(READ_BYTES, most) // SMALLEST_ROOM * SMALLEST_ROOM, SMALLEST_ROOM)
+
+
+class Step(Protocol):
+    """A part of a load."""
+
+    def read(self) -> Any:
+        """The part that any thread may do."""
+
+    def finish(self, result: Any) -> None:
+        """What follows, given what ``read`` returned. The steps are finished in their order, by one thread."""
+
+
+def carry_out(steps: Iterable[Step], *, in_threads: bool) -> None:
+    """Take all steps. The first error is raised when nothing is being read any more."""
+    if not in_threads:
+        for step in steps:
+            step.finish(step.read())
+        return
+    import torch  # what is not filled by threads needs none
+
+    # An inference tensor may only be filled in the mode that it was made in, which each thread has for itself.
+    inference = torch.is_inference_mode_enabled()
+
+    def read(step: Step) -> Any:
+        with torch.inference_mode(inference):
+            return step.read()
+
+    with ThreadPoolExecutor(READERS, "holdfast-read") as pool:
+        under_way: deque[tuple[Step, Future[Any]]] = deque()
+        try:
+            for step in steps:
+                under_way.append((step, pool.submit(read, step)))
+                if len(under_way) >= READS_UNDER_WAY:
+                    _finish_first(under_way)
+            while under_way:
+                _finish_first(under_way)
+        except BaseException:
+            for _, future in under_way:
+                future.cancel()
+            raise
+
+
+def _finish_first(under_way: deque[tuple[Step, Future[Any]]]) -> None:
+    step, future = under_way.popleft()
+    step.finish(future.result())

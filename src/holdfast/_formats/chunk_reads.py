@@ -1,0 +1,286 @@
+"""Regions of a stored chunk, read in ranges of its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast._base.boxes import Box, overlap, place_of
+from holdfast._base.tuning import MERGE_GAP, READ_BYTES
+from holdfast._formats.byte_ranges import Ranges, read_with_crc
+
+# Cuts a region of a row-major tensor in a file into parts that are each worth one read.
+#
+# A region is seldom one run of bytes: a slice of columns is a run per row. Bytes between runs are read along and
+# thrown
+# away if there are few of them, because that is cheaper than another request; more of them are skipped.
+
+
+def readable_parts(
+    shape: Sequence[int],
+    region: Box,
+    itemsize: int,
+    *,
+    most: int,
+    gap: int = MERGE_GAP,
+) -> Iterator[Box]:
+    """Cut a region of a tensor of this shape into parts that are each worth one read, in the order of the file.
+
+    From the first to the last byte that a part needs are at most ``most`` bytes, with gaps of at most ``gap`` bytes.
+
+    >>> [part.offsets for part in readable_parts((4, 100), Box((0, 10), (4, 5)), 8, most=1 << 10, gap=1 << 10)]
+    [(0, 10), (2, 10)]
+    >>> [part.sizes for part in readable_parts((4, 100), Box((0, 10), (4, 5)), 8, most=1 << 20, gap=0)]
+    [(1, 5), (1, 5), (1, 5), (1, 5)]
+    """
+    strides = byte_strides(shape, itemsize)
+
+    def cut(dim: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Box]:
+        while dim < len(sizes) and sizes[dim] == 1:
+            dim += 1
+        if dim == len(sizes) or (
+            _part_length(sizes, strides, itemsize) <= most and _largest_gap(sizes, strides, itemsize) <= gap
+        ):
+            yield Box(offsets, sizes)
+            return
+        one = (*sizes[:dim], 1, *sizes[dim + 1 :])
+        span = _part_length(one, strides, itemsize)
+        count = 1
+        if max(strides[dim] - span, _largest_gap(one, strides, itemsize)) <= gap:
+            count = max(1, (most - span) // strides[dim] + 1)
+        for first in range(0, sizes[dim], count):
+            length = min(count, sizes[dim] - first)
+            yield from cut(
+                dim,
+                (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :]),
+                (*sizes[:dim], length, *sizes[dim + 1 :]),
+            )
+
+    if 0 not in region.sizes:
+        yield from cut(0, tuple(region.offsets), tuple(region.sizes))
+
+
+def byte_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """How many bytes apart the neighbours in each dimension are."""
+    return tuple(itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _part_length(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """From the first to the last byte of a part."""
+    return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + itemsize
+
+
+def _largest_gap(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """The most bytes that lie between two neighbouring runs of a part."""
+    span, largest = itemsize, 0
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size > 1:
+            largest = max(largest, stride - span)
+        span += (size - 1) * stride
+    return largest
+
+
+# A chunk is a row-major array at some place of a file. Of several regions that are wanted of it no byte is read
+# twice,
+# and bytes between them are read along only where another request would cost more. What lies in memory as it does in
+# the file is read straight into that memory, all else through small buffers.
+
+
+_ANY_LENGTH = 1 << 62
+
+Buffer = npt.NDArray[np.uint8]
+
+
+class Place(Protocol):
+    """The memory that a region goes into."""
+
+    @property
+    def memory(self) -> memoryview | None:
+        """The region's bytes as they lie in a file; None if they do not lie like that."""
+
+    def put(self, start: Sequence[int], sizes: Sequence[int], read: Buffer, at: int, strides: Sequence[int]) -> None:
+        """Take a part of the region: its first element is at byte ``at`` of ``read``, its neighbours by ``strides``."""
+
+
+class Wanted(NamedTuple):
+    """A region of a chunk, and where it goes."""
+
+    region: Box
+    place: Place
+
+
+class Run(NamedTuple):
+    """Bytes of a chunk that are read together, and the memory that they are read into if they need no buffer."""
+
+    begin: int
+    end: int
+    memory: memoryview | None = None
+
+
+class ChunkRead:
+    """What is wanted of one chunk. Its runs may be read by several threads at once, each in parts of ``most`` bytes."""
+
+    def __init__(
+        self,
+        file: Ranges,
+        position: int,
+        sizes: Sequence[int],
+        itemsize: int,
+        wanted: Sequence[Wanted],
+        *,
+        most: int = READ_BYTES,
+    ) -> None:
+        self._file = file
+        self._most = most
+        self._position = position
+        self._sizes = tuple(sizes)
+        self._itemsize = itemsize
+        self._strides = byte_strides(self._sizes, itemsize)
+        self._wanted = wanted
+        self.nbytes = prod(self._sizes) * itemsize
+        spans = _straight_spans(self._sizes, itemsize, wanted)
+        self._runs = spans if spans is not None else self._merged_runs()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all bytes of the chunk are read, so that they can be compared with their CRC."""
+        reached = 0
+        for run in self._runs:
+            if run.begin > reached:
+                return False
+            reached = run.end
+        return reached == self.nbytes
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes reading all of it takes."""
+        return sum(run.end - run.begin for run in self._runs)
+
+    def stretches(self) -> Iterator[Run]:
+        """The runs in parts that are each worth a read, in the order of the file."""
+        for begin, end, memory in self._runs:
+            for first in range(begin, end, self._most):
+                last = min(end, first + self._most)
+                yield Run(first, last, None if memory is None else memory[first - begin : last - begin])
+
+    def read(self, run: Run, *, summed: bool, crc: int = 0) -> int:
+        """Read a stretch and put it where it is wanted. With ``summed`` its bytes are added to a CRC."""
+        buffer: Buffer | None = None
+        memory = run.memory
+        if memory is None:
+            buffer = np.empty(run.end - run.begin, np.uint8)
+            memory = buffer.data
+        if summed:
+            crc = read_with_crc(self._file, self._position + run.begin, memory, crc)
+        else:
+            self._file.read_into(self._position + run.begin, memory)
+        if buffer is not None:
+            self._hand_out(run, buffer)
+        return crc
+
+    def _hand_out(self, run: Run, buffer: Buffer) -> None:
+        first, end = run.begin // self._itemsize, run.end // self._itemsize
+        for box in boxes_of_run(self._sizes, first, end):
+            for region, place in self._wanted:
+                shared = overlap(box.offsets, box.sizes, region.offsets, region.sizes)
+                if shared is not None:
+                    start, sizes = shared
+                    at = sum(index * stride for index, stride in zip(start, self._strides, strict=True)) - run.begin
+                    inside = [index - base for index, base in zip(start, region.offsets, strict=True)]
+                    place.put(inside, sizes, buffer, at, self._strides)
+
+    def _merged_runs(self) -> list[Run]:
+        """What the regions reach over, in as few runs as are worth it."""
+        spans = sorted(
+            _span(part, self._strides, self._itemsize)
+            for region, _ in self._wanted
+            for part in readable_parts(self._sizes, region, self._itemsize, most=_ANY_LENGTH, gap=MERGE_GAP)
+        )
+        runs: list[Run] = []
+        for begin, end in spans:
+            if runs and begin - runs[-1].end <= MERGE_GAP:
+                runs[-1] = Run(runs[-1].begin, max(end, runs[-1].end))
+            else:
+                runs.append(Run(begin, end))
+        return runs
+
+
+def _straight_spans(sizes: Sequence[int], itemsize: int, wanted: Sequence[Wanted]) -> list[Run] | None:
+    """A run for every region, if all of them can be read straight into their memory and that is worth it."""
+    runs: list[Run] = []
+    for region, place in wanted:
+        if 0 in region.sizes:
+            continue
+        if place.memory is None or not _is_one_run(sizes, region.sizes):
+            return None
+        strides = byte_strides(sizes, itemsize)
+        runs.append(Run(*_span(region, strides, itemsize), place.memory))
+    runs.sort(key=lambda run: run[:2])
+    for before, run in pairwise(runs):
+        is_short = min(before.end - before.begin, run.end - run.begin) < MERGE_GAP
+        if run.begin < before.end or (is_short and run.begin - before.end <= MERGE_GAP):
+            return None
+    return runs
+
+
+def _is_one_run(sizes: Sequence[int], part: Sequence[int]) -> bool:
+    """Whether the elements of a part lie side by side."""
+    inner = len(sizes)
+    while inner and part[inner - 1] == sizes[inner - 1]:
+        inner -= 1
+    return all(size == 1 for size in part[: max(0, inner - 1)])
+
+
+def _span(box: Box, strides: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """From the first byte of a part to behind its last one."""
+    begin = sum(at * stride for at, stride in zip(box.offsets, strides, strict=True))
+    return begin, begin + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True)) + itemsize
+
+
+def boxes_of_run(sizes: Sequence[int], begin: int, end: int) -> Iterator[Box]:
+    """The boxes that a run of elements of a row-major array consists of: about two for every dimension at most.
+
+    >>> [(box.offsets, box.sizes) for box in boxes_of_run((3, 4), 2, 9)]
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+
+    def cut(outer: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+        dim = len(outer)
+        ones = (1,) * dim
+        if dim == len(sizes):
+            yield Box(outer, ones)
+            return
+        behind = tuple(sizes[dim + 1 :])
+        inner = prod(behind)
+        first, skipped = divmod(begin, inner)
+        last, rest = divmod(end, inner)
+        if skipped:
+            yield from cut((*outer, first), skipped, min(end - first * inner, inner))
+            first += 1
+        if last > first:
+            yield Box((*outer, first, *(0 for _ in behind)), (*ones, last - first, *behind))
+        if rest and last >= first:
+            yield from cut((*outer, last), 0, rest)
+
+    if end > begin:
+        yield from cut((), begin, end)
+
+
+class ArrayPlace:
+    """An array of the stored elements, or what has a dtype and takes parts of them as an array does."""
+
+    def __init__(self, into: Any) -> None:
+        self._into = into
+        self.memory: memoryview | None = None
+        if isinstance(into, np.ndarray) and into.flags.c_contiguous and into.size:
+            self.memory = into.reshape(-1).view(np.uint8).data
+
+    def put(self, start: Sequence[int], sizes: Sequence[int], read: Buffer, at: int, strides: Sequence[int]) -> None:
+        """Copy."""
+        stored = np.ndarray(tuple(sizes), self._into.dtype, read.data, at, tuple(strides))
+        self._into[place_of(start, sizes)] = stored

@@ -1,0 +1,58 @@
+"""Digests of the blocks that files are cut into."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from holdfast.errors import DamagedCheckpointError
+
+Digests = npt.NDArray[np.uint32]
+
+
+def count_blocks(nbytes: int, block_bytes: int) -> int:
+    """How many blocks a file of ``nbytes`` has."""
+    return -(-nbytes // block_bytes)
+
+
+def digest_blocks(data: Any, block_bytes: int) -> Digests:
+    """The digests of the blocks of ``data``, which begins with a block; the last one may be shorter.
+
+    >>> digest_blocks(b"a" * 5000, 4096).shape
+    (2,)
+    """
+    view = memoryview(data).cast("B")
+    digest = xxhash.xxh3_64_intdigest
+    low = 0xFFFFFFFF
+    return np.fromiter(
+        (digest(view[at : at + block_bytes]) & low for at in range(0, view.nbytes, block_bytes)),
+        dtype=np.uint32,
+        count=count_blocks(view.nbytes, block_bytes),
+    )
+
+
+# How damage of a checkpoint is told.
+
+
+_MOST_TEXT = 200
+
+
+def refuse(file: str, what: str, expected: Any, found: Any, key: str | None = None) -> NoReturn:
+    """Raise for a file that is not what it must be. ``key`` is what it is needed for."""
+    needed = "" if key is None else f"; it is needed for {key!r}"
+    raise DamagedCheckpointError(
+        f"{file} {what} (expected {_short(expected)}, found {_short(found)}{needed}). Copy the checkpoint again with "
+        "all its files, or load another one.",
+        file=file,
+        key=key,
+        expected=expected,
+        found=found,
+    )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}…"

@@ -1,0 +1,310 @@
+"""Reads parts of files: whole blocks, each once, checked against its digest before anything of it is kept.
+
+Long runs of bytes are read straight to where they go and checked there: what turns out to be damaged is overwritten
+with zeros. Small things that lie near each other make a window, which is read into a buffer, checked, and copied from
+there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast._base.threads import count_processors, some_threads, wait_for_all
+from holdfast._base.tuning import (
+    CACHED_READ_BYTES,
+    MEMORY_BUDGET,
+    MEMORY_OF_A_READER,
+    READ_BYTES,
+    READERS,
+    REMOTE_WINDOW_BYTES,
+    SEVERAL_READERS_FROM,
+    SMALLEST_ROOM,
+)
+from holdfast._formats.native.blocks import digest_blocks
+from holdfast._formats.native.read_plan import Runs, Slab, Stretch, Window, bytes_at, plan_reads, runs_of
+from holdfast._formats.native.readable_files import OpenFiles, ReadableFile
+from holdfast._stores.store import Reader
+from holdfast.errors import DamagedCheckpointError
+
+
+def read_size(memory: int | None, block_bytes: int, *, is_far: bool = False) -> int:
+    """How many bytes are read at once, if no more memory than that may be taken."""
+    most = (MEMORY_BUDGET if memory is None else memory) // MEMORY_OF_A_READER
+    wanted = min(REMOTE_WINDOW_BYTES if is_far else READ_BYTES, most)
+    return max(wanted // block_bytes * block_bytes, block_bytes, SMALLEST_ROOM)
+
+
+def read_all(
+    runs: Runs,
+    slabs: Sequence[Slab],
+    names: Sequence[str],
+    files: Sequence[ReadableFile],
+    block_bytes: int,
+    memory: int | None = None,
+    *,
+    shared: bool = False,
+) -> int:
+    """Read everything to where it goes, and return how many bytes were read.
+
+    ``names`` are those of the keys. ``shared`` if other processes of this machine are likely to want the same bytes.
+    """
+    is_far = any(file.is_far for file in files)
+    size = read_size(memory, block_bytes, is_far=is_far)
+    straight = max(file.read_bytes for file in files) if is_far else None
+    reads = plan_reads(runs, slabs, [file.nbytes for file in files], block_bytes, size, straight)
+    wanted = int(runs.nbytes.sum()) + sum(slab.into.size * slab.into.itemsize for slab in slabs)
+    threads = 1
+    if is_far or wanted >= SEVERAL_READERS_FROM:
+        most = (MEMORY_BUDGET if memory is None else memory) // (MEMORY_OF_A_READER * size)
+        threads = max(1, min(READERS, most, len(reads)))
+    with closing(OpenFiles(files, (read.file for read in reads))) as opened:
+        # Of an object that is far away, a block is rather read twice than asked for by itself.
+        several = {} if is_far else _blocks_of_several(reads, block_bytes)
+        job = _Job(opened, files, names, block_bytes, several, fill_cache=shared)
+        pool = some_threads(threads, "holdfast-read") if threads > 1 else None
+        return job.read(reads) if pool is None else _read_by_threads(job, reads, pool, threads)
+
+
+def _read_by_threads(job: _Job, reads: Sequence[Stretch | Window], pool: ThreadPoolExecutor, threads: int) -> int:
+    todo = _WorkList(reads)
+    running: list[Future[int]] = []
+    with pool:
+        try:
+            for number in range(threads):
+                read = partial(job.read, stays=number < count_processors())
+                running.append(pool.submit(todo.until_one_fails, read))
+            return sum(thread.result() for thread in running)
+        finally:
+            todo.stop()  # for what interrupts this thread is nothing that the others notice
+            wait_for_all(running)
+
+
+class _WorkList:
+    """What several threads have to do. Each takes the next read when it has done one, so that all are busy to the end.
+
+    When one of them fails, the others stop.
+    """
+
+    def __init__(self, reads: Sequence[Stretch | Window]) -> None:
+        self._reads = iter(reads)
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> _WorkList:
+        return self
+
+    def __next__(self) -> Stretch | Window:
+        with self._lock:
+            return next(self._reads)
+
+    def until_one_fails(self, read: Callable[[Iterable[Stretch | Window]], int]) -> int:
+        try:
+            return read(self)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """There is nothing more to do."""
+        with self._lock:
+            self._reads = iter(())
+
+
+class _BlockOfSeveral:
+    """A block that is in several windows: whoever comes first reads it for all."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.awaited = 1
+        """How many windows have not had it yet."""
+        self.content: npt.NDArray[np.uint8] | None = None
+
+
+def _blocks_of_several(reads: Sequence[Stretch | Window], block_bytes: int) -> dict[tuple[int, int], _BlockOfSeveral]:
+    found: dict[tuple[int, int], _BlockOfSeveral] = {}
+    before = (-1, -1)
+    for read in reads:
+        if isinstance(read, Window):
+            if before == (read.file, read.first_block):
+                found.setdefault(before, _BlockOfSeveral()).awaited += 1
+            before = (read.file, (read.end - 1) // block_bytes)
+    return found
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Reads parts of opened files."""
+
+    opened: OpenFiles
+    files: Sequence[ReadableFile]
+    names: Sequence[str]
+    block_bytes: int
+    blocks_of_several: dict[tuple[int, int], _BlockOfSeveral]
+    """By file and number of the block."""
+    fill_cache: bool
+    """Whether what comes from a disk is to be left in the page cache."""
+
+    def read(self, reads: Iterable[Stretch | Window], *, stays: bool = True) -> int:
+        """Read one after the other, with a buffer for all.
+
+        A thread that does not stay is one more than there are processors, to wait for a disk as well. Where there is
+        nothing to wait for, it would only take time from the others, and leaves them alone.
+        """
+        buffer = np.empty(0, np.uint8)
+        total = 0
+        for read in reads:
+            if isinstance(read, Stretch):
+                needed = 0 if read.address else read.nbytes
+            else:
+                needed = read.end - read.begin(self.block_bytes)
+            if buffer.nbytes < needed:
+                buffer = np.empty(needed, np.uint8)
+            with self.opened.using(read.file) as reader:
+                leaves = not stays and self._is_cached(reader, read)
+                if isinstance(read, Stretch):
+                    total += self._read_stretch(reader, read, buffer)
+                else:
+                    total += self._read_window(reader, read, buffer[:needed])
+            if leaves:
+                break
+        return total
+
+    def _is_cached(self, reader: Reader, read: Stretch | Window) -> bool:
+        is_cached = getattr(reader, "is_cached", None)
+        if is_cached is None:
+            return False
+        begin = read.begin if isinstance(read, Stretch) else read.begin(self.block_bytes)
+        end = begin + read.nbytes if isinstance(read, Stretch) else read.end
+        return bool(is_cached(begin, end - begin))
+
+    def _read_stretch(self, reader: Reader, stretch: Stretch, buffer: npt.NDArray[np.uint8]) -> int:
+        if not stretch.address:
+            self._fill(reader, stretch.file, stretch.begin, buffer[: stretch.nbytes], lambda begin, end: [stretch.key])
+            return stretch.nbytes
+        into = bytes_at(stretch.address, stretch.nbytes)
+        try:
+            self._fill(reader, stretch.file, stretch.begin, into, lambda begin, end: [stretch.key])
+        except BaseException:
+            into[:] = 0  # so that nothing of what is damaged can be taken for what was saved
+            raise
+        return stretch.nbytes
+
+    def _read_window(self, reader: Reader, window: Window, view: npt.NDArray[np.uint8]) -> int:
+        begin = window.begin(self.block_bytes)
+        needed = window.needed_blocks(self.block_bytes)
+        total = 0
+        for block in {0, len(needed) - 1}:
+            several = self.blocks_of_several.get((window.file, window.first_block + block))
+            if several is not None and needed[block]:
+                needed[block] = False
+                total += self._read_for_several(reader, window, block, several, view)
+        for first, end in runs_of(needed):
+            part = view[first * self.block_bytes : end * self.block_bytes]
+            self._fill(
+                reader,
+                window.file,
+                begin + first * self.block_bytes,
+                part,
+                lambda low, high: _touched(window, low, high),
+            )
+            total += part.nbytes
+        _copy_out(window, view, begin)
+        return total
+
+    def _read_for_several(
+        self, reader: Reader, window: Window, block: int, several: _BlockOfSeveral, view: npt.NDArray[np.uint8]
+    ) -> int:
+        """Get a block that other windows have as well. Returns the bytes that were read for that."""
+        part = view[block * self.block_bytes : (block + 1) * self.block_bytes]
+        with several.lock:
+            several.awaited -= 1
+            if several.content is not None:
+                part[:] = several.content
+                if not several.awaited:
+                    several.content = None
+                return 0
+            begin = (window.first_block + block) * self.block_bytes
+            self._fill(reader, window.file, begin, part, lambda low, high: _touched(window, low, high))
+            several.content = part.copy()
+            return part.nbytes
+
+    def _fill(
+        self,
+        reader: Reader,
+        file: int,
+        begin: int,
+        into: npt.NDArray[np.uint8],
+        keys: Callable[[int, int], list[int]],
+    ) -> None:
+        """Read whole blocks and check them, as far as they are cached piece by piece, while the processor has them."""
+        read_cached = getattr(reader, "read_cached", None) if into.nbytes >= CACHED_READ_BYTES else None
+        step = max(CACHED_READ_BYTES // self.block_bytes, 1) * self.block_bytes
+        done = 0
+        while read_cached is not None and done < into.nbytes:
+            part = into[done : done + step]
+            if not read_cached(begin + done, part.data):
+                break
+            self._check(file, begin + done, part, keys)
+            done += part.nbytes
+        if done < into.nbytes:
+            read_into = getattr(reader, "read_shared", reader.read_into) if self.fill_cache else reader.read_into
+            read_into(begin + done, into[done:].data)
+            self._check(file, begin + done, into[done:], keys)
+
+    def _check(
+        self, number: int, begin: int, part: npt.NDArray[np.uint8], keys: Callable[[int, int], list[int]]
+    ) -> None:
+        file = self.files[number]
+        if file.digests is None:
+            return
+        block = begin // self.block_bytes
+        found = digest_blocks(part, self.block_bytes)
+        expected = file.digests[block : block + len(found)]
+        if found.tobytes() == expected.tobytes():
+            return
+        at = int(np.flatnonzero(found != expected)[0])
+        low, high = (block + at) * self.block_bytes, min((block + at + 1) * self.block_bytes, file.nbytes)
+        touched = [self.names[key] for key in keys(low, high)]
+        _refuse(file, low, high, int(expected[at]), int(found[at]), touched)
+
+
+def _touched(window: Window, begin: int, end: int) -> list[int]:
+    """The keys of what lies between these places."""
+    runs = window.runs
+    inside = (runs.begin < end) & (runs.begin + runs.nbytes > begin)
+    found: list[int] = runs.key[inside].tolist()
+    return found + [slab.key for slab in window.slabs if slab.begin < end and slab.begin + slab.span > begin]
+
+
+def _copy_out(window: Window, view: npt.NDArray[np.uint8], begin: int) -> None:
+    """Put everything where it goes."""
+    wanted = window.runs.chosen(window.runs.address != 0)
+    sources = wanted.begin + (view.ctypes.data - begin)
+    # There is no cheaper way from Python: a view of numpy or torch takes longer to make than a small tensor to copy.
+    move = ctypes.memmove
+    for address, source, nbytes in zip(wanted.address.tolist(), sources.tolist(), wanted.nbytes.tolist(), strict=True):
+        move(address, source, nbytes)
+    for slab in window.slabs:
+        slab.into[...] = np.ndarray(slab.into.shape, slab.into.dtype, view.data, slab.begin - begin, slab.strides)
+
+
+def _refuse(file: ReadableFile, begin: int, end: int, expected: int, found: int, touched: Sequence[str]) -> NoReturn:
+    keys = sorted({key for key in touched if key})
+    affected = f"needed for {', '.join(map(repr, keys[:5]))}" if keys else "the header, or bytes of no tensor"
+    raise DamagedCheckpointError(
+        f"{file.name} is damaged: the bytes {begin} to {end} ({affected}) are not those that were saved (digest "
+        f"{expected:08x}, found {found:08x}). Load another checkpoint, or restore this file from a copy.",
+        file=file.name,
+        key=keys[0] if keys else None,
+        expected=expected,
+        found=found,
+    )

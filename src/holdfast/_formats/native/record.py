@@ -1,0 +1,372 @@
+"""The record of a checkpoint (``holdfast.json``): what it contains, sealed by a digest of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from json.encoder import encode_basestring_ascii
+from math import prod
+from typing import Any, Literal
+
+import xxhash
+
+from holdfast._base.json_objects import are_sizes, parse_json_object
+from holdfast._base.json_parts import dumps
+from holdfast._formats.native.blocks import refuse
+from holdfast._formats.native.dtypes import DType, dtype_named
+from holdfast._formats.native.names import generation_of, index_file, is_generation
+from holdfast._formats.native.numpy_types import numpy_dtype_from
+from holdfast._formats.native.refs import TensorRef
+from holdfast.errors import DamagedCheckpointError, UnsupportedValueError, UnsupportedVersionError
+
+# What was rebuilt of a checkpoint, as it is noted in it (``written.repaired``), and what follows for trusting it.
+
+
+REPAIRED = "repaired"
+DIGESTS_COMPUTED = "digests_computed"
+"""The note in columns whose digests are not those of the save."""
+
+_NAMED = {"columns": "the columns (where chunks lie, and digests) were", "record": "the record was"}
+
+What = Literal["columns", "record"]
+Origin = Literal["computed", "kept"]
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """A part of a checkpoint that was rebuilt."""
+
+    what: str
+    """``columns`` or ``record``."""
+    time: str
+    """When."""
+    source: str
+    """From what."""
+    digests: str
+    """``computed`` from the data files as they were then, or ``kept`` as they were."""
+
+    @property
+    def has_new_digests(self) -> bool:
+        """Whether the digests vouch for nothing that happened before. They do not if that is not known."""
+        return self.digests != "kept"
+
+    def __str__(self) -> str:
+        named = {"columns": "the columns (where chunks lie, and digests)", "record": "the record"}.get(
+            self.what, self.what
+        )
+        text = f"{named} of this checkpoint were rebuilt" if self.what == "columns" else f"{named} was rebuilt"
+        text += f" by a repair at {self.time}, from {self.source}."
+        if self.has_new_digests:
+            text += (
+                " The digests are of the data as it was then: damage since then is noticed, damage from before is not, "
+                "and nobody can vouch for that data."
+            )
+        else:
+            text += " The data agreed with the digests that were taken when it was saved."
+        if self.what == "record":
+            text += " Values, ties, metadata and tensors without elements were lost."
+        return text
+
+    def to_json(self) -> dict[str, str]:
+        """As it is stored."""
+        members = asdict(self)
+        return {"what": members["what"], "time": members["time"], "from": members["source"], "digests": self.digests}
+
+
+def noted(written: Mapping[str, Any], repair: Repair) -> dict[str, Any]:
+    """How a checkpoint was written, with one more repair.
+
+    >>> noted({"by": "me"}, Repair("columns", "2026-01-01", "the record", "computed"))["repaired"]
+    [{'what': 'columns', 'time': '2026-01-01', 'from': 'the record', 'digests': 'computed'}]
+    """
+    before = [found.to_json() for found in repairs_in(written)]
+    return {**written, REPAIRED: [*before, repair.to_json()]}
+
+
+def repairs_in(written: Any) -> tuple[Repair, ...]:
+    """The repairs that a checkpoint tells of, the oldest first. Whatever is noted in another way is one too."""
+    noted_there = written.get(REPAIRED) if isinstance(written, Mapping) else None
+    if noted_there is None:
+        return ()
+    rows = noted_there if isinstance(noted_there, list) else [noted_there]
+    return tuple(_repair(row if isinstance(row, Mapping) else {}) for row in rows)
+
+
+def _repair(row: Mapping[str, Any]) -> Repair:
+    def text(name: str, otherwise: str) -> str:
+        found = row.get(name)
+        return found if isinstance(found, str) else otherwise
+
+    return Repair(
+        text("what", "a part"),
+        text("time", "an unknown time"),
+        text("from", "the data files"),
+        text("digests", "computed"),
+    )
+
+
+# ``docs/format.md`` describes it. Whatever passes ``decode_record`` can be used without looking twice.
+
+
+FORMAT = "holdfast"
+VERSION = (1, 0)
+BLOCK_BYTES = 1 << 16
+LARGEST_RECORD = 1 << 31
+HEAD_BYTES = 1 << 18
+"""So many bytes of a record tell all but what it contains."""
+
+KINDS = ("sharded", "replicated", "per_rank")
+_HEAD = re.compile(rb'\{"format":"holdfast",\n"version":\[([0-9]{1,9}),([0-9]{1,9})\],')
+_WRITTEN = re.compile(rb'\n"written":(\{[^\n]*\}),\n')
+_TAIL = re.compile(rb',"check":"([0-9a-f]{32})"\}\n')
+_TAIL_BYTES = len(b',"check":""}\n') + 32
+MOST_DIMENSIONS = 64
+_LARGEST_FILE = 1 << 62
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a checkpoint."""
+
+    name: str
+    nbytes: int
+    digest: str = ""
+    """Of the whole file; only the columns file has one, data files have digests of blocks."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a checkpoint contains, apart from where it lies."""
+
+    generation: str
+    files: Sequence[StoredFile]
+    index: StoredFile
+    tensors: Sequence[TensorRef]
+    tree: Any
+    """The state as a typed value, with references to tensors."""
+    metadata: Any = None
+    written: Mapping[str, Any] = field(default_factory=dict)
+    block_bytes: int = BLOCK_BYTES
+    version: tuple[int, int] = VERSION
+
+
+def encode_record(record: Record) -> bytes:
+    """The bytes of a record, with a line for each member, file and tensor."""
+    lines = [
+        _member("format", FORMAT),
+        _member("version", list(record.version)),
+        _member("generation", record.generation),
+        _member("block_bytes", record.block_bytes),
+        _member("written", dict(record.written)),
+        _member("metadata", record.metadata),
+        _table("files", [dumps({"name": file.name, "bytes": file.nbytes}) for file in record.files]),
+        _member("index", {"name": record.index.name, "bytes": record.index.nbytes, "xxh3_128": record.index.digest}),
+        _table("tensors", _tensor_rows(record.tensors)),
+        _member("tree", record.tree),
+    ]
+    # Escapes for all but ASCII: a text may hold what UTF-8 cannot, such as half of a surrogate pair.
+    body = ("{" + ",\n".join(lines)).encode("ascii")
+    if len(body) > LARGEST_RECORD - _TAIL_BYTES:
+        raise UnsupportedValueError(
+            f"the values and names of the state take {len(body)} bytes in the record of the checkpoint, and readers "
+            f"take {LARGEST_RECORD}. Put large values into tensors or numpy arrays.",
+            key="",
+        )
+    return body + b',"check":"%s"}\n' % xxhash.xxh3_128_hexdigest(body).encode()
+
+
+def decode_record(data: bytes, source: str) -> Record:
+    """Check and take apart the record ``data``. ``source`` is how errors call it."""
+    members = _opened(data, source)
+    version: Any = members.get("version")
+    if not (are_sizes(version) and len(version) == 2):
+        refuse(source, "has no version", "[major, minor]", version)
+    _refuse_newer(version[0], version[1], source)
+    generation, block_bytes = members.get("generation"), members.get("block_bytes")
+    if not isinstance(generation, str) or not is_generation(generation):
+        refuse(source, "has no generation", "16 hexadecimal digits", generation)
+    if type(block_bytes) is not int or not 4096 <= block_bytes <= 1 << 30 or block_bytes & (block_bytes - 1):
+        refuse(source, "has no valid block size", "a power of two from 4096 to 1073741824", block_bytes)
+    written = members.get("written", {})
+    if not isinstance(written, dict):
+        refuse(source, "does not say how it was written", "an object", type(written).__name__)
+    return Record(
+        generation=generation,
+        files=_files(members.get("files"), source),
+        index=_index(members.get("index"), generation, source),
+        tensors=_tensors(members.get("tensors"), source),
+        tree=members.get("tree"),
+        metadata=members.get("metadata"),
+        written=written,
+        block_bytes=block_bytes,
+        version=(version[0], version[1]),
+    )
+
+
+def written_in(head: bytes) -> Any:
+    """How a checkpoint was written, from the first ``HEAD_BYTES`` of its record; None if that cannot be told."""
+    found = _WRITTEN.search(head)
+    try:
+        return None if found is None else json.loads(found.group(1))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse_newer(major: int, minor: int, source: str, doubt: str = "") -> None:
+    if not 1 <= major <= VERSION[0]:
+        raise UnsupportedVersionError(
+            f"{source} is of version {major}.{minor} of the format{doubt}, and this Holdfast reads versions up to "
+            f"{VERSION[0]}. Load it with a newer Holdfast.",
+            file=source,
+            version=f"{major}.{minor}",
+        )
+
+
+def _member(name: str, value: Any) -> str:
+    return f'"{name}":{dumps(value)}'
+
+
+def _table(name: str, rows: Iterable[str]) -> str:
+    return f'"{name}":[\n' + ",\n".join(rows) + "]"
+
+
+def _tensor_rows(tensors: Iterable[TensorRef]) -> list[str]:
+    """What the record says of each tensor; all but the key is put into words once for those that are alike."""
+    alike: dict[Any, str] = {}
+    rows = []
+    for tensor in tensors:
+        form = (tensor.dtype.name, tensor.shape, tensor.kind, tensor.rank)
+        if tensor.numpy is None:
+            members = alike.get(form) or alike.setdefault(form, _members_but_key(tensor))
+        else:  # a list, perhaps
+            members = _members_but_key(tensor)
+        rows.append(f'{{"key":{encode_basestring_ascii(tensor.key)},{members}')
+    return rows
+
+
+def _members_but_key(tensor: TensorRef) -> str:
+    members: dict[str, Any] = {"dtype": tensor.dtype.name, "shape": list(tensor.shape), "kind": tensor.kind}
+    if tensor.rank is not None:
+        members["rank"] = tensor.rank
+    if tensor.numpy is not None:
+        members["numpy"] = tensor.numpy
+    return dumps(members)[1:]
+
+
+def _opened(data: bytes, source: str) -> dict[str, Any]:
+    body, tail = data[:-_TAIL_BYTES], _TAIL.fullmatch(data[-_TAIL_BYTES:])
+    head = _HEAD.match(data)
+    if head is not None and (tail is None or xxhash.xxh3_128_hexdigest(body) != tail.group(1).decode()):
+        # A later version may seal its record in another way, but says which version it is in this one.
+        _refuse_newer(int(head.group(1)), int(head.group(2)), source, ", unless it is damaged")
+    if tail is None:
+        refuse(source, "does not end as a record must; it is cut off or was changed", ',"check":"…"}', data[-60:])
+    found = xxhash.xxh3_128_hexdigest(body)
+    if found != tail.group(1).decode():
+        refuse(source, "was changed after it was written: its digest differs", tail.group(1).decode(), found)
+    if head is None:
+        refuse(source, "does not begin as a record must", '{"format":"holdfast",', data[:60])
+    return parse_json_object(data, source)
+
+
+def _files(rows: Any, source: str) -> list[StoredFile]:
+    if not isinstance(rows, list):
+        refuse(source, "lists no files", "a list", type(rows).__name__)
+    files = [_file(row, source) for row in rows]
+    names = {file.name for file in files}
+    for file in files:
+        if generation_of(file.name) is None or not file.name.startswith("data-"):
+            refuse(source, "lists a file whose name is not that of a data file", "data-…", file.name)
+    if len(names) < len(files):
+        refuse(source, "lists a file twice", "each file once", len(files) - len(names))
+    return files
+
+
+def _file(row: Any, source: str) -> StoredFile:
+    if not isinstance(row, dict):
+        refuse(source, "lists a file in a wrong way", "an object", row)
+    name: Any = row.get("name")
+    nbytes: Any = row.get("bytes")
+    if not isinstance(name, str) or not are_sizes([nbytes]) or nbytes > _LARGEST_FILE:
+        refuse(source, "lists a file in a wrong way", "a name and a number of bytes", row)
+    return StoredFile(name, nbytes)
+
+
+def _index(row: Any, generation: str, source: str) -> StoredFile:
+    file = _file(row, source)
+    digest = row.get("xxh3_128")
+    if file.name != index_file(generation):
+        refuse(source, "names another save's columns", index_file(generation), file.name)
+    if not isinstance(digest, str):
+        refuse(source, "has no digest of the columns", "32 hexadecimal digits", digest)
+    return StoredFile(file.name, file.nbytes, digest)
+
+
+def _tensors(rows: Any, source: str) -> list[TensorRef]:
+    if not isinstance(rows, list):
+        refuse(source, "lists no tensors", "a list", type(rows).__name__)
+    tensors = _alike(rows, source) if _have_plain_shapes(rows) else [_tensor(row, source) for row in rows]
+    if len({tensor.key for tensor in tensors}) < len(tensors):
+        refuse(source, "lists a tensor twice", "each key once", "a key more than once")
+    return tensors
+
+
+def _have_plain_shapes(rows: list[Any]) -> bool:
+    """Whether all sizes are ints, and not just equal to one, so that shapes that are equal are equally valid."""
+    try:
+        shapes = [row["shape"] for row in rows]
+        return {list}.issuperset(map(type, shapes)) and {int}.issuperset(map(type, chain.from_iterable(shapes)))
+    except (KeyError, TypeError):
+        return False
+
+
+def _alike(rows: list[Any], source: str) -> list[TensorRef]:
+    """The tensors of a table. Thousands are of a few types and shapes, of which one each is looked at."""
+    tensors: list[TensorRef] = []
+    known: dict[tuple[Any, ...], TensorRef] = {}
+    for row in rows:
+        looks = (row.get("dtype"), row.get("kind"), *row["shape"])
+        key = row.get("key")
+        if len(row) != 4 or type(key) is not str or type(looks[0]) is not str or type(looks[1]) is not str:
+            tensors.append(_tensor(row, source))
+            continue
+        like = known.get(looks)
+        if like is None:
+            like = known[looks] = _tensor(row, source)
+        tensors.append(TensorRef(key, like.dtype, like.shape, like.kind))
+    return tensors
+
+
+def _tensor(row: Any, source: str) -> TensorRef:
+    if not isinstance(row, dict):
+        refuse(source, "describes a tensor in a wrong way", "an object", row)
+    name: Any = row.get("dtype")
+    key, shape, kind, rank = row.get("key"), row.get("shape"), row.get("kind"), row.get("rank")
+    if not isinstance(key, str):
+        refuse(source, "has a tensor without a key", "a text", key)
+    if not isinstance(shape, list) or not are_sizes(shape) or len(shape) > MOST_DIMENSIONS:
+        refuse(source, f"has no valid shape for {key!r}", f"up to {MOST_DIMENSIONS} sizes", shape)
+    if kind not in KINDS or (kind == "per_rank") != are_sizes([rank]):
+        refuse(source, f"has no valid kind for {key!r}", f"one of {KINDS}", (kind, rank))
+    try:
+        dtype = dtype_named(name)
+    except (ValueError, TypeError):
+        refuse(source, f"has an unknown dtype for {key!r}", "a dtype of the format", name)
+    if prod(size or 1 for size in shape) * dtype.itemsize > _LARGEST_FILE:  # no library can make it, even if empty
+        refuse(source, f"has a tensor {key!r} that cannot be", f"at most {_LARGEST_FILE} bytes", shape)
+    if "numpy" in row and not _is_numpy_type_of(dtype, row["numpy"]):
+        refuse(source, f"has a numpy type that does not fit {key!r}", f"one for elements of {dtype}", row["numpy"])
+    return TensorRef(key, dtype, tuple(shape), kind, row.get("numpy"), rank)
+
+
+def _is_numpy_type_of(dtype: DType, stored: Any) -> bool:
+    try:
+        found = numpy_dtype_from(stored)
+    except UnsupportedValueError:
+        return True  # of a numpy that has more types: everything else can still be read
+    except DamagedCheckpointError:
+        return False
+    return found.itemsize == dtype.itemsize and dtype.numpy in (None, found)

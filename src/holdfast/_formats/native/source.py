@@ -1,0 +1,368 @@
+"""A checkpoint of our own format, as something to read from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import cached_property
+from typing import Any, NoReturn
+
+import numpy as np
+
+from holdfast._base.boxes import Box, overlap, volume
+from holdfast._formats.native.blocks import refuse
+from holdfast._formats.native.columns import (
+    ChunkTable,
+    Columns,
+    StoredChunk,
+    chunk_volumes,
+    decode_columns,
+    first_blocks,
+    header_ends,
+)
+from holdfast._formats.native.names import RECORD, rank_of
+from holdfast._formats.native.read_plan import Numbers, Runs, Slab, cut_into_slabs, dense_runs, row_major_strides
+from holdfast._formats.native.readable_files import ReadableFile
+from holdfast._formats.native.reading import read_all, read_size
+from holdfast._formats.native.record import LARGEST_RECORD, Record, StoredFile, decode_record
+from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.values import decode
+from holdfast._formats.source import ChunkPlace, Request, Source, WholeReads, check_requests, part_of
+from holdfast._stores.store import Reader, Store
+from holdfast.errors import CheckpointNotFoundError, ReplacedCheckpointError
+
+# From requests for regions of tensors to what is read of the files of a checkpoint of our own format.
+
+
+class Cutter:
+    """Cuts requests into what can be read: runs of bytes, and slabs of what does not lie side by side."""
+
+    def __init__(self, block_bytes: int, memory: int | None) -> None:
+        self._largest = read_size(memory, block_bytes)
+        self.rows: list[tuple[int, int, int, int, int]] = []
+        self.runs: list[Runs] = []
+        self.slabs: list[Slab] = []
+
+    def cut(self, request: Request, number: int, chunks: Sequence[StoredChunk]) -> None:
+        """Add what is stored of a request in these chunks."""
+        itemsize = request.into.itemsize
+        for chunk in chunks:
+            shared = overlap(chunk.offsets, chunk.sizes, request.offsets, request.sizes)
+            if shared is None:
+                continue
+            start, lengths = shared
+            into = part_of(
+                request.into, [at - origin for at, origin in zip(start, request.offsets, strict=True)], lengths
+            )
+            inside = [at - origin for at, origin in zip(start, chunk.offsets, strict=True)]
+            self._cut_box(chunk, inside, row_major_strides(chunk.sizes, itemsize), into, number)
+
+    def _cut_box(
+        self, chunk: StoredChunk, start: Sequence[int], strides: tuple[int, ...], into: Any, number: int
+    ) -> None:
+        dense = dense_runs(strides, into) if isinstance(into, np.ndarray) else None
+        if dense is None:
+            self.slabs += cut_into_slabs(chunk.file, chunk.begin, strides, start, into, number, self._largest)
+            return
+        in_file, in_memory, nbytes = dense
+        begin = chunk.begin + sum(at * stride for at, stride in zip(start, strides, strict=True))
+        address = int(into.__array_interface__["data"][0])
+        if len(in_file) == 1:
+            self.rows.append((chunk.file, begin, nbytes, address, number))
+            return
+        same = np.ones_like(in_file)
+        self.runs.append(Runs(chunk.file * same, begin + in_file, nbytes * same, address + in_memory, number * same))
+
+
+def first_keys(runs: Runs, slabs: Sequence[Slab]) -> dict[int, int]:
+    """The files that are read, and what each of them is needed for first."""
+    numbers, rows = np.unique(runs.file, return_index=True)
+    keys = dict(zip(numbers.tolist(), runs.key[rows].tolist(), strict=True))
+    for slab in slabs:
+        keys.setdefault(slab.file, slab.key)
+    return keys
+
+
+_LARGE = 1 << 36
+_NO_WHOLES = WholeReads([], np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+class NativeSource(Source):
+    """A committed checkpoint in a store. Nothing but its record is read before it is asked for."""
+
+    format = "native"
+
+    def __init__(self, store: Store, *, allow_pickle: bool = False, record: Record | None = None) -> None:
+        """``record`` is that of a checkpoint which is not committed yet; otherwise the one in the store counts."""
+        self.store = store
+        self._allow_pickle = allow_pickle
+        self.location = store.location
+        self.record = read_record(store) if record is None else record
+        self.identity = self.record.generation
+        self._numbers = {ref.key: number for number, ref in enumerate(self.record.tensors)}
+        self._checked_headers: set[int] = set()
+        self._refuse_claims()
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorRef]:
+        """Every stored tensor, by its key."""
+        return {ref.key: ref for ref in self.record.tensors}
+
+    @cached_property
+    def tree(self) -> Any:
+        """The saved state, with references in place of tensors."""
+        return decode(self.record.tree, self._ref, allow_pickle=self._allow_pickle)
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the user noted."""
+        noted = self.record.metadata
+        return noted if isinstance(noted, dict) else {}
+
+    @property
+    def written(self) -> Mapping[str, Any]:
+        """How it was written."""
+        return self.record.written
+
+    def chunks(self, key: str) -> Sequence[Box]:
+        """The boxes in which a tensor is stored."""
+        return [Box(chunk.offsets, chunk.sizes) for chunk in self._chunks(key)]
+
+    def chunk_places(self, key: str) -> list[ChunkPlace]:
+        """The same boxes, with the files that they lie in and who wrote them."""
+        itemsize = self.tensors[key].dtype.itemsize
+        found = []
+        for chunk in self._chunks(key):
+            name = self.record.files[chunk.file].name
+            nbytes = volume(chunk.sizes) * itemsize
+            found.append(ChunkPlace(chunk.offsets, chunk.sizes, name, chunk.begin, nbytes, rank_of(name)))
+        return found
+
+    def files(self) -> list[tuple[str, int]]:
+        """The record, the columns and the data files."""
+        sizes = {listed.name: listed.size for listed in self.store.list()}
+        names = [RECORD, self.record.index.name, *(file.name for file in self.record.files)]
+        return [(name, sizes[name]) for name in names if name in sizes]
+
+    def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:
+        """Fill the memory of all requests."""
+        return self.read_many(requests, _NO_WHOLES, verify=verify, memory=memory)
+
+    def read_many(
+        self,
+        requests: Sequence[Request],
+        wholes: WholeReads,
+        *,
+        verify: bool = True,
+        memory: int | None = None,
+        shared: bool = False,
+    ) -> int:
+        """Fill the memory of all requests and of whole tensors."""
+        shared = shared and self._mostly_whole(requests, wholes)
+        alone, others = self._only_chunks(wholes)
+        requests = [*requests, *others.requests(self.tensors)]
+        check_requests(requests, self.tensors)
+        cutter = Cutter(self.record.block_bytes, memory)
+        for request in requests:
+            if request.into.size:
+                number = self._numbers[request.key]
+                cutter.cut(request, number, self._table.of(number))
+        runs = Runs.joined([alone, Runs.joined([Runs.of(cutter.rows), *cutter.runs])])
+        needed_for = first_keys(runs, cutter.slabs)
+        if verify:
+            runs = Runs.joined([runs, self._headers(needed_for)])
+        files = self._files(needed_for, verify=verify)
+        read = read_all(runs, cutter.slabs, self._names, files, self.record.block_bytes, memory, shared=shared)
+        if verify:
+            self._checked_headers |= set(needed_for)
+        return read
+
+    def _mostly_whole(self, requests: Sequence[Request], wholes: WholeReads) -> bool:
+        """Whether most bytes are of tensors that are read whole: other ranks will want the same ones then."""
+        whole, parts = int(wholes.nbytes.sum()), 0
+        for request in requests:
+            nbytes = volume(request.sizes) * self.tensors[request.key].dtype.itemsize
+            if tuple(request.sizes) == self.tensors[request.key].shape:
+                whole += nbytes
+            else:
+                parts += nbytes
+        return whole > parts
+
+    def lack_parts(self, keys: Sequence[str]) -> list[int]:
+        """None: the columns were checked to have all elements of every tensor, and chunks must not overlap."""
+        self._refuse_overlaps(self._numbered(keys))
+        return []
+
+    def _refuse_overlaps(self, numbers: Numbers) -> None:
+        alone, _, _ = self._table.only_chunks(numbers)
+        for number in numbers[~alone].tolist():
+            self._table.of(number)
+
+    def verify(self) -> int:
+        """Read every file and compare all digests. Returns how many bytes that were."""
+        columns, tensors = self.columns, self.record.tensors
+        self._refuse_overlaps(np.arange(len(tensors)))
+        itemsizes = np.array([ref.dtype.itemsize for ref in tensors], np.int64)
+        nbytes = chunk_volumes(columns, self.record) * itemsizes[columns.chunk_tensor]
+        file, begin = columns.chunk_file, columns.chunk_begin
+        chunks = Runs(file, begin, nbytes, np.zeros_like(begin), columns.chunk_tensor)
+        between = self._gaps(chunks)
+        files = self._files(first_keys(chunks, []), verify=True)
+        return read_all(Runs.joined([chunks, between]), [], self._names, files, self.record.block_bytes)
+
+    def _gaps(self, chunks: Runs) -> Runs:
+        """The bytes of all files that belong to no chunk."""
+        rows = []
+        for number, file in enumerate(self.record.files):
+            own = np.flatnonzero(chunks.file == number)
+            own = own[np.argsort(chunks.begin[own], kind="stable")]
+            begins = np.append(chunks.begin[own], file.nbytes)
+            ends = np.append(0, np.maximum.accumulate((chunks.begin + chunks.nbytes)[own]))
+            gaps = np.flatnonzero(begins > ends)
+            rows += [
+                (number, end, begin - end, 0, len(self._names) - 1)
+                for begin, end in zip(begins[gaps].tolist(), ends[gaps].tolist(), strict=True)
+            ]
+        return Runs.of(rows)
+
+    def _ref(self, key: str) -> TensorRef:
+        ref = self.tensors.get(key)
+        if ref is None:
+            refuse(self.store.path_of(RECORD), f"refers to a tensor {key!r} that it does not list", "a key", key)
+        return ref
+
+    @cached_property
+    def columns(self) -> Columns:
+        """Where the chunks lie, and the digests."""
+        index = self.record.index
+        path = self.store.path_of(index.name)
+        with self._opener(index, None)() as reader:
+            data = bytearray(index.nbytes)
+            reader.read_into(0, data)
+        return decode_columns(bytes(data), self.record, path)
+
+    @cached_property
+    def _table(self) -> ChunkTable:
+        return ChunkTable(self.columns, self.record, self.store.path_of(self.record.index.name))
+
+    def _chunks(self, key: str) -> list[StoredChunk]:
+        return self._table.of(self._numbers[key])
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """The keys of all tensors, and then that of what belongs to none."""
+        return [*(ref.key for ref in self.record.tensors), ""]
+
+    def _numbered(self, keys: Sequence[str]) -> Numbers:
+        try:
+            return np.fromiter(map(self._numbers.__getitem__, keys), np.int64, len(keys))
+        except KeyError as error:
+            raise KeyError(f"there is no tensor {error} in the checkpoint") from None
+
+    def _only_chunks(self, wholes: WholeReads) -> tuple[Runs, WholeReads]:
+        """Whole tensors that are stored as one chunk as runs of files, and the others."""
+        if not len(wholes.keys):
+            return Runs.of([]), wholes
+        numbers = self._numbered(wholes.keys)
+        alone, file, begin = self._table.only_chunks(numbers)
+        runs = Runs(file, begin, wholes.nbytes[alone], wholes.addresses[alone], numbers[alone])
+        others = np.flatnonzero(~alone)
+        keys = [wholes.keys[position] for position in others.tolist()]
+        return runs, WholeReads(keys, wholes.addresses[others], wholes.nbytes[others])
+
+    def _headers(self, needed_for: Mapping[int, int]) -> Runs:
+        """The headers of the files that are read, unless they were checked before."""
+        return Runs.of(
+            [
+                (file, 0, self._header_ends[file], 0, key)
+                for file, key in needed_for.items()
+                if file not in self._checked_headers and self._header_ends[file]
+            ]
+        )
+
+    @cached_property
+    def _header_ends(self) -> list[int]:
+        return header_ends(self.columns, self.record.files)
+
+    def _files(self, needed_for: Mapping[int, int], *, verify: bool) -> list[ReadableFile]:
+        starts = first_blocks(self.record.files, self.record.block_bytes)
+        return [
+            ReadableFile(
+                self.store.path_of(file.name),
+                file.nbytes,
+                self._opener(file, self._names[needed_for[number]] if number in needed_for else None),
+                self.columns.digests[starts[number] : starts[number + 1]] if verify else None,
+                self.store.read_bytes,
+            )
+            for number, file in enumerate(self.record.files)
+        ]
+
+    def _opener(self, file: StoredFile, key: str | None) -> Callable[[], AbstractContextManager[Reader]]:
+        """A function that opens a file of the size that was recorded. ``key`` is what it is needed for."""
+
+        @contextmanager
+        def opened() -> Iterator[Reader]:
+            with ExitStack() as stack:
+                try:
+                    reader = stack.enter_context(self.store.reader(file.name))
+                except FileNotFoundError:
+                    self._refuse_missing(file, key)
+                if reader.size != file.nbytes:
+                    path = self.store.path_of(file.name)
+                    refuse(path, "does not have the size that was recorded", file.nbytes, reader.size, key)
+                yield reader
+
+        return opened
+
+    def _refuse_claims(self) -> None:
+        """Raise if large tensors cannot be what the record says, before anyone takes memory for them."""
+        kinds = {(id(ref.dtype), id(ref.shape)): ref for ref in self.record.tensors}  # mostly there are a few of them
+        if all(ref.nbytes < _LARGE for ref in kinds.values()):
+            return
+        for ref in self.record.tensors:
+            if ref.nbytes >= _LARGE:
+                for number in {chunk.file for chunk in self._chunks(ref.key)}:
+                    file = self.record.files[number]
+                    found = self.store.size(file.name)
+                    if found is None:
+                        self._refuse_missing(file, ref.key)
+                    if found != file.nbytes:
+                        path = self.store.path_of(file.name)
+                        refuse(path, "does not have the size that was recorded", file.nbytes, found, ref.key)
+
+    def _refuse_missing(self, file: StoredFile, key: str | None) -> NoReturn:
+        path = self.store.path_of(file.name)
+        found = self.record.generation
+        with suppress(Exception):
+            found = read_record(self.store).generation
+        if found != self.record.generation:
+            raise ReplacedCheckpointError(
+                f"{path} is gone: another save has replaced the checkpoint at {self.location} since it was opened. "
+                "Load or open it again.",
+                path=self.location,
+                opened=self.record.generation,
+                found=found,
+            )
+        refuse(
+            path,
+            "is missing, though the record of the checkpoint lists it",
+            f"{file.nbytes} bytes",
+            "no such file",
+            key,
+        )
+
+
+def read_record(store: Store) -> Record:
+    """The record of the checkpoint in a store."""
+    path = store.path_of(RECORD)
+    try:
+        with store.reader(RECORD) as reader:
+            if reader.size > LARGEST_RECORD:  # which costs nothing to make, and would take all memory
+                refuse(path, "is too large to be a record", f"at most {LARGEST_RECORD} bytes", reader.size)
+            data = bytearray(reader.size)
+            reader.read_into(0, data)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(
+            f"no checkpoint at {store.location}: there is no {RECORD}.", path=store.location
+        ) from None
+    return decode_record(bytes(data), path)

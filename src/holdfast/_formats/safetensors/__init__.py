@@ -1,0 +1,1 @@
+"""Safetensors files, and folders of them as Hugging Face models are stored."""

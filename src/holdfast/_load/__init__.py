@@ -1,0 +1,1 @@
+"""load and open: open, match, agree, read, apply."""

@@ -1,0 +1,326 @@
+"""From tensors to be filled to requests for regions of stored tensors, and the reading of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from holdfast._base.boxes import Box, cut, overlaps, place_of, uncovered, volume
+from holdfast._base.tuning import COMPARED_BYTES
+from holdfast._compat.sharded_tensors import ShardedTensor
+from holdfast._formats.dcp.metadata import MetadataIndex
+from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.torch_elements import as_array, as_tensor, torch_dtype
+from holdfast._formats.native.values import numpy_dtype_from
+from holdfast._formats.source import Into, LikeAnArray, Nowhere, Request, Source, WholeReads
+from holdfast._formats.tensor_bytes import has_its_memory
+from holdfast._layout.tensors import create_chunk_list, find_tensor_shard, on_this_rank
+from holdfast.errors import UnsupportedTensorError
+
+# Tensors of a state that are to be filled.
+#
+# Nearly all of most states take what is stored for them byte by byte. Those are kept as columns and handled all at
+# once,
+# since there may be very many of them, and small ones. Whatever is special about a tensor makes it a ``Fill`` of its
+# own.
+
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass
+class Fill:
+    """A tensor or array of the state, and the stored tensor that goes into it."""
+
+    key: str
+    ref: TensorRef
+    target: Any
+
+
+@dataclass
+class DenseFills:
+    """Columns of what is to be filled: keys of the state, what is stored, and the tensors."""
+
+    keys: list[str] = field(default_factory=list)
+    refs: list[TensorRef] = field(default_factory=list)
+    targets: list[torch.Tensor] = field(default_factory=list)
+    _types: dict[str, torch.dtype | None] = field(default_factory=dict)
+
+    def take(self, key: str, ref: TensorRef, target: torch.Tensor) -> bool:
+        """Add a tensor if its memory is just what is stored: in host memory, whole, without gaps, of the same type."""
+        name = ref.dtype.name
+        if name not in self._types:
+            found = torch_dtype(ref.dtype)
+            self._types[name] = None if found is None or found.is_complex else found
+        fits = (
+            target.dtype is self._types[name]
+            and target.is_cpu
+            and not target.is_nested
+            and target.layout is torch.strided
+            and target.shape == ref.shape
+            and target.is_contiguous()
+            and not target.is_neg()
+            and ref.numpy is None
+            and 0 not in ref.shape
+            and has_its_memory(target)
+        )
+        if fits:
+            self.keys.append(key)
+            self.refs.append(ref)
+            self.targets.append(target)
+        return fits
+
+    def fills(self) -> list[Fill]:
+        """The same, one by one."""
+        return list(map(Fill, self.keys, self.refs, self.targets))
+
+    def without(self, positions: Sequence[int]) -> tuple[DenseFills, list[Fill]]:
+        """All but some, and those."""
+        if not len(positions):
+            return self, []
+        fills = self.fills()
+        out = set(positions)
+        kept = [fill for position, fill in enumerate(fills) if position not in out]
+        columns = DenseFills([f.key for f in kept], [f.ref for f in kept], [f.target for f in kept], self._types)
+        return columns, [fills[position] for position in sorted(out)]
+
+    @cached_property
+    def reads(self) -> WholeReads:
+        """Where all of them go, when there are no more to come. The tensors must stay alive until that is done."""
+        count = len(self.targets)
+        addresses = np.fromiter((tensor.data_ptr() for tensor in self.targets), np.int64, count)
+        if not addresses.all():
+            raise _lost_memory(self.keys[int(np.argmin(addresses))])
+        nbytes = np.fromiter((tensor.nbytes for tensor in self.targets), np.int64, count)
+        return WholeReads([ref.key for ref in self.refs], addresses, nbytes)
+
+    @property
+    def elements(self) -> int:
+        """How many there are in all."""
+        return sum(tensor.numel() for tensor in self.targets)
+
+    def count_change(self) -> None:
+        """Let autograd know that they were changed."""
+        torch.autograd.graph.increment_version([tensor for tensor in self.targets if not tensor.is_inference()])
+
+
+def _lost_memory(key: str) -> UnsupportedTensorError:
+    return UnsupportedTensorError(
+        f"'{key}' has lost its memory while the state was being looked at, perhaps to a hook of another object's "
+        "state_dict. Nothing was changed.",
+        key=key,
+        kind="a tensor whose memory was given back",
+    )
+
+
+def sharing(begin: Numbers, end: Numbers, others: Sequence[tuple[int, int]]) -> list[int]:
+    """Which of these parts of memory overlap each other or one of the others, by position.
+
+    >>> sharing(np.array([0, 8, 20]), np.array([8, 12, 30]), [(11, 13)])
+    [1]
+    """
+    count = len(begin)
+    if others:
+        extra = np.array(others, np.int64)
+        begin, end = np.concatenate([begin, extra[:, 0]]), np.concatenate([end, extra[:, 1]])
+    if not len(begin):
+        return []
+    order = np.argsort(begin, kind="stable")
+    low, reach = begin[order], np.maximum.accumulate(end[order])
+    overlaps = np.zeros(len(order), np.bool_)
+    overlaps[1:] = low[1:] < reach[:-1]
+    overlaps[:-1] |= low[1:] < end[order][:-1]
+    found: list[int] = np.sort(order[overlaps]).tolist()
+    return [position for position in found if position < count]
+
+
+# A target whose memory can take the stored bytes as they are is read into directly. Others (on a device, of another
+# dtype) convert or copy what the source assigns to them, a little at a time.
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of a stored tensor and the local memory that it goes into."""
+
+    fill: Fill
+    box: Box
+    memory: Any
+    """A tensor or numpy array of the box's size."""
+
+
+def regions_of(fill: Fill) -> list[Region]:
+    """What this rank holds of a target. Nothing if it is spread over other ranks."""
+    target = fill.target
+    if isinstance(target, np.ndarray):
+        return [Region(fill, Box((0,) * target.ndim, target.shape), target)] if target.size else []
+    if not on_this_rank(target):
+        return []
+    found = []
+    for chunk in create_chunk_list(target, key=fill.key):
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        if volume(box.sizes):
+            found.append(Region(fill, box, find_tensor_shard(target, MetadataIndex(fill.key, chunk.offsets)).detach()))
+    return found
+
+
+def hole_in(region: Region, source: Source) -> str | None:
+    """A part of a region that no stored chunk covers, in words."""
+    chunks = source.chunks(region.fill.ref.key)
+    if len(chunks) == 1 and chunks[0].sizes == region.fill.ref.shape:
+        return None
+    touching = [chunks[shared.source] for shared in overlaps([region.box], chunks)]
+    hole = uncovered(region.box, touching)
+    return None if hole is None else f"no stored chunk covers offsets {list(hole.offsets)}, sizes {list(hole.sizes)}"
+
+
+def read_regions(
+    regions: Sequence[Region],
+    source: Source,
+    *,
+    verify: bool,
+    dense: DenseFills | None = None,
+    memory: int | None = None,
+    shared: bool = False,
+) -> tuple[int, int]:
+    """Read all regions and whole tensors, with no more than ``memory`` bytes besides.
+
+    ``shared`` if other ranks do so too. Returns the bytes that were read from storage, and the elements that were
+    written.
+    """
+    dense = dense or DenseFills()
+    requests = [_request(region.fill.ref, region.box, _place_in(region)) for region in regions]
+    nbytes = 0
+    if requests or dense.keys:
+        nbytes = source.read_many(requests, dense.reads, verify=verify, memory=memory, shared=shared)
+    written = sum(volume(request.sizes) for request in requests) + dense.elements
+    dense.count_change()
+    for tensor in {id(tensor): tensor for tensor in map(_counted, regions)}.values():
+        if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+    return nbytes, written
+
+
+class Converted(LikeAnArray):
+    """Memory that cannot take stored bytes as they are. What is assigned to it is converted, or copied to where it is.
+
+    >>> from holdfast._formats.native.dtypes import dtype_named
+    >>> memory = torch.zeros(2, dtype=torch.float64)
+    >>> Converted(memory, TensorRef("a", dtype_named("float32"), (2,)))[0:1] = np.array([1.5], "<f4").view("<u4")
+    >>> memory
+    tensor([1.5000, 0.0000], dtype=torch.float64)
+    """
+
+    def __init__(self, memory: Any, ref: TensorRef) -> None:
+        super().__init__(memory.shape, ref.dtype.carrier)
+        self._memory = memory
+        self._ref = ref
+
+    def __getitem__(self, place: Any) -> Converted:
+        return Converted(self._memory[place], self._ref)
+
+    def transpose(self, order: Sequence[int], /) -> Converted:
+        is_array = isinstance(self._memory, np.ndarray)
+        return Converted(self._memory.transpose(order) if is_array else self._memory.permute(order), self._ref)
+
+    def __setitem__(self, place: Any, carriers: Any) -> None:
+        carriers = np.asarray(carriers, self.dtype)
+        if not carriers.flags.aligned:
+            carriers = carriers.copy()
+        # The mode of inference is one of the thread that began the load, and this may be another one.
+        is_inference = isinstance(self._memory, torch.Tensor) and self._memory.is_inference()
+        with torch.inference_mode(True) if is_inference else nullcontext():
+            put(self._memory[place], elements_of(carriers, self._ref))
+
+
+def _counted(region: Region) -> Any:
+    """The tensor whose changes autograd counts. A ``ShardedTensor`` is none: it only has some."""
+    target = region.fill.target
+    return region.memory if isinstance(target, ShardedTensor) else target
+
+
+def check_regions(regions: Iterable[Region], source: Source, memory: int | None = None) -> None:
+    """Read all regions to nowhere, to see whether they are undamaged."""
+    requests = [
+        _request(region.fill.ref, region.box, Nowhere(region.box.sizes, region.fill.ref.dtype.carrier))
+        for region in regions
+    ]
+    source.read(requests, verify=True, memory=memory)
+
+
+def elements_in(region: Region, source: Source) -> Any:
+    """What is stored for a region, in memory of its own."""
+    buffer = np.empty(region.box.sizes, region.fill.ref.dtype.carrier)
+    source.read([_request(region.fill.ref, region.box, buffer)])
+    return elements_of(buffer, region.fill.ref)
+
+
+def elements_of(buffer: np.ndarray[Any, Any], ref: TensorRef) -> Any:
+    """What was read as elements of the stored type: a torch tensor, or a numpy array if it is one that torch lacks."""
+    if ref.numpy is not None:
+        return buffer.view(numpy_dtype_from(ref.numpy))
+    dtype = torch_dtype(ref.dtype)
+    return buffer if dtype is None else as_tensor(buffer, dtype)
+
+
+def put(memory: Any, elements: Any) -> None:
+    """Copy elements into memory, converting them if the types differ."""
+    if isinstance(memory, np.ndarray):
+        if isinstance(elements, torch.Tensor):
+            elements = _known_to_numpy(elements.detach().cpu())
+        memory[...] = elements
+    else:
+        if isinstance(elements, np.ndarray):
+            elements = torch.from_numpy(np.asarray(elements, elements.dtype.newbyteorder("=")))
+        memory.copy_(elements)
+
+
+def _known_to_numpy(elements: torch.Tensor) -> Any:
+    try:
+        return elements.numpy()
+    except TypeError:
+        wide = torch.complex64 if elements.is_complex() else torch.float32
+        return elements.to(wide).numpy()
+
+
+def _request(ref: TensorRef, box: Box, into: Any) -> Request:
+    return Request(ref.key, box.offsets, box.sizes, into)
+
+
+def _place_in(region: Region) -> Into:
+    into = _carrier_view(region)
+    return Converted(region.memory, region.fill.ref) if into is None else into
+
+
+def _carrier_view(region: Region) -> Any:
+    """The memory of a region as an array that stored bytes can be put into; None if they need another way."""
+    memory, ref = region.memory, region.fill.ref
+    if isinstance(memory, np.ndarray):
+        same = memory.dtype.itemsize == ref.dtype.itemsize and (
+            ref.numpy is not None or (ref.dtype.numpy is not None and memory.dtype == ref.dtype.numpy)
+        )
+        return memory.view(ref.dtype.carrier) if same and _is_of_type(memory, ref) else None
+    if type(memory) not in (torch.Tensor, torch.nn.Parameter) or memory.device.type != "cpu":
+        return None
+    if memory.dtype != torch_dtype(ref.dtype) or memory.is_conj() or memory.is_neg():
+        return None
+    return as_array(memory)
+
+
+def _is_of_type(memory: np.ndarray[Any, Any], ref: TensorRef) -> bool:
+    return ref.numpy is None or memory.dtype == numpy_dtype_from(ref.numpy)
+
+
+def small_parts(region: Region, most: int = COMPARED_BYTES) -> Iterator[Region]:
+    """A region, cut along its first dimensions."""
+    for offsets, sizes in cut(region.box, max(most // region.fill.ref.dtype.itemsize, 1)):
+        memory = region.memory[place_of(offsets, sizes, origin=region.box.offsets)]
+        yield Region(region.fill, Box(offsets, sizes), memory)

@@ -1,0 +1,258 @@
+"""``holdfast.load``: look at the checkpoint on every rank, match it with the state, agree, read, put in place."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from holdfast._background.copying import finish_copies
+from holdfast._background.futures import warn_of_unseen_failures
+from holdfast._background.queues import Claim, wait_for_conflicting_saves
+from holdfast._base.boxes import volume
+from holdfast._base.garbage import no_garbage_collection
+from holdfast._base.notices import add_note, warn_caller
+from holdfast._base.patterns import Pattern, Patterns, Rename
+from holdfast._formats.native.record import repairs_in
+from holdfast._formats.source import Source
+from holdfast._load.agreement import Agreement, Numbers, agree, open_alike, reported
+from holdfast._load.filling import check_regions, put, read_regions
+from holdfast._load.opening import open_source
+from holdfast._load.options import LoadOptions, Transforms
+from holdfast._load.planning import LoadPlan, plan_load
+from holdfast._load.report import LoadReport
+from holdfast._ranks.meeting import meeting, own_place
+from holdfast._stores.places import in_messages
+from holdfast._stores.store import Store
+from holdfast._watching.calls import Call, Phase
+from holdfast.errors import CheckpointException, HoldfastError, IncompleteLoadError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from holdfast._ranks.collectives import Collectives
+
+
+def load(
+    state: Any,
+    path: str | os.PathLike[str] | Store,
+    *,
+    strict: bool = True,
+    allow_missing: Patterns | None = None,
+    allow_unexpected: Patterns | None = None,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Rename | None = None,
+    cast: bool | Patterns | Mapping[Pattern, Any] = False,
+    transform: Transforms | None = None,
+    optimizer_mismatch: Literal["error", "warn", "ignore"] = "error",
+    verify: bool | Literal["first"] = True,
+    allow_pickle: bool = False,
+    memory_budget: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """Load a checkpoint into a state, in place. With a process group all its ranks call this together.
+
+    The state may be laid out over any number of ranks in any way, whatever it was like when it was saved. Nothing of it
+    is changed before all ranks know that everything fits; what does not fit is told all at once.
+
+    Args:
+        state: what to load into, as for ``save``. Tensors are filled where they are, values in dicts and lists are
+            replaced, live objects get their ``load_state_dict`` called. An empty dict or list, and None, take whatever
+            is stored at their place.
+        path: a checkpoint of Holdfast or of ``torch.distributed.checkpoint``, a safetensors file or folder, or a file
+            of ``torch.save``. Which one it is, is found out.
+        strict: False lets keys be missing and unexpected without saying which.
+        allow_missing: keys of the state that the checkpoint need not have. They stay as they are.
+        allow_unexpected: stored keys that the state need not have a place for. Stored keys whose first part (up to the
+            first dot) is not in the state are never an error: to load the model alone, give only the model.
+        include: which keys to load; all by default.
+        exclude: which of these not to load.
+        rename: from stored keys to keys of the state: a mapping of keys (or of what they begin with, up to a dot), a
+            mapping of regular expressions to replacements, or a function.
+        cast: which keys may change their dtype: True for all, patterns, or a mapping of patterns to the new dtype.
+            Without it another dtype is an error.
+        transform: keys of the state and functions ``f(checkpoint, key)`` that make the tensor or value for them out of
+            the opened checkpoint, for instance by joining several stored tensors.
+        optimizer_mismatch: what to do if a stored optimizer is of another class than that in the state, or has its
+            parameters in other groups: "error", "warn", or "ignore", which only notes it in the report.
+        verify: compare the digests of all that is read. ``"first"`` does so before anything is changed, at the cost of
+            reading twice. Safetensors files have no digests, and files of torch none for parts of what a rank saved.
+        allow_pickle: load values that were stored as pickles, which can run any code.
+        memory_budget: bytes that each rank may allocate beside the state, for buffers and conversions: 256 KiB at
+            least, 64 MiB by default. More does not make it faster.
+        process_group: the ranks that load. All by default.
+
+    Returns:
+        What was done, the same on all ranks.
+
+    Example:
+        >>> import tempfile, torch
+        >>> import holdfast as hf
+        >>> path = tempfile.mkdtemp() + "/step-100"
+        >>> saved = hf.save({"model": torch.nn.Linear(4, 2), "step": 100}, path)
+        >>> state = {"model": torch.nn.Linear(4, 2), "step": 0}
+        >>> report = hf.load(state, path)
+        >>> state["step"], report.read
+        (100, ['model.weight', 'model.bias', 'step'])
+    """
+    started = time.perf_counter()
+    place = in_messages(path)
+    warn_of_unseen_failures()
+    wait_for_conflicting_saves(Claim(place))
+    finish_copies()  # of what is going to be overwritten
+    rank, world_size = own_place(process_group)
+    with (
+        Call("load", place, rank=rank, world_size=world_size, started=started) as call,
+        meeting(f"holdfast.load from {call.path}, verify={verify!r}", process_group) as ranks,
+    ):
+        options = ranks.all_gather_status(
+            "options",
+            lambda: LoadOptions.of(
+                strict=strict,
+                allow_missing=allow_missing,
+                allow_unexpected=allow_unexpected,
+                include=include,
+                exclude=exclude,
+                rename=rename,
+                cast=cast,
+                transform=transform,
+                verify=verify,
+                memory_budget=memory_budget,
+                optimizer_mismatch=optimizer_mismatch,
+            ),
+        )
+        with ExitStack() as stack:
+            with call.phase("plan"), no_garbage_collection():
+                source = stack.enter_context(open_alike(ranks, lambda: open_source(path, allow_pickle=allow_pickle)))
+                run = _Load(ranks, options, source, call)
+                plan, agreement = run.plan(state)
+            reading = run.read(plan)
+            run.put_in_place(plan)
+            report = run.report(plan, agreement, reading, started)
+        call.nbytes, call.slowest_rank = report.bytes_read, report.slowest_rank
+        call.detail["keys"] = len(report.read)
+    return report
+
+
+@dataclass(frozen=True)
+class _Load:
+    """One load. Its methods are the steps, in the order in which they happen."""
+
+    ranks: Collectives
+    options: LoadOptions
+    source: Source
+    call: Call
+
+    def plan(self, state: Any) -> tuple[LoadPlan, Agreement]:
+        """Match the checkpoint with the state; raises on all ranks if it does not fit on one of them."""
+        rank, world_size = self.ranks.rank, self.ranks.world_size
+        plan = self.ranks.all_gather_status(
+            "plan", lambda: plan_load(state, self.source, self.options, rank=rank, world_size=world_size)
+        )
+        agreement = agree(self.ranks, plan, self.options)
+        agreement.problems.raise_if_any(self.source.location)
+        for key, adapter in plan.found.adapters:
+            for warning in adapter.warnings():
+                warn_caller(f"'{key}': {warning}. It is loaded all the same, as optimizer_mismatch='warn' wants it.")
+        for key in sorted(agreement.settled & set(plan.found.missing)):
+            plan.found.settle(key)
+        return plan, agreement
+
+    def read(self, plan: LoadPlan) -> Phase:
+        """Read what this rank needs, straight into the tensors where that is possible; returns how that went."""
+        if self.options.verify == "first":
+            with _remark("Nothing was changed."):
+                self.ranks.all_gather_status("verify", lambda: self._verify_first(plan))
+        with _remark(_PARTLY_LOADED):
+            return self.ranks.all_gather_status("read", lambda: self._read_measured(plan))
+
+    def _verify_first(self, plan: LoadPlan) -> None:
+        with self.call.phase("verify"):
+            check_regions(plan.regions_to_check, self.source, self.options.memory_budget)
+
+    def _read_measured(self, plan: LoadPlan) -> Phase:
+        with self.call.phase("read") as reading:
+            reading.nbytes = self._read(plan)
+        return reading
+
+    def _read(self, plan: LoadPlan) -> int:
+        nbytes, elements = read_regions(
+            plan.regions,
+            self.source,
+            verify=bool(self.options.verify),
+            dense=plan.dense,
+            memory=self.options.memory_budget,
+            shared=self.ranks.world_size > 1,
+        )
+        for write in plan.writes:
+            if write.made is not None:
+                put(write.region.memory, write.made)
+                elements += volume(write.region.box.sizes)
+        if elements != plan.elements:
+            raise IncompleteLoadError(
+                f"{elements} elements were loaded from {self.source.location} where the state has {plan.elements}. "
+                "This is a mistake of Holdfast; please report it.",
+                expected=plan.elements,
+                found=elements,
+            )
+        return nbytes
+
+    def put_in_place(self, plan: LoadPlan) -> None:
+        """Replace values, and let live objects take over what was read."""
+        with _remark(_PARTLY_LOADED):
+            self.ranks.all_gather_status("apply", lambda: self._apply(plan))
+
+    def _apply(self, plan: LoadPlan) -> None:
+        with self.call.phase("apply"):
+            plan.outcome.finish()
+
+    def report(self, plan: LoadPlan, agreement: Agreement, reading: Phase, started: float) -> LoadReport:
+        """What was done by all ranks together."""
+        found = plan.found
+        own = LoadReport(
+            path=self.source.location,
+            format=self.source.format,
+            identity=self.source.identity,
+            read=list(found.read),
+            renamed=found.renamed,
+            cast=found.cast,
+            transformed=[transform.key for transform in found.transforms],
+            missing=list(found.missing),
+            unexpected=agreement.unexpected,
+            untouched=found.untouched,
+            not_requested=agreement.not_requested,
+            notes=[
+                *map(str, repairs_in(self.source.written)),
+                *found.notes,
+                *(note for _, adapter in found.adapters for note in adapter.notes()),
+            ],
+            changed_settings={
+                f"{key}.{name}" if key else name: change
+                for key, adapter in found.adapters
+                for name, change in adapter.changes().items()
+            },
+            world_size=self.ranks.world_size,
+        )
+        seconds = time.perf_counter() - started
+        return reported(self.ranks, own, Numbers(reading.nbytes, plan.elements, reading.seconds, seconds))
+
+
+_PARTLY_LOADED = "The state is partly loaded now and must not be used."
+
+
+@contextmanager
+def _remark(text: str) -> Iterator[None]:
+    """Have errors of the step inside say what has become of the state."""
+    try:
+        yield
+    except CheckpointException as step:
+        for error, _ in step.failures.values():
+            if isinstance(error, HoldfastError):
+                error.message = f"{error.message} {text}"
+            else:
+                add_note(error, text)
+        raise

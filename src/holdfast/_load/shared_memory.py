@@ -1,0 +1,187 @@
+"""Tensors of a state that lie in the same memory: tied ones, which are read once, and views of one another.
+
+What is stored for the elements that they share has to be the same, or one of them would not be as it was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast._formats.source import Source
+from holdfast._layout.descriptions import memory_of
+from holdfast._load.filling import Region, elements_in, put, small_parts
+from holdfast._load.problems import Findings
+
+
+@dataclass(frozen=True)
+class Write:
+    """A region that will be written, and with what if that is not stored as such."""
+
+    region: Region
+    made: Any = None
+
+    def elements(self, source: Source) -> Any:
+        """What will be written."""
+        return elements_in(self.region, source) if self.made is None else self.made
+
+
+def settle_missing_names(found: Findings) -> None:
+    """Tied tensors are loaded if one of their names is stored: take the others off the list of what is missing."""
+    if not found.missing:
+        return
+    fills = [*found.fills, *found.dense.fills()]
+    loaded = {memory: fill.key for fill in fills if (memory := memory_of(fill.target)) is not None}
+    for key, target in list(found.missing.items()):
+        name = None if target is None else loaded.get(memory_of(target) or ())
+        if name is not None:
+            found.settle(key)
+            found.notes.append(f"'{key}' is not stored; it is the same tensor as '{name}' and was loaded with it")
+
+
+def once_each(writes: Sequence[Write]) -> list[Write]:
+    """One write for all names of the same memory: the first one."""
+    return _first_of_each(writes, lambda write: memory_of(write.region.memory))
+
+
+def conflicts(writes: Sequence[Write], source: Source) -> dict[str, str]:
+    """Keys whose memory would be filled with one thing and then, in part, with another."""
+    found: dict[str, str] = {}
+    for one, other in _sharing(_first_of_each(writes, _memory_and_content)):
+        if not _agree(one, other, source):
+            first, second = one.region.fill.key, other.region.fill.key
+            how = "is tied to" if _is_same_memory(one, other) else "shares memory with"
+            found[second] = f"{how} '{first}' in the state, and the checkpoint has different elements for the two"
+    return found
+
+
+def _first_of_each(writes: Sequence[Write], kind: Callable[[Write], Any]) -> list[Write]:
+    seen = set()
+    kept = []
+    for write in writes:
+        found = kind(write)
+        if found is None or found not in seen:
+            kept.append(write)
+        seen.add(found)
+    return kept
+
+
+def _memory_and_content(write: Write) -> Any:
+    memory = memory_of(write.region.memory)
+    return None if memory is None or write.made is not None else (memory, write.region.fill.ref.key, write.region.box)
+
+
+def _sharing(writes: Sequence[Write]) -> Iterator[tuple[Write, Write]]:
+    """Pairs that have elements in common."""
+    spans = sorted((span for write in writes if (span := _span(write)) is not None), key=lambda span: span[:2])
+    open_: list[Any] = []
+    for span in spans:
+        device, begin, _, write = span
+        open_ = [other for other in open_ if other[0] == device and other[2] > begin]
+        for other in open_:
+            if _have_common_elements(other[3], write):
+                yield other[3], write
+        open_.append(span)
+
+
+def _agree(one: Write, other: Write, source: Source) -> bool:
+    if _is_same_memory(one, other) and one.made is None and other.made is None:
+        refs = one.region.fill.ref, other.region.fill.ref
+        if refs[0].dtype != refs[1].dtype:
+            return False
+        pairs = zip(small_parts(one.region), small_parts(other.region), strict=True)
+        return all(_same_bits(elements_in(first, source), elements_in(second, source)) for first, second in pairs)
+    return _agree_when_written(one, other, source)
+
+
+def _agree_when_written(one: Write, other: Write, source: Source) -> bool:
+    """Write both to spare memory that is laid out in the same way, and see whether the first one is still there."""
+    spans = [_span(one), _span(other)]
+    assert spans[0] is not None
+    assert spans[1] is not None
+    start = min(span[1] for span in spans if span is not None)
+    end = max(span[2] for span in spans if span is not None)
+    scratch = torch.empty(end - start + 16, dtype=torch.uint8, device="cpu")
+    views = []
+    for write, span in zip((one, other), spans, strict=True):
+        memory = write.region.memory
+        assert span is not None
+        if isinstance(memory, np.ndarray) or (span[1] - start) % memory.element_size():
+            return False
+        empty = torch.empty(0, dtype=memory.dtype, device="cpu")
+        place = (span[1] - start) // memory.element_size()
+        views.append(empty.set_(scratch.untyped_storage(), place, memory.shape, memory.stride()))
+    put(views[0], one.elements(source))
+    before = views[0].clone()
+    put(views[1], other.elements(source))
+    return _same_bits(before, views[0].clone())
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    arrays = [
+        part if isinstance(part, np.ndarray) else part.contiguous().reshape(-1).view(torch.uint8).numpy()
+        for part in (one, other)
+    ]
+    return arrays[0].tobytes() == arrays[1].tobytes()
+
+
+def _is_same_memory(one: Write, other: Write) -> bool:
+    return memory_of(one.region.memory) == memory_of(other.region.memory)
+
+
+def _span(write: Write) -> tuple[str, int, int, Write] | None:
+    """The device, and the addresses of the first byte and of that after the last one."""
+    described = _described(write.region.memory)
+    if described is None:
+        return None
+    device, address, strides, shape, itemsize = described
+    ends = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
+    low = address + sum(end for end in ends if end < 0)
+    return device, low, address + sum(end for end in ends if end > 0) + itemsize, write
+
+
+def host_memory(write: Write) -> tuple[int, int] | None:
+    """The addresses of the first byte and of that after the last one, if they are in host memory."""
+    span = _span(write)
+    return None if span is None or span[0] != "cpu" else span[1:3]
+
+
+def _described(memory: Any) -> tuple[str, int, Sequence[int], Sequence[int], int] | None:
+    if memory_of(memory) is None:
+        return None
+    if isinstance(memory, np.ndarray):
+        return "cpu", memory.__array_interface__["data"][0], memory.strides, memory.shape, memory.itemsize
+    size = memory.element_size()
+    return str(memory.device), memory.data_ptr(), [stride * size for stride in memory.stride()], memory.shape, size
+
+
+def _have_common_elements(one: Write, other: Write) -> bool:
+    first, second = (_Addresses(write.region.memory).array() for write in (one, other))
+    try:
+        return np.shares_memory(first, second, max_work=100_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Addresses:
+    """Memory of any device as far as numpy's arithmetic on addresses needs it. Nothing is ever read through it."""
+
+    def __init__(self, memory: Any) -> None:
+        described = _described(memory)
+        assert described is not None
+        _, address, strides, shape, itemsize = described
+        self.__array_interface__: Mapping[str, Any] = {
+            "version": 3,
+            "data": (address, False),
+            "strides": tuple(strides),
+            "shape": tuple(shape),
+            "typestr": f"|V{itemsize}",
+        }
+
+    def array(self) -> Any:
+        """An array at these addresses."""
+        return np.asarray(self)

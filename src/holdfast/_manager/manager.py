@@ -1,0 +1,582 @@
+"""``holdfast.CheckpointManager``: when to save, what is complete, what is newest, what to delete, how to go on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from holdfast import _settings as settings
+from holdfast._load.load import load
+from holdfast._load.report import LoadReport
+from holdfast._manager import steps as steps_of_run
+from holdfast._manager.full_disk import OnFull
+from holdfast._manager.pending import OnFailure
+from holdfast._manager.preemption import USUAL_SIGNALS, Preemption
+from holdfast._manager.preflight import run_preflight
+from holdfast._manager.preflight_report import PreflightReport
+from holdfast._manager.pulse import Beat, Options, Pulse, refuse_different_options
+from holdfast._manager.restoring import RestoredStep, Restoring, chosen_step
+from holdfast._manager.retention import KeepBest, Policy, joined_policy, most_kept
+from holdfast._manager.run import Retention, Run
+from holdfast._manager.saver import Saver, Saving, Wanted
+from holdfast._manager.steps import Mode, StepInfo, step_number
+from holdfast._ranks.meeting import meeting, own_place
+from holdfast._save.async_save import How, Writer
+from holdfast._save.pending import PendingSave
+from holdfast._save.report import SaveReport
+from holdfast._save.snapshots import WhenBusy
+from holdfast._stores.roots import Root, root_at
+from holdfast._watching.event import Event, about
+from holdfast._watching.subscribers import subscribe
+from holdfast._watching.trace_file import trace_to
+from holdfast.errors import RankDisagreementError
+
+if TYPE_CHECKING:
+    from holdfast._ranks.collectives import Collectives
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class CheckpointManager:
+    """The checkpoints of one run, in one folder.
+
+    With a process group all its ranks make a manager and call the same methods at the same steps. In a ``with`` block
+    the last step is saved at the end if it was not, pending saves are waited for, and other jobs may have the run.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | Root,
+        *,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: KeepBest | None = None,
+        keep: Policy | None = None,
+        max_age: timedelta | None = None,
+        max_bytes: int | None = None,
+        async_save: bool = True,
+        overlap: bool = False,
+        writer: Writer = "thread",
+        when_busy: WhenBusy = "wait",
+        check_tearing: bool = False,
+        on_failure: OnFailure = "raise",
+        on_full: OnFull = "raise",
+        save_at_end: bool = True,
+        verify_before_delete: bool = False,
+        dry_run: bool = False,
+        signals: Iterable[str | int] = USUAL_SIGNALS,
+        grace_seconds: float | None = 30.0,
+        parts: Sequence[str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        save_options: Mapping[str, Any] | None = None,
+        run: str | None = None,
+        take_over: bool = False,
+        read_only: bool = False,
+        on_event: Callable[[Event], object] | None = None,
+        trace: str | os.PathLike[str] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Nothing is touched before the ``with`` block, or the first call.
+
+        Args:
+            root: the folder of the run: a path, a URL such as ``s3://bucket/run``, or a ``Root`` of one's own.
+            every_steps: save when a multiple of this is reached.
+            every_minutes: save when so much time has passed since the last save, by the clock of the first rank.
+            keep_last: keep the newest ones. Without any ``keep`` argument all checkpoints are kept.
+            keep_every: keep the first one at or after each multiple of this.
+            keep_best: keep the best by a metric: ``(2, "loss")`` the two with the lowest, ``(1, "accuracy", "max")``.
+            keep: other policies of ``holdfast.keep``, joined by ``|``. All ``keep`` arguments count together.
+            max_age: delete what is older, except the newest and pinned ones. If the clock has leapt by half of
+                that or more since the save before, only when three saves confirm it.
+            max_bytes: delete the oldest as long as there is more in all, except the newest and pinned ones.
+            async_save: save in the background. ``save(..., wait=True)`` and the last save do not.
+            overlap: copy the state during forward and backward as well, which the optimizers in the state wait for. Not
+                for programs that change parameters without an optimizer (see ``async_save``).
+            writer: as for ``async_save``.
+            when_busy: as for ``async_save``.
+            check_tearing: as for ``async_save``.
+            on_failure: a background save that failed is raised by the next save, ``wait`` and the end of the block;
+                ``"warn"`` warns and goes on.
+            on_full: if the disk is full: ``"raise"``, ``"prune"`` (delete the oldest that may go, and try again), or
+                ``"wait"`` until there is room.
+            save_at_end: save the last step at the end of the ``with`` block, if it was not or that failed. Not after an
+                exception. What is saved is the state of that moment, under the step of the last ``maybe_save``.
+            verify_before_delete: read all of a new checkpoint before an older one is deleted for it.
+            dry_run: delete nothing by the policy; only tell what would be deleted.
+            signals: those that ask the program to stop. All ranks agree on it, the state is saved, and ``should_stop``
+                becomes true. Handlers that were there are called too. None with ``()``.
+            grace_seconds: how long the program will live after such a signal, as far as known. No save waits longer for
+                room on a full disk then, and there is a warning if it is little for a save.
+            parts: the names that every state to be saved must have, no more and no fewer: a checkpoint of a set is the
+                whole set.
+            metadata: to be found in every checkpoint of this manager.
+            save_options: other arguments of ``save``, such as ``{"exclude": "model.frozen.*", "cast": ...}``.
+                ``memory_budget`` is that of ``async_save`` if saves are in the background.
+            run: the id that the run must have, or gets if it is new.
+            take_over: take the run from a job that is still alive on this machine. That one can save no more.
+            read_only: only look and restore, beside the job that trains or after it: for evaluations. Nothing is
+                written, deleted or set aside, and no signal is handled.
+            on_event: called with every event of saves, loads and deletions (see ``holdfast.subscribe``).
+            trace: write a trace for Perfetto or Chrome to this file.
+            process_group: the ranks of the run; all by default.
+
+        Example:
+            >>> import tempfile, torch
+            >>> import holdfast as hf
+            >>> root, state = tempfile.mkdtemp(), {"weights": torch.zeros(2)}
+            >>> with hf.CheckpointManager(root, every_steps=10, keep_last=2) as manager:
+            ...     for step in range(1, 36):
+            ...         state["weights"] += 1
+            ...         saved = manager.maybe_save(step, state, metrics={"loss": 1 / step})
+            >>> with hf.CheckpointManager(root) as manager:
+            ...     restored = manager.restore(state)
+            ...     [info.step for info in manager.steps()], restored.step
+            ([30, 35], 35)
+        """
+        self.root = root_at(root)
+        self.run_id = ""
+        """The id of the run, once it is open."""
+        policy = joined_policy(keep_last, keep_every, keep_best, keep).within(max_age=max_age, max_bytes=max_bytes)
+        self._most_kept = most_kept(keep_last, keep_every, keep_best, keep)
+        self._run = Run(self.root, Retention(policy, verify_before_delete, dry_run))
+        self._saving = Saving(
+            async_save=async_save,
+            overlap=overlap,
+            how=How(writer=writer, when_busy=when_busy, check_tearing=check_tearing),
+            on_failure=on_failure,
+            on_full=on_full,
+            parts=parts,
+            metadata=metadata,
+            save_options=save_options,
+        )
+        self._saver = Saver(self._run, self._saving, process_group)
+        self._saves_at_end = save_at_end
+        self._every = (every_steps, every_minutes)
+        self._pulse = Pulse(every_steps=every_steps, every_minutes=every_minutes)
+        self._preemption = Preemption(signals, grace_seconds=grace_seconds)
+        alike = {
+            "every_steps": every_steps,
+            "every_minutes": every_minutes,
+            "keep": policy,
+            "async_save": async_save,
+            "overlap": overlap,
+            "writer": writer,
+            "when_busy": when_busy,
+            "check_tearing": check_tearing,
+            "on_failure": on_failure,
+            "on_full": on_full,
+            "save_at_end": save_at_end,
+            "verify_before_delete": verify_before_delete,
+            "dry_run": dry_run,
+            "signals": self._preemption.names,
+            "parts": parts and sorted(parts),
+            "run": run,
+            "take_over": take_over,
+            "read_only": read_only,
+        }
+        self._options: Options = {name: str(value) for name, value in alike.items()}
+        self._claims = (run, take_over)
+        self._is_read_only = read_only
+        self._watchers = (on_event, trace)
+        self._group = process_group
+        self._place_at_opening: tuple[int, int] | None = None
+        self._opened_by: int | None = None
+        self._while_open = ExitStack()
+        self._is_closed = False
+        self._newest: Wanted | None = None
+        self._unsaved: Wanted | None = None
+        self._last_saved: int | None = None
+
+    # Opening and closing
+
+    def __enter__(self) -> CheckpointManager:
+        self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._close_after_an_error(error)
+
+    def close(self) -> None:
+        """Save the last step if it was not saved, wait for pending saves, and let other jobs have the run.
+
+        Raises what a pending save raised. Does nothing the second time, nor in a process that was forked.
+        """
+        if self._is_closed or self._is_of_another_process():
+            return
+        self._is_closed = True
+        with self._while_open:
+            if self._saves_at_end:
+                self._save_at_end()
+            self._newest = self._unsaved = None
+            self.wait()
+
+    def _save_at_end(self) -> None:
+        last, pending = self._newest, self._saver.pending
+        if last is None or not pending.is_newest(last.step):
+            if self._unsaved is not None:
+                self._save(self._unsaved, "end", wait=True)
+        elif pending.newest_report() is None:
+            try:
+                self._save(last, "end", wait=True)
+            except Exception as error:  # what failed first is told by ``wait``
+                logger.error("step %d could not be saved at the second attempt either: %s", last.step, error)  # noqa: TRY400
+            else:
+                logger.warning("step %d could not be saved in the background, but at the end", last.step)
+                pending.note_saved_again(last.step)
+
+    def _close_after_an_error(self, error: BaseException) -> None:
+        """Nothing more is saved, for nobody knows what the state is worth. What is pending is waited for.
+
+        A failure of that is not raised, since there is an error already; what nobody looks at is told of by the next
+        call of the library, and by the exit code.
+        """
+        if self._is_closed or self._is_of_another_process():
+            return
+        self._is_closed = True
+        if self._unsaved is not None and self._saves_at_end:
+            why = type(error).__name__
+            logger.warning("step %d is not saved, because the block was left by %s", self._unsaved.step, why)
+        self._newest = self._unsaved = None
+        with self._while_open:
+            for step in self._saver.pending.wait(settings.current().drain_seconds):
+                logger.error("the save of step %d was not finished when the program failed", step)
+            self._run.wait_for_deletions()
+
+    def _open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(f"the manager of {self.root.location} was closed; make a new one")
+        if self._is_of_another_process():
+            raise RuntimeError(
+                f"the manager of {self.root.location} belongs to process {self._opened_by}, and this is process "
+                f"{os.getpid()}, which was forked from it. Here it can only look: steps(), latest(), best(). Save and "
+                "restore in the process that has opened it."
+            )
+        if self._place_at_opening is not None:
+            return
+        place = own_place(self._group)
+        if place[1] > 1 and not self.root.is_shared:
+            raise ValueError(
+                f"{self.root.location} is in the memory of one process, and this run has {place[1]} ranks, which could "
+                "not load what the others saved. Use a path that all of them see."
+            )
+        with ExitStack() as opening, self._meeting("open the run") as ranks:
+            refuse_different_options(self.root.location, ranks.all_gather_object(self._options))
+            self._run.id = self.run_id = ranks.broadcast("open the run", lambda: self._claim(opening))
+            ranks.all_gather_status("watch", lambda: self._watch(opening))
+            self._while_open = opening.pop_all()
+        every_steps, every_minutes = self._every
+        self._pulse = Pulse(
+            every_steps=every_steps,
+            every_minutes=every_minutes,
+            preemption=None if self._is_read_only else self._preemption,
+            exchange=self._exchange if dist.is_available() and dist.is_initialized() else None,
+        )
+        self._place_at_opening = self._run.place = place
+        self._opened_by = os.getpid()
+
+    def _is_of_another_process(self) -> bool:
+        """Whether this is a copy in a forked process. The run, the threads and the handlers are the parent's."""
+        return self._opened_by not in (None, os.getpid())
+
+    def _claim(self, opening: ExitStack) -> str:
+        if self._is_read_only:
+            return self._run.look_up()
+        run, take_over = self._claims
+        claimed = self._run.claim(run, take_over=take_over)
+        opening.callback(self._run.release)
+        return claimed
+
+    def _watch(self, opening: ExitStack) -> None:
+        on_event, trace = self._watchers
+        if on_event is not None:
+            opening.enter_context(subscribe(on_event))
+        if trace is not None:
+            opening.enter_context(trace_to(trace))
+        if not self._is_read_only:
+            opening.enter_context(self._preemption)
+
+    def _open_to(self, what: str) -> None:
+        """Open the run to change something of it."""
+        self._refuse_if_read_only(what)
+        self._open()
+
+    def _refuse_if_read_only(self, what: str) -> None:
+        if self._is_read_only:
+            raise RuntimeError(f"the manager of {self.root.location} is read-only and cannot {what}; make another one")
+
+    # Saving
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether all ranks have agreed to stop, because one of them got a signal. The state is saved by then."""
+        return self._pulse.should_stop
+
+    def maybe_save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> PendingSave | SaveReport | None:
+        """Save if it is time to. To be called after every step, by all ranks.
+
+        Costs microseconds when it is not. ``metrics`` are numbers, to be found in ``steps()`` and by ``best``; those of
+        the first rank count. Tensors are looked at only if something is saved.
+        """
+        self._open_to("save")
+        wanted = Wanted.of(step, state, metrics, metadata)
+        is_saved = wanted.step == self._last_saved
+        self._newest = wanted
+        if not is_saved:
+            self._unsaved = wanted
+        decision = self._pulse.at_step(wanted.step)
+        if decision.save == "preemption":
+            logger.warning("%s: step %d is saved and the training should stop", decision.cause, wanted.step)
+            self._saver.end_within(decision.seconds_left)
+            return self._save_before_a_stop(wanted)
+        if decision.save is None or is_saved:
+            return None
+        return self._save(wanted, decision.save, wait=not self._saving.async_save)
+
+    def _save_before_a_stop(self, wanted: Wanted) -> SaveReport | PendingSave | None:
+        """Nothing is saved twice: there may be little time."""
+        if self._saver.pending.is_newest(wanted.step):
+            report = self._saver.pending.newest_report()
+            if report is not None:
+                return report
+            saved = self._save(wanted, "preemption", wait=True)
+            self._saver.pending.note_saved_again(wanted.step)
+            return saved
+        if wanted.step == self._last_saved:
+            return None
+        return self._save(wanted, "preemption", wait=True)
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        wait: bool | None = None,
+    ) -> PendingSave | SaveReport:
+        """Save now, whatever the cadence. ``wait`` until it is committed, unless the manager saves in the background.
+
+        A checkpoint of the same step is replaced, in one step.
+        """
+        self._open_to("save")
+        self._pulse.restart_minutes()
+        wait = not self._saving.async_save if wait is None else wait
+        return self._save(Wanted.of(step, state, metrics, metadata), "asked for", wait=wait)
+
+    def _save(self, wanted: Wanted, reason: str, *, wait: bool) -> PendingSave | SaveReport:
+        self._refuse_other_ranks()
+        saved = self._saver.save(wanted, reason, wait=wait)
+        self._last_saved, self._unsaved = wanted.step, None
+        if wait:
+            self._newest = None  # is committed, and needs no second attempt
+        return saved
+
+    def _refuse_other_ranks(self) -> None:
+        """Without their group, the ranks would all save as if they were alone, to the same place."""
+        place = own_place(self._group)
+        if self._place_at_opening not in (None, place):
+            raise RuntimeError(
+                f"the manager of {self.root.location} was opened as rank {self._place_at_opening[0]} of "
+                f"{self._place_at_opening[1]}, and now this is rank {place[0]} of {place[1]}. Nothing was saved. Close "
+                "the manager before the process group is destroyed, and make a new one for another group."
+            )
+
+    def wait(self) -> None:
+        """Return when all saves are committed and older checkpoints are deleted. Raises what a save raised.
+
+        Deletions are waited for no longer than ``HOLDFAST_DRAIN_SECONDS``: they go on, or are finished the next time.
+        """
+        self._saver.pending.wait()
+        self._run.wait_for_deletions()  # which may have found out that a new checkpoint is damaged
+        self._saver.pending.raise_own_failures()
+
+    # Restoring
+
+    def restore(
+        self, state: Any, *, step: int | None = None, parts: Sequence[str] | None = None, **options: Any
+    ) -> RestoredStep | None:
+        """Load the newest checkpoint that is whole, or that of a ``step``. None if there is none: a fresh start.
+
+        Damaged ones are set aside with a note of the reason, and what is lost by that is told. If there are checkpoints
+        and all are damaged, that is an error.
+
+        Args:
+            state: what to load into, in place, as for ``load``.
+            step: one step and no other. Damage is an error then.
+            parts: names at the top of the state; only these are loaded, and only their bytes are read.
+            options: other arguments of ``load``, such as ``cast=True``.
+        """
+        began = time.perf_counter()
+        self._open()
+        if isinstance(parts, str):
+            raise TypeError(f"parts is a list of names, not the text {parts!r}")
+        wanted = state if parts is None else _parts_of(state, parts)
+        if step is None:
+            restored = self._restoring(wanted, options).newest()
+        else:
+            number = step_number(step)
+            info = self._decided("find the step", lambda: chosen_step(self.steps(), number, self.root.location))
+            report = self._load(wanted, info, options)
+            restored = RestoredStep(info.step, info.path, report, info.metrics, info.metadata)
+        if restored is not None:
+            self._pulse.resume_after(restored.step)
+            self._last_saved, self._newest, self._unsaved = restored.step, None, None
+            self._saver.pending.forget_newest()
+            restored.tell(began, *own_place(self._group))
+        return restored
+
+    def _restoring(self, state: Any, options: Mapping[str, Any]) -> Restoring:
+        if options.get("allow_missing") is not None or not options.get("strict", True):
+            # What an older checkpoint does not have must not be left as a damaged newer one has made it.
+            options = {"verify": "first", **options}
+        return Restoring(
+            place=self.root.location,
+            list_steps=lambda: self._decided("list the steps", self.steps),
+            load=lambda info: self._load(state, info, options),
+            is_as_listed=lambda info: self._decided("look again", lambda: self._run.is_as_listed(info)),
+            set_aside=self._set_aside,
+        )
+
+    def _load(self, state: Any, info: StepInfo, options: Mapping[str, Any]) -> LoadReport:
+        with about(step=info.step):
+            return load(state, self.root.child(info.name), process_group=self._group, **options)
+
+    def _set_aside(self, info: StepInfo, reason: str) -> None:
+        if not self._is_read_only:
+            self._decided("set aside", lambda: self._run.set_aside(info, reason))
+
+    # Looking and tidying
+
+    def steps(self) -> list[StepInfo]:
+        """All committed checkpoints, by their step. Any rank may ask by itself."""
+        return self._run.steps()
+
+    def latest(self) -> StepInfo | None:
+        """The newest one that can be restored."""
+        return steps_of_run.latest(self.steps())
+
+    def best(self, metric: str, mode: Mode = "min") -> StepInfo | None:
+        """The one with the lowest metric, or the highest with ``mode="max"``."""
+        return steps_of_run.best(self.steps(), metric, mode)
+
+    def pin(self, step: int) -> None:
+        """Keep a checkpoint whatever the policy says. All ranks call this, or none but the first.
+
+        Another job may do this while one trains, if it calls nothing else that changes the run.
+        """
+        self._pin(step, pinned=True)
+
+    def unpin(self, step: int) -> None:
+        """Let the policy decide about a checkpoint again."""
+        self._pin(step, pinned=False)
+
+    def _pin(self, step: int, *, pinned: bool) -> None:
+        self._refuse_if_read_only("pin")
+        number = step_number(step)
+        if self._is_coordinator():
+            self._run.pin(number, pinned=pinned)
+
+    def delete(self, step: int) -> None:
+        """Delete a checkpoint of this run, pinned or not. Raises ``NotDeletedError`` if that is not possible."""
+        number = step_number(step)
+        self._open_to("delete")
+        if self._is_coordinator():
+            self._run.delete(number)
+
+    def would_delete(self) -> list[StepInfo]:
+        """What the policy would have deleted now."""
+        return self._run.plan_deletions()
+
+    def preflight(self, state: Any) -> PreflightReport:
+        """Find out before the first step whether saves will go well: permissions, space, memory, speed.
+
+        All ranks call this. Raises ``PreflightError`` with all problems; prints what to expect otherwise.
+        """
+        not_opened: Exception | None = None
+        try:
+            self._open_to("save")
+        except (OSError, RankDisagreementError) as error:
+            if isinstance(error, RankDisagreementError) and not all(map(_is_opening, error.views.values())):
+                raise  # some rank is elsewhere, and would not come to the preflight
+            not_opened = error  # on all ranks, and there may be more to tell than this
+        with self._run.probes() if not_opened is None else nullcontext(_note_nothing) as note:
+            report = run_preflight(
+                state,
+                self.root,
+                kept=self._most_kept,
+                stored_bytes=lambda: sum(info.nbytes for info in self.steps() if info.is_ours),
+                async_save=self._saving.async_save,
+                writer=self._saving.how.writer,
+                copies=2 if self._saving.how.when_busy == "copy" else 1,
+                memory_budget=(self._saving.save_options or {}).get("memory_budget"),
+                options=lambda: self._saving.options(self.run_id, Wanted(0, state), "preflight"),
+                note=note,
+                process_group=self._group,
+            )
+        if not_opened is not None:
+            raise not_opened
+        if self._is_coordinator():
+            print(report)  # noqa: T201 - that is what it is for
+        return report
+
+    # Ranks
+
+    def _decided(self, what: str, decide: Callable[[], T]) -> T:
+        """What the coordinator finds, on all ranks; its error, if it fails."""
+        with self._meeting(what) as ranks:
+            return ranks.broadcast(what, decide)
+
+    def _exchange(self, step: int, beat: Beat) -> Sequence[Beat]:
+        with self._meeting(f"maybe_save at step {step}") as ranks:
+            return ranks.all_gather_object(beat)
+
+    def _meeting(self, what: str) -> AbstractContextManager[Collectives]:
+        return meeting(f"holdfast.CheckpointManager of {self.root.location}: {what}", self._group)
+
+    def _is_coordinator(self) -> bool:
+        return own_place(self._group)[0] == 0
+
+
+def _parts_of(state: Any, parts: Sequence[str]) -> dict[str, Any]:
+    """What of a state is to be restored."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"parts are names of a dict, and the state is a {type(state).__name__}")
+    unknown = [name for name in parts if name not in state]
+    if unknown:
+        there = ", ".join(map(repr, state)) or "none"
+        raise ValueError(
+            f"the state has no part {', '.join(map(repr, unknown))}. Its parts are: {there}. Nothing was loaded."
+        )
+    return {name: state[name] for name in parts}
+
+
+def _is_opening(call: str) -> bool:
+    return call.endswith(": open the run")
+
+
+def _note_nothing(folder: str) -> None:
+    """For probes in a folder that could not be opened."""

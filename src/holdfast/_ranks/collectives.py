@@ -1,0 +1,313 @@
+"""How ranks agree: steps that run on every rank and fail on every rank alike.
+
+A step is a function that each rank runs, followed by an exchange of what came out of it. An exception on any rank
+becomes one ``CheckpointException`` on all of them. What crosses between ranks is pickled here, inside the guarded
+part of the step, so that neither a result nor an exception that resists pickling can leave the others waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeAlias, TypeVar, cast
+
+import torch.distributed as dist
+
+from holdfast._ranks.failures import PackedFailure, is_wrapped_exception, pack_failure, unpack_failure, wrap_exception
+from holdfast._ranks.packing import pack, unpack
+from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException
+
+Failures: TypeAlias = dict[int, WRAPPED_EXCEPTION]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Attempt(Generic[T]):
+    """The outcome of a function call: a value or a wrapped exception, never a raised one."""
+
+    value: T
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.failure: WRAPPED_EXCEPTION | None = None
+        self._interruption: BaseException | None = None
+        try:
+            self.value = function()
+        except BaseException as error:  # carried to all ranks, then raised again where it came from
+            self.failure = wrap_exception(error)
+            if not isinstance(error, Exception):
+                self._interruption = error
+            # The exception refers to this frame. With a way back to it, it would keep the caller's state alive until
+            # the garbage collector comes along.
+            del self, function
+
+    def forget_failure(self) -> None:
+        """Everybody has heard of it. An interruption is still to be resumed."""
+        self.failure = None
+
+    def resume_interruption(self) -> None:
+        """Let Ctrl-C and exit do on their own rank what they would have done without us."""
+        if self._interruption is not None:
+            error, self.failure, self._interruption = self._interruption, None, None
+            try:
+                raise error
+            finally:
+                del error
+
+    def resume_failure(self) -> None:
+        """Raise what the function raised, if it did, and forget it: whoever has this attempt is on its way."""
+        if self.failure is None:
+            return
+        error = self.failure[0]
+        self.failure = self._interruption = None
+        try:
+            raise error
+        finally:
+            del error
+
+
+class _StepFailed(Exception):
+    """Some ranks failed; raised and caught on the coordinator only."""
+
+    def __init__(self, failures: Failures) -> None:
+        self.failures = failures
+
+
+def failures_of(results: list[Any]) -> Failures:
+    """The wrapped exceptions among ``results``, by position."""
+    return {rank: result for rank, result in enumerate(results) if is_wrapped_exception(result)}
+
+
+def _pack_failures(failures: Failures) -> bytes:
+    return pack(("failures", {rank: pack_failure(wrapped) for rank, wrapped in failures.items()}))
+
+
+def _pack_attempt(attempt: Attempt[Any], rank: int) -> bytes:
+    """An outcome as a message. A value that does not pickle turns it into a failure of ``rank``."""
+    if attempt.failure is None:
+        packing = Attempt(lambda: pack(("value", attempt.value)))
+        if packing.failure is None:
+            return packing.value
+        attempt.failure, attempt._interruption = packing.failure, packing._interruption
+    return _pack_failures({rank: attempt.failure})
+
+
+def _unpack(message: bytes, blamed: int) -> tuple[Any, Failures]:
+    """The value of a message and the failures it reports, of which one is empty. One that does not open is one."""
+    try:
+        kind, content = unpack(message)
+    except Exception as error:
+        return None, {blamed: wrap_exception(error)}
+    if kind == "value":
+        return content, {}
+    packed = cast("dict[int, PackedFailure]", content)
+    return None, {rank: unpack_failure(failure) for rank, failure in packed.items()}
+
+
+class Collectives:
+    """The ranks of one call. Works alike with a process group, a subgroup, or no group at all."""
+
+    def __init__(self, group: dist.ProcessGroup | None, use_dist: bool, coordinator_rank: int) -> None:
+        self.group = group
+        self.use_dist = use_dist
+        self.coordinator_rank = coordinator_rank
+        if use_dist:
+            self.rank = dist.get_rank(group)
+            self.world_size = dist.get_world_size(group)
+            if self.rank < 0:
+                raise RuntimeError("this rank is not part of the process group that was given for the checkpoint")
+            if not 0 <= coordinator_rank < self.world_size:
+                raise ValueError(
+                    f"coordinator rank {coordinator_rank} is not in a group of {self.world_size} ranks; "
+                    "it is counted inside the group"
+                )
+            self.global_coordinator_rank = (
+                dist.get_global_rank(group, coordinator_rank) if group is not None else coordinator_rank
+            )
+        else:
+            self.rank, self.world_size, self.global_coordinator_rank = 0, 1, 0
+        self.is_coordinator = not use_dist or self.rank == coordinator_rank
+
+    def global_ranks(self) -> tuple[int, ...]:
+        """The ranks of the group, by their numbers in the whole job."""
+        if not self.use_dist:
+            return (0,)
+        if self.group is None:
+            return tuple(range(self.world_size))
+        return tuple(dist.get_process_group_ranks(self.group))
+
+    def get_rank(self) -> int:
+        """This rank's number in the group."""
+        return self.rank
+
+    def get_world_size(self) -> int:
+        """How many ranks take part."""
+        return self.world_size
+
+    # Plain exchanges: whatever is given must pickle. The steps below only ever pass bytes.
+
+    def broadcast_object(self, object: T | None) -> T:
+        """The coordinator's object, on every rank."""
+        box = [object]
+        if self.use_dist:
+            dist.broadcast_object_list(box, src=self.global_coordinator_rank, group=self.group)
+        return cast(T, box[0])
+
+    def gather_object(self, object: T) -> list[T] | None:
+        """All ranks' objects on the coordinator, None elsewhere."""
+        if not self.use_dist:
+            return [object]
+        gathered = cast("list[T]", [None] * self.world_size) if self.is_coordinator else None
+        dist.gather_object(object, gathered, dst=self.global_coordinator_rank, group=self.group)
+        return gathered
+
+    def all_gather_object(self, object: T) -> list[T]:
+        """All ranks' objects on every rank."""
+        if not self.use_dist:
+            return [object]
+        gathered = cast("list[T]", [None] * self.world_size)
+        dist.all_gather_object(gathered, object, group=self.group)
+        return gathered
+
+    def scatter_object(self, object_list: list[T] | None) -> T:
+        """The coordinator's n-th object on rank n."""
+        if not self.use_dist:
+            if object_list is None:
+                raise AssertionError("the coordinator has nothing to hand out")
+            return object_list[0]
+        received: list[Any] = [None]
+        dist.scatter_object_list(
+            received,
+            object_list if self.is_coordinator else None,
+            src=self.global_coordinator_rank,
+            group=self.group,
+        )
+        return cast(T, received[0])
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.use_dist:
+            dist.barrier(self.group)
+
+    # Steps: functions on every rank whose errors reach every rank.
+
+    def reduce_scatter(self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], list[R]]) -> R:
+        """Run ``map_fun`` everywhere, ``reduce_fun`` on the coordinator, and give each rank its own result."""
+        if not self.use_dist:
+            return self._alone(step, lambda: reduce_fun([map_fun()])[0])
+
+        def answers(values: list[T]) -> list[bytes]:
+            results = list(reduce_fun(values))
+            if len(results) != self.world_size:
+                raise ValueError(f"the step '{step}' made {len(results)} results for {self.world_size} ranks")
+            return [pack(("value", result)) for result in results]
+
+        mine = Attempt(map_fun)
+        decided = self._decide(mine, answers)
+        replies = None
+        if decided is not None:
+            replies = decided.value if decided.failure is None else [self._verdict(decided)] * self.world_size
+        value, failures = _unpack(self.scatter_object(replies), self.rank)
+        # Every rank got a reply of its own, so the others do not know yet if one of them could not be opened.
+        known = self.all_gather_object(_pack_failures(failures))
+        self._conclude(step, [mine, decided], dict(enumerate(known)))
+        return cast(R, value)
+
+    def all_reduce(self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], R]) -> R:
+        """Run ``map_fun`` everywhere, ``reduce_fun`` on the coordinator, and give its result to all ranks."""
+        if not self.use_dist:
+            return self._alone(step, lambda: reduce_fun([map_fun()]))
+        mine = Attempt(map_fun)
+        decided = self._decide(mine, lambda values: pack(("value", reduce_fun(values))))
+        reply = None
+        if decided is not None:
+            reply = decided.value if decided.failure is None else self._verdict(decided)
+        reply = self.broadcast_object(reply)
+        return cast(R, self._conclude(step, [mine, decided], {self.coordinator_rank: reply})[0])
+
+    def all_gather(self, step: str, map_fun: Callable[[], T]) -> list[T]:
+        """Run ``map_fun`` everywhere and give all results to all ranks."""
+        if not self.use_dist:
+            return [self._alone(step, map_fun)]
+        mine = Attempt(map_fun)
+        messages = self.all_gather_object(_pack_attempt(mine, self.rank))
+        return cast("list[T]", self._conclude(step, [mine], dict(enumerate(messages))))
+
+    def all_gather_status(self, step: str, map_fun: Callable[[], T]) -> T:
+        """Run ``map_fun`` everywhere; each rank keeps its own result, and all fail if one fails."""
+        result: list[T] = []
+        self.all_gather(step, lambda: result.append(map_fun()))
+        return result[0]
+
+    def own_error_first(self, step: str, map_fun: Callable[[], T]) -> T:
+        """Run ``map_fun`` everywhere; each rank keeps its own result, and all fail if one fails.
+
+        For the caller's own code: where it raises, its very exception goes on. Ranks where it did not raise get the
+        ``CheckpointException``.
+        """
+        if not self.use_dist:
+            return map_fun()
+        result: list[T] = []
+        mine = Attempt(lambda: result.append(map_fun()))
+        messages = self.all_gather_object(_pack_attempt(mine, self.rank))
+        mine.resume_failure()
+        self._conclude(step, [mine], dict(enumerate(messages)))
+        return result[0]
+
+    def broadcast(self, step: str, map_fun: Callable[[], T]) -> T:
+        """Run ``map_fun`` on the coordinator alone and give its result to all ranks."""
+        if not self.use_dist:
+            return self._alone(step, map_fun)
+        mine = Attempt(map_fun) if self.is_coordinator else None
+        message = self.broadcast_object(None if mine is None else _pack_attempt(mine, self.rank))
+        return cast(T, self._conclude(step, [mine], {self.coordinator_rank: message})[0])
+
+    def _alone(self, step: str, function: Callable[[], T]) -> T:
+        attempt = Attempt(function)
+        attempt.resume_interruption()
+        if attempt.failure is None:
+            return attempt.value
+        failures = {0: attempt.failure}
+        attempt.failure = None
+        try:
+            raise CheckpointException(step, failures) from failures[0][0]
+        finally:
+            del failures
+
+    def _decide(self, mine: Attempt[T], function: Callable[[list[T]], R]) -> Attempt[R] | None:
+        """Gather all outcomes; on the coordinator, run ``function`` on the values if no rank failed."""
+        messages = self.gather_object(_pack_attempt(mine, self.rank))
+        if messages is None:
+            return None
+        gathered = messages
+
+        def run() -> R:
+            opened = [_unpack(message, rank) for rank, message in enumerate(gathered)]
+            failures = {rank: wrapped for _, found in opened for rank, wrapped in found.items()}
+            if failures:
+                raise _StepFailed(failures)
+            return function([value for value, _ in opened])
+
+        return Attempt(run)
+
+    def _verdict(self, decided: Attempt[Any]) -> bytes:
+        assert decided.failure is not None
+        error = decided.failure[0]
+        return _pack_failures(error.failures if isinstance(error, _StepFailed) else {self.rank: decided.failure})
+
+    def _conclude(self, step: str, attempts: list[Attempt[Any] | None], messages: dict[int, bytes]) -> list[Any]:
+        """Open what came back, by sender: the values, or this step's exception on every rank."""
+        made = [attempt for attempt in attempts if attempt is not None]
+        for attempt in made:
+            attempt.forget_failure()  # it is in the messages; its frames lead to the callers, who have the attempt
+        for attempt in made:
+            attempt.resume_interruption()
+        opened = [_unpack(message, sender) for sender, message in messages.items()]
+        failures = {rank: wrapped for _, found in opened for rank, wrapped in found.items()}
+        if failures:
+            ordered = dict(sorted(failures.items()))
+            try:
+                raise CheckpointException(step, ordered) from next(iter(ordered.values()))[0]
+            finally:
+                # The exception refers to this frame, and whoever raises one of the failures to the exception.
+                del opened, failures, ordered
+        return [value for value, _ in opened]

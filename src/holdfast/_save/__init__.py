@@ -1,0 +1,1 @@
+"""save and async_save: capture, agree, write, commit."""

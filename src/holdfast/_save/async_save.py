@@ -1,0 +1,300 @@
+"""``holdfast.async_save``: capture and copy, then save in the background what was copied."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from holdfast import _settings as settings
+from holdfast._background.arenas import ArenaPool, Memory
+from holdfast._background.async_saves import Attempts, give_up_in_background, once, save_copy_in_background
+from holdfast._background.futures import warn_of_unseen_failures
+from holdfast._background.messages import watcher
+from holdfast._background.queues import Claim, Lane
+from holdfast._background.step_hooks import changed_only_by, checked_optimizers, hold_steps_back, watch_steps
+from holdfast._base.garbage import no_garbage_collection
+from holdfast._base.patterns import Pattern, Patterns
+from holdfast._base.sizes import checked_bytes
+from holdfast._base.tuning import MEMORY_BUDGET, SMALLEST_BUDGET
+from holdfast._ranks.meeting import own_place, refuse_outsider
+from holdfast._save.capture import Capture, Captured
+from holdfast._save.options import SaveOptions
+from holdfast._save.pending import Counter, PendingSave
+from holdfast._save.report import SaveReport
+from holdfast._save.save import SaveRun
+from holdfast._save.snapshots import Snapshot, WhenBusy, note_memory, wait_for_memory, with_digests
+from holdfast._stores.memory_store import MemoryStore
+from holdfast._stores.places import in_messages, store_at
+from holdfast._stores.store import Store
+from holdfast._watching.calls import Call, Phases
+
+if TYPE_CHECKING:
+    from holdfast._ranks.collectives import Collectives
+
+Writer = Literal["thread", "process"]
+
+
+def async_save(
+    state: Any,
+    path: str | os.PathLike[str] | Store,
+    *,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+    writer: Writer = "thread",
+    when_busy: WhenBusy = "wait",
+    check_tearing: bool = False,
+    overwrite: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    cast: Mapping[Pattern, Any] | None = None,
+    check_replicas: bool | Literal["warn"] = True,
+    allow_pickle: bool = False,
+    max_file_size: int | None = None,
+    memory_budget: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> PendingSave:
+    """Take a private copy of a state, and save it in the background while the program goes on.
+
+    With a process group all its ranks call this, in the same order. They do not wait for each other in the call. What
+    is saved is the state of the moment of the call, whatever happens to it later. The program waits for pending saves
+    when it ends, but not if a signal such as SIGTERM ends it: ``CheckpointManager`` handles those.
+
+    Args:
+        state: what to save, and where, as for ``save``.
+        path: as for ``save``.
+        optimizers: those that change the state. If they are given, the call returns before their parameters and states
+            are copied: that goes on during forward and backward, and their next step waits for what is left of it.
+            Whatever else is in the state is copied in the call. If anything but a step of these optimizers changes
+            parameters (a moving average of weights into them, a sync of a client), call ``pending.staged.result()``
+            before it does.
+        writer: a thread of this process, or a ``"process"`` of its own, which never competes with the program for
+            Python's lock.
+        when_busy: if an earlier save is still being written, ``"wait"`` for its memory, take a second ``"copy"`` within
+            ``memory_budget``, or ``"raise"`` ``SaveInProgressError``. Saves are carried out in the order of the calls.
+        check_tearing: compare digests of the state at the call and of the copy, to find out whether something changed
+            the state while it was copied. Takes time in the call; what torch itself counts as a change is found anyway.
+        overwrite: this and all other arguments are those of ``save``.
+        metadata: as for ``save``.
+        include: as for ``save``.
+        exclude: as for ``save``.
+        cast: as for ``save``.
+        check_replicas: as for ``save``.
+        allow_pickle: as for ``save``.
+        max_file_size: as for ``save``.
+        memory_budget: bytes that may be allocated beyond the state. By default one copy of this rank's part of it, two
+            with ``when_busy="copy"``, and 64 MiB.
+        process_group: as for ``save``. It needs no backend for the CPU.
+
+    Example:
+        >>> import tempfile, torch
+        >>> import holdfast as hf
+        >>> path = tempfile.mkdtemp() + "/step-100"
+        >>> state = {"weights": torch.ones(4)}
+        >>> pending = hf.async_save(state, path)
+        >>> _ = state["weights"].zero_()                  # training goes on
+        >>> pending.wait().tensor_count                   # before it matters
+        1
+        >>> hf.open(path)["weights"][:]
+        tensor([1., 1., 1., 1.])
+    """
+    options = functools.partial(
+        SaveOptions.of,
+        include=include,
+        exclude=exclude,
+        cast=cast,
+        metadata=metadata,
+        overwrite=overwrite,
+        check_replicas=check_replicas,
+        allow_pickle=allow_pickle,
+        max_file_size=max_file_size,
+        memory_budget=None,
+    )
+    how = How(optimizers, writer, when_busy, check_tearing, memory_budget)
+    return begin_save(state, path, options, how, process_group)
+
+
+@dataclass(frozen=True)
+class How:
+    """How a background save is carried out, as the user wants it."""
+
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = ()
+    writer: Writer = "thread"
+    when_busy: WhenBusy = "wait"
+    check_tearing: bool = False
+    memory_budget: int | None = None
+    attempts: Attempts = once
+    """What to do if it fails."""
+
+    def check(self) -> None:
+        """Raise for what is not understood."""
+        if self.writer not in ("thread", "process"):
+            raise ValueError(f"writer must be 'thread' or 'process', not {self.writer!r}")
+        if self.when_busy not in ("wait", "copy", "raise"):
+            raise ValueError(f"when_busy must be 'wait', 'copy' or 'raise', not {self.when_busy!r}")
+
+
+def begin_save(
+    state: Any,
+    path: str | os.PathLike[str] | Store,
+    make_options: Callable[[], SaveOptions],
+    how: How,
+    process_group: dist.ProcessGroup | None,
+) -> PendingSave:
+    """Copy a state as far as that cannot wait, and queue the rest."""
+    alone = not (dist.is_available() and dist.is_initialized())
+    if not alone:
+        refuse_outsider(process_group)
+    lane, claim = Lane.of(process_group, alone=alone), Claim(in_messages(path))
+    rank, world_size = own_place(process_group)
+    begun = _Begun(Phases(Call("save", claim, rank=rank, world_size=world_size)), Counter())
+    try:
+        warn_of_unseen_failures()  # which raises, if the program has warnings do so
+        with begun.stalling():
+            work = begun.prepared(state, path, make_options(), how, lane)
+    except BaseException as error:
+        # Or else the other ranks would wait for this one.
+        give_up_in_background(error, lane, claim, coordinator_rank=0)
+        begun.phases.call.finish(error=error)
+        raise
+    options: SaveOptions = work.keywords["options"]
+    committed = save_copy_in_background(
+        work,
+        begun.copied,
+        lane,
+        claim,
+        call=f"holdfast.async_save to {claim}, overwrite={options.overwrite!r}, "
+        f"check_replicas={options.check_replicas!r}",
+        attempts=how.attempts,
+        in_process=how.writer == "process",
+        told=begun.phases.call,
+        watcher=begun.counter,
+        stalled=lambda: begun.counter.stalled,
+    )
+    note_memory(lane, committed, begun.nbytes)
+    return PendingSave(str(claim), begun.staged, committed, begun.counter)
+
+
+class _Begun:
+    """A save that is about to begin."""
+
+    def __init__(self, phases: Phases, counter: Counter) -> None:
+        self.phases = phases
+        self.counter = counter
+        self.nbytes = 0
+        self.staged: Future[None] = Future()
+        self._captured: list[Captured] = []
+
+    @contextmanager
+    def stalling(self) -> Iterator[None]:
+        """The program waits for what happens in the ``with`` block."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.counter.stall(time.perf_counter() - began)
+
+    def prepared(
+        self, state: Any, path: str | os.PathLike[str] | Store, options: SaveOptions, how: How, lane: Lane
+    ) -> functools.partial[SaveReport]:
+        """Capture and copy. Returns what is to be done with the copy."""
+        how.check()
+        optimizers = checked_optimizers(how.optimizers)
+        watch_steps(optimizers)
+        store = _store_for(path, how.writer)
+        with self.phases.during("capture"), no_garbage_collection():
+            rank, world_size = (0, 1) if lane.link is None else (lane.link.rank, len(lane.link.members))
+            captured = Capture.of(options, rank, world_size, compare_later=True).take(state)
+            snapshot = Snapshot.of(captured)
+        copies = snapshot.copies
+        self.nbytes, self.staged, self.counter.total_bytes = snapshot.nbytes, copies.done, snapshot.nbytes
+        for_writing, for_copies = _shares_of(how, snapshot.nbytes)
+        options = replace(options, memory_budget=for_writing)
+        wait_for_memory(lane, snapshot.nbytes, how.when_busy, for_copies)
+        with self.phases.during("stage"):
+            copies.begin(_pool(how.writer), check=how.check_tearing)
+            self._captured.append(snapshot.captured())
+            if optimizers:
+                is_held_back = changed_only_by(optimizers)
+                copies.copy_now(lambda tensor: not is_held_back(tensor))
+                copies.copy_later()
+                hold_steps_back(optimizers, copies, self.counter.stall)
+            else:
+                copies.copy_now()
+        return functools.partial(save_copy, store=store, options=options.without_patterns(), phases=self.phases)
+
+    def copied(self) -> dict[str, Any]:
+        """The copy, when it is complete. Given once, so that nothing keeps it alive longer than the save."""
+        captured = self._captured.pop()
+        self.staged.result()
+        return vars(captured)
+
+
+def save_copy(
+    ranks: Collectives, captured: dict[str, Any], *, store: Store, options: SaveOptions, phases: Phases
+) -> SaveReport:
+    """Save what was captured and copied, with the given ranks: in a thread, or in a writer process."""
+    watched = watcher.get()
+    advance, phases.enter = (None, None) if watched is None else (watched.advance, watched.enter)
+    with phases.during("compare"):
+        complete = ranks.all_gather_status("compare", lambda: with_digests(Captured(**captured)))
+    return SaveRun(store, ranks, options, phases, advance=advance).save(complete)
+
+
+def _store_for(path: str | os.PathLike[str] | Store, writer: Writer) -> Store:
+    store = store_at(path)
+    if writer == "process" and isinstance(store, MemoryStore):
+        raise ValueError(f"{store.location} is in the memory of this process, where a writer process cannot save to")
+    if writer == "process" and store is path:
+        _refuse_if_it_cannot_be_sent(store)
+    return store
+
+
+def _refuse_if_it_cannot_be_sent(store: Store) -> None:
+    try:
+        pickle.dumps(store)
+    except Exception as error:
+        raise ValueError(
+            f"{store!r} cannot be sent to a writer process ({type(error).__name__}: {error}). Give the class a "
+            "__reduce__ or __getstate__, or save with writer='thread'."
+        ) from error
+
+
+def _shares_of(how: How, snapshot: int) -> tuple[int | None, int]:
+    """What may be allocated for writing (None for the default), and for all copies that are in use at a time."""
+    wished = 2 * snapshot if how.when_busy == "copy" else snapshot
+    budget = checked_bytes("memory_budget", how.memory_budget)
+    if budget is None:
+        return None, wished
+    if budget - snapshot < SMALLEST_BUDGET:
+        raise ValueError(
+            f"memory_budget is {budget:,} bytes, and a background save needs {snapshot:,} for a copy of this rank's "
+            f"part of the state and {SMALLEST_BUDGET:,} to write it. Give it that much, or use holdfast.save, which "
+            "copies nothing."
+        )
+    # More memory for writing makes it no faster than a second copy does, if there is enough for that.
+    copies = wished if budget - wished >= SMALLEST_BUDGET else snapshot
+    for_writing = min(budget - copies, MEMORY_BUDGET)
+    return for_writing, budget - for_writing
+
+
+_POOLS = {
+    "process": ArenaPool(Memory.SHARED, keep=2),
+    "thread": ArenaPool(Memory.PAGEABLE, keep=2),
+    "pinned": ArenaPool(Memory.PINNED, keep=2),
+}
+"""The memory of earlier copies, for the next ones."""
+
+
+def _pool(writer: Writer) -> ArenaPool:
+    pool = _POOLS["pinned" if writer == "thread" and torch.accelerator.is_available() else writer]
+    return pool if settings.current().keep_staging_memory else ArenaPool(pool.memory)

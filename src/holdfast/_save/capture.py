@@ -1,0 +1,226 @@
+"""What one rank brings to a save: its part of the tree, descriptions of its tensors, and the tensors themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast._base.patterns import Choice, Selection
+from holdfast._compat.tensors import PACKED
+from holdfast._formats.native.declared import declared_class, kind_to_declare
+from holdfast._formats.native.keys import readable
+from holdfast._formats.native.refs import Slot, UndeclaredValue
+from holdfast._formats.native.trees import NOTHING, children_of, part_of, pruned
+from holdfast._formats.native.values import Encoder, Path, key_of
+from holdfast._layout import tensor_kinds as partitioned
+from holdfast._layout.descriptions import HeldTensor, Holding, LocalTensor, dtype_of_whole, hold, others_may_have_it
+from holdfast._save.agreement import noted_ties
+from holdfast._save.options import SaveOptions
+from holdfast._state.expanding import Expanded, expand
+from holdfast.errors import PartitionedParameterError, UnsupportedTensorError, UnsupportedValueError
+
+# The part of a state that a user wants, chosen by keys before anything is stored.
+
+
+def select(expanded: Expanded, wanted: Callable[[str], bool], rank: int) -> Expanded:
+    """The leaves whose keys are wanted, in their containers. Containers of which nothing is left are left out too."""
+    slots = {}
+    for name, (path, value) in expanded.slots.items():
+        kept = _selected(value, (*path, rank), lambda below: wanted(key_of(below)))
+        if kept is not NOTHING:
+            slots[name] = (path, kept)
+    names = {path: name for name, (path, _) in expanded.slots.items()}
+    tree = _selected(expanded.tree, (), lambda path: names[path] in slots if path in names else wanted(key_of(path)))
+    kinds = {path: kind for path, kind in expanded.kinds.items() if path in names or _is_in(tree, path)}
+    return Expanded({} if tree is NOTHING else tree, slots, expanded.from_first_rank, kinds)
+
+
+def _is_in(tree: Any, path: Path) -> bool:
+    """Whether something is left at a place. Positions in lists that became shorter do not tell."""
+    for name in path:
+        children = dict(children_of(tree) or ())
+        if name not in children:
+            return False
+        tree = children[name]
+    return True
+
+
+def _selected(value: Any, path: Path, wanted: Callable[[Path], bool]) -> Any:
+    return pruned(value, path, wanted, tensors=(torch.Tensor, np.ndarray, Slot), part_of=_part_of_declared)
+
+
+def _part_of_declared(value: Any, fields: Mapping[str, Any], path: Path) -> UndeclaredValue:
+    """What is not declared cannot be stored as a whole either, unless it is pickled, and then with all its fields."""
+    if declared_class(type(value)) is None and not isinstance(value, UndeclaredValue):
+        key, kind = key_of(path), kind_to_declare(type(value)) or type(value).__name__
+        raise UnsupportedValueError(
+            f"only some fields of '{key}' are to be saved, which takes a declared {kind}: put @holdfast.declare above "
+            f"{type(value).__qualname__}",
+            key=key,
+            keys=[key],
+        )
+    return part_of(value, fields, path)
+
+
+_MOST_REPORTED = 20
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One rank's state, ready to be saved."""
+
+    tree: Any
+    """Its typed value, with slots where every rank has a value of its own."""
+    own: Mapping[str, Any]
+    """The typed values for the slots, by name."""
+    holdings: list[Holding]
+    local: Mapping[str, HeldTensor]
+    to_compare: frozenset[str] = frozenset()
+    """The keys whose digests are still to be taken, because other ranks may hold the same."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """The classes of optimizers, by their keys."""
+
+
+_Whose = Literal["shared", "first rank's", "own"]
+"""Shared: all ranks that have one should have the same."""
+
+_Tensor = tuple[str, Any, _Whose]
+"""The key and the value of a tensor or numpy array of the state."""
+
+
+class _Encoded(NamedTuple):
+    """A state as typed values, and its tensors."""
+
+    tree: Any
+    own: Mapping[str, Any]
+    tensors: list[_Tensor]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """How a state is captured."""
+
+    rank: int
+    selection: Selection
+    cast: Choice
+    allow_pickle: bool
+    compare_copies: bool
+    compare_later: bool = False
+    """Only note what is to be compared: taking digests takes time."""
+
+    @classmethod
+    def of(cls, options: SaveOptions, rank: int, world_size: int, *, compare_later: bool = False) -> Capture:
+        """As a save wants it."""
+        return cls(
+            rank=rank,
+            selection=options.selection,
+            cast=options.cast,
+            allow_pickle=options.allow_pickle,
+            compare_copies=world_size > 1 and options.check_replicas is not False,
+            compare_later=compare_later,
+        )
+
+    def take(self, state: Any) -> Captured:
+        """Look at a state, without copying or changing anything."""
+        expanded = expand(state)
+        if not self.selection.is_everything:
+            expanded = select(expanded, self.selection, self.rank)
+        encoded = self._encoded(expanded)
+        holdings, local = self._held(encoded.tensors)
+        to_compare = self._to_compare(encoded.tensors, holdings) if self.compare_later else frozenset()
+        kinds = {readable(path): kind for path, kind in expanded.kinds.items()}
+        return Captured(encoded.tree, encoded.own, noted_ties(holdings, local), local, to_compare, kinds)
+
+    def _encoded(self, expanded: Expanded) -> _Encoded:
+        """The state as typed values, and the tensors that were met on the way."""
+        met: list[tuple[Path, Any]] = []
+
+        def meet(path: Path, tensor: Any) -> None:
+            met.append((path, tensor))
+
+        encoder = Encoder(meet, allow_pickle=self.allow_pickle)
+        tree = encoder.encode(expanded.tree)
+        of_first = expanded.from_first_rank
+        tensors: list[_Tensor] = [
+            (key, tensor, "first rank's" if of_first and path in of_first else "shared")
+            for key, (path, tensor) in zip(encoder.keys(), met, strict=True)
+        ]
+        own = {}
+        for name, (path, value) in expanded.slots.items():
+            met.clear()
+            own[name] = encoder.encode(value, (*path, self.rank))
+            tensors += [(key, tensor, "own") for key, (_, tensor) in zip(encoder.keys(), met, strict=True)]
+        return _Encoded(tree, own, tensors)
+
+    def _held(self, tensors: list[_Tensor]) -> tuple[list[Holding], dict[str, LocalTensor]]:
+        """Describe all tensors, or raise one error for all that cannot be stored."""
+        holdings: list[Holding] = []
+        local: dict[str, LocalTensor] = {}
+        refused: list[UnsupportedTensorError] = []
+        for key, value, whose in tensors:
+            stored_dtype = self._stored_dtype(key, value) if self.cast else None
+            compare = self.compare_copies and not self.compare_later and whose == "shared"
+            try:
+                holding, local[key] = hold(key, value, stored_dtype=stored_dtype, compare=compare)
+                holdings.append(holding if whose == "shared" else self._marked(holding, value, whose))
+            except UnsupportedTensorError as error:
+                refused.append(error)
+        if refused:
+            raise _all_refused(refused)
+        return holdings, local
+
+    def _to_compare(self, tensors: list[_Tensor], holdings: list[Holding]) -> frozenset[str]:
+        if not self.compare_copies:
+            return frozenset()
+        return frozenset(
+            key
+            for (key, value, whose), holding in zip(tensors, holdings, strict=True)
+            if whose == "shared" and holding.boxes and others_may_have_it(value)
+        )
+
+    def _marked(self, holding: Holding, value: Any, whose: _Whose) -> Holding:
+        """A description that tells whose the tensor is."""
+        if whose == "own":
+            _refuse_sharded(holding, value)
+            return holding._replace(kind="per_rank", rank=self.rank)
+        return holding._replace(from_first_rank=True)
+
+    def _stored_dtype(self, key: str, tensor: Any) -> torch.dtype | None:
+        wish: torch.dtype | None = self.cast(key)
+        if wish is None or isinstance(tensor, np.ndarray):
+            return None
+        dtype = dtype_of_whole(tensor)
+        # A pattern such as "model.*" is about weights, and must not take away a counter's or a mask's meaning.
+        return wish if dtype.is_floating_point and dtype not in PACKED and dtype != wish else None
+
+
+def _refuse_sharded(holding: Holding, tensor: Any) -> None:
+    if holding.kind == "sharded":
+        raise UnsupportedTensorError(
+            f"'{holding.key}' is spread over ranks and is marked as per rank. Take it out of holdfast.PerRank: a "
+            "sharded tensor is stored once for all ranks.",
+            key=holding.key,
+            kind=type(tensor).__name__,
+        )
+
+
+def _all_refused(refused: list[UnsupportedTensorError]) -> UnsupportedTensorError:
+    """One error for all tensors that cannot be stored."""
+    first = refused[0]
+    if len(refused) == 1:
+        return first
+    if all(isinstance(error, PartitionedParameterError) for error in refused):
+        return partitioned.refused([error.key for error in refused])
+    lines = [f"  {error.message}" for error in refused[:_MOST_REPORTED]]
+    if len(refused) > _MOST_REPORTED:
+        lines.append(f"  and {len(refused) - _MOST_REPORTED} more (see the field `keys` of this error)")
+    return UnsupportedTensorError(
+        f"{len(refused)} tensors cannot be stored, so nothing was saved:\n" + "\n".join(lines),
+        key=first.key,
+        kind=first.kind,
+        keys=[error.key for error in refused],
+    )

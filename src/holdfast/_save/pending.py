@@ -1,0 +1,107 @@
+"""A save that goes on while the program does."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import NamedTuple
+
+from holdfast._background.futures import SaveFuture
+from holdfast._save.report import SaveReport
+
+
+class SaveProgress(NamedTuple):
+    """How far a save is, on this rank."""
+
+    phase: str
+    """``copying``, ``waiting``, ``planning``, ``writing``, ``committing``, ``committed`` or ``failed``."""
+    done_bytes: int
+    total_bytes: int
+    """Of what this rank holds; it writes less if others hold the same."""
+
+
+class PendingSave:
+    """What ``async_save`` returns. Nothing has to be done with it: the program waits for pending saves when it ends.
+
+    A failure is raised by ``wait`` and by ``committed.result()``. If nobody asks, the next call to the library warns of
+    it, and the program ends with an exit code that tells.
+    """
+
+    path: str
+    staged: Future[None]
+    """Done when the program may change its state. Without ``optimizers`` that is so when ``async_save`` returns."""
+    committed: SaveFuture[SaveReport]
+    """Done when the checkpoint is durable and complete. It cannot be cancelled: the other ranks count on this one."""
+
+    def __init__(self, path: str, staged: Future[None], committed: SaveFuture[SaveReport], counter: Counter) -> None:
+        self.path = path
+        self.staged = staged
+        self.committed = committed
+        self._counter = counter
+
+    @property
+    def stalled(self) -> float:
+        """For how many seconds the program has waited so far: in the call, and before a step of an optimizer."""
+        return self._counter.stalled
+
+    def wait(self, timeout: float | None = None) -> SaveReport:
+        """What was saved, when it is committed. Raises what the save raised, or ``TimeoutError``.
+
+        In a process that was forked meanwhile, this and the other questions raise ``OtherProcessError``: a save goes on
+        in the process that began it.
+        """
+        try:
+            return self.committed.result(timeout)
+        except FutureTimeoutError:
+            if self.done():
+                raise  # it is the error of the save itself
+            raise TimeoutError(f"after {timeout:g} s the save has not ended: {self!r}. It goes on.") from None
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self.committed.done()
+
+    def progress(self) -> SaveProgress:
+        """How far it is. Asks nobody and waits for nothing."""
+        phase, counter = self._phase(), self._counter
+        done = counter.total_bytes if phase == "committed" else min(counter.done_bytes, counter.total_bytes)
+        return SaveProgress(phase, done, counter.total_bytes)
+
+    def _phase(self) -> str:
+        if self.committed.done():
+            return "failed" if self.committed.has_failed() else "committed"
+        return self._counter.phase if self.staged.done() else "copying"
+
+    def __repr__(self) -> str:
+        if not self.committed.is_known_here():
+            return f"<PendingSave to {self.path}: of process {self.committed.owner}>"
+        phase, done, total = self.progress()
+        return f"<PendingSave to {self.path}: {phase}, {done:,} of {total:,} bytes>"
+
+
+_PHASES = {"compare": "planning", "plan": "planning", "write": "writing", "commit": "committing"}
+
+
+class Counter:
+    """What is known of a save while it runs."""
+
+    def __init__(self, total_bytes: int = 0) -> None:
+        self.phase = "waiting"
+        """For the copy, for saves before this one, or for other ranks."""
+        self.done_bytes = 0
+        self.total_bytes = total_bytes
+        self.stalled = 0.0
+
+    def advance(self, nbytes: int) -> None:
+        """So much more is written."""
+        self.done_bytes += nbytes
+
+    def enter(self, phase: str) -> None:
+        """A phase begins, perhaps once more because the save is tried again."""
+        self.phase = _PHASES.get(phase, self.phase)
+        if self.phase == "planning":
+            self.done_bytes = 0
+
+    def stall(self, seconds: float) -> None:
+        """The program has waited."""
+        self.stalled += seconds

@@ -1,0 +1,315 @@
+"""``holdfast.save``: capture on every rank, agree, write on every rank, commit."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import xxhash
+
+from holdfast._background.futures import warn_of_unseen_failures
+from holdfast._background.queues import Claim, wait_for_conflicting_saves
+from holdfast._base.environment import noted_optimizers, stamp
+from holdfast._base.garbage import no_garbage_collection
+from holdfast._base.json_parts import dumps
+from holdfast._base.notices import warn_caller
+from holdfast._base.patterns import Pattern, Patterns
+from holdfast._formats.native.layout import ChunkToWrite
+from holdfast._formats.native.names import new_generation
+from holdfast._layout.descriptions import Holding
+from holdfast._ranks.committing import Commit, commit_for_all
+from holdfast._ranks.meeting import meeting, own_place
+from holdfast._save.agreement import Differing, NamedRows, agree, describe_differing, refuse_differing
+from holdfast._save.capture import Capture, Captured
+from holdfast._save.files import (
+    Before,
+    Contents,
+    WrittenFile,
+    commit_checkpoint,
+    look_before,
+    remove_unfinished,
+    write_chunks,
+)
+from holdfast._save.merged_trees import fill_slots, merge_trees, refuse_shared_keys, renamed_tensors, tensor_keys
+from holdfast._save.options import SaveOptions
+from holdfast._save.report import SaveReport
+from holdfast._stores.places import in_messages, store_at
+from holdfast._stores.store import Store
+from holdfast._watching.calls import Call, Phases, by_phase
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from holdfast._ranks.collectives import Collectives
+
+
+# The steps of a save, with whatever ranks take part: agree on the contents, write on every rank, commit.
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be done."""
+
+    generation: str
+    chunks: Sequence[ChunkToWrite]
+    """That this rank writes."""
+    decision: _Decision | None
+    """Only the coordinator has it."""
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What the checkpoint will contain, and what was there before."""
+
+    before: Before
+    contents: Contents
+
+
+@dataclass(frozen=True)
+class SaveRun:
+    """One save. Its methods are the steps, in the order in which they happen."""
+
+    store: Store
+    ranks: Collectives
+    options: SaveOptions
+    phases: Phases
+    advance: Callable[[int], None] | None = None
+    """Told of every part that is written, in bytes."""
+
+    def save(self, captured: Captured) -> SaveReport:
+        """All steps."""
+        with self.phases.during("plan"), no_garbage_collection():
+            plan = self.plan(captured)
+        files = self.write(plan, captured)
+        if self.phases.enter is not None:
+            self.phases.enter("commit")  # which the coordinator does, and the others wait for
+        return self.commit(plan, files)
+
+    def plan(self, captured: Captured) -> _Plan:
+        """Find out together what the checkpoint contains, and who writes what of it."""
+        same_tree_as, holdings = self._first_with_the_same_tree(captured), NamedRows(captured.holdings)
+        proposal = _Proposal(same_tree_as, captured.tree, captured.own, holdings, captured.kinds)
+        if proposal.same_tree_as != self.ranks.rank:
+            proposal = proposal._replace(tree=None)  # it need not be sent twice
+        decision: _Decision | None = None
+
+        def decide(proposals: list[_Proposal]) -> list[tuple[str, Sequence[ChunkToWrite]]]:
+            nonlocal decision
+            decision, chunks = self._decide(proposals)
+            generation = new_generation()
+            return [(generation, NamedRows(part)) for part in chunks]
+
+        generation, chunks = self.ranks.reduce_scatter("plan", lambda: proposal, decide)
+        return _Plan(generation, chunks, decision)
+
+    def write(self, plan: _Plan, captured: Captured) -> list[WrittenFile]:
+        """Write this rank's part. If another rank fails, it is removed again."""
+        written: list[WrittenFile] = []
+
+        def write() -> None:
+            with self.phases.during("write") as seen:  # without the time that this rank waits for others
+                files = write_chunks(
+                    self.store,
+                    plan.chunks,
+                    captured.local,
+                    generation=plan.generation,
+                    rank=self.ranks.rank,
+                    max_file_size=self.options.max_file_size,
+                    memory_budget=self.options.memory_budget,
+                    advance=self.advance,
+                )
+                written.extend(files)
+                seen.nbytes = sum(file.nbytes for file in files)
+
+        try:
+            self.ranks.all_gather_status("write", write)
+        except BaseException:
+            remove_unfinished(self.store, [file.name for file in written])
+            raise
+        return written
+
+    def commit(self, plan: _Plan, files: list[WrittenFile]) -> SaveReport:
+        """The coordinator puts the record in place, which makes all files of all ranks a checkpoint."""
+
+        def put_in_place(parts: list[tuple[list[WrittenFile], dict[str, float], float]], commit: Commit) -> SaveReport:
+            assert plan.decision is not None
+            every = [file for part, _, _ in parts for file in part]
+            seconds = [seconds for _, seconds, _ in parts]
+            contents = plan.decision.contents
+            contents = replace(contents, written={**contents.written, "phases": by_phase(seconds)})
+            with self.phases.during("commit"), no_garbage_collection():
+                record = commit_checkpoint(
+                    self.store, plan.decision.before, every, contents, plan.generation, commit=commit
+                )
+            return SaveReport(
+                path=self.store.location,
+                identity=plan.generation,
+                tensor_count=len(record.tensors),
+                bytes_written=sum(file.nbytes for file in record.files),
+                seconds=max(elapsed for _, _, elapsed in parts) + self.phases.seconds["commit"],
+                world_size=self.ranks.world_size,
+                phases={**by_phase(seconds), "commit": [self.phases.seconds["commit"]]},
+            )
+
+        return commit_for_all(
+            self.ranks,
+            "commit",
+            lambda: (files, self.phases.seconds, self.phases.elapsed()),
+            put_in_place,
+            undo=lambda: remove_unfinished(self.store, [file.name for file in files]),
+        )
+
+    def _first_with_the_same_tree(self, captured: Captured) -> int:
+        """The lowest rank whose tree is the same as this rank's."""
+        if self.ranks.world_size == 1:
+            return 0
+        digest = xxhash.xxh3_128_digest(dumps(captured.tree).encode())
+        return self.ranks.all_gather_object(digest).index(digest)
+
+    def _decide(self, proposals: list[_Proposal]) -> tuple[_Decision, Sequence[Sequence[ChunkToWrite]]]:
+        """One checkpoint out of what all ranks propose, and the chunks that each of them writes."""
+        before = look_before(self.store, overwrite=self.options.overwrite)
+        tree, differing = merge_trees([proposals[proposal.same_tree_as].tree for proposal in proposals])
+        tree = _with_own(tree, [proposal.own for proposal in proposals])
+        self._refuse_empty_selection(tree)
+        holdings: list[Sequence[Holding]] = [proposal.holdings for proposal in proposals]
+        if differing:
+            # Where not even the structure is the same, some rank's tensors have no place in the checkpoint.
+            referred = set(tensor_keys(tree))
+            holdings = [[holding for holding in part if holding.key in referred] for part in holdings]
+        agreed = agree(holdings)
+        self._treat_differences([*differing, *agreed.differing])
+        if agreed.ties:
+            tree = renamed_tensors(tree, agreed.ties)
+        written = stamp(self.ranks.world_size) | noted_optimizers([proposal.kinds for proposal in proposals])
+        contents = Contents(agreed.tensors, tree, self.options.metadata, written)
+        return _Decision(before, contents), agreed.chunks
+
+    def _refuse_empty_selection(self, tree: Any) -> None:
+        if tree == {} and not self.options.is_everything:
+            raise ValueError(
+                "include and exclude leave nothing of the state, so nothing was saved. Texts take wildcards "
+                '("model", "*.bias"); regular expressions have to match whole keys.'
+            )
+
+    def _treat_differences(self, differing: list[Differing]) -> None:
+        if self.options.check_replicas is True:
+            refuse_differing(differing)
+        elif self.options.check_replicas == "warn" and differing:
+            warn_caller(describe_differing(differing, "The copies of the lowest ranks are saved, the others are lost."))
+
+
+class _Proposal(NamedTuple):
+    """What a rank would have in the checkpoint."""
+
+    same_tree_as: int
+    """The rank that sends the tree."""
+    tree: Any
+    own: Mapping[str, Any]
+    holdings: NamedRows[Holding]
+    kinds: Mapping[str, str]
+    """The classes of its optimizers, by their keys."""
+
+
+def _with_own(tree: Any, own: Sequence[Mapping[str, Any]]) -> Any:
+    """The tree with the values that each rank has of its own."""
+    names = {name for values in own for name in values}
+    if names:
+        tree = fill_slots(tree, {name: [values.get(name) for values in own] for name in names})
+    if names or len(own) > 1:
+        refuse_shared_keys(tree)
+    return tree
+
+
+def save(
+    state: Any,
+    path: str | os.PathLike[str] | Store,
+    *,
+    overwrite: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    cast: Mapping[Pattern, Any] | None = None,
+    check_replicas: bool | Literal["warn"] = True,
+    allow_pickle: bool = False,
+    max_file_size: int | None = None,
+    memory_budget: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> SaveReport:
+    """Save a state to a folder. With a process group all its ranks call this together, each with its own part.
+
+    The checkpoint appears at once and whole when everything is durable, or not at all.
+
+    Args:
+        state: any nesting of dicts, lists and tuples with tensors, numpy arrays, models, optimizers, other objects
+            that have ``state_dict`` and ``load_state_dict``, and plain values. ``PerRank`` and ``RngState`` mark what
+            every rank has its own of.
+        path: a folder, a URL such as ``s3://bucket/name``, or a store. All ranks give the same.
+        overwrite: replace a checkpoint that is there, in one step. Without it that is an error.
+        metadata: anything that JSON can hold, to be found in the checkpoint by people and programs. That of the first
+            rank counts.
+        include: which keys to save; all by default. Patterns such as ``"model.*"``, regular expressions, functions.
+        exclude: which of these not to save.
+        cast: patterns and the dtype to store their floating point tensors as: ``{"model.*": torch.bfloat16}``.
+        check_replicas: compare what several ranks hold before one copy is stored. ``"warn"`` stores the copy of the
+            lowest rank where they differ, False takes all copies to be equal.
+        allow_pickle: store values that the format has no place for as pickles. Loading them needs the same.
+        max_file_size: bytes of data in one file at most. Larger tensors are cut.
+        memory_budget: bytes that may be allocated beyond the state, apart from some 2 KB per tensor. 64 MiB by default,
+            256 KiB at least.
+        process_group: the ranks that save. All by default; this process alone if there is no process group.
+
+    Example:
+        >>> import tempfile, torch
+        >>> import holdfast as hf
+        >>> path = tempfile.mkdtemp() + "/step-100"
+        >>> saved = hf.save({"model": torch.nn.Linear(4, 2), "step": 100}, path)
+        >>> saved.tensor_count
+        2
+        >>> hf.open(path)["step"]
+        100
+    """
+    make_options = functools.partial(
+        SaveOptions.of,
+        include=include,
+        exclude=exclude,
+        cast=cast,
+        metadata=metadata,
+        overwrite=overwrite,
+        check_replicas=check_replicas,
+        allow_pickle=allow_pickle,
+        max_file_size=max_file_size,
+        memory_budget=memory_budget,
+    )
+    place = in_messages(path)
+    warn_of_unseen_failures()
+    wait_for_conflicting_saves(Claim(place))
+    call = f"holdfast.save to {place}, overwrite={overwrite!r}, check_replicas={check_replicas!r}"
+    rank, world_size = own_place(process_group)
+    with Call("save", place, rank=rank, world_size=world_size) as told, meeting(call, process_group) as ranks:
+        return save_together(ranks, state, path, make_options, told)
+
+
+def save_together(
+    ranks: Collectives,
+    state: Any,
+    path: str | os.PathLike[str] | Store,
+    make_options: Callable[[], SaveOptions],
+    call: Call,
+) -> SaveReport:
+    """Save with ranks that are together already, and tell of it."""
+    phases = Phases(call)
+
+    def capture() -> tuple[SaveRun, Captured]:
+        with phases.during("capture"), no_garbage_collection():
+            options = make_options()
+            run = SaveRun(store_at(path), ranks, options, phases)
+            return run, Capture.of(options, ranks.rank, ranks.world_size).take(state)
+
+    run, captured = ranks.all_gather_status("capture", capture)
+    report = run.save(captured)
+    call.nbytes, call.slowest_rank = report.bytes_written, report.slowest_rank
+    return report

@@ -1,0 +1,75 @@
+"""A new file of the local disk that is being written."""
+
+from __future__ import annotations
+
+import os
+
+from holdfast._base.tuning import DIRECT_FROM
+from holdfast._stores.direct_files import DirectFile
+from holdfast._stores.os_errors import naming, some
+from holdfast._stores.store import Buffer
+
+
+class FileSink:
+    """A small file is written as it comes. A large one is collected in rooms and written past the page cache."""
+
+    def __init__(self, descriptor: int, path: str, size: int | None) -> None:
+        self.descriptor = descriptor
+        self.path = path
+        self.size = 0
+        self._expected = size or 0
+        self._direct: DirectFile | None = None
+
+    def write(self, buffer: Buffer) -> None:
+        """Write all of it, in as many calls as the system wants."""
+        view = memoryview(buffer)
+        if view.nbytes == 0:  # a shape with a zero in it cannot be cast
+            return
+        view = view.cast("B")
+        self.size += view.nbytes
+        with naming(self.path):
+            if self._expected >= DIRECT_FROM:
+                self._large_file().write(view)
+            else:
+                self._write_all(view)
+
+    def room(self, memory: int | None = None) -> memoryview | None:
+        """Memory to be filled with the next bytes; None if ``write`` serves as well.
+
+        ``memory`` is how much there may be in all. The first call decides.
+        """
+        if self._expected < DIRECT_FROM:
+            return None
+        with naming(self.path):
+            return self._large_file(memory).room()
+
+    def advance(self, count: int) -> None:
+        """So many bytes of the room are filled."""
+        assert self._direct is not None
+        self._direct.advance(count)
+        self.size += count
+
+    def finish(self) -> None:
+        """Make everything durable."""
+        if self._direct is not None:
+            self._direct.finish()
+        os.fsync(self.descriptor)
+
+    def close(self) -> None:
+        """No write is under way any more, and none can follow."""
+        try:
+            if self._direct is not None:
+                self._direct.close()
+        finally:
+            descriptor, self.descriptor = self.descriptor, -1  # the number will soon mean another file
+            os.close(descriptor)
+
+    def _write_all(self, view: memoryview) -> None:
+        written = some(os.write(self.descriptor, view))
+        while written < view.nbytes:
+            written += some(os.write(self.descriptor, view[written:]))
+
+    def _large_file(self, memory: int | None = None) -> DirectFile:
+        if self._direct is None:
+            self._direct = DirectFile(self.descriptor, self.path, self._expected, memory)
+        return self._direct

@@ -1,0 +1,226 @@
+"""The contract of stores: where the files of one checkpoint live. Flat names and bytes, nothing about tensors.
+
+``docs/stores.md`` shows how to write one; ``holdfast.testing.StoreConformance`` tests whether it keeps the contract.
+"""
+
+from __future__ import annotations
+
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from holdfast._base.tuning import READ_BYTES
+from holdfast.errors import CommitConflictError, DamagedCheckpointError, HoldfastError, UnsafePathError
+
+Buffer: TypeAlias = Any
+"""Contiguous memory: bytes, bytearray, memoryview, numpy array. Writable where something is read into it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object in a store."""
+
+    name: str
+    size: int
+
+
+Listing: TypeAlias = list[Listed]
+
+
+class Sink(Protocol):
+    """An object that is being written. It may have ``room`` and ``advance`` too, as ``FileSink`` has."""
+
+    def write(self, buffer: Buffer) -> None:
+        """Append all bytes of ``buffer``. The caller may change its memory afterwards."""
+
+
+class Reader(Protocol):
+    """An object that is open for reading. Any number of threads may read from it at once.
+
+    It may have ``read_cached`` and ``read_shared`` too, as ``FileReader`` has.
+    """
+
+    @property
+    def size(self) -> int:
+        """How many bytes the object has."""
+
+    def read_into(self, begin: int, buffer: Buffer) -> None:
+        """Fill all of ``buffer`` with the bytes from ``begin`` on.
+
+        Raises ``DamagedCheckpointError`` if the object ends before that.
+        """
+
+
+class Store(ABC):
+    """One checkpoint's folder, or prefix of object names.
+
+    The names of objects have no slashes. All methods may be called by several threads, and by several processes
+    that have each a store of the same place. A missing object is a ``FileNotFoundError``, a name that could lead out of
+    the store an ``UnsafePathError`` and whatever else fails an ``OSError``; each names the object.
+    """
+
+    location: str
+    """Where this is, for messages."""
+
+    read_bytes: int = READ_BYTES
+    """What a reader should be asked for at once, where bytes go straight to where they belong. More than the default
+    is for stores to which every request is a long way, and whose readers need no memory besides."""
+
+    @abstractmethod
+    def create(self, name: str, size: int | None = None) -> AbstractContextManager[Sink]:
+        """Write a new object in a ``with`` block. If the name is taken, a ``FileExistsError`` is raised.
+
+        At the end of the block the object is there whole, its content durable; its name is durable after ``sync``.
+        After an exception nothing of it is left. A kill may leave a part of it under its name.
+
+        ``size`` is how many bytes will be written, if that is known; a ``ValueError`` if there were more or fewer.
+        """
+
+    @abstractmethod
+    def reader(self, name: str) -> AbstractContextManager[Reader]:
+        """Open an object for a ``with`` block.
+
+        If its name is replaced or deleted meanwhile, reading goes on or fails; bytes of another object never come.
+        """
+
+    @abstractmethod
+    def size(self, name: str) -> int | None:
+        """How many bytes an object has; None if there is no such object."""
+
+    @abstractmethod
+    def list(self) -> Listing:
+        """All objects, those of others too, in no particular order. Nothing if there is no such place."""
+
+    @abstractmethod
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects. Those that do not exist are passed over; if one fails, the others are still deleted."""
+
+    @abstractmethod
+    def commit(self, name: str, content: bytes, *, replaces: bytes | None) -> None:
+        """Make ``name`` appear, or replace it, in one step that is durable on return. Of all readers, everywhere and
+        even after a kill, each sees all of the old content or all of the new.
+
+        ``replaces`` is what was there when the save began, None if there was nothing. If something else is there now, a
+        ``CommitConflictError`` is raised and nothing changes; of several that commit at once, one succeeds. After any
+        other error the name may have either content: look what it is, in this process, before you remove what one of
+        them needs. After an error that means no answer (see ``unanswered.py``) it may still change.
+        """
+
+    def sync(self) -> None:  # noqa: B027 - many stores need not do anything
+        """Make the names of all objects durable that this store has created so far."""
+
+    def put(self, name: str, content: Buffer) -> None:
+        """Create an object with this content."""
+        with self.create(name, memoryview(content).nbytes) as sink:
+            sink.write(content)
+
+    def read_into(self, name: str, begin: int, buffer: Buffer) -> None:
+        """Fill all of ``buffer`` with the bytes of an object from ``begin`` on."""
+        with self.reader(name) as reader:
+            reader.read_into(begin, buffer)
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
+        """The bytes of an object from ``begin`` up to ``end``, or its last.
+
+        Raises ``DamagedCheckpointError`` if the object ends before that.
+        """
+        with self.reader(name) as reader:
+            end = reader.size if end is None else end
+            if end > reader.size or begin > reader.size:  # before memory is taken for it: the number may be anything
+                raise too_short(self.path_of(name), max(begin, end), reader.size)
+            if not 0 <= begin <= end:
+                raise ValueError(f"{self.path_of(name)} has no bytes from {begin} to {end}")
+            content = bytearray(end - begin)
+            reader.read_into(begin, content)
+            return bytes(content)
+
+    def path_of(self, name: str) -> str:
+        """What an object is called in messages."""
+        return f"{self.location}/{name}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.location!r})"
+
+
+def checked_name(name: str) -> str:
+    """The name, if it is the name of an object in a store.
+
+    >>> checked_name("../secrets")
+    Traceback (most recent call last):
+    holdfast.errors.UnsafePathError: '../secrets' is not a name inside of a checkpoint...
+    """
+    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name or not _can_be_encoded(name):
+        raise UnsafePathError(
+            f"{name!r} is not a name inside of a checkpoint: those have no slashes and stay in their folder. "
+            "If a checkpoint from elsewhere contains it, do not trust that checkpoint",
+            name=name,
+        )
+    return name
+
+
+def _can_be_encoded(name: str) -> bool:
+    """False for texts with surrogates, other than those by which Python spells file names that are not UTF-8."""
+    try:
+        name.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def too_short(path: str, expected: int, found: int) -> DamagedCheckpointError:
+    """What to raise if an object ends too early. ``expected`` is how many bytes it should have at least."""
+    return DamagedCheckpointError(
+        f"{path} is too short: it has {found} bytes, and at least {expected} are needed. "
+        "It was cut off or replaced; copy the checkpoint again, or load another one",
+        file=path,
+        key=None,
+        expected=expected,
+        found=found,
+    )
+
+
+def wrong_size(path: str, expected: int, found: int) -> ValueError:
+    """What to raise if an object was created with another size than announced."""
+    return ValueError(f"{path} was to get {expected} bytes and got {found}; it was not kept")
+
+
+def conflict(path: str) -> CommitConflictError:
+    """What to raise if another content is at a committed name than the one to be replaced."""
+    return CommitConflictError(
+        f"another save has changed {path} since this one began, so this one was not committed. "
+        "Save to a place of its own, or once more if this state shall replace the other one",
+        path=path,
+    )
+
+
+# Errors after which a request may still be carried out, because nobody answered it.
+
+
+_NO_ANSWER = {
+    errno.ETIMEDOUT,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ENETRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENOTCONN,
+}
+
+
+def is_unanswered(error: BaseException) -> bool:
+    """Whether a request that ended in this error may have an effect later, so that a look at the place proves nothing.
+
+    That is so for lost connections, for Ctrl-C while a thread of fsspec goes on with the request, and for errors of
+    which nobody knows what they mean: those of packages behind fsspec that are no errors of the system.
+
+    >>> is_unanswered(OSError(28, "No space left on device")), is_unanswered(TimeoutError())
+    (False, True)
+    """
+    if isinstance(error, HoldfastError):
+        return False
+    if not isinstance(error, OSError) or isinstance(error, (TimeoutError, ConnectionError)):
+        return True
+    return error.errno is None or error.errno in _NO_ANSWER

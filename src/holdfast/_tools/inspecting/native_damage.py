@@ -1,0 +1,269 @@
+"""Finds all damage of a checkpoint of our own format: every block of every file has a digest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast._base.tuning import CACHED_READ_BYTES, MEMORY_BUDGET, MEMORY_OF_A_READER, READERS
+from holdfast._formats.native.blocks import Digests, count_blocks, digest_blocks
+from holdfast._formats.native.columns import chunk_volumes, first_blocks
+from holdfast._formats.native.read_plan import runs_of
+from holdfast._formats.native.readable_files import OpenFiles, ReadableFile
+from holdfast._formats.native.reading import read_size
+from holdfast._formats.native.source import NativeSource
+from holdfast._stores.store import Reader
+from holdfast._tools.inspecting.damage import Damage
+from holdfast._tools.inspecting.parts import work_through
+from holdfast._watching.progress import Tally
+from holdfast.errors import HoldfastError
+
+Names = Callable[[str], Sequence[str]]
+"""All keys that a stored tensor has, by its own."""
+
+
+class Region(NamedTuple):
+    """Whole blocks of a file that are read at once."""
+
+    file: int
+    begin: int
+    end: int
+
+
+class NativeCheck:
+    """One look at all files of a checkpoint, or at those blocks of them that some tensors have bytes in."""
+
+    def __init__(
+        self, source: NativeSource, names: Names, chosen: Callable[[str], bool] | None, memory: int | None
+    ) -> None:
+        self._source = source
+        self._record = source.record
+        self._names = names
+        self._chosen = chosen
+        self._memory = memory
+        self.damage: list[Damage] = []
+        self.doubts: list[str] = []
+        self.has_digests = True
+        """Whether there was something to compare blocks with."""
+        self._lock = threading.Lock()
+        self._own = threading.local()
+        self._wrong: dict[int, npt.NDArray[np.bool_]] = {}
+        """Of every file with damaged blocks: which ones."""
+        self._digests: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def run(self, on_total: Callable[[int], Tally]) -> None:
+        """Find all damage. ``on_total`` is told how many bytes there are to read."""
+        try:
+            columns = self._source.columns
+        except (HoldfastError, OSError) as error:
+            self._tell_of_columns(error)
+            self._check_sizes_only()
+            on_total(0)
+            return
+        self._where = _Whereabouts(self._source)
+        self._check_overlaps()
+        starts = first_blocks(self._record.files, self._record.block_bytes)
+        files = [
+            ReadableFile(
+                file.name, file.nbytes, self._opener(file.name), columns.digests[starts[number] : starts[number + 1]]
+            )
+            for number, file in enumerate(self._record.files)
+        ]
+        regions = list(self._regions(files, self._ends()))
+        tally = on_total(sum(region.end - region.begin for region in regions))
+        with closing(OpenFiles(files, (region.file for region in regions))) as opened:
+            work_through(regions, lambda region: self._compare(opened, files, region, tally), self._threads())
+        for number in sorted(self._wrong):
+            self._tell_of_blocks(number)
+
+    def _threads(self) -> int:
+        size = read_size(self._memory, self._record.block_bytes)
+        most = (MEMORY_BUDGET if self._memory is None else self._memory) // (MEMORY_OF_A_READER * size)
+        return max(1, min(READERS, most))
+
+    def _opener(self, name: str) -> Callable[[], object]:
+        return lambda: self._source.store.reader(name)
+
+    def _check_overlaps(self) -> None:
+        for ref in self._record.tensors:
+            if self._is_chosen(ref.key):
+                try:
+                    self._source.chunks(ref.key)
+                except HoldfastError as error:
+                    self.damage.append(Damage.told_by(error, self._record.index.name, self._names(ref.key)))
+
+    def _tell_of_columns(self, error: Exception) -> None:
+        """Without them nobody knows where the tensors lie, so that none of them can be read."""
+        keys = (name for ref in self._record.tensors if self._is_chosen(ref.key) for name in self._names(ref.key))
+        index = self._record.index
+        self.has_digests = False
+        found = self._source.store.size(index.name)
+        if found != index.nbytes:
+            self.damage.append(_wrong_size(index.name, index.nbytes, found, tuple(keys)))
+        else:
+            self.damage.append(Damage(index.name, f"cannot be read: {error}", tuple(keys)))
+
+    def _is_chosen(self, key: str) -> bool:
+        return self._chosen is None or self._chosen(key)
+
+    def _check_sizes_only(self) -> None:
+        """What can be said of data files if nobody knows what lies where in them."""
+        for file in self._record.files:
+            found = self._source.store.size(file.name)
+            if found != file.nbytes:
+                self.damage.append(_wrong_size(file.name, file.nbytes, found, ()))
+
+    def _ends(self) -> list[int]:
+        """How much of every file is there and can be compared; notes those that are missing or of another size."""
+        ends = []
+        for number, file in enumerate(self._record.files):
+            if self._chosen is not None and not self._where.has_any(number, self._chosen):
+                ends.append(0)
+                continue
+            found = self._source.store.size(file.name)
+            is_whole = found is not None and found >= file.nbytes
+            # The last block of a file that is too short has no digest that it could be compared with.
+            end = file.nbytes if is_whole else (found or 0) // self._record.block_bytes * self._record.block_bytes
+            ends.append(end)
+            if found != file.nbytes:
+                self.damage.append(_wrong_size(file.name, file.nbytes, found, self._keys_in(number, end, file.nbytes)))
+        return ends
+
+    def _regions(self, files: Sequence[ReadableFile], ends: Sequence[int]) -> Iterator[Region]:
+        block_bytes, most = self._record.block_bytes, read_size(self._memory, self._record.block_bytes)
+        for number, end in enumerate(ends):
+            needed = np.ones(count_blocks(end, block_bytes), np.bool_)
+            if self._chosen is not None:
+                needed = self._where.blocks_of(number, self._chosen, block_bytes)[: len(needed)]
+            for first, last in runs_of(needed):
+                for begin in range(first * block_bytes, last * block_bytes, most):
+                    yield Region(number, begin, min(begin + most, last * block_bytes, end))
+
+    def _compare(self, opened: OpenFiles, files: Sequence[ReadableFile], region: Region, tally: Tally) -> None:
+        number, begin, end = region
+        block_bytes = self._record.block_bytes
+        expected = files[number].digests
+        assert expected is not None
+        expected = expected[begin // block_bytes : count_blocks(end, block_bytes)]
+        try:
+            with opened.using(number) as reader:
+                found = _digests_of(reader, begin, self._buffer(end - begin), block_bytes)
+        except (OSError, HoldfastError) as error:
+            self._note_unreadable(region, error)
+        else:
+            wrong = np.flatnonzero(found != expected)
+            if wrong.size:
+                with self._lock:
+                    self._wrong_blocks(number)[wrong + begin // block_bytes] = True
+                    for at in wrong.tolist():
+                        self._digests[number, at + begin // block_bytes] = (int(expected[at]), int(found[at]))
+        tally.add(end - begin)
+
+    def _buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Memory of this thread."""
+        buffer: npt.NDArray[np.uint8] | None = getattr(self._own, "buffer", None)
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = self._own.buffer = np.empty(nbytes, np.uint8)
+        return buffer[:nbytes]
+
+    def _wrong_blocks(self, number: int) -> npt.NDArray[np.bool_]:
+        blocks = count_blocks(self._record.files[number].nbytes, self._record.block_bytes)
+        return self._wrong.setdefault(number, np.zeros(blocks, np.bool_))
+
+    def _note_unreadable(self, region: Region, error: Exception) -> None:
+        number, begin, end = region
+        with self._lock:
+            self.damage.append(
+                Damage(
+                    self._record.files[number].name,
+                    f"cannot be read: {error}",
+                    self._keys_in(number, begin, end),
+                    begin,
+                    end,
+                )
+            )
+
+    def _tell_of_blocks(self, number: int) -> None:
+        """One entry for all damaged blocks that lie side by side."""
+        file, block_bytes = self._record.files[number], self._record.block_bytes
+        for first, last in runs_of(self._wrong[number]):
+            begin, end = first * block_bytes, min(last * block_bytes, file.nbytes)
+            expected, found = self._digests[number, first]
+            keys = self._keys_in(number, begin, end)
+            what = "these are not the bytes that were saved"
+            if begin < self._where.header_end(number):
+                what += "; the header of the file lies here" + (" too" if keys else "")
+            elif not keys:
+                what += "; no tensor has bytes here"
+            self.damage.append(Damage(file.name, what, keys, begin, end, f"{expected:08x}", f"{found:08x}"))
+
+    def _keys_in(self, number: int, begin: int, end: int) -> tuple[str, ...]:
+        stored = self._where.keys_in(number, begin, end)
+        return tuple(dict.fromkeys(name for key in stored for name in self._names(key)))
+
+
+def _digests_of(reader: Reader, begin: int, memory: npt.NDArray[np.uint8], block_bytes: int) -> Digests:
+    """Of whole blocks; those that are cached are taken piece by piece, while the processor has them."""
+    read_cached = getattr(reader, "read_cached", None)
+    step = max(CACHED_READ_BYTES // block_bytes, 1) * block_bytes
+    parts, done = [], 0
+    while read_cached is not None and done < memory.nbytes and read_cached(begin + done, memory[done : done + step]):
+        parts.append(digest_blocks(memory[done : done + step], block_bytes))
+        done += step
+    if done < memory.nbytes:
+        reader.read_into(begin + done, memory[done:].data)
+        parts.append(digest_blocks(memory[done:], block_bytes))
+    return np.concatenate(parts)
+
+
+def _wrong_size(name: str, expected: int, found: int | None, keys: tuple[str, ...]) -> Damage:
+    if found is None:
+        return Damage(name, "is missing", keys, None, None, f"{expected:,} bytes", "no such file")
+    if found > expected:
+        return Damage(
+            name, "is longer than what was saved", (), expected, found, f"{expected:,} bytes", f"{found:,} bytes"
+        )
+    return Damage(name, "is cut off", keys, found, expected, f"{expected:,} bytes", f"{found:,} bytes")
+
+
+class _Whereabouts:
+    """Which tensors have bytes in a part of a file."""
+
+    def __init__(self, source: NativeSource) -> None:
+        columns, tensors = source.columns, source.record.tensors
+        itemsizes = np.array([ref.dtype.itemsize for ref in tensors], np.int64)
+        nbytes = chunk_volumes(columns, source.record) * itemsizes[columns.chunk_tensor]
+        order = np.lexsort((columns.chunk_begin, columns.chunk_file))
+        self._begin, self._tensor = columns.chunk_begin[order], columns.chunk_tensor[order]
+        self._end = self._begin + nbytes[order]
+        self._first = np.searchsorted(columns.chunk_file[order], np.arange(len(source.record.files) + 1))
+        self._tensors = tensors
+        self._files = source.record.files
+
+    def header_end(self, file: int) -> int:
+        """Where the first tensor begins."""
+        first, last = self._first[file], self._first[file + 1]
+        return int(self._begin[first]) if first < last else self._files[file].nbytes
+
+    def keys_in(self, file: int, begin: int, end: int) -> list[str]:
+        """The stored keys of all tensors with bytes between these places."""
+        rows = slice(self._first[file], self._first[file + 1])
+        inside = (self._begin[rows] < end) & (self._end[rows] > begin)
+        return [self._tensors[number].key for number in self._tensor[rows][inside].tolist()]
+
+    def has_any(self, file: int, chosen: Callable[[str], bool]) -> bool:
+        """Whether a file holds something of a chosen tensor."""
+        return any(chosen(key) for key in self.keys_in(file, 0, self._files[file].nbytes))
+
+    def blocks_of(self, file: int, chosen: Callable[[str], bool], block_bytes: int) -> npt.NDArray[np.bool_]:
+        """The blocks of a file that chosen tensors have bytes in."""
+        needed = np.zeros(count_blocks(self._files[file].nbytes, block_bytes), np.bool_)
+        for row in range(int(self._first[file]), int(self._first[file + 1])):
+            if chosen(self._tensors[int(self._tensor[row])].key):
+                needed[int(self._begin[row]) // block_bytes : count_blocks(int(self._end[row]), block_bytes)] = True
+        return needed

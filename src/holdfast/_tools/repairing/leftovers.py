@@ -1,0 +1,253 @@
+"""Files that no checkpoint needs: of saves and conversions that were killed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast._formats.dcp.names import METADATA_NAME, is_index
+from holdfast._formats.hf_folder import names as hf_names
+from holdfast._formats.hf_folder.names import COMMIT_NAME
+from holdfast._formats.native.names import RECORD, generation_of
+from holdfast._formats.native.record import Record
+from holdfast._formats.native.source import read_record
+from holdfast._manager.run_file import RUN_FILE
+from holdfast._stores.places import local_path, store_at
+from holdfast._stores.roots import root_at
+from holdfast._stores.store import Listed, Store
+from holdfast._stores.store_files import StoreFiles
+from holdfast._tools.converting.work_folders import is_in_use, left_over, remove_left_over
+from holdfast._tools.listing.liveliness import why_perhaps_alive
+from holdfast._tools.repairing import native
+from holdfast._tools.repairing.report import Debris, Planned
+from holdfast.errors import CheckpointNotFoundError, HoldfastError
+
+# Only what has a name that Holdfast gives, and only where nobody can be writing any more: nothing of it has changed
+# for a
+# while, no job owns the run, and no process holds a lock.
+
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+_DCP_FILE = re.compile(r"__\d+_(?P<generation>[0-9a-f]{8})_\d+\.distcp")
+_DCP_TEMPORARY = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]{8}\.tmp")
+
+
+@dataclass(frozen=True)
+class Heap:
+    """Files in one place that belong together, and that nothing needs."""
+
+    place: str
+    names: Sequence[str]
+    nbytes: int
+    why: str
+    obstacle: str | None
+    """Why they are left alone."""
+
+    def swept(self, *, apply: bool) -> Debris:
+        """Remove them, if ``apply`` and nobody may be writing; and tell what became of them."""
+        if self.obstacle is not None:
+            return Debris(self.place, self.names, self.nbytes, self.why, "kept", self.obstacle)
+        if not apply:
+            return Debris(self.place, self.names, self.nbytes, self.why, "can be removed")
+        try:
+            self._remove()
+        except OSError as error:
+            return Debris(self.place, self.names, self.nbytes, self.why, "kept", str(error))
+        return Debris(self.place, self.names, self.nbytes, self.why, "removed")
+
+    def _remove(self) -> None:
+        store = store_at(self.place)
+        store.delete(self.names)
+        store.sync()
+
+
+@dataclass(frozen=True)
+class WorkFolder(Heap):
+    """The unfinished output of a conversion. What it was to replace may lie in it, and is put back."""
+
+    def _remove(self) -> None:
+        work = Path(self.place) / self.names[0]
+        if not remove_left_over(work):
+            raise OSError(f"{work} is in use, or cannot be locked")
+
+
+def heaps_of_native(store: Store, record: Record | None, *, but: Collection[str] = ()) -> Iterator[Heap]:
+    """What killed saves left in the folder of a checkpoint, or in one without a record if that is None.
+
+    Generations ``but`` these are meant.
+    """
+    listed = store.list()
+    needed = set() if record is None else {record.index.name, *(file.name for file in record.files)}
+    by_generation: dict[str, list[Listed]] = defaultdict(list)
+    for file in listed:
+        generation = generation_of(file.name)
+        if generation is not None and generation not in but and file.name not in needed:
+            by_generation[generation].append(file)
+    for generation, files in sorted(by_generation.items()):
+        yield _heap(store, files, f"left by a save that was not committed (generation {generation})")
+    temporary = [file for file in listed if _TEMPORARY.fullmatch(file.name)]
+    if temporary:
+        yield _heap(store, temporary, "temporary files of a commit that was killed")
+
+
+def heaps_of_hugging_face(store: Store) -> Iterator[Heap]:
+    """Temporary files of saves to a Hugging Face folder in which no switch is under way, which would need them."""
+    by_generation: dict[str, list[Listed]] = defaultdict(list)
+    for file in store.list():
+        generation = hf_names.generation_of(file.name)
+        if generation is not None:
+            by_generation[generation].append(file)
+    for generation, files in sorted(by_generation.items()):
+        yield _heap(store, files, f"left by a save that was not committed (generation {generation})")
+
+
+def heaps_of_dcp(store: Store, needed: Collection[str]) -> Iterator[Heap]:
+    """Data files that the index does not name, if ``holdfast.dcp`` wrote them, and unfinished indexes."""
+    by_generation: dict[str, list[Listed]] = defaultdict(list)
+    for file in store.list():
+        match = _DCP_FILE.fullmatch(file.name)
+        if match is not None and file.name not in needed:
+            by_generation[match["generation"]].append(file)
+    for generation, files in sorted(by_generation.items()):
+        yield _heap(store, files, f"left by a save that was not committed (generation {generation})")
+    names = {file.name for file in store.list()}
+    # Without an index of the whole, one of a rank may be needed though a kill kept it from getting its name.
+    is_whole = METADATA_NAME in names
+    temporary = [
+        file for file in store.list() if (match := _DCP_TEMPORARY.fullmatch(file.name)) and (is_whole or not match[1])
+    ]
+    if temporary:
+        yield _heap(store, temporary, "indexes of saves that were not committed")
+
+
+def heaps_of_conversions(folder: Path) -> Iterator[Heap]:
+    """Unfinished outputs of conversions in a folder."""
+    for path in left_over(folder):
+        obstacle = "a conversion is writing it, or nobody knows" if is_in_use(path) else None
+        yield WorkFolder(str(folder), [path.name], _tree_bytes(path), "left by a conversion that was killed", obstacle)
+
+
+def generations_of_dcp(names: Collection[str]) -> set[str]:
+    """The saves of ``holdfast.dcp`` that have data files in a folder."""
+    return {match["generation"] for match in map(_DCP_FILE.fullmatch, names) if match is not None}
+
+
+def is_debris_alone(store: Store) -> bool:
+    """Whether a folder without a record holds files of our saves."""
+    names = [listed.name for listed in store.list()]
+    return RECORD not in names and any(generation_of(name) is not None for name in names)
+
+
+def _heap(store: Store, files: Sequence[Listed], why: str) -> Heap:
+    names = sorted(file.name for file in files)
+    return Heap(store.location, names, sum(file.size for file in files), why, why_perhaps_alive(store, names))
+
+
+def _tree_bytes(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total
+
+
+# What is wrong with a checkpoint of DCP. Its data files do not hold keys, so nothing can be rebuilt from them.
+
+
+_CANNOT = (
+    "the data files of this format do not say which tensors they hold, so the index cannot be rebuilt from them. Copy "
+    "it again from where it is whole, or load another checkpoint"
+)
+_WHAT_IS_LEFT = "copy it again from where it is whole; what is not lost can be converted, with --exclude for the rest"
+
+
+def problems_of(store: Store) -> tuple[list[Planned], list[Heap]]:
+    """What is wrong with the checkpoint in a store, and the files in it that nothing needs."""
+    from holdfast._dcp.reader import FileSystemReader  # needs torch
+
+    reader = FileSystemReader(store.location)
+    reader.fs, reader.path = StoreFiles(store), store.location
+    index_path = store.path_of(METADATA_NAME)
+    try:
+        try:
+            index = reader.read_metadata()
+        except CheckpointNotFoundError:
+            index = reader.read_merged_rank_metadata(0)
+    except CheckpointNotFoundError as error:
+        return [Planned(index_path, f"there is no index: {error}", _CANNOT)], []
+    except HoldfastError as error:
+        return [Planned(index_path, str(error), _CANNOT)], []
+    pieces: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for item, info in (index.storage_data or {}).items():
+        pieces[info.relative_path].append((item.fqn, info.offset + info.length))
+    return list(_lost_files(store, pieces)), list(heaps_of_dcp(store, set(pieces)))
+
+
+def _lost_files(store: Store, pieces: Mapping[str, Sequence[tuple[str, int]]]) -> Iterator[Planned]:
+    """Files that are not there, or end too early. ``pieces`` has their keys, and where each ends."""
+    sizes = {listed.name: listed.size for listed in store.list()}
+    for name, ends in sorted(pieces.items()):
+        found = sizes.get(name)
+        lost = sorted({key for key, end in ends if found is None or end > found})
+        if lost:
+            most = max(end for _, end in ends)
+            problem = "the file is missing" if found is None else f"the file has {found} bytes, and {most} are needed"
+            yield Planned(store.path_of(name), problem, _WHAT_IS_LEFT, keys=lost)
+
+
+# Everything at a place that no checkpoint needs, whatever else is wrong there.
+
+
+def debris_of(place: str) -> list[Heap]:
+    """What killed saves and conversions left in a folder, or in those directly inside of it; nothing is changed.
+
+    >>> import tempfile
+    >>> debris_of(tempfile.mkdtemp())
+    []
+    """
+    path = local_path(place)
+    if path is not None and path.is_file():
+        return []
+    root = root_at(place)
+    heaps = [] if path is None else list(heaps_of_conversions(path))
+    stores = [root.child(name) for name in sorted(root.children()) if not name.startswith(".")]
+    if root.store.size(RUN_FILE) is None:
+        stores.insert(0, root.store)
+    for store in stores:
+        with suppress(PermissionError):  # what may not be looked at may not be swept either
+            heaps += _heaps_in(store)
+    return heaps
+
+
+def _heaps_in(store: Store) -> list[Heap]:
+    names = {listed.name for listed in store.list()}
+    if RECORD in names:
+        try:
+            return list(heaps_of_native(store, read_record(store)))
+        except HoldfastError:  # a record that cannot be read may need any of the files
+            return []
+    if any(generation_of(name) for name in names):
+        return list(heaps_of_native(store, None, but=native.whole_saves(store, proven=True)))
+    if COMMIT_NAME in names:  # a switch to other files is under way, which needs them
+        return []
+    return [*_heaps_of_dcp(store, names), *heaps_of_hugging_face(store)]
+
+
+def _heaps_of_dcp(store: Store, names: set[str]) -> list[Heap]:
+    """Without torch, indexes cannot be read; where all data files are of one save, that is not needed."""
+    if not any(map(is_index, names)):
+        return []
+    if len(generations_of_dcp(names)) < 2:
+        return list(heaps_of_dcp(store, names))
+    try:
+        return problems_of(store)[1]
+    except (HoldfastError, ImportError):
+        return []

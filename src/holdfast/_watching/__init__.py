@@ -1,0 +1,1 @@
+"""Events of every phase, progress, and who gets them."""

@@ -1,0 +1,1 @@
+"""What ``holdfast.integrations.torch_dcp`` is made of."""

@@ -1,0 +1,263 @@
+"""Background saves one after the other: which waits for which, what is known of one on its way, the program's end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast as hf
+from holdfast._background.queues import SaveQueue
+from holdfast._save.pending import Counter
+from tests.save.overlapping import PATIENCE, GatedStore, held_back
+
+
+def test_saves_to_one_path_are_carried_out_in_the_order_of_the_calls(tmp_path) -> None:
+    store = GatedStore(tmp_path / "x")
+    pending = [hf.async_save({"n": 0}, store, overwrite=True)]
+    pending += [hf.async_save({"n": n}, tmp_path / "x", overwrite=True, when_busy="copy") for n in (1, 2)]
+    ended: list[int] = []
+    for number, each in enumerate(pending):
+        each.committed.add_done_callback(lambda _, number=number: ended.append(number))
+    assert not any(each.done() for each in pending)
+    assert [each.progress().phase for each in pending[1:]] == ["waiting"] * 2
+    store.gate.set()
+    identities = [each.wait(PATIENCE).identity for each in pending]
+    assert ended == [0, 1, 2]
+    assert hf.open(tmp_path / "x").load() == {"n": 2}
+    assert len(set(identities)) == 3
+
+
+def test_a_save_waits_for_background_saves_to_the_same_path(tmp_path, monkeypatch) -> None:
+    store = GatedStore(tmp_path / "x")
+    pending = hf.async_save({"n": torch.ones(3)}, store)
+    wait_for = SaveQueue.wait_for
+
+    def open_the_gate_and_wait(queue: SaveQueue, claim: Any) -> None:
+        assert not pending.done()
+        store.gate.set()
+        wait_for(queue, claim)
+
+    monkeypatch.setattr(SaveQueue, "wait_for", open_the_gate_and_wait)
+    hf.save({"n": 2}, tmp_path / "x", overwrite=True)
+    assert pending.done()
+    assert hf.open(tmp_path / "x").load() == {"n": 2}
+
+
+def test_a_load_waits_for_background_saves_to_the_same_path(tmp_path, monkeypatch) -> None:
+    store = GatedStore(tmp_path / "x")
+    pending = hf.async_save({"w": torch.arange(4.0)}, store)
+    loading = threading.Event()
+    wait_for = SaveQueue.wait_for
+    monkeypatch.setattr(SaveQueue, "wait_for", lambda *given: (loading.set(), wait_for(*given))[1])
+    into = {"w": torch.zeros(4)}
+    thread = threading.Thread(target=hf.load, args=(into, tmp_path / "x"))
+    thread.start()
+    assert loading.wait(PATIENCE)
+    store.gate.set()
+    thread.join(PATIENCE)
+    pending.wait()
+    assert into["w"].tolist() == [0, 1, 2, 3]
+
+
+def load_again(path: str) -> None:
+    hf.load({"w": torch.zeros(2)}, path)
+
+
+def save_again(path: str) -> None:
+    hf.save({"w": torch.ones(2)}, path, overwrite=True)
+
+
+def save_a_copy(path: str) -> None:
+    hf.async_save({"w": torch.ones(2)}, f"{path}-copy")
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+@pytest.mark.parametrize("act", [load_again, save_again, save_a_copy])
+def test_a_callback_does_not_wait_for_the_save_that_calls_it(tmp_path, act: Any, writer: Any) -> None:
+    done = []
+
+    def on_event(event: hf.Event) -> None:
+        if event.is_whole and event.path == str(tmp_path / "x"):
+            act(event.path)
+            done.append(event.name)
+
+    with hf.subscribe(on_event):
+        pending = hf.async_save({"w": torch.ones(2)}, tmp_path / "x", writer=writer)
+        pending.wait(PATIENCE)
+        hf.async_save({"w": torch.ones(2)}, tmp_path / "last").wait(PATIENCE)
+    assert done == ["save"]
+    assert all(hf.open(folder).verify() for folder in tmp_path.iterdir())
+    assert (tmp_path / "x-copy").exists() == (act is save_a_copy)
+
+
+def test_a_save_elsewhere_does_not_wait(tmp_path) -> None:
+    store = GatedStore(tmp_path / "x")
+    pending = hf.async_save({"n": torch.ones(3)}, store)
+    hf.save({"n": 2}, tmp_path / "y")
+    assert not pending.done()
+    store.gate.set()
+    pending.wait(PATIENCE)
+
+
+def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path) -> None:
+    hf.save({"n": 1}, tmp_path)
+    with pytest.raises(hf.errors.CheckpointExistsError):
+        hf.async_save({"n": 2}, tmp_path).wait()
+    assert hf.open(tmp_path).load() == {"n": 1}
+
+
+def test_a_relative_path_is_that_of_the_call(tmp_path, monkeypatch) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with held_back():
+        weight = nn.Parameter(torch.ones(3))
+        pending = hf.async_save({"w": weight}, "x", optimizers=torch.optim.SGD([weight]))
+        monkeypatch.chdir(tmp_path / "there")
+    pending.wait(PATIENCE)
+    assert pending.path == str(tmp_path / "here" / "x")
+    assert hf.open(tmp_path / "here" / "x").load()["w"].tolist() == [1, 1, 1]
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+class Watched(GatedStore):
+    """Notes what is known of the save whenever it does something."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.gate.set()
+        self.pending: list[hf.PendingSave] = []
+        self.is_known = threading.Event()
+        self.seen: list[tuple[str, Any]] = []
+
+    def note(self, what: str) -> None:
+        assert self.is_known.wait(PATIENCE)
+        self.seen.append((what, self.pending[0].progress()))
+
+    def size(self, name: str) -> int | None:
+        self.note("look")
+        return super().size(name)
+
+    def list(self) -> Any:
+        self.note("look")
+        return super().list()
+
+    def create(self, name: str, size: int | None = None) -> Any:
+        self.note("create")
+        return super().create(name, size)
+
+    def commit(self, name: str, content: bytes, *, replaces: bytes | None) -> None:
+        self.note("commit")
+        super().commit(name, content, replaces=replaces)
+
+
+def test_progress_in_every_phase(tmp_path) -> None:
+    weight = nn.Parameter(torch.ones(100, 200))
+    total = 80_000 + 64
+    store = Watched(tmp_path / "x")
+    with held_back() as held:
+        state = {"w": weight, "small": torch.ones(3)}
+        pending = hf.async_save(state, store, optimizers=torch.optim.SGD([weight]))
+        store.pending.append(pending)
+        store.is_known.set()
+        assert pending.progress() == ("copying", 0, pending.progress().total_bytes)
+        assert 80_000 < pending.progress().total_bytes <= total + 64
+        assert not pending.done()
+        held.let_go()
+    pending.wait(PATIENCE)
+    whole = pending.progress().total_bytes
+    assert pending.progress() == ("committed", whole, whole)
+    phases = {what: progress.phase for what, progress in store.seen if what != "look"}
+    assert phases["commit"] == "committing"
+    first = next(progress for what, progress in store.seen if what == "create")
+    assert (first.phase, first.done_bytes) == ("writing", 0)
+    assert next(progress.phase for what, progress in store.seen if what == "look") == "planning"
+    last = next(progress for what, progress in store.seen if what == "commit")
+    assert last.done_bytes == whole
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_a_writer_tells_how_far_it_is(tmp_path, monkeypatch, writer: Any) -> None:
+    told: list[Any] = []
+    enter, advance = Counter.enter, Counter.advance
+    monkeypatch.setattr(Counter, "enter", lambda self, name: (told.append(name), enter(self, name)))
+    monkeypatch.setattr(Counter, "advance", lambda self, nbytes: (told.append(nbytes), advance(self, nbytes)))
+    hf.async_save({"w": torch.ones(1000)}, tmp_path / "x", writer=writer).wait(PATIENCE)
+    names = [each for each in told if isinstance(each, str)]
+    assert list(dict.fromkeys(names)) == ["compare", "plan", "write", "commit"]
+    between = told[told.index("write") + 1 : told.index("commit")]
+    assert sum(between) >= 4000
+
+
+# --- the end of a program --------------------------------------------------------------------------------------------
+
+PREAMBLE = """
+import sys, threading
+from pathlib import Path
+import torch
+import holdfast as hf
+from holdfast._stores.local_store import LocalStore
+
+folder = Path(sys.argv[1])
+
+class Slow(LocalStore):
+    def create(self, name, size=None):
+        threading.Event().wait(0.5)  # still running when the script has ended
+        return super().create(name, size)
+
+class Failing(Slow):
+    def create(self, name, size=None):
+        raise OSError("the disk is gone")
+
+weight = torch.nn.Parameter(torch.ones(1000, 1000))
+optimizer = torch.optim.SGD([weight])
+"""
+
+SCRIPTS = {
+    "pending": """
+hf.async_save({"w": weight}, Slow(folder), optimizers=optimizer)
+hf.async_save({"w": 2 * weight}, folder, overwrite=True, when_busy="copy", writer="process")
+sys.exit(3)
+""",
+    "failed": """
+pending = hf.async_save({"w": weight}, Failing(folder))
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, tuple[Path, int, str]]:
+    """All scripts, run at the same time: each needs seconds to begin."""
+    running = {}
+    for name, script in SCRIPTS.items():
+        folder = tmp_path_factory.mktemp("end")
+        source = folder / "script.py"
+        source.write_text(PREAMBLE + script)
+        command = [sys.executable, str(source), str(folder / "saved")]
+        running[name] = folder / "saved", subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    return {
+        name: (saved, process.wait(3 * PATIENCE), process.communicate()[1])
+        for name, (saved, process) in running.items()
+    }
+
+
+def test_the_end_of_a_program_waits_for_saves(ended: Any) -> None:
+    saved, code, told = ended["pending"]
+    assert code == 3, told
+    assert hf.open(saved)["w"][:].eq(2).all()
+    assert "holdfast" not in told
+
+
+def test_the_exit_code_tells_of_a_failure_that_nobody_saw(ended: Any) -> None:
+    saved, code, told = ended["failed"]
+    assert code == 1
+    assert f"the background save to {saved} failed: OSError: the disk is gone" in told

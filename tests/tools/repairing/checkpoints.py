@@ -1,0 +1,98 @@
+"""Checkpoints as several ranks write them, made by hand: any tensors, cut in any way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from itertools import pairwise
+
+import numpy as np
+
+from holdfast._formats.native.blocks import digest_blocks
+from holdfast._formats.native.dtypes import dtype_named
+from holdfast._formats.native.layout import ChunkToWrite, lay_out
+from holdfast._formats.native.names import data_file
+from holdfast._formats.native.record import BLOCK_BYTES
+from holdfast._formats.native.refs import TensorRef
+from holdfast._save.files import Before, Contents, WrittenFile, commit_checkpoint
+from holdfast._tools.repairing.unrecorded import tree_of_keys
+
+GENERATION = "00112233aabbccdd"
+
+
+def elements(number, dtype, shape):
+    """The bytes of a tensor, by which it is known."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype_named(dtype).itemsize
+    return np.random.default_rng(number).integers(0, 2, nbytes, np.uint8).tobytes()
+
+
+def write(store, tensors, cuts, *, max_file_size=None, generation=GENERATION):
+    """Write and commit tensors, given as key to dtype and shape.
+
+    ``cuts`` has for every key its chunks, as rank, offsets and sizes.
+    """
+    refs = [TensorRef(key, dtype_named(dtype), tuple(shape)) for key, (dtype, shape) in tensors.items()]
+    arrays = {
+        ref.key: np.frombuffer(elements(number, ref.dtype.name, ref.shape), ref.dtype.carrier).reshape(ref.shape)
+        for number, ref in enumerate(refs)
+    }
+    by_rank = {}
+    for number, ref in enumerate(refs):
+        for rank, offsets, sizes in cuts[ref.key]:
+            chunk = ChunkToWrite(number, ref.key, ref.dtype, ref.shape, tuple(offsets), tuple(sizes))
+            by_rank.setdefault(rank, []).append(chunk)
+    files = []
+    for rank, chunks in sorted(by_rank.items()):
+        for number, layout in enumerate(lay_out(chunks, generation, max_file_size)):
+            content = bytearray(layout.header) + bytearray(layout.nbytes - len(layout.header))
+            rows = []
+            for chunk, position in layout.chunks:
+                box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+                part = np.ascontiguousarray(arrays[chunk.key][box]).tobytes()
+                content[position : position + len(part)] = part
+                rows.append((chunk.tensor, position, chunk.offsets, chunk.sizes))
+            name = data_file(generation, rank, number)
+            store.put(name, content)
+            files.append(WrittenFile(name, len(content), rows, digest_blocks(content, BLOCK_BYTES)))
+    tree = tree_of_keys([ref.key for ref in refs])
+    commit_checkpoint(store, Before(None, frozenset()), files, Contents(refs, tree, {"note": 1}, {}), generation)
+    return refs, arrays
+
+
+def grid(shape, edges, ranks):
+    """The boxes of a grid whose lines are at these edges, dealt out to ranks in turn."""
+    boxes = [((), ())]
+    for size, cuts in zip(shape, edges, strict=True):
+        lines = sorted({0, size, *cuts})
+        spans = list(pairwise(lines))
+        boxes = [((*at, low), (*sizes, high - low)) for at, sizes in boxes for low, high in spans]
+    return [(number % ranks, at, sizes) for number, (at, sizes) in enumerate(boxes)]
+
+
+def age_all(folder):
+    """Let everything in a folder look as if nobody had touched it for years."""
+    for file in folder.rglob("*"):
+        os.utime(file, (1_000_000, 1_000_000))
+
+
+def in_a_process_that_is_killed(body):
+    """Run a function in a process of its own, which must get killed by it."""
+    assert ended_by(body) == signal.SIGKILL
+
+
+def ended_by(body):
+    """The signal that ended a process in which a function ran; 0 if the function came to its end."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            body()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
