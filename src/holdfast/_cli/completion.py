@@ -72,7 +72,7 @@ complete -o default -o bashdefault -F _holdfast holdfast
 
 def _zsh(commands: Sequence[Described]) -> str:
     listed = "\n".join(f"        {_quoted(f'{one.name}:{one.title}')}" for one in commands)
-    cases = "\n".join(f"        {one.name}) _arguments {_zsh_arguments(described)} ;;" for one in commands)
+    cases = "\n".join(f"        {one.name}) _arguments {_zsh_arguments(one)} ;;" for one in commands)
     return f"""#compdef holdfast
 # Completion of holdfast for zsh. Made by `holdfast completion zsh`.
 _holdfast() {{
