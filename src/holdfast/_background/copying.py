@@ -67,8 +67,7 @@ class _OnSideStream:
 
 
 # A copy that is put off is right only as long as nobody changes its source. Whether somebody did is told by the
-# counters
-# that torch keeps of changes, and on request by digests.
+# counters that torch keeps of changes, and on request by digests.
 
 
 _Part = Callable[[], None]

@@ -160,8 +160,7 @@ def _let_go_of_locals(error: BaseException) -> None:
 # Which background saves wait for which.
 #
 # Each process group has a lane of its own, and all its ranks put their saves into it in the same order; so the saves
-# of a
-# group never get in each other's way, and groups never wait for each other.
+# of a group never get in each other's way, and groups never wait for each other.
 
 
 @dataclass(eq=False)

@@ -31,8 +31,7 @@ def printable(text: str) -> str:
 # How commands answer: for people on a terminal, as plain text in a pipe, or as JSON.
 #
 # An answer goes to the standard output and everything else (progress, questions, errors) to the standard error, so
-# that
-# a pipe gets the answer alone.
+# that a pipe gets the answer alone.
 
 
 View: TypeAlias = "RenderableType | Callable[[], RenderableType]"

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.futures import Future
 
+from holdfast._dcp.consolidate import consolidate_safetensors_files
 from holdfast._dcp.hf_files import PartFile, split_by_file, write_part_file
 from holdfast._dcp.planner import SavePlanner
 from holdfast._dcp.storage import WriteResult
@@ -18,7 +19,6 @@ from holdfast._formats.dcp.metadata import Metadata, _StorageInfo
 from holdfast._formats.dcp.names import new_generation
 from holdfast._formats.dcp.plan import SavePlan, WriteItem, WriteItemType
 from holdfast._formats.hf_folder.commit import Folder, Switch, make_index
-from holdfast._formats.hf_folder.consolidate import consolidate_safetensors_files
 from holdfast._formats.hf_folder.folder import Contents, read_files
 from holdfast._formats.hf_folder.model_files import assign_files, refuse_unmapped, write_model_files
 from holdfast._formats.hf_folder.names import (
@@ -38,8 +38,7 @@ from holdfast.errors import InvalidPlanError, UnsupportedValueError
 # Hugging Face files that a program writes and lists call by call, without ``save``.
 #
 # Such a program makes the plans itself. What it puts into ``storage_data`` says which file a tensor goes into, files
-# have
-# their names as soon as they are written, and ``finish`` is given whatever results there are, maybe of other
+# have their names as soon as they are written, and ``finish`` is given whatever results there are, maybe of other
 # processes.
 
 

@@ -102,9 +102,8 @@ class Mxfp4:
 
 
 # Two kinds are known. Block-scaled: ``X.weight`` goes with ``X.weight_scale_inv``, a number for every block of 128 x
-# 128
-# elements, which is multiplied with them. MXFP4: ``X_blocks`` holds two 4-bit floats per byte, and ``X_scales`` an
-# exponent for every block of them.
+# 128 elements, which is multiplied with them. MXFP4: ``X_blocks`` holds two 4-bit floats per byte, and ``X_scales``
+# an exponent for every block of them.
 
 
 class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):

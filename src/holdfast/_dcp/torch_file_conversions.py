@@ -108,14 +108,12 @@ class TorchFileElements(Elements):
 #
 # They do what DCP's own do, and are a save and a load by DCP's planners: every key, value and tensor of whatever kind
 # comes out as ``dcp.save`` and ``dcp.load`` would have it, a checkpoint that is there is replaced as a save replaces
-# it,
-# and what goes wrong is a ``CheckpointException``. ``holdfast.convert`` does more (choosing, renaming, casts, a
-# proof),
-# knows the state as a tree of its own, and goes through ``Outgoing``; what writes archives and files is the same.
+# it, and what goes wrong is a ``CheckpointException``. ``holdfast.convert`` does more (choosing, renaming, casts, a
+# proof), knows the state as a tree of its own, and goes through ``Outgoing``; what writes archives and files is the
+# same.
 #
 # Tensors go through in pieces, so that no memory is needed for any of them as a whole. What comes out appears whole
-# or
-# not at all.
+# or not at all.
 
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from holdfast._base.commits import Commit
 from holdfast._base.notices import warn_caller
 from holdfast._base.tuning import DIRECT_FROM, MEMORY_BUDGET
 from holdfast._dcp.data_files import DataFile, ValueNeedingPickle, direct_stream, split_by_size_and_type, write_file
@@ -35,7 +36,6 @@ from holdfast._formats.dcp.metadata import Metadata, MetadataIndex, StorageMeta,
 from holdfast._formats.dcp.plan import SavePlan
 from holdfast._formats.dcp.transforms import StreamTransform, WriterTransforms
 from holdfast._formats.hf_folder.commit import holds, put_has_failed, rename_has_failed
-from holdfast._ranks.committing import Commit
 from holdfast._stores.durable_files import flush_to_disk
 from holdfast._stores.filesystem import AnyPath, FileSystemBase
 from holdfast._stores.local_filesystem import FileSystem

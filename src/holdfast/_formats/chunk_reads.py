@@ -17,8 +17,7 @@ from holdfast._formats.byte_ranges import Ranges, read_with_crc
 # Cuts a region of a row-major tensor in a file into parts that are each worth one read.
 #
 # A region is seldom one run of bytes: a slice of columns is a run per row. Bytes between runs are read along and
-# thrown
-# away if there are few of them, because that is cheaper than another request; more of them are skipped.
+# thrown away if there are few of them, because that is cheaper than another request; more of them are skipped.
 
 
 def readable_parts(
@@ -86,9 +85,8 @@ def _largest_gap(sizes: Sequence[int], strides: Sequence[int], itemsize: int) ->
 
 
 # A chunk is a row-major array at some place of a file. Of several regions that are wanted of it no byte is read
-# twice,
-# and bytes between them are read along only where another request would cost more. What lies in memory as it does in
-# the file is read straight into that memory, all else through small buffers.
+# twice, and bytes between them are read along only where another request would cost more. What lies in memory as it
+# does in the file is read straight into that memory, all else through small buffers.
 
 
 _ANY_LENGTH = 1 << 62

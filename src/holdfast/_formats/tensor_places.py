@@ -140,9 +140,8 @@ class _TurnedPlace:
 # Regions of an array in a file whose elements lie there in another order than that of its dimensions, or with gaps.
 #
 # Such an array is seen as a part of a row-major one: its dimensions in the order of their strides, with as many
-# elements
-# in each as the stride of the one before has room for. Tensors that were turned, sliced or stepped over are like
-# that.
+# elements in each as the stride of the one before has room for. Tensors that were turned, sliced or stepped over are
+# like that.
 
 
 class Arrangement(NamedTuple):

@@ -27,9 +27,8 @@ from holdfast.errors import UnsupportedTensorError
 # Tensors of a state that are to be filled.
 #
 # Nearly all of most states take what is stored for them byte by byte. Those are kept as columns and handled all at
-# once,
-# since there may be very many of them, and small ones. Whatever is special about a tensor makes it a ``Fill`` of its
-# own.
+# once, since there may be very many of them, and small ones. Whatever is special about a tensor makes it a ``Fill``
+# of its own.
 
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

@@ -41,11 +41,9 @@ def _differs(name: str, ranks: Sequence[Options]) -> bool:
 
 
 # Ranks have clocks of their own, and a signal may reach only one of them, so they have to exchange what they know.
-# They
-# do that at steps that all of them know in advance: at each exchange rank 0 announces the next one, about a second of
-# training later, and it takes place at the first step from there on. Between exchanges a step costs a few
-# comparisons.
-# What follows from the number of the step alone needs no exchange.
+# They do that at steps that all of them know in advance: at each exchange rank 0 announces the next one, about a
+# second of training later, and it takes place at the first step from there on. Between exchanges a step costs a few
+# comparisons. What follows from the number of the step alone needs no exchange.
 
 
 Reason = Literal["preemption", "steps", "minutes"]

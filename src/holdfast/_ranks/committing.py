@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from holdfast._base.commits import Commit
 from holdfast._ranks.failures import PackedFailure, pack_failure, unpack_failure, wrap_exception
 from holdfast.errors import CheckpointException
 
@@ -18,13 +19,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-@dataclass
-class Commit:
-    """One commit, as far as the one who commits knows."""
-
-    may_have_happened: bool = False
 
 
 @dataclass(frozen=True)

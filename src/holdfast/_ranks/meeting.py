@@ -75,8 +75,7 @@ def _opened(payload: bytes) -> Any:
 
 
 # They talk over a connection of their own, so that a save or load neither disturbs the program's process group nor
-# needs
-# one that works on the CPU.
+# needs one that works on the CPU.
 
 
 @contextmanager

@@ -18,8 +18,7 @@ from holdfast._base.tuning import RECORDS_AT_ONCE
 # Lists of our own records (plans, results, the index) as columns, which pickle several times faster than row by row.
 #
 # A column is a tuple: how to read it, and what with. Objects of other people's classes are left as they are: what
-# holds
-# them together (one list that several refer to, say) would be lost.
+# holds them together (one list that several refer to, say) would be lost.
 
 
 Column = tuple[Any, ...]
@@ -140,8 +139,7 @@ def _mixed(which: list[int], columns: list[Column]) -> list[Any]:
 
 
 # A plan of very many tensors is one object for ``pickle``, which lets no other thread run until it is done with it.
-# So
-# long lists and dicts are taken out of the value and pickled in parts, each of which takes a millisecond or so.
+# So long lists and dicts are taken out of the value and pickled in parts, each of which takes a millisecond or so.
 
 
 def pack(value: Any) -> bytes:

@@ -52,12 +52,10 @@ def _joined(kind: Any, parts: list[bytes]) -> NamedRows[Any]:
 # Tied tensors: keys that are names of one tensor, and so are stored once.
 #
 # Every rank notes which of its keys have the very same memory, and the coordinator decides. Two keys are one tensor
-# if
-# every rank that holds one of them holds the other in the same memory, described alike. A rank whose parts of both
-# have
-# no elements cannot tell, and agrees with the others. What the ranks do not agree on is stored as separate tensors,
-# each
-# complete and with its copies compared, so a rank must be able to write and to compare every key that it has.
+# if every rank that holds one of them holds the other in the same memory, described alike. A rank whose parts of both
+# have no elements cannot tell, and agrees with the others. What the ranks do not agree on is stored as separate
+# tensors, each complete and with its copies compared, so a rank must be able to write and to compare every key that
+# it has.
 
 
 def noted_ties(holdings: list[Holding], local: Mapping[str, HeldTensor]) -> list[Holding]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from holdfast._base.boxes import Box
+from holdfast._base.commits import Commit
 from holdfast._base.garbage import no_garbage_collection
 from holdfast._base.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE, SHARE_OF_ROOMS
 from holdfast._formats.native.blocks import Digests
@@ -26,7 +27,6 @@ from holdfast._formats.native.names import RECORD, data_file, generation_of, ind
 from holdfast._formats.native.record import BLOCK_BYTES, Record, StoredFile, decode_record, encode_record
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.writing import Gather, write_data_file
-from holdfast._ranks.committing import Commit
 from holdfast._stores.store import Store, is_unanswered
 from holdfast.errors import CheckpointExistsError, IncompleteSaveError, NotAFolderError
 

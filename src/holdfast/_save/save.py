@@ -12,6 +12,7 @@ import xxhash
 
 from holdfast._background.futures import warn_of_unseen_failures
 from holdfast._background.queues import Claim, wait_for_conflicting_saves
+from holdfast._base.commits import Commit
 from holdfast._base.environment import noted_optimizers, stamp
 from holdfast._base.garbage import no_garbage_collection
 from holdfast._base.json_parts import dumps
@@ -20,7 +21,7 @@ from holdfast._base.patterns import Pattern, Patterns
 from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.names import new_generation
 from holdfast._layout.descriptions import Holding
-from holdfast._ranks.committing import Commit, commit_for_all
+from holdfast._ranks.committing import commit_for_all
 from holdfast._ranks.meeting import meeting, own_place
 from holdfast._save.agreement import Differing, NamedRows, agree, describe_differing, refuse_differing
 from holdfast._save.capture import Capture, Captured

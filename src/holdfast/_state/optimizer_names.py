@@ -14,8 +14,7 @@ from holdfast.errors import OptimizerMismatchError
 # Optimizer states without nesting, as DCP makes them with ``StateDictOptions(flatten_optimizer_state_dict=True)``.
 #
 # Their keys are ``state.<parameter>.<key>`` and ``param_groups.<parameter>.<setting>``: each parameter is a group of
-# its
-# own.
+# its own.
 
 
 _PARTS = ("state", "param_groups")

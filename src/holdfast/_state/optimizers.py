@@ -32,8 +32,7 @@ from holdfast._state.unwrapping import refuse_if_it_cannot_be_loaded, was_constr
 # Loading an optimizer without what torch does on the way: it turns moments into the element type of their parameters.
 #
 # Moments and master weights have their own types on purpose. So what torch would turn is put back afterwards; and
-# where
-# nobody looks at it in between, torch does not get to see it, which spares the memory for a second copy.
+# where nobody looks at it in between, torch does not get to see it, which spares the memory for a second copy.
 
 
 def stand_ins(optimizer: Optimizer, parameters: Mapping[Any, torch.Tensor], state: Mapping[Any, Any]) -> dict[Any, Any]:

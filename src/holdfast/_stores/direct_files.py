@@ -113,8 +113,7 @@ _syscall = (
 # A large new file, written past the page cache while its next bytes are being prepared.
 #
 # The page cache would copy everything once more and take memory from programs that need it; on many disks it also
-# makes a
-# durable write several times slower. File systems that do not take direct writes get ordinary ones.
+# makes a durable write several times slower. File systems that do not take direct writes get ordinary ones.
 
 
 class DirectFile:

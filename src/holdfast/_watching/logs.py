@@ -87,8 +87,7 @@ def _first_line(text: str) -> str:
 
 
 # The logger is ``holdfast.events``. What happened as a whole is INFO on rank 0, the phases and the other ranks are
-# DEBUG.
-# A failure has no higher level, since it is raised as well. ``record.event`` is the event as a dict.
+# DEBUG. A failure has no higher level, since it is raised as well. ``record.event`` is the event as a dict.
 
 
 logger = logging.getLogger("holdfast.events")

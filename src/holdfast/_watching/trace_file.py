@@ -20,8 +20,8 @@ from holdfast._watching.subscribers import Subscription, subscribe
 # Adding to a file of JSON that is to be complete at all times.
 #
 # Every event is a line. The next one is written over the brackets at the end together with new brackets, in one
-# write. If
-# even that is cut short, the next program that writes to the file mends it; viewers of traces take it as it is.
+# write. If even that is cut short, the next program that writes to the file mends it; viewers of traces take it as it
+# is.
 
 
 if sys.platform != "win32":
@@ -127,10 +127,8 @@ def _lock(file: int) -> None:
 # Traces for Perfetto (ui.perfetto.dev) and ``chrome://tracing``: when which rank did what, drawn on a line of time.
 #
 # A file is complete after every event, so it can be looked at while the program runs, and after it was killed. It is
-# JSON
-# in Chrome's trace event format: an object whose ``traceEvents`` have ``ph``, ``ts`` and ``dur`` in microseconds,
-# ``pid``
-# (the rank) and ``tid`` (a row; calls that overlap have rows of their own).
+# JSON in Chrome's trace event format: an object whose ``traceEvents`` have ``ph``, ``ts`` and ``dur`` in
+# microseconds, ``pid`` (the rank) and ``tid`` (a row; calls that overlap have rows of their own).
 
 
 _VARIABLE = "HOLDFAST_TRACE"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast._formats.hf_folder.consolidate import (
+from holdfast._dcp.consolidate import (
     consolidate_safetensors_files,
     consolidate_safetensors_files_on_every_rank,
 )

@@ -24,8 +24,8 @@ from holdfast._formats.archives.known_names import Draft, Inert, Known, Name, Re
 # numpy arrays, scalars and dtypes out of pickles, without numpy's own unpickling.
 #
 # ``numpy.dtype.__setstate__`` believes what it is told about sizes and flags, which is enough to read and write
-# foreign
-# memory. Here a dtype is made from a short name of a few simple kinds, and an array from bytes that have its length.
+# foreign memory. Here a dtype is made from a short name of a few simple kinds, and an array from bytes that have its
+# length.
 
 
 _SIMPLE = re.compile(r"[biufcSU]\d{1,9}|[Mm]8")
@@ -103,8 +103,8 @@ def numpy_names() -> Iterator[tuple[Name, Known]]:
 
 
 # Each entry takes apart what a hostile file could hand it: no argument here can run code, reserve memory that the
-# file
-# does not pay for with bytes of its own, or put an object into a state that its class would not have reached itself.
+# file does not pay for with bytes of its own, or put an object into a state that its class would not have reached
+# itself.
 
 
 T = TypeVar("T")

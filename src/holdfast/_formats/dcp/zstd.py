@@ -14,8 +14,7 @@ from holdfast.errors import MissingPackageError
 # The frames of a Zstandard stream, taken apart into pieces that are small however much they decompress to.
 #
 # A block of a few bytes may stand for 128 KiB, and never for more; so memory is bounded if blocks are decompressed
-# one at
-# a time. That a stream was cut off shows here too, where some decompressors just end.
+# one at a time. That a stream was cut off shows here too, where some decompressors just end.
 
 
 _MAGIC = 0xFD2FB528

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, NoReturn
 
+from holdfast._base.commits import Commit
 from holdfast._base.json_objects import parse_json_object
 from holdfast._formats.hf_folder.names import (
     COMMIT_NAME,
@@ -18,7 +19,6 @@ from holdfast._formats.hf_folder.names import (
     lies_inside,
     temporary_name,
 )
-from holdfast._ranks.committing import Commit
 from holdfast._stores.durable_files import flush_to_disk
 from holdfast._stores.filesystem import AnyPath, FileSystemBase
 from holdfast._stores.store import is_unanswered
@@ -59,11 +59,10 @@ def holds(fs: FileSystemBase, path: AnyPath, content: bytes, *, if_unknown: bool
 
 
 # A save writes all of its files under temporary names. Then one rename puts a record in place that says which
-# temporary
-# file is to get which name: from that moment on the folder holds the new checkpoint, and readers that know the record
-# find its files under either name. After that the files get their names, the index comes last, and the record is
-# removed.
-# Readers that do not know the record never see an index whose files are of different saves: there is none meanwhile.
+# temporary file is to get which name: from that moment on the folder holds the new checkpoint, and readers that know
+# the record find its files under either name. After that the files get their names, the index comes last, and the
+# record is removed. Readers that do not know the record never see an index whose files are of different saves: there
+# is none meanwhile.
 
 
 @dataclass(frozen=True)

@@ -95,10 +95,9 @@ def lies_inside(name: str) -> bool:
 
 # The notes in the header of a Hugging Face file: where the parts of tensors in it belong, and which save it is of.
 #
-# ``DCP_SHARDING_INFO``, ``DCP_VERSION`` and ``format`` are torch's. ``HOLDFAST_SAVE`` is ours, and
-# other readers pass over it: the id of the save, by which files of different saves are told apart, and the full sizes
-# of
-# tensors of which the file holds a part, by which a missing part is noticed.
+# ``DCP_SHARDING_INFO``, ``DCP_VERSION`` and ``format`` are torch's. ``HOLDFAST_SAVE`` is ours, and other readers pass
+# over it: the id of the save, by which files of different saves are told apart, and the full sizes of tensors of
+# which the file holds a part, by which a missing part is noticed.
 
 
 SHARDING_KEY = "DCP_SHARDING_INFO"

@@ -84,8 +84,7 @@ class _Bounded:
 # Whether the storages that a ``torch.save`` file describes are as large as the entries that hold them.
 #
 # Elements are read from the file by the size that the description claims, which torch does not compare: a wrong one
-# would
-# show bytes of something else as elements.
+# would show bytes of something else as elements.
 
 
 def check_storage_sizes(description: bytes, entries: Mapping[str, Entry], *, source: str) -> None:

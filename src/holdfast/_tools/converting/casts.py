@@ -17,8 +17,7 @@ from holdfast.errors import MissingPackageError
 # Elements of one floating point type as another, bit by bit as torch makes them, without a need for torch.
 #
 # What is no number stays none; which of the many bit patterns of that comes out is not even the same within torch.
-# numpy
-# has no bfloat16, so that it is made of float32 by hand. Types that numpy lacks otherwise go through torch.
+# numpy has no bfloat16, so that it is made of float32 by hand. Types that numpy lacks otherwise go through torch.
 
 
 Array = npt.NDArray[Any]

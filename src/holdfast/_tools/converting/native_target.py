@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast._base.commits import Commit
 from holdfast._base.environment import noted_optimizers, stamp
 from holdfast._base.tuning import SHARE_OF_ROOMS
 from holdfast._formats.native.layout import ChunkToWrite, FileLayout, lay_out
@@ -19,7 +20,6 @@ from holdfast._formats.native.values import Encoder
 from holdfast._formats.native.values import Path as TreePath
 from holdfast._formats.native.writing import Bytes, write_data_file
 from holdfast._formats.source import Source
-from holdfast._ranks.committing import Commit
 from holdfast._save.files import Contents, WrittenFile, commit_checkpoint, look_before, remove_unfinished
 from holdfast._stores.local_store import LocalStore
 from holdfast._stores.store import Store

@@ -77,8 +77,7 @@ class OrderedReads:
 
 
 # Tensors are read from front to back in row-major order, some pieces ahead, by several threads. Whoever writes takes
-# the
-# pieces one after the other; what was taken is digested, and compared later with what can be read back.
+# the pieces one after the other; what was taken is digested, and compared later with what can be read back.
 
 
 Bytes = npt.NDArray[np.uint8]

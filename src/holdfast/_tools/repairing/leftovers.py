@@ -28,8 +28,7 @@ from holdfast._tools.repairing.report import Debris, Planned
 from holdfast.errors import CheckpointNotFoundError, HoldfastError
 
 # Only what has a name that Holdfast gives, and only where nobody can be writing any more: nothing of it has changed
-# for a
-# while, no job owns the run, and no process holds a lock.
+# for a while, no job owns the run, and no process holds a lock.
 
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")

@@ -122,8 +122,7 @@ def repair_now(what: What, source: str, digests: Origin) -> Repair:
 # The columns of a checkpoint whose record is lost: what they tell without it.
 #
 # They are written when all ranks have written their data files, so they prove that these are all there; and their
-# digests
-# tell whether the data is as it was saved.
+# digests tell whether the data is as it was saved.
 
 
 @dataclass(frozen=True)

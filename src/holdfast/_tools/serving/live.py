@@ -19,8 +19,7 @@ from holdfast._tools.listing.liveliness import was_cut_off, why_perhaps_writing
 # How much of a file has been written so far.
 #
 # Its size does not tell: large files get all of their space before the first byte, so that a full disk is noticed
-# early.
-# The file system knows which parts are still holes.
+# early. The file system knows which parts are still holes.
 
 
 _MOST_PARTS = 10_000
@@ -63,8 +62,7 @@ def _without_holes(descriptor: int, size: int) -> int:
 
 
 # Nobody announces a save to others: it is seen by its files, which have no record yet. Those of a save that runs
-# grow; a
-# run file tells besides which folders its job has begun to change, and whether that job is alive.
+# grow; a run file tells besides which folders its job has begun to change, and whether that job is alive.
 
 
 Activity: TypeAlias = Literal["writing", "committing", "stalled", "being deleted", "debris"]

@@ -19,6 +19,7 @@ from torch.futures import Future
 
 from holdfast._background.snapshots import take_snapshot
 from holdfast._base.boxes import Box, volume
+from holdfast._base.commits import Commit
 from holdfast._base.environment import stamp
 from holdfast._base.sizes import checked_bytes
 from holdfast._formats.native.dtypes import dtype_named
@@ -26,7 +27,6 @@ from holdfast._formats.native.names import new_generation
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.values import JSON, Encoder, decode, leaves
 from holdfast._formats.nesting import nested
-from holdfast._ranks.committing import Commit
 from holdfast._ranks.failures import pack_failure, unpack_failure, wrap_exception
 from holdfast._save.agreement import refuse_bad_tiling
 from holdfast._save.files import (

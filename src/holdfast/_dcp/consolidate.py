@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from holdfast._base.commits import Commit
 from holdfast._formats.dcp.names import new_generation
 from holdfast._formats.hf_folder.commit import Folder, Switch, make_index
 from holdfast._formats.hf_folder.folder import Contents, read_contents, read_files
 from holdfast._formats.hf_folder.model_files import assign_files, write_model_files
 from holdfast._formats.hf_folder.names import SUFFIX, is_shard, temporary_name
 from holdfast._ranks.collectives import Collectives
-from holdfast._ranks.committing import Commit
 from holdfast._stores.local_filesystem import FileSystem
 from holdfast.errors import CheckpointNotFoundError, RankDisagreementError
 
