@@ -13,15 +13,18 @@ import xxhash
 
 from holdfast._base.boxes import Box, cut, place_of
 from holdfast._base.tuning import PIECE_BYTES, SMALL_TENSOR
-from holdfast._compat.tensors import LESS_THAN_A_BYTE
+from holdfast._compat.tensors import LESS_THAN_A_BYTE, PACKED
 from holdfast._formats.native.numpy_types import has_gaps, without_gaps
 
 # The elements of a tensor as bytes in row-major order, whatever it looks like in memory.
 
 
+_ONLY_AS_BYTES = LESS_THAN_A_BYTE | PACKED
+
+
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or its bytes if torch has no copy for its dtype (elements of fewer than 8 bits)."""
-    return tensor.view(torch.uint8) if tensor.dtype in LESS_THAN_A_BYTE else tensor
+    """The tensor itself, or its bytes if some torch has no copy for its dtype (numbers of fewer than 8 bits)."""
+    return tensor.view(torch.uint8) if tensor.dtype in _ONLY_AS_BYTES else tensor
 
 
 def as_plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
