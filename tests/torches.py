@@ -27,6 +27,15 @@ def stock_module(name: str) -> Any:
     return pytest.importorskip(full_name, reason=f"torch {torch.__version__} has no {full_name}")
 
 
+def copies(dtype: torch.dtype) -> bool:
+    """Whether the installed torch can copy tensors of a dtype that it has."""
+    try:
+        torch.empty(2, dtype=dtype).clone()
+    except NotImplementedError:
+        return False
+    return True
+
+
 def since(module: Any, name: str) -> Any:
     """Skip a test if the installed torch lacks something that the test compares with."""
     return pytest.mark.skipif(not hasattr(module, name), reason=f"torch {torch.__version__} has no {name}")
@@ -150,6 +159,22 @@ LACKING: list[tuple[str, str, Callable[[], bool]]] = [
         for module, text in (
             ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDP+TP sharding does not support uneven sharding"),
             ("torch.distributed.tensor.placement_types", "_StridedShard currently only allows even sharding"),
+        )
+    ),
+    (
+        "FSDP only supports 1D TP, not",
+        "FSDP2 works only over one other kind of parallelism",
+        functools.partial(_says, "torch.distributed.fsdp._fully_shard._fsdp_param", "FSDP only supports 1D TP, not"),
+    ),
+    *(
+        (
+            text,
+            "views of DTensors flatten no sharded columns",
+            functools.partial(_says, "torch.distributed.tensor._ops._view_ops", text),
+        )
+        for text in (
+            "but only the leftmost dim of a Flatten can be sharded.",
+            "Attempted to flatten multiple dimensions, with dimension",
         )
     ),
     (

@@ -21,7 +21,7 @@ LESS_THAN_A_BYTE = frozenset(
 """Integers of fewer than 8 bits, which torch can store but not copy. 2.6 has only the unsigned ones."""
 
 PACKED = frozenset(DTYPES[name] for name in ("float4_e2m1fn_x2",) if name in DTYPES)
-"""Dtypes with two numbers in an element, which torch does not convert. Since 2.8."""
+"""Dtypes with two numbers in an element, which torch does not convert, and before 2.10 not copy. Since 2.8."""
 
 rebuild_tensor: Callable[..., torch.Tensor] = torch._utils._rebuild_tensor_v2
 """What torch.save stores for a tensor of a dtype with a storage class of its own."""

@@ -6,12 +6,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from holdfast.compat.tensors import LESS_THAN_A_BYTE
+from holdfast.compat.tensors import LESS_THAN_A_BYTE, PACKED
+
+_ONLY_AS_BYTES = LESS_THAN_A_BYTE | PACKED
 
 
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or its bytes if torch has no copy for its dtype (elements of fewer than 8 bits)."""
-    return tensor.view(torch.uint8) if tensor.dtype in LESS_THAN_A_BYTE else tensor
+    """The tensor itself, or its bytes if some torch has no copy for its dtype (numbers of fewer than 8 bits)."""
+    return tensor.view(torch.uint8) if tensor.dtype in _ONLY_AS_BYTES else tensor
 
 
 def as_plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
