@@ -1,4 +1,4 @@
-"""DTensors of tensors that every rank has, made without messages between the ranks."""
+"""DTensors of tensors that every rank has, and back."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import inspect
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 _WITHOUT_MESSAGES = "src_data_rank" in inspect.signature(distribute_tensor).parameters  # since torch 2.7
 
 
 def dtensor_of(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """This rank's part of ``full``, as a DTensor."""
+    """This rank's part of ``full``, as a DTensor, without messages between the ranks."""
     if _WITHOUT_MESSAGES:
         return distribute_tensor(full, mesh, placements, src_data_rank=None)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -25,3 +26,20 @@ def dtensor_of(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placem
     box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
     local = full.detach()[box].clone()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor of what FSDP2 and tensor parallelism have split, on every rank.
+
+    FSDP2, which stands on the left, has split last, so its parts are joined first. Until torch 2.9, ``full_tensor()``
+    mixes up the uneven shards of both.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    joined = tensor.to_local().detach()
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Replicate):
+            parts: list[torch.Tensor] = [joined] * tensor.device_mesh.size(mesh_dim)
+            dist.all_gather_object(parts, joined.clone(), group=tensor.device_mesh.get_group(mesh_dim))
+            joined = torch.cat(parts, placement.dim)
+    return joined

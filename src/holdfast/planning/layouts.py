@@ -12,6 +12,9 @@ describes a dimension it has flattened, and then the local data is several separ
 Both meanings agree while all sizes divide evenly. Which one holds is not a guess: it is what DTensor itself uses to
 redistribute (``full_tensor`` included), namely an order of splits if the factors can be read as one and no order is
 given beside them, else literally.
+
+Before 2.10, DTensor has no rule for literal strided shards of uneven sizes (2.8 and 2.9 split them in one way and put
+them together in another), so these are refused there.
 """
 
 from __future__ import annotations
@@ -20,9 +23,15 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from holdfast.compat.dtensors import ShardOrder, given_shard_order, placements_of
+from holdfast.compat.dtensors import (
+    ShardOrder,
+    given_shard_order,
+    placements_of,
+    splits_parts_of_their_own_sizes,
+)
 from holdfast.compat.dtensors import StridedShard as _StridedShard
 from holdfast.compat.tensors import local_part
 from holdfast.errors import UnsupportedTensorError
@@ -62,6 +71,8 @@ def dtensor_pieces(dtensor: DTensor, *, key: str = "") -> list[Piece]:
         return []
     _refuse_partial(placements, key)
     order = given_shard_order(dtensor)
+    if not splits_parts_of_their_own_sizes():
+        _refuse_uneven_strides(dtensor, placements, key)
     pieces = local_pieces(dtensor.shape, mesh.shape, coordinate, placements, shard_order=order)
     expected, found = _local_shape(pieces), tuple(local_part(dtensor).shape)
     if found != expected:
@@ -99,18 +110,7 @@ def local_pieces(
             f"not {list(coordinate)} and {list(placements)}"
         )
     _refuse_partial(placements, key="")
-    dims = [_sharded_dim(placement, len(shape)) for placement in placements]
-    factors = [_split_factor(placement) for placement in placements]
-    if shard_order is None:
-        shard_order = _encoded_order(mesh_shape, dims, factors)
-        if shard_order is None:
-            shard_order = _left_to_right(dims)
-        else:
-            factors = [1] * len(factors)  # they said all they had to say
-    splits = {
-        dim: [_Split(mesh_shape[m], coordinate[m], factors[m]) for m in mesh_dims]
-        for dim, mesh_dims in shard_order.items()
-    }
+    splits = _splits_of(len(shape), mesh_shape, coordinate, placements, shard_order)
     return _boxes_of([_held(size, splits.get(dim, ())) for dim, size in enumerate(shape)], shape)
 
 
@@ -127,6 +127,25 @@ def _refuse_partial(placements: Iterable[Placement], key: str) -> None:
             key=key,
             kind="DTensor with partial placements",
         )
+
+
+def _refuse_uneven_strides(dtensor: DTensor, placements: Sequence[Placement], key: str) -> None:
+    """Refuse a literal strided shard if its size does not divide evenly, whatever the shape of the local data."""
+    mesh_shape = dtensor.device_mesh.shape
+    anywhere = [0] * len(mesh_shape)  # the sizes are the same at every coordinate, as long as they divide evenly
+    for dim, splits in _splits_of(dtensor.dim(), mesh_shape, anywhere, placements, None).items():
+        shares = 1
+        for split in splits:
+            if split.factor > 1 and split.ways > 1 and dtensor.shape[dim] % (shares * split.ways * split.factor):
+                raise UnsupportedTensorError(
+                    f"{_name(key)} of shape {list(dtensor.shape)} has the placements {list(placements)} on a mesh of "
+                    f"shape {list(mesh_shape)}. They do not divide dimension {dim} evenly, and torch "
+                    f"{torch.__version__} does not define where the data of such strided shards belongs. Make the "
+                    "tensor with other placements, or install torch 2.10 or newer.",
+                    key=key,
+                    kind="DTensor with uneven strided shards",
+                )
+            shares *= split.ways
 
 
 def _name(key: str) -> str:
@@ -151,6 +170,28 @@ def _sharded_dim(placement: Placement, ndim: int) -> int | None:
 
 def _split_factor(placement: Placement) -> int:
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+
+
+def _splits_of(
+    ndim: int,
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+    shard_order: ShardOrder | None,
+) -> dict[int, list[_Split]]:
+    """For each sharded dimension of the tensor its splits, one after the other."""
+    dims = [_sharded_dim(placement, ndim) for placement in placements]
+    factors = [_split_factor(placement) for placement in placements]
+    if shard_order is None:
+        shard_order = _encoded_order(mesh_shape, dims, factors)
+        if shard_order is None:
+            shard_order = _left_to_right(dims)
+        else:
+            factors = [1] * len(factors)  # they said all they had to say
+    return {
+        dim: [_Split(mesh_shape[m], coordinate[m], factors[m]) for m in mesh_dims]
+        for dim, mesh_dims in shard_order.items()
+    }
 
 
 def _left_to_right(dims: Sequence[int | None]) -> dict[int, list[int]]:
