@@ -458,13 +458,16 @@ def wrapped_shards(full, boxes):
 
 def round_trip_of_wrapped_shards(path, saver, loader):
     full = numbered(4, 6)
-    save(saver, {key: wrapped_shards(full, boxes) for key, boxes in WRAPPED.items()}, path)
-    target = {key: wrapped_shards(blank(full), boxes) for key, boxes in WRAPPED.items()}
+    cases = dict(WRAPPED)
+    if loader == "stock" and wrapped_shards(full, [[], []]).is_meta:  # before 2.10; stock wants to give it memory
+        del cases["all on one rank"]
+    save(saver, {key: wrapped_shards(full, boxes) for key, boxes in cases.items()}, path)
+    target = {key: wrapped_shards(blank(full), boxes) for key, boxes in cases.items()}
     load(loader, target, path)
-    plain = {key: blank(full) for key in WRAPPED}
+    plain = {key: blank(full) for key in cases}
     load(loader, plain, path)
-    lost = differing(plain, dict.fromkeys(WRAPPED, full))
-    for key, boxes in WRAPPED.items():
+    lost = differing(plain, dict.fromkeys(cases, full))
+    for key, boxes in cases.items():
         found = target[key].to_local().local_shards()
         expected = wrapped_shards(full, boxes).to_local().local_shards()
         if len(found) != len(expected) or not all(map(same_bits, found, expected)):

@@ -40,6 +40,8 @@ def is_meta(tensor: torch.Tensor) -> bool:
     """Whether it has no memory here."""
     if isinstance(tensor, ShardedTensor):  # it knows its own device only while it has exactly one shard here
         return any(shard.tensor.is_meta for shard in local_shards(tensor))
+    if is_dtensor(tensor) and hasattr(part := local_part(tensor), "__create_chunk_list__") and not part.numel():
+        return False  # a local tensor without shards lacks no memory; before torch 2.10 it says that it is meta
     return tensor.is_meta
 
 
