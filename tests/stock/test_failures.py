@@ -182,11 +182,12 @@ def save_one_part_only(path):
 
 
 def test_a_part_of_a_tensor_is_not_saved_as_the_whole(ranks: RankPool, tmp_path):
-    """Stock torch saves it, and loads it with the rest left as it was."""
+    """Stock torch saves it, and loads it with the rest left as it was; only older ones refuse it themselves."""
     for rank, (_, cause) in enumerate(ranks(2).run(save_one_part_only, tmp_path)):
-        assert isinstance(cause, InvalidPlanError)
-        assert "'t'" in str(cause)
-        assert os.listdir(tmp_path / str(rank)) == []
+        if str(cause) != "Failed to validate global plan":
+            assert isinstance(cause, InvalidPlanError)
+            assert "'t'" in str(cause)
+        assert list((tmp_path / str(rank)).glob("*")) == []
 
 
 def save_without_collectives(path):
