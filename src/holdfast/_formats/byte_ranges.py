@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
 from holdfast._base.crc import crc32
+from holdfast._base.threads import in_order
 from holdfast._base.tuning import (
     CACHED_READ_BYTES,
     MEMORY_BUDGET,
@@ -167,21 +166,7 @@ def carry_out(steps: Iterable[Step], *, in_threads: bool) -> None:
         with torch.inference_mode(inference):
             return step.read()
 
-    with ThreadPoolExecutor(READERS, "holdfast-read") as pool:
-        under_way: deque[tuple[Step, Future[Any]]] = deque()
-        try:
-            for step in steps:
-                under_way.append((step, pool.submit(read, step)))
-                if len(under_way) >= READS_UNDER_WAY:
-                    _finish_first(under_way)
-            while under_way:
-                _finish_first(under_way)
-        except BaseException:
-            for _, future in under_way:
-                future.cancel()
-            raise
-
-
-def _finish_first(under_way: deque[tuple[Step, Future[Any]]]) -> None:
-    step, future = under_way.popleft()
-    step.finish(future.result())
+    under_way = in_order(read, steps, threads=READERS, ahead=READS_UNDER_WAY, name="holdfast-read")
+    with closing(under_way):
+        for step, result in under_way:
+            step.finish(result)

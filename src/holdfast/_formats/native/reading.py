@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from holdfast._base.threads import count_processors, some_threads, wait_for_all
+from holdfast._base.threads import count_processors, share_work
 from holdfast._base.tuning import (
     CACHED_READ_BYTES,
     MEMORY_BUDGET,
@@ -71,52 +70,8 @@ def read_all(
         # Of an object that is far away, a block is rather read twice than asked for by itself.
         several = {} if is_far else _blocks_of_several(reads, block_bytes)
         job = _Job(opened, files, names, block_bytes, several, fill_cache=shared)
-        pool = some_threads(threads, "holdfast-read") if threads > 1 else None
-        return job.read(reads) if pool is None else _read_by_threads(job, reads, pool, threads)
-
-
-def _read_by_threads(job: _Job, reads: Sequence[Stretch | Window], pool: ThreadPoolExecutor, threads: int) -> int:
-    todo = _WorkList(reads)
-    running: list[Future[int]] = []
-    with pool:
-        try:
-            for number in range(threads):
-                read = partial(job.read, stays=number < count_processors())
-                running.append(pool.submit(todo.until_one_fails, read))
-            return sum(thread.result() for thread in running)
-        finally:
-            todo.stop()  # for what interrupts this thread is nothing that the others notice
-            wait_for_all(running)
-
-
-class _WorkList:
-    """What several threads have to do. Each takes the next read when it has done one, so that all are busy to the end.
-
-    When one of them fails, the others stop.
-    """
-
-    def __init__(self, reads: Sequence[Stretch | Window]) -> None:
-        self._reads = iter(reads)
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> _WorkList:
-        return self
-
-    def __next__(self) -> Stretch | Window:
-        with self._lock:
-            return next(self._reads)
-
-    def until_one_fails(self, read: Callable[[Iterable[Stretch | Window]], int]) -> int:
-        try:
-            return read(self)
-        except BaseException:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        """There is nothing more to do."""
-        with self._lock:
-            self._reads = iter(())
+        workers = [partial(job.read, stays=number < count_processors()) for number in range(threads)]
+        return sum(share_work(reads, workers, "holdfast-read"))
 
 
 class _BlockOfSeveral:

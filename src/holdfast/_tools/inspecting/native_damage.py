@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from holdfast._base.threads import work_through
 from holdfast._base.tuning import CACHED_READ_BYTES, MEMORY_BUDGET, MEMORY_OF_A_READER, READERS
 from holdfast._formats.native.blocks import Digests, count_blocks, digest_blocks
 from holdfast._formats.native.columns import chunk_volumes, first_blocks
@@ -19,7 +20,6 @@ from holdfast._formats.native.reading import read_size
 from holdfast._formats.native.source import NativeSource
 from holdfast._stores.store import Reader
 from holdfast._tools.inspecting.damage import Damage
-from holdfast._tools.inspecting.parts import work_through
 from holdfast._watching.progress import Tally
 from holdfast.errors import HoldfastError
 
@@ -77,7 +77,12 @@ class NativeCheck:
         regions = list(self._regions(files, self._ends()))
         tally = on_total(sum(region.end - region.begin for region in regions))
         with closing(OpenFiles(files, (region.file for region in regions))) as opened:
-            work_through(regions, lambda region: self._compare(opened, files, region, tally), self._threads())
+            work_through(
+                regions,
+                lambda region: self._compare(opened, files, region, tally),
+                self._threads(),
+                "holdfast-inspect",
+            )
         for number in sorted(self._wrong):
             self._tell_of_blocks(number)
 

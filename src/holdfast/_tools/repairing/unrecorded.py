@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast._base.threads import work_through
 from holdfast._base.tuning import MEMORY_BUDGET, MEMORY_OF_A_READER, READERS
 from holdfast._formats.native.blocks import Digests, count_blocks, digest_blocks
 from holdfast._formats.native.columns import Columns, decode_columns, digest_of, encode_columns, first_blocks
@@ -34,7 +35,6 @@ from holdfast._formats.native.record import (
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.safetensors.header import Header, read_header
 from holdfast._stores.store import Store
-from holdfast._tools.inspecting.parts import work_through
 from holdfast._tools.repairing.data_files import Part, Parts, header_in, parts_of_unknown
 from holdfast._tools.repairing.report import keep_copy
 from holdfast._watching.progress import OnProgress, Tally
@@ -74,7 +74,7 @@ class Digesting:
         readable = [ReadableFile(file.name, file.nbytes, partial(store.reader, file.name), None) for file in files]
         threads = (MEMORY_BUDGET if self.memory is None else self.memory) // (MEMORY_OF_A_READER * size)
         with closing(OpenFiles(readable, (number for number, _ in pieces))) as opened:
-            work_through(pieces, digest, max(1, min(READERS, threads)))
+            work_through(pieces, digest, min(READERS, threads), "holdfast-repair")
         return found
 
 
