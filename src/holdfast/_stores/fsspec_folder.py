@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 from holdfast._base.tuning import READ_BYTES, REMOTE_START_BYTES, STREAM_BYTES
-from holdfast._stores.durable_files import flush_to_disk
+from holdfast._stores.durable_files import flush_to_disk, temporaries_of, temporary_name
 from holdfast._stores.fsspec_filesystem import (
     FsspecFileSystem,
     name_is_taken,
@@ -243,9 +241,8 @@ class FsspecFolder(RemoteFolder):
         return True
 
     def _rename_into_place(self, name: str, content: bytes) -> None:
-        pattern = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp")
-        left_over = [other for other, _ in self.entries() if pattern.fullmatch(other)]  # of commits that were killed
-        temporary = f".{name}.{uuid.uuid4().hex[:8]}.tmp"
+        left_over = temporaries_of(name, [other for other, _ in self.entries()])  # of commits that were killed
+        temporary = temporary_name(name)
         with self.create(temporary, len(content)) as sink:
             sink.write(content)
         try:
