@@ -31,9 +31,8 @@ from holdfast._formats.native.names import RECORD, data_file, index_file, new_ge
 from holdfast._formats.native.record import Record, StoredFile, encode_record
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.source import NativeSource
-from holdfast._formats.native.writing import write_data_file
+from holdfast._formats.native.writing import ChunkBytes, WrittenFile, columns_of_files, write_data_file
 from holdfast._formats.source import Request
-from holdfast._save.files import WrittenFile, _columns
 from holdfast._stores.memory_store import MemoryStore
 from holdfast.errors import DamagedCheckpointError
 from tests.stores.counting import CountingMemoryStore, bytes_in
@@ -105,13 +104,13 @@ def store(arrays: dict[str, np.ndarray], boxes: dict[str, list[Box]], max_file_s
     for number, layout in enumerate(lay_out(chunks, generation, max_file_size)):
         name = data_file(generation, 0, number)
         with made.store.create(name, layout.nbytes) as sink:
-            digests = write_data_file(sink, layout, pieces, BLOCK, 3 * BLOCK)
+            digests = write_data_file(sink, layout, ChunkBytes(pieces), BLOCK, 3 * BLOCK)
         rows = [(chunk.tensor, position, chunk.offsets, chunk.sizes) for chunk, position in layout.chunks]
         files.append(WrittenFile(name, layout.nbytes, rows, digests))
         made.header_ends[name] = len(layout.header)
         for chunk, position in layout.chunks:
             made.places.setdefault(chunk.key, []).append((name, position, Box(chunk.offsets, chunk.sizes)))
-    data = encode_columns(_columns(files))
+    data = encode_columns(columns_of_files(files))
     made.store.put(index_file(generation), data)
     record = Record(
         generation,
