@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from holdfast._base.box_bytes import readable_parts
 from holdfast._base.boxes import Box, overlaps, volume
 from holdfast._base.threads import work_through
 from holdfast._base.tuning import ROOM_BYTES
-from holdfast._formats.chunk_reads import readable_parts
 from holdfast._formats.hf_folder.commit import Folder
 from holdfast._formats.hf_folder.folder import Contents, StoredChunk, StoredKey
 from holdfast._formats.hf_folder.names import FileNotes, file_name, notes_of_whole_tensors, opened_as_described

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from holdfast._base.box_bytes import boxes_of_run
 from holdfast._base.boxes import volume
 from holdfast._base.threads import in_order
 from holdfast._base.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE, SHARE_OF_ROOMS
-from holdfast._formats.chunk_reads import boxes_of_run
 from holdfast._formats.native.dtypes import DType
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.source import ByteStream, Request, Source
