@@ -21,7 +21,7 @@ from holdfast._base.tuning import (
 from holdfast._stores.file_reader import open_file
 from holdfast._stores.filesystem import AnyPath, FileSystemBase
 from holdfast._stores.local_filesystem import FileSystem
-from holdfast._stores.store import too_short
+from holdfast._stores.store import fill_in_pieces, too_short
 from holdfast._stores.store_files import StoreFiles
 from holdfast.errors import DamagedCheckpointError
 
@@ -95,19 +95,9 @@ class StreamRanges:
 
 
 def read_with_crc(file: Ranges, begin: int, memory: memoryview, crc: int = 0) -> int:
-    """Fill memory, and sum up what was read: piece by piece while it is still in the processor's own cache.
-
-    ``crc`` is that of all that was read before.
-    """
-    read_cached = getattr(file, "read_cached", None)
-    done = 0
-    while done < memory.nbytes:
-        piece = memory[done : done + CACHED_READ_BYTES]
-        if read_cached is None or not read_cached(begin + done, piece):
-            piece = memory[done:]  # a disk works better with one large request
-            file.read_into(begin + done, piece)
-        crc = crc32(piece, crc)
-        done += piece.nbytes
+    """Fill memory, and sum up what was read. ``crc`` is that of all that was read before."""
+    for low, high in fill_in_pieces(file, begin, memory, CACHED_READ_BYTES):
+        crc = crc32(memory[low:high], crc)
     return crc
 
 

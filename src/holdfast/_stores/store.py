@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -52,6 +52,28 @@ class Reader(Protocol):
 
         Raises ``DamagedCheckpointError`` if the object ends before that.
         """
+
+
+def fill_in_pieces(
+    reader: Any, begin: int, memory: memoryview, step: int, *, shared: bool = False
+) -> Iterator[tuple[int, int]]:
+    """Fill memory with the bytes of an object from ``begin`` on. Yields from where to where it has just been filled.
+
+    What is cached comes in pieces of ``step`` bytes, so that whoever sums them up finds them in the processor's own
+    cache; for the rest a disk works better with one large request. ``shared`` if others will want the same bytes.
+    """
+    read_cached = getattr(reader, "read_cached", None) if memory.nbytes >= step else None
+    done = 0
+    while read_cached is not None and done < memory.nbytes:
+        end = min(done + step, memory.nbytes)
+        if not read_cached(begin + done, memory[done:end]):
+            break
+        yield done, end
+        done = end
+    if done < memory.nbytes:
+        read_into = getattr(reader, "read_shared", reader.read_into) if shared else reader.read_into
+        read_into(begin + done, memory[done:])
+        yield done, memory.nbytes
 
 
 class Store(ABC):

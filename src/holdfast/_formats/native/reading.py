@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +29,10 @@ from holdfast._base.tuning import (
     SEVERAL_READERS_FROM,
     SMALLEST_ROOM,
 )
-from holdfast._formats.native.blocks import digest_blocks
+from holdfast._formats.native.blocks import Digests, digest_blocks
 from holdfast._formats.native.read_plan import Runs, Slab, Stretch, Window, bytes_at, plan_reads, runs_of
 from holdfast._formats.native.readable_files import OpenFiles, ReadableFile
-from holdfast._stores.store import Reader
+from holdfast._stores.store import Reader, fill_in_pieces
 from holdfast.errors import DamagedCheckpointError
 
 
@@ -41,6 +41,20 @@ def read_size(memory: int | None, block_bytes: int, *, is_far: bool = False) -> 
     most = (MEMORY_BUDGET if memory is None else memory) // MEMORY_OF_A_READER
     wanted = min(REMOTE_WINDOW_BYTES if is_far else READ_BYTES, most)
     return max(wanted // block_bytes * block_bytes, block_bytes, SMALLEST_ROOM)
+
+
+def reader_count(memory: int | None, size: int) -> int:
+    """How many threads may read ``size`` bytes at once each."""
+    return max(1, min(READERS, (MEMORY_BUDGET if memory is None else memory) // (MEMORY_OF_A_READER * size)))
+
+
+def read_with_digests(
+    reader: Reader, begin: int, into: npt.NDArray[np.uint8], block_bytes: int, *, shared: bool = False
+) -> Iterator[tuple[int, Digests]]:
+    """Fill memory with whole blocks. Yields where in it some of them begin, and their digests."""
+    step = max(CACHED_READ_BYTES // block_bytes, 1) * block_bytes
+    for low, high in fill_in_pieces(reader, begin, into.data, step, shared=shared):
+        yield low, digest_blocks(into[low:high], block_bytes)
 
 
 def read_all(
@@ -64,8 +78,7 @@ def read_all(
     wanted = int(runs.nbytes.sum()) + sum(slab.into.size * slab.into.itemsize for slab in slabs)
     threads = 1
     if is_far or wanted >= SEVERAL_READERS_FROM:
-        most = (MEMORY_BUDGET if memory is None else memory) // (MEMORY_OF_A_READER * size)
-        threads = max(1, min(READERS, most, len(reads)))
+        threads = max(1, min(reader_count(memory, size), len(reads)))
     with closing(OpenFiles(files, (read.file for read in reads))) as opened:
         # Of an object that is far away, a block is rather read twice than asked for by itself.
         several = {} if is_far else _blocks_of_several(reads, block_bytes)
@@ -200,29 +213,18 @@ class _Job:
         into: npt.NDArray[np.uint8],
         keys: Callable[[int, int], list[int]],
     ) -> None:
-        """Read whole blocks and check them, as far as they are cached piece by piece, while the processor has them."""
-        read_cached = getattr(reader, "read_cached", None) if into.nbytes >= CACHED_READ_BYTES else None
-        step = max(CACHED_READ_BYTES // self.block_bytes, 1) * self.block_bytes
-        done = 0
-        while read_cached is not None and done < into.nbytes:
-            part = into[done : done + step]
-            if not read_cached(begin + done, part.data):
-                break
-            self._check(file, begin + done, part, keys)
-            done += part.nbytes
-        if done < into.nbytes:
-            read_into = getattr(reader, "read_shared", reader.read_into) if self.fill_cache else reader.read_into
-            read_into(begin + done, into[done:].data)
-            self._check(file, begin + done, into[done:], keys)
-
-    def _check(
-        self, number: int, begin: int, part: npt.NDArray[np.uint8], keys: Callable[[int, int], list[int]]
-    ) -> None:
-        file = self.files[number]
-        if file.digests is None:
+        """Read whole blocks and check them, if there is something to compare them with."""
+        if self.files[file].digests is None:
+            for _ in fill_in_pieces(reader, begin, into.data, CACHED_READ_BYTES, shared=self.fill_cache):
+                pass
             return
+        for at, found in read_with_digests(reader, begin, into, self.block_bytes, shared=self.fill_cache):
+            self._check(file, begin + at, found, keys)
+
+    def _check(self, number: int, begin: int, found: Digests, keys: Callable[[int, int], list[int]]) -> None:
+        file = self.files[number]
+        assert file.digests is not None
         block = begin // self.block_bytes
-        found = digest_blocks(part, self.block_bytes)
         expected = file.digests[block : block + len(found)]
         if found.tobytes() == expected.tobytes():
             return

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from holdfast._base.threads import work_through
-from holdfast._base.tuning import MEMORY_BUDGET, MEMORY_OF_A_READER, READERS
-from holdfast._formats.native.blocks import Digests, count_blocks, digest_blocks
+from holdfast._formats.native.blocks import Digests, count_blocks
 from holdfast._formats.native.columns import decode_columns, digest_of, encode_columns, first_blocks
 from holdfast._formats.native.names import RECORD, generation_of, index_file, rank_of
 from holdfast._formats.native.readable_files import OpenFiles, ReadableFile
-from holdfast._formats.native.reading import read_size
+from holdfast._formats.native.reading import read_size, read_with_digests, reader_count
 from holdfast._formats.native.record import (
     BLOCK_BYTES,
     DIGESTS_COMPUTED,
@@ -63,18 +62,17 @@ class Digesting:
         def digest(piece: tuple[int, int]) -> None:
             number, begin = piece
             if not hasattr(own, "buffer"):
-                own.buffer = memoryview(bytearray(size))
+                own.buffer = np.empty(size, np.uint8)
             part = own.buffer[: min(size, files[number].nbytes - begin)]
             with opened.using(number) as reader:
-                reader.read_into(begin, part)
-            first = starts[number] + begin // block_bytes
-            found[first : first + count_blocks(len(part), block_bytes)] = digest_blocks(part, block_bytes)
-            tally.add(len(part))
+                for at, digests in read_with_digests(reader, begin, part, block_bytes):
+                    first = starts[number] + (begin + at) // block_bytes
+                    found[first : first + len(digests)] = digests
+            tally.add(part.nbytes)
 
         readable = [ReadableFile(file.name, file.nbytes, partial(store.reader, file.name), None) for file in files]
-        threads = (MEMORY_BUDGET if self.memory is None else self.memory) // (MEMORY_OF_A_READER * size)
         with closing(OpenFiles(readable, (number for number, _ in pieces))) as opened:
-            work_through(pieces, digest, min(READERS, threads), "holdfast-repair")
+            work_through(pieces, digest, reader_count(self.memory, size), "holdfast-repair")
         return found
 
 
