@@ -40,8 +40,8 @@ def test_it_loads_what_holdfast_saved_ties_arrays_and_values_included(tmp_path):
         "steps": OrderedDict(a=1),
         "number": torch.tensor(2.5, dtype=torch.bfloat16),
     }
-    hf.save(state, tmp_path / "c")
-    assert hf.open(tmp_path / "c")["model.head.weight"].key == "model.embed.weight"
+    holdfast.save(state, tmp_path / "c")
+    assert holdfast.open(tmp_path / "c")["model.head.weight"].key == "model.embed.weight"
 
     loaded = {
         "model": Tied(),

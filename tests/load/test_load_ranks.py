@@ -176,7 +176,7 @@ def test_a_process_without_a_group_loads_what_many_ranks_saved(ranks: RankPool, 
 
 def save_sharded(place: str) -> None:
     tensor = sharded(torch.arange(30.0).reshape(10, 3))
-    hf.save({"w": tensor, "rank": hf.PerRank(dist.get_rank())}, place)
+    holdfast.save({"w": tensor, "rank": holdfast.PerRank(dist.get_rank())}, place)
 
 
 def training_goes_on(kind: str, options: dict[str, Any], layout: Any, place: str) -> bool:
@@ -425,7 +425,7 @@ def load_own_place(base: str, options: dict[str, Any]) -> Any:
 
 
 def save_large(place: str) -> None:
-    hf.save({"w": sharded(torch.ones(300000, 2)), "step": 5}, place)
+    holdfast.save({"w": sharded(torch.ones(300000, 2)), "step": 5}, place)
 
 
 def damaged_file(place: Path, rank: int) -> Path:

@@ -29,7 +29,7 @@ SIZE = 64
 
 def sharded_state(step: float) -> dict[str, Any]:
     weight = sharded(torch.arange(float(SIZE)) + step)
-    return {"model": {"weight": weight}, "seen": int(step), "mine": hf.PerRank({"rank": dist.get_rank()})}
+    return {"model": {"weight": weight}, "seen": int(step), "mine": holdfast.PerRank({"rank": dist.get_rank()})}
 
 
 def is_sharded_of(state: dict[str, Any], step: int) -> bool:
@@ -43,14 +43,14 @@ def is_sharded_of(state: dict[str, Any], step: int) -> bool:
 
 
 def train_and_restore(root, async_save) -> tuple:
-    with hf.CheckpointManager(root, every_steps=2, keep_last=2, async_save=async_save) as manager:
+    with holdfast.CheckpointManager(root, every_steps=2, keep_last=2, async_save=async_save) as manager:
         assert manager.restore(sharded_state(0)) is None
         for step in range(1, 8):
             manager.maybe_save(step, sharded_state(step), metrics={"loss": step + dist.get_rank()})
         run = manager.run_id
     dist.barrier()
     state = sharded_state(0)
-    with hf.CheckpointManager(root) as manager:
+    with holdfast.CheckpointManager(root) as manager:
         restored = manager.restore(state)
         assert is_sharded_of(state, 7)
         assert manager.run_id == run
@@ -85,7 +85,7 @@ def stop_by_a_signal_to_one(root, who) -> tuple:
 
 
 def restore_over_damage(root) -> tuple:
-    with hf.CheckpointManager(root) as manager:
+    with holdfast.CheckpointManager(root) as manager:
         state = sharded_state(0)
         restored = manager.restore(state)
         assert is_sharded_of(state, restored.step)
@@ -165,7 +165,7 @@ def save_where_rank_1_is_full(root) -> tuple:
                 self.full = {2}
             return super().child(name)
 
-    with hf.CheckpointManager(Full(root)) as manager:
+    with holdfast.CheckpointManager(Full(root)) as manager:
         manager.save(1, sharded_state(1))
         manager.save(2, sharded_state(2))
         try:
@@ -184,7 +184,7 @@ def raise_on_one_rank(root) -> None:
 
 
 def refuse_state_on_one_rank(root, async_save) -> str:
-    with hf.CheckpointManager(root, parts=["model", "seen", "mine"], async_save=async_save) as manager:
+    with holdfast.CheckpointManager(root, parts=["model", "seen", "mine"], async_save=async_save) as manager:
         state = sharded_state(1)
         if dist.get_rank() == 1:
             del state["seen"]
@@ -246,7 +246,7 @@ def train_in_two_groups(root) -> list[int]:
 
 def restore_nothing_usable(root) -> str:
     try:
-        with hf.CheckpointManager(root) as manager:
+        with holdfast.CheckpointManager(root) as manager:
             manager.restore(sharded_state(0))
     except NoUsableCheckpointError as error:
         return str(error.steps)

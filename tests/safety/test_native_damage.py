@@ -341,7 +341,7 @@ def whole() -> torch.Tensor:
 
 def save_rows(folder: Path) -> None:
     mesh = mesh_of_all_ranks()
-    hf.save({"weight": dtensor_of(whole(), mesh, [Shard(0)]), "step": 5}, folder)
+    holdfast.save({"weight": dtensor_of(whole(), mesh, [Shard(0)]), "step": 5}, folder)
 
 
 def load_columns(folder: Path, verify: Any) -> tuple[str, str | None, str, bool]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-import holdfast as hf
+import holdfast
 from tests.models import Net, ddp, fsdp1, fsdp2, fsdp2_over_tensor_parallel, hsdp
 from tests.rank_pool import RankPool
 from tests.save.overlapping import assert_same_content, held_back

@@ -91,7 +91,7 @@ def test_tied_weights_of_which_a_rank_has_no_rows_are_stored_once(ranks: RankPoo
 
 def load_one_name(path: str, strict: bool) -> tuple[list[str], list[str]]:
     model = fully_shard(Tied(9, 4), mesh=mesh_of_all_ranks())
-    report = hf.load({"model": model}, path, strict=strict)
+    report = holdfast.load({"model": model}, path, strict=strict)
     assert torch.equal(model.head.weight.full_tensor(), rows(9, 4, 0.0))
     return list(report.read), list(report.missing)
 
@@ -120,7 +120,7 @@ def test_a_name_that_is_missing_everywhere_is_missing_on_ranks_without_rows_too(
 
 def save_with_manager(path: str) -> int:
     model = fully_shard(Tied(9, 4), mesh=mesh_of_all_ranks())
-    with hf.CheckpointManager(path) as manager:
+    with holdfast.CheckpointManager(path) as manager:
         manager.save(1, {"model": model})
         manager.wait()
         return len(manager.steps())
