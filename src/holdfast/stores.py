@@ -8,12 +8,23 @@ from holdfast._stores.local_store import LocalStore
 from holdfast._stores.memory_store import MemoryStore
 from holdfast._stores.places import store_at
 from holdfast._stores.roots import LocalRoot, MemoryRoot, Root, root_at
-from holdfast._stores.store import Listed, Reader, Sink, Store, checked_name, conflict, too_short, wrong_size
+from holdfast._stores.store import (
+    BufferedSink,
+    Listed,
+    Reader,
+    Sink,
+    Store,
+    checked_name,
+    conflict,
+    too_short,
+    wrong_size,
+)
 
 if TYPE_CHECKING:
     from holdfast._stores.fsspec_store import FsspecRoot, FsspecStore
 
 __all__ = [
+    "BufferedSink",
     "FsspecRoot",
     "FsspecStore",
     "Listed",

@@ -60,8 +60,8 @@ class DeadlyStore(LocalStore):
         self._program = os.getpid()
 
     @contextmanager
-    def create(self, name: str, size: int | None = None) -> Iterator[FileSink]:
-        with self._danger("create"), super().create(name, size) as sink:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Iterator[FileSink]:
+        with self._danger("create"), super().create(name, size, memory) as sink:
             yield _DeadlySink(sink, self)  # type: ignore[misc]
 
     def commit(self, name: str, content: bytes, *, replaces: bytes | None) -> None:

@@ -101,9 +101,9 @@ class Interrupted(LocalStore):
             meanwhile, self.meanwhile = self.meanwhile, None
             meanwhile()
 
-    def create(self, name: str, size: int | None = None) -> Any:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Any:
         self._now("create " + name.partition("-")[0])
-        return super().create(name, size)
+        return super().create(name, size, memory)
 
     def list(self) -> Any:
         self._now("list")

@@ -16,7 +16,7 @@ from holdfast._base.tuning import (
     READ_BYTES,
     READERS,
     READS_UNDER_WAY,
-    SMALLEST_ROOM,
+    SMALLEST_BUFFER,
 )
 from holdfast._stores.file_reader import open_file
 from holdfast._stores.filesystem import AnyPath, FileSystemBase
@@ -128,7 +128,7 @@ def read_size(memory: int | None, at_once: int = READS_UNDER_WAY) -> int:
     (4, 64, 512)
     """
     most = (MEMORY_BUDGET if memory is None else memory) // (MEMORY_OF_A_READER * at_once)
-    return max(min(READ_BYTES, most) // SMALLEST_ROOM * SMALLEST_ROOM, SMALLEST_ROOM)
+    return max(min(READ_BYTES, most) // SMALLEST_BUFFER * SMALLEST_BUFFER, SMALLEST_BUFFER)
 
 
 class Step(Protocol):

@@ -245,9 +245,8 @@ def sink_atomically(path: str | os.PathLike[str], expected: int, memory: int) ->
     with written_atomically(path) as stream:
         descriptor = os.dup(stream.fileno())
         name = f"/proc/self/fd/{descriptor}"  # it has no other name yet
-        sink = FileSink(descriptor, name, expected)
+        sink = FileSink(descriptor, name, expected, memory)
         try:
-            sink.room(memory)  # the first call decides
             yield sink
             sink.finish()
             os.ftruncate(descriptor, sink.size)  # the expectation may have been too large

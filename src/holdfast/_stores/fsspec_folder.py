@@ -54,7 +54,7 @@ class RemoteFolder(ABC):
         """Fill the memory, which lies within the object. Raises ``was_replaced`` if it is not that object any more."""
 
     @abstractmethod
-    def create(self, name: str, size: int | None) -> AbstractContextManager[Sink]:
+    def create(self, name: str, size: int | None, memory: int | None = None) -> AbstractContextManager[Sink]:
         """Write a new object, as ``Store.create`` does. A name that is taken is a ``FileExistsError``."""
 
     @abstractmethod
@@ -152,7 +152,7 @@ class FsspecFolder(RemoteFolder):
         memory[:] = content
 
     @contextmanager
-    def create(self, name: str, size: int | None) -> Iterator[Sink]:
+    def create(self, name: str, size: int | None, memory: int | None = None) -> Iterator[Sink]:
         """Hand everything to a stream of fsspec, which completes the object when it is closed."""
         path = self._path(name)
         with only_os_errors(path):

@@ -45,9 +45,9 @@ class FsspecStore(Store):
         self.read_bytes = self._folder.read_bytes
 
     @contextmanager
-    def create(self, name: str, size: int | None = None) -> Iterator[Sink]:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Iterator[Sink]:
         """Upload a new object. In an object store it exists once it is complete, and not before."""
-        with self._folder.create(checked_name(name), size) as sink:
+        with self._folder.create(checked_name(name), size, memory) as sink:
             yield sink
 
     @contextmanager

@@ -45,10 +45,10 @@ class LocalStore(Store):
         self._parent_is_durable = False
 
     @contextmanager
-    def create(self, name: str, size: int | None = None) -> Iterator[FileSink]:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Iterator[FileSink]:
         """Write a new file. It has its name from the beginning, so a kill leaves a part of it."""
         path = self._path(name)
-        sink = FileSink(self._open_new(path), path, size)
+        sink = FileSink(self._open_new(path), path, size, memory)
         try:
             try:
                 yield sink

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from holdfast._base.tuning import READ_BYTES
 from holdfast.errors import CommitConflictError, DamagedCheckpointError, HoldfastError, UnsafePathError
@@ -31,10 +31,21 @@ Listing: TypeAlias = list[Listed]
 
 
 class Sink(Protocol):
-    """An object that is being written. It may have ``room`` and ``advance`` too, as ``FileSink`` has."""
+    """An object that is being written. It may be a ``BufferedSink`` too."""
 
     def write(self, buffer: Buffer) -> None:
         """Append all bytes of ``buffer``. The caller may change its memory afterwards."""
+
+
+@runtime_checkable
+class BufferedSink(Sink, Protocol):
+    """A sink that lends its buffers: what is made right there is not copied. ``write`` and buffers may take turns."""
+
+    def buffer(self) -> memoryview | None:
+        """Memory for the next bytes, of any length; None if ``write`` serves as well."""
+
+    def advance(self, count: int) -> None:
+        """So many bytes of the buffer are filled, from its beginning on, and are the next ones of the object."""
 
 
 class Reader(Protocol):
@@ -92,13 +103,14 @@ class Store(ABC):
     is for stores to which every request is a long way, and whose readers need no memory besides."""
 
     @abstractmethod
-    def create(self, name: str, size: int | None = None) -> AbstractContextManager[Sink]:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> AbstractContextManager[Sink]:
         """Write a new object in a ``with`` block. If the name is taken, a ``FileExistsError`` is raised.
 
         At the end of the block the object is there whole, its content durable; its name is durable after ``sync``.
         After an exception nothing of it is left. A kill may leave a part of it under its name.
 
         ``size`` is how many bytes will be written, if that is known; a ``ValueError`` if there were more or fewer.
+        ``memory`` is how many bytes all buffers of the sink may take together; None leaves it to the store.
         """
 
     @abstractmethod

@@ -27,24 +27,24 @@ class FastMethods:
     """Part of ``StoreConformance``. What a store does not have is skipped."""
 
     @pytest.mark.parametrize("memory", [None, 1, 300_000])
-    def test_rooms_are_filled_and_written(self, store: Store, memory: int | None) -> None:
-        with store.create("data", len(_CONTENT)) as sink:
-            self._write_in_rooms(sink, _CONTENT, memory)
+    def test_buffers_are_filled_and_written(self, store: Store, memory: int | None) -> None:
+        with store.create("data", len(_CONTENT), memory) as sink:
+            self._write_in_buffers(sink, _CONTENT)
         assert store.read("data") == _CONTENT
 
-    def test_rooms_and_writes_take_turns(self, store: Store) -> None:
+    def test_buffers_and_writes_take_turns(self, store: Store) -> None:
         with store.create("data", len(_CONTENT)) as sink:
             for at in range(0, len(_CONTENT), 1_000_000):
                 sink.write(_CONTENT[at : at + 10_000])
-                self._write_in_rooms(sink, _CONTENT[at + 10_000 : at + 1_000_000], None)
+                self._write_in_buffers(sink, _CONTENT[at + 10_000 : at + 1_000_000])
         assert store.read("data") == _CONTENT
 
-    def test_only_what_is_filled_of_a_room_is_written(self, store: Store) -> None:
+    def test_only_what_is_filled_of_a_buffer_is_written(self, store: Store) -> None:
         with store.create("data", len(_CONTENT)) as sink:
-            room = self._method(sink, "room")(None)
-            room[:10] = b"0123......"
+            buffer = self._method(sink, "buffer")()
+            buffer[:10] = b"0123......"
             self._method(sink, "advance")(4)
-            self._write_in_rooms(sink, _CONTENT[4:], None)
+            self._write_in_buffers(sink, _CONTENT[4:])
         assert store.read("data") == b"0123" + _CONTENT[4:]
 
     def test_what_is_cached_is_read_or_nothing_is_promised(self, store: Store) -> None:
@@ -69,14 +69,14 @@ class FastMethods:
             pytest.skip(f"this store has no {name}")
         return found
 
-    def _write_in_rooms(self, sink: Any, content: bytes, memory: int | None) -> None:
+    def _write_in_buffers(self, sink: Any, content: bytes) -> None:
         while content:
-            room = self._method(sink, "room")(memory)
-            if room is None:
+            buffer = self._method(sink, "buffer")()
+            if buffer is None:
                 sink.write(content)
                 return
-            count = min(len(room), len(content))
-            room[:count] = content[:count]
+            count = min(len(buffer), len(content))
+            buffer[:count] = content[:count]
             sink.advance(count)
             content = content[count:]
 

@@ -82,15 +82,15 @@ def test_a_file_is_written_as_it_was_laid_out_with_the_digests_of_its_bytes(want
         assert digests.tolist() == digests_of(written, block)
 
 
-class LendsRooms(io.BytesIO):
-    """A sink whose rooms have any size, and that sometimes has none."""
+class LendsBuffers(io.BytesIO):
+    """A sink whose buffers have any size, and that sometimes has none."""
 
     def __init__(self, sizes):
         super().__init__()
         self.sizes = itertools.cycle(sizes)
         self.lent = None
 
-    def room(self, memory):
+    def buffer(self):
         if self.lent is None:
             size = next(self.sizes)
             self.lent = bytearray(size) if size else None
@@ -102,9 +102,9 @@ class LendsRooms(io.BytesIO):
 
 
 @given(chunks(), st.lists(st.integers(0, 20_000), min_size=1, max_size=4))
-def test_rooms_of_any_size_get_the_digests_of_the_file(wanted, sizes):
+def test_buffers_of_any_size_get_the_digests_of_the_file(wanted, sizes):
     for file in lay_out(wanted, GENERATION):
-        stream = LendsRooms(sizes)
+        stream = LendsBuffers(sizes)
         digests = write_data_file(
             stream, file, ChunkBytes(lambda part: [np.full(part.nbytes, part.tensor + 1, np.uint8)]), 4096
         )
@@ -182,13 +182,13 @@ def test_files_are_the_same_whether_chunks_are_gathered_or_come_in_pieces(wanted
     for file in lay_out(wanted, GENERATION):
         asked = []
 
-        def gather(number, room, file=file, asked=asked):
+        def gather(number, buffer, file=file, asked=asked):
             asked.append(number)
             count = filled = 0
             for part, _ in file.chunks[number:][: data.draw(st.integers(0, most))]:
-                if filled + part.nbytes > room.nbytes:
+                if filled + part.nbytes > buffer.nbytes:
                     break
-                room[filled : filled + part.nbytes] = content(part)
+                buffer[filled : filled + part.nbytes] = content(part)
                 count, filled = count + 1, filled + part.nbytes
             return count, filled
 

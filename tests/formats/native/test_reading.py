@@ -45,7 +45,7 @@ def sizes(*, window: int = BLOCK, straight_from: int = BLOCK, threaded: bool = F
     """Read in small parts, by several threads, or straight into memory, also where there is little to read."""
     with (
         mock.patch.object(reading, "READ_BYTES", window),
-        mock.patch.object(reading, "SMALLEST_ROOM", BLOCK),
+        mock.patch.object(reading, "SMALLEST_BUFFER", BLOCK),
         mock.patch.object(reading, "CACHED_READ_BYTES", 2 * BLOCK),
         mock.patch.object(reading, "SEVERAL_READERS_FROM", 0 if threaded else 1 << 40),
         mock.patch.object(runs, "STRAIGHT_FROM", straight_from),

@@ -12,7 +12,7 @@ import torch
 from holdfast._base.box_bytes import readable_parts
 from holdfast._base.boxes import Box, overlaps, volume
 from holdfast._base.threads import work_through
-from holdfast._base.tuning import ROOM_BYTES
+from holdfast._base.tuning import WRITE_BUFFER_BYTES
 from holdfast._formats.hf_folder.commit import Folder
 from holdfast._formats.hf_folder.folder import Contents, StoredChunk, StoredKey
 from holdfast._formats.hf_folder.names import FileNotes, file_name, notes_of_whole_tensors, opened_as_described
@@ -63,7 +63,7 @@ def write_model_files(folder: Folder, files: Mapping[str, list[str]], contents: 
 
 def _write_model_file(folder: Folder, name: str, keys: Mapping[str, StoredKey], save_id: str | None) -> None:
     entries = [(key, *to_safetensors(key, stored.dtype, stored.size)) for key, stored in keys.items()]
-    buffer = torch.empty(ROOM_BYTES, dtype=torch.uint8)
+    buffer = torch.empty(WRITE_BUFFER_BYTES, dtype=torch.uint8)
     with folder.fs.create_stream(folder.at(name), "wb") as stream, _OpenFiles(folder.fs) as sources:
         writer = SafetensorsWriter(stream, entries, notes_of_whole_tensors(FileNotes(save_id)))
         for key in writer.header.tensors:

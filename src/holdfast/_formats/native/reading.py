@@ -27,7 +27,7 @@ from holdfast._base.tuning import (
     READERS,
     REMOTE_WINDOW_BYTES,
     SEVERAL_READERS_FROM,
-    SMALLEST_ROOM,
+    SMALLEST_BUFFER,
 )
 from holdfast._formats.native.blocks import Digests, digest_blocks
 from holdfast._formats.native.read_plan import Runs, Slab, Stretch, Window, bytes_at, plan_reads, runs_of
@@ -40,7 +40,7 @@ def read_size(memory: int | None, block_bytes: int, *, is_far: bool = False) -> 
     """How many bytes are read at once, if no more memory than that may be taken."""
     most = (MEMORY_BUDGET if memory is None else memory) // MEMORY_OF_A_READER
     wanted = min(REMOTE_WINDOW_BYTES if is_far else READ_BYTES, most)
-    return max(wanted // block_bytes * block_bytes, block_bytes, SMALLEST_ROOM)
+    return max(wanted // block_bytes * block_bytes, block_bytes, SMALLEST_BUFFER)
 
 
 def reader_count(memory: int | None, size: int) -> int:

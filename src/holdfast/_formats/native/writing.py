@@ -20,14 +20,14 @@ import numpy.typing as npt
 
 from holdfast._base.commits import Commit
 from holdfast._base.garbage import no_garbage_collection
-from holdfast._base.tuning import MEMORY_BUDGET, ROOM_BYTES, SHARE_OF_ROOMS
+from holdfast._base.tuning import MEMORY_BUDGET, SHARE_OF_WRITE_BUFFERS, WRITE_BUFFER_BYTES
 from holdfast._formats.native.blocks import Digests, digest_blocks
 from holdfast._formats.native.columns import Columns, digest_of, encode_columns
 from holdfast._formats.native.layout import ChunkToWrite, FileLayout, lay_out
 from holdfast._formats.native.names import RECORD, data_file, generation_of, index_file
 from holdfast._formats.native.record import BLOCK_BYTES, Record, StoredFile, decode_record, encode_record
 from holdfast._formats.native.refs import TensorRef
-from holdfast._stores.store import Sink, Store, is_unanswered
+from holdfast._stores.store import BufferedSink, Sink, Store, is_unanswered
 from holdfast.errors import CheckpointExistsError, IncompleteSaveError, NotAFolderError
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def write_chunks(
     part that is written.
     """
     # Half of the memory is for what is being written, and half for whoever makes the bytes.
-    memory = (MEMORY_BUDGET if memory_budget is None else memory_budget) // SHARE_OF_ROOMS
+    memory = (MEMORY_BUDGET if memory_budget is None else memory_budget) // SHARE_OF_WRITE_BUFFERS
     written: list[WrittenFile] = []
     try:
         with no_garbage_collection():
@@ -152,7 +152,7 @@ def write_chunks(
             rows_of = [_rows(layout) for layout in layouts]
         for number, (layout, rows) in enumerate(zip(layouts, rows_of, strict=True)):
             name = data_file(generation, rank, number)
-            with open_chunks(layout) as given, store.create(name, layout.nbytes) as sink:
+            with open_chunks(layout) as given, store.create(name, layout.nbytes, memory) as sink:
                 digests = write_data_file(sink, layout, given, BLOCK_BYTES, memory, advance)
             written.append(WrittenFile(name, layout.nbytes, rows, digests))
         store.sync()
@@ -177,27 +177,27 @@ def write_data_file(
 ) -> Digests:
     """Write a file as it was laid out. Returns the digests of its blocks.
 
-    Bytes are collected in rooms of a few megabytes, so that thousands of small chunks cost few writes, and what is
-    digested cannot change before it is written. ``advance`` is told of each of them.
+    Bytes are collected in buffers of a few megabytes, so that thousands of small chunks cost few writes, and what is
+    digested cannot change before it is written. ``advance`` is called with the bytes of each of them.
     """
-    rooms = _WriteBuffers(sink, block_bytes, memory, advance)
-    rooms.take(np.frombuffer(layout.header, np.uint8))
+    buffers = _WriteBuffers(sink, block_bytes, memory, advance)
+    buffers.take(np.frombuffer(layout.header, np.uint8))
     number, count = 0, len(layout.chunks)
     while number < count:
         if given.gather is not None:
-            gathered, filled = given.gather(number, rooms.rest())
-            rooms.filled(filled)
+            gathered, filled = given.gather(number, buffers.rest())
+            buffers.filled(filled)
             number += gathered
         if number < count:  # the next one does not fit whole, or has to be converted
-            _write_chunk(rooms, layout.chunks[number][0], given.pieces)
+            _write_chunk(buffers, layout.chunks[number][0], given.pieces)
             number += 1
-    return rooms.finish()
+    return buffers.finish()
 
 
-def _write_chunk(rooms: _WriteBuffers, chunk: ChunkToWrite, pieces: Pieces) -> None:
+def _write_chunk(buffers: _WriteBuffers, chunk: ChunkToWrite, pieces: Pieces) -> None:
     given = 0
     for piece in pieces(chunk):
-        rooms.take(piece)
+        buffers.take(piece)
         given += piece.nbytes
         del piece  # the next one is made while this name is still in use otherwise, and takes memory besides it
     if given != chunk.nbytes:
@@ -205,10 +205,11 @@ def _write_chunk(rooms: _WriteBuffers, chunk: ChunkToWrite, pieces: Pieces) -> N
 
 
 class _WriteBuffers:
-    """Memory that is filled, digested block by block, and handed on."""
+    """Memory that is filled, digested block by block, and handed on: the sink's, or one buffer if it lends none."""
 
     def __init__(self, sink: Sink, block_bytes: int, memory: int | None, advance: Callable[[int], None] | None) -> None:
-        self._sink: Any = sink
+        self._sink = sink
+        self._lending = sink if isinstance(sink, BufferedSink) else None
         self._advance = advance
         self._block_bytes = block_bytes
         self._memory = memory
@@ -219,28 +220,28 @@ class _WriteBuffers:
     def take(self, data: Bytes) -> None:
         """The next bytes of the file."""
         filled, count = self._filled, data.nbytes
-        if filled + count < self._room.nbytes:
-            self._room[filled : filled + count] = data
+        if filled + count < self._buffer.nbytes:
+            self._buffer[filled : filled + count] = data
             self._filled += count
             return
         taken = 0
         while taken < count:
-            part = min(count - taken, self._room.nbytes - self._filled)
-            self._room[self._filled : self._filled + part] = data[taken : taken + part]
+            part = min(count - taken, self._buffer.nbytes - self._filled)
+            self._buffer[self._filled : self._filled + part] = data[taken : taken + part]
             self._filled += part
             taken += part
-            if self._filled == self._room.nbytes:
+            if self._filled == self._buffer.nbytes:
                 self._hand_on()
                 self._begin()
 
     def rest(self) -> Bytes:
-        """What is free of the room, for bytes to be put there."""
-        return self._room[self._filled :]
+        """What is free of the buffer, for bytes to be put there."""
+        return self._buffer[self._filled :]
 
     def filled(self, count: int) -> None:
-        """The next bytes of the file have been put into the rest of the room."""
+        """The next bytes of the file have been put into the rest of the buffer."""
         self._filled += count
-        if self._filled == self._room.nbytes:
+        if self._filled == self._buffer.nbytes:
             self._hand_on()
             self._begin()
 
@@ -251,27 +252,27 @@ class _WriteBuffers:
         return np.concatenate([np.empty(0, np.uint32), *self._digests])
 
     def _begin(self) -> None:
-        lent = self._sink.room(self._memory) if hasattr(self._sink, "room") else None
-        room = np.empty(0, np.uint8) if lent is None else np.frombuffer(lent, np.uint8)
-        # Digests are of whole blocks, so that a room which ends within a block is used up to its beginning.
-        self._room = room[: self._whole_blocks(room.nbytes)]
-        if not self._room.nbytes:
+        lent = None if self._lending is None else self._lending.buffer()
+        buffer = np.empty(0, np.uint8) if lent is None else np.frombuffer(lent, np.uint8)
+        # Digests are of whole blocks, so that a buffer which ends within a block is used up to its beginning.
+        self._buffer = buffer[: self._whole_blocks(buffer.nbytes)]
+        if not self._buffer.nbytes:
             if self._own is None:
-                size = ROOM_BYTES if self._memory is None else min(ROOM_BYTES, self._memory)
+                size = WRITE_BUFFER_BYTES if self._memory is None else min(WRITE_BUFFER_BYTES, self._memory)
                 self._own = np.empty(max(self._block_bytes, self._whole_blocks(size)), np.uint8)
-            self._room = self._own
+            self._buffer = self._own
         self._filled = 0
 
     def _whole_blocks(self, nbytes: int) -> int:
         return nbytes // self._block_bytes * self._block_bytes
 
     def _hand_on(self) -> None:
-        part = self._room[: self._filled]
+        part = self._buffer[: self._filled]
         self._digests.append(digest_blocks(part, self._block_bytes))
-        if self._room is self._own:
+        if self._lending is None or self._buffer is self._own:
             self._sink.write(part.data)
         else:
-            self._sink.advance(self._filled)
+            self._lending.advance(self._filled)
         if self._advance is not None:
             self._advance(self._filled)
 
@@ -367,7 +368,7 @@ def _remove_old_files(store: Store, existing: Existing, record: Record) -> None:
     try:
         store.delete(sorted(existing.names - needed))
     except Exception as error:
-        # The new checkpoint is whole. What could not be removed takes room and does no other harm.
+        # The new checkpoint is whole. What could not be removed takes space and does no other harm.
         logger.warning("old files in %s could not be removed: %s", store.location, error)
 
 

@@ -18,7 +18,7 @@ import xxhash
 from holdfast._base.box_bytes import boxes_of_run
 from holdfast._base.boxes import volume
 from holdfast._base.threads import in_order
-from holdfast._base.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE, SHARE_OF_ROOMS
+from holdfast._base.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE, SHARE_OF_WRITE_BUFFERS
 from holdfast._formats.native.dtypes import DType
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.source import ByteStream, Request, Source
@@ -251,27 +251,29 @@ class Outgoing:
 
     def _in_order(self, tensor: OutTensor, until_done: ExitStack) -> OrderedReads | None:
         """How to read the parts of a tensor one after the other, where parts have no checksums of their own."""
-        opening = self.source.stream(tensor.source_key, memory=self.budget // SHARE_OF_ROOMS, scratch=self.scratch)
+        opening = self.source.stream(
+            tensor.source_key, memory=self.budget // SHARE_OF_WRITE_BUFFERS, scratch=self.scratch
+        )
         if opening is None:
             return None
         reads = OrderedReads(opening, tensor.elements * tensor.stored.itemsize)
         until_done.callback(reads.close)
         return reads
 
-    def _read_parcel(self, parcel: Sequence[_Part], room: Bytes) -> Bytes:
+    def _read_parcel(self, parcel: Sequence[_Part], buffer: Bytes) -> Bytes:
         total = sum(part.nbytes for part in parcel)
-        if room.nbytes < total:
-            room = np.empty(max(total, min(self.piece_bytes, sum(t.nbytes for t in self.tensors.values()))), np.uint8)
-        self._read(parcel, room)
-        return room
+        if buffer.nbytes < total:
+            buffer = np.empty(max(total, min(self.piece_bytes, sum(t.nbytes for t in self.tensors.values()))), np.uint8)
+        self._read(parcel, buffer)
+        return buffer
 
-    def _read(self, parcel: Sequence[_Part], room: Bytes) -> None:
+    def _read(self, parcel: Sequence[_Part], buffer: Bytes) -> None:
         """Fill memory with parts of tensors, one behind the other."""
         requests: list[Request] = []
         casts: list[tuple[_Part, Any, Bytes]] = []
         at = read = 0
         for part in parcel:
-            tensor, target = part.tensor, room[at : at + part.nbytes]
+            tensor, target = part.tensor, buffer[at : at + part.nbytes]
             at += part.nbytes
             if (array := self.arrays.get(tensor.source_key)) is not None:
                 target[:] = array.reshape(-1).view(np.uint8)[part.begin : part.begin + part.nbytes]
