@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._cli.main import run
 from holdfast._tools.reporting.assets import as_data, asset, is_report, page
 from holdfast._tools.reporting.report import SCRIPTS, STYLES, make_report
@@ -23,7 +24,7 @@ from holdfast._tools.reporting.report import SCRIPTS, STYLES, make_report
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    hf.save({"model": {"weight": torch.ones(4, 3)}, "step": 5}, tmp_path / "ckpt")
+    holdfast.save({"model": {"weight": torch.ones(4, 3)}, "step": 5}, tmp_path / "ckpt")
     return tmp_path / "ckpt"
 
 
@@ -73,7 +74,7 @@ def test_a_notebook_can_draw_it(path: Path, tmp_path: Path, open_page) -> None:
 
 
 def test_a_checkpoint_makes_its_own_report(path: Path, tmp_path: Path) -> None:
-    with hf.open(path) as ckpt:
+    with holdfast.open(path) as ckpt:
         ckpt.report(tmp_path / "page.html")
 
         assert is_report(tmp_path / "page.html")
@@ -81,7 +82,7 @@ def test_a_checkpoint_makes_its_own_report(path: Path, tmp_path: Path) -> None:
 
 
 def test_every_file_of_the_page_is_in_it() -> None:
-    folder = Path(str(__import__("holdfast._tools.reporting").reporting.__path__[0])) / "page"
+    folder = Path(str(importlib.import_module("holdfast._tools.reporting").__path__[0])) / "page"
 
     assert {file.name for file in folder.iterdir()} == {"report.html", *STYLES, *SCRIPTS}
 
