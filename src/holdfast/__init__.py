@@ -28,8 +28,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from holdfast import errors, keep
-from holdfast._formats.native.declared import declare
-from holdfast._load.checkpoint import Checkpoint
+from holdfast._formats.native.registered_types import register_type
+from holdfast._load.checkpoint import Checkpoint, read
 from holdfast._load.checkpoint import open_checkpoint as open
 from holdfast._load.report import LoadReport
 from holdfast._save.report import SaveReport
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from holdfast._tools.inspecting.verify import verify
     from holdfast._tools.repairing.repair import repair
     from holdfast._tools.repairing.report import RepairReport
-    from holdfast._tools.reporting.report import Report
+    from holdfast._tools.reporting.report import HtmlReport
     from holdfast.integrations.torch_dcp import HoldfastReader, HoldfastWriter
 
 __all__ = [
@@ -73,11 +73,11 @@ __all__ = [
     "HoldfastError",
     "HoldfastReader",
     "HoldfastWriter",
+    "HtmlReport",
     "LoadReport",
     "PendingSave",
     "PerRank",
     "RepairReport",
-    "Report",
     "RestoredStep",
     "RngState",
     "SaveProgress",
@@ -88,7 +88,6 @@ __all__ = [
     "__version__",
     "async_save",
     "convert",
-    "declare",
     "diff",
     "errors",
     "explain",
@@ -96,6 +95,8 @@ __all__ = [
     "keep",
     "load",
     "open",
+    "read",
+    "register_type",
     "repair",
     "save",
     "subscribe",
@@ -108,7 +109,7 @@ _LATER = {
     "DiffReport": "holdfast._tools.inspecting.diff_report",
     "Explanation": "holdfast._tools.inspecting.explanation",
     "RepairReport": "holdfast._tools.repairing.report",
-    "Report": "holdfast._tools.reporting.report",
+    "HtmlReport": "holdfast._tools.reporting.report",
     "Statistics": "holdfast._tools.inspecting.statistics",
     "VerifyReport": "holdfast._tools.inspecting.damage",
     "convert": "holdfast._tools.converting.convert",

@@ -327,7 +327,7 @@ def test_a_checkpoint_that_was_replaced_meanwhile_stays(tmp_path):
     with pytest.raises(holdfast.errors.NotDeletedError, match="replaced"):
         removing.remove(entry)
 
-    assert holdfast.open(tmp_path / "c").load()["w"].tolist() == [0, 0]
+    assert holdfast.open(tmp_path / "c").read()["w"].tolist() == [0, 0]
 
 
 # --- a run of a job on another machine ------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ def test_force_deletes_from_a_living_run_and_the_job_goes_on_saving(job, cli):
     with holdfast.CheckpointManager("runs/c", read_only=True) as manager:
         assert [info.step for info in manager.steps() if info.is_ours] == [2, 3, 4]
     assert RunFile(root_at("runs/c")).read().owner is None
-    assert holdfast.open("runs/c/step-00000004").load()["w"].tolist() == [4.5] * 4
+    assert holdfast.open("runs/c/step-00000004").read()["w"].tolist() == [4.5] * 4
 
 
 def test_what_a_job_on_another_machine_is_writing_is_refused_even_with_force(job, cli):
@@ -435,7 +435,7 @@ def test_what_a_job_on_another_machine_is_writing_is_refused_even_with_force(job
     job.tell("go on")
     job.expect("saved 2")
     job.expect("next")
-    assert holdfast.open("runs/c/step-00000002").load()["w"].tolist() == [2.5] * 4
+    assert holdfast.open("runs/c/step-00000002").read()["w"].tolist() == [2.5] * 4
     assert cli("rm", "runs/c/step-00000002", "--yes", "--force").status == 0
 
 

@@ -205,7 +205,7 @@ def opens(folder: Path, step: int) -> bool:
         checkpoint = holdfast.open(folder / folder_of(step))
     except (CheckpointNotFoundError, NotACheckpointError):
         return False
-    checkpoint.verify()
+    assert checkpoint.verify().ok
     return True
 
 

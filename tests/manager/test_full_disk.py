@@ -43,7 +43,7 @@ def state_of(megabytes: int, value: float = 1.0) -> dict[str, Any]:
 
 
 def value_at(path: Path) -> float:
-    loaded = holdfast.open(path).load()["w"]
+    loaded = holdfast.open(path).read()["w"]
     assert (loaded == loaded[0]).all()
     return float(loaded[0])
 

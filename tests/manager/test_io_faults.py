@@ -215,7 +215,7 @@ def test_what_cannot_be_read_is_not_replaced_if_it_may_be_somebody_elses(tmp_pat
     refused = pytest.raises(UnreadableCheckpointError, match=r"step 2 is not saved.*Permission denied")
     with holdfast.CheckpointManager(tmp_path, async_save=False) as manager, unreadable(tmp_path, 2).on_disk(), refused:
         manager.save(2, state_of(2))
-    assert holdfast.open(tmp_path / folder_of(2)).load()["seen"] == 7
+    assert holdfast.open(tmp_path / folder_of(2)).read()["seen"] == 7
 
 
 def test_a_listing_shows_it_with_the_reason(tmp_path):

@@ -41,7 +41,7 @@ def test_every_steps_and_the_last_one(tmp_path, async_save):
     assert steps_in(tmp_path) == [3, 6, 7]
     assert {info.step: info.metadata for info in holdfast.CheckpointManager(tmp_path).steps()} == {3: {}, 6: {}, 7: {}}
     for step in (3, 6, 7):
-        assert is_state_of(holdfast.open(tmp_path / f"step-0000000{step}").load(), step)
+        assert is_state_of(holdfast.open(tmp_path / f"step-0000000{step}").read(), step)
 
 
 def test_what_a_call_returns_tells_whether_it_saved(tmp_path):

@@ -77,7 +77,7 @@ def test_a_full_disk_fails_the_save_and_leaves_the_earlier_checkpoint(tmp_path) 
     assert pending.progress().phase == "failed"
     assert "failed" in repr(pending)
     assert sorted(tmp_path.iterdir()) == files
-    assert holdfast.open(tmp_path).load() == {"earlier": 1}
+    assert holdfast.open(tmp_path).read() == {"earlier": 1}
 
 
 @pytest.mark.parametrize("verb", ["save", "async_save"])
@@ -139,7 +139,7 @@ def test_a_rank_whose_state_cannot_be_saved_does_not_keep_others_waiting(ranks: 
     told = ranks(3).run(save_what_rank_1_cannot, str(tmp_path / "x"))
     assert all("value: values of type" in each for each in told)
     assert all(each.endswith("[on rank 1] 3") for each in (told[0], told[2]))
-    assert holdfast.open(tmp_path / "x").load() == {"value": 2}
+    assert holdfast.open(tmp_path / "x").read() == {"value": 2}
 
 
 def warn_rank_1_of_a_failure_that_the_others_saw(path: str) -> str:
@@ -202,7 +202,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(ranks: RankPool, tmp_path
     for told in ranks(2).run(save_to_a_disk_full_for_rank_1, str(tmp_path / "x")):
         assert told.startswith("OSError: [Errno 28] No space left on device")
         assert "on rank 1" in told
-    assert holdfast.open(tmp_path / "x").load() == {"earlier": 1}
+    assert holdfast.open(tmp_path / "x").read() == {"earlier": 1}
     assert len(list((tmp_path / "x").iterdir())) <= 2
 
 
@@ -215,7 +215,7 @@ def test_a_killed_writer_process_is_told_and_replaced(tmp_path) -> None:
     with pytest.raises(WriterProcessError, match=f"killed by signal 9 while it saved to {tmp_path}") as caught:
         pending.wait(PATIENCE)
     assert caught.value.exit_code == -signal.SIGKILL
-    assert holdfast.open(tmp_path).load() == {"earlier": 1}
+    assert holdfast.open(tmp_path).read() == {"earlier": 1}
     holdfast.async_save(state(), tmp_path, overwrite=True, writer="process").wait(PATIENCE)
     assert holdfast.open(tmp_path)["w"][:].eq(1).all()
 
@@ -247,4 +247,4 @@ def test_a_writer_whose_answer_was_not_awaited_is_not_asked_again(tmp_path) -> N
             first.wait()
     second = holdfast.async_save({"w": torch.ones(2)}, tmp_path / "second", writer="process")
     assert second.wait().path == str(tmp_path / "second")
-    assert holdfast.open(tmp_path / "second").verify()
+    assert holdfast.open(tmp_path / "second").verify().ok

@@ -112,7 +112,7 @@ def test_memory_of_a_save_in_flight_is_left_alone(tmp_path, lent: list[int], wri
     assert lent[2] in lent[:2]
     for number, name in enumerate(("first", "second"), start=1):
         assert holdfast.open(tmp_path / name)["w"][:].eq(number).all()
-        assert (holdfast.open(tmp_path / name).load()["array"] == number).all()
+        assert (holdfast.open(tmp_path / name).read()["array"] == number).all()
 
 
 def test_a_busy_call_waits(tmp_path, lent: list[int], waits: list[Any]) -> None:

@@ -113,7 +113,7 @@ def test_the_first_step_of_several_optimizers_waits_for_all_parameters(tmp_path)
             assert held.waits == 1
             optimizers[1 - first].step()
         pending.wait()
-        assert_same(holdfast.open(tmp_path / str(first)).load()["model"], before)
+        assert_same(holdfast.open(tmp_path / str(first)).read()["model"], before)
 
 
 def test_a_step_waits_for_all_saves_that_copy(tmp_path) -> None:
@@ -129,7 +129,7 @@ def test_a_step_waits_for_all_saves_that_copy(tmp_path) -> None:
         assert held.waits == 2
     for name, each in zip(("first", "second"), pending, strict=True):
         each.wait()
-        found, expected = (holdfast.open(tmp_path / one).load()["model"] for one in (name, "now"))
+        found, expected = (holdfast.open(tmp_path / one).read()["model"] for one in (name, "now"))
         weights = {key: value for key, value in expected.items() if "running" not in key and "num_" not in key}
         assert_same({key: found[key] for key in weights}, weights)
 
@@ -202,7 +202,7 @@ def test_parts_of_a_parameters_memory_that_are_something_else_are_copied_in_the_
         weight.grad = torch.ones(LARGE, 200)
         optimizer.step()
     pending.wait()
-    assert {float(value.sum()) for value in holdfast.open(tmp_path / "x").load().values()} == {LARGE * 200.0}
+    assert {float(value.sum()) for value in holdfast.open(tmp_path / "x").read().values()} == {LARGE * 200.0}
 
 
 def test_code_that_changes_parameters_can_wait_for_the_copy(tmp_path) -> None:
@@ -324,7 +324,7 @@ def test_tied_weights_are_copied_once_and_stay_tied(tmp_path, optimizers: bool) 
         assert held.waits == optimizers
     pending.wait()
     assert_same_content(tmp_path / "later", tmp_path / "now")
-    loaded = holdfast.open(tmp_path / "later").load()["model"]
+    loaded = holdfast.open(tmp_path / "later").read()["model"]
     assert loaded["0.weight"] is loaded["1.weight"]
 
 

@@ -30,7 +30,7 @@ def test_saves_to_one_path_are_carried_out_in_the_order_of_the_calls(tmp_path) -
     store.gate.set()
     identities = [each.wait(PATIENCE).identity for each in pending]
     assert ended == [0, 1, 2]
-    assert holdfast.open(tmp_path / "x").load() == {"n": 2}
+    assert holdfast.open(tmp_path / "x").read() == {"n": 2}
     assert len(set(identities)) == 3
 
 
@@ -47,7 +47,7 @@ def test_a_save_waits_for_background_saves_to_the_same_path(tmp_path, monkeypatc
     monkeypatch.setattr(SaveQueue, "wait_for", open_the_gate_and_wait)
     holdfast.save({"n": 2}, tmp_path / "x", overwrite=True)
     assert pending.done()
-    assert holdfast.open(tmp_path / "x").load() == {"n": 2}
+    assert holdfast.open(tmp_path / "x").read() == {"n": 2}
 
 
 def test_a_load_waits_for_background_saves_to_the_same_path(tmp_path, monkeypatch) -> None:
@@ -93,7 +93,7 @@ def test_a_callback_does_not_wait_for_the_save_that_calls_it(tmp_path, act: Any,
         pending.wait(PATIENCE)
         holdfast.async_save({"w": torch.ones(2)}, tmp_path / "last").wait(PATIENCE)
     assert done == ["save"]
-    assert all(holdfast.open(folder).verify() for folder in tmp_path.iterdir())
+    assert all(holdfast.open(folder).verify().ok for folder in tmp_path.iterdir())
     assert (tmp_path / "x-copy").exists() == (act is save_a_copy)
 
 
@@ -110,7 +110,7 @@ def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path) -> None:
     holdfast.save({"n": 1}, tmp_path)
     with pytest.raises(holdfast.errors.CheckpointExistsError):
         holdfast.async_save({"n": 2}, tmp_path).wait()
-    assert holdfast.open(tmp_path).load() == {"n": 1}
+    assert holdfast.open(tmp_path).read() == {"n": 1}
 
 
 def test_a_relative_path_is_that_of_the_call(tmp_path, monkeypatch) -> None:
@@ -123,7 +123,7 @@ def test_a_relative_path_is_that_of_the_call(tmp_path, monkeypatch) -> None:
         monkeypatch.chdir(tmp_path / "there")
     pending.wait(PATIENCE)
     assert pending.path == str(tmp_path / "here" / "x")
-    assert holdfast.open(tmp_path / "here" / "x").load()["w"].tolist() == [1, 1, 1]
+    assert holdfast.open(tmp_path / "here" / "x").read()["w"].tolist() == [1, 1, 1]
 
 
 # --- progress --------------------------------------------------------------------------------------------------------

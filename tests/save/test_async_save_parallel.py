@@ -115,7 +115,7 @@ def train_with_zero(path: str) -> list[int]:
 
 def test_an_optimizer_whose_ranks_send_parameters_to_each_other_waits(ranks: RankPool, tmp_path) -> None:
     assert ranks(2).run(train_with_zero, str(tmp_path)) == [[0, 1]] * 2
-    found, expected = (holdfast.open(tmp_path / name).load()["model"] for name in ("later", "now"))
+    found, expected = (holdfast.open(tmp_path / name).read()["model"] for name in ("later", "now"))
     assert all(torch.equal(found[key], expected[key]) for key in expected if "seen" not in key)
 
 
@@ -135,7 +135,7 @@ def save_in_parts(path: str) -> list[Any]:
 def test_groups_save_for_themselves(ranks: RankPool, tmp_path) -> None:
     assert ranks(4).run(save_in_parts, str(tmp_path)) == [[2, 4]] * 4
     for half in (0, 1):
-        found = holdfast.open(tmp_path / str(half)).load()
+        found = holdfast.open(tmp_path / str(half)).read()
         assert found["w"].eq(half).all()
         assert found["rank"] == [2 * half, 2 * half + 1]
     assert not (tmp_path / "no").exists()

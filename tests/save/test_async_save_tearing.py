@@ -71,7 +71,7 @@ def test_a_change_during_the_copy_ends_the_save(
         assert caught.value.key == f"model.{number}.weight"
     assert pending.progress().phase == "failed"
     assert sorted(tmp_path.iterdir()) == files
-    assert holdfast.open(tmp_path).load() == {"earlier": 1}
+    assert holdfast.open(tmp_path).read() == {"earlier": 1}
 
 
 def test_a_step_goes_on_after_a_torn_copy(tmp_path) -> None:
@@ -125,5 +125,5 @@ def test_a_torn_copy_on_one_rank_ends_the_save_on_all(ranks: RankPool, tmp_path)
     told = ranks(3).run(tear_on_rank_1, str(tmp_path / "x"))
     assert [key for key, _ in told] == ["model.0.weight"] * 3
     assert all("on rank 1" in message for _, message in (told[0], told[2]))
-    assert holdfast.open(tmp_path / "x").load() == {"earlier": 1}
+    assert holdfast.open(tmp_path / "x").read() == {"earlier": 1}
     assert not any("model" in name for name in map(str, holdfast.open(tmp_path / "x").keys()))

@@ -26,7 +26,7 @@ from tests.torches import dtypes
 
 def chosen(tmp_path: Path, state: object, **options: object) -> object:
     holdfast.save(state, tmp_path / "x", overwrite=True, **options)
-    return holdfast.open(tmp_path / "x").load()
+    return holdfast.open(tmp_path / "x").read()
 
 
 STATE = {
@@ -175,7 +175,7 @@ def test_files_have_the_size_that_was_asked_for(tmp_path, limit):
         assert file.stat().st_size - header <= max(limit, 8)
     total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.values())
     assert len(files) >= total / max(limit, 8)
-    assert difference(holdfast.open(tmp_path / "x").load(), state) is None
+    assert difference(holdfast.open(tmp_path / "x").read(), state) is None
 
 
 @pytest.mark.parametrize("name", ["max_file_size", "memory_budget"])
@@ -214,7 +214,7 @@ def test_a_copy_of_the_folder_is_a_checkpoint(tmp_path):
     holdfast.save(state, tmp_path / "x")
     subprocess.run(["cp", "-r", tmp_path / "x", tmp_path / "copy"], check=True)
     shutil.rmtree(tmp_path / "x")
-    assert torch.equal(holdfast.open(tmp_path / "copy").load()["w"], state["w"])
+    assert torch.equal(holdfast.open(tmp_path / "copy").read()["w"], state["w"])
     target = {"w": torch.zeros(3), "own": holdfast.PerRank(0)}
     holdfast.load(target, tmp_path / "copy")
     assert torch.equal(target["w"], state["w"])
@@ -229,7 +229,7 @@ def test_metadata_and_a_stamp_are_in_the_record(tmp_path):
     holdfast.save({"w": torch.ones(1)}, tmp_path / "x", metadata=metadata)
     checkpoint = holdfast.open(tmp_path / "x")
     assert checkpoint.metadata == metadata
-    written = checkpoint.written
+    written = checkpoint.provenance
     assert before <= datetime.fromisoformat(written["time"]) <= datetime.now(timezone.utc)
     assert written["world_size"] == 1
     assert (written["torch"], written["numpy"]) == (torch.__version__, np.__version__)

@@ -148,7 +148,7 @@ def save_buffer_twice(path: str, way: str) -> str:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_buffer_of_ddp_may_have_another_name_in_the_state(ranks: RankPool, tmp_path, way):
     assert ranks(2).run(save_buffer_twice, str(tmp_path / "x"), way) == ["saved"] * 2
-    found = holdfast.open(tmp_path / "x").load()
+    found = holdfast.open(tmp_path / "x").read()
     assert torch.equal(found["alias"], torch.full((5,), 7.0))
     assert torch.equal(found["model"]["seen"], torch.full((5,), 7.0))
 
@@ -181,7 +181,7 @@ def test_the_first_name_of_a_tensor_may_be_something_else_on_another_rank(ranks:
     found = ranks(2).run(save_where_the_first_name_is_no_tensor, str(tmp_path / "x"), way, True)
     assert found == ["ReplicaMismatchError ['embed']"] * 2
     assert ranks(2).run(save_where_the_first_name_is_no_tensor, str(tmp_path / "y"), way, False) == ["saved"] * 2
-    loaded = holdfast.open(tmp_path / "y").load()
+    loaded = holdfast.open(tmp_path / "y").read()
     assert loaded["embed"] is None
     assert loaded["head"].tolist() == [0.0, 1.0, 2.0, 3.0]
 

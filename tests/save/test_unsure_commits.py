@@ -106,7 +106,7 @@ def save(way: str, path: Any, number: int, overwrite: bool) -> None:
 
 
 def assert_holds(path: Any, number: int, world_size: int) -> None:
-    found = holdfast.open(path).load()
+    found = holdfast.open(path).read()
     assert found["step"] == number
     assert holdfast.verify(path).ok
     for own in range(world_size):

@@ -226,7 +226,7 @@ class _Load:
             untouched=found.untouched,
             not_requested=agreement.not_requested,
             notes=[
-                *map(str, repairs_in(self.source.written)),
+                *map(str, repairs_in(self.source.provenance)),
                 *found.notes,
                 *(note for _, adapter in found.adapters for note in adapter.notes()),
             ],

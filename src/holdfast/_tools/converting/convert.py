@@ -13,7 +13,7 @@ from holdfast._base.patterns import Patterns, Rename
 from holdfast._base.sizes import checked_budget
 from holdfast._base.torch_needed import needing_torch
 from holdfast._formats.source import Source
-from holdfast._load.checkpoint import Checkpoint, opened
+from holdfast._load.checkpoint import Checkpoint, opened, source_of
 from holdfast._stores.places import local_path, store_at
 from holdfast._stores.store import Store
 from holdfast._tools.converting.casts import Cast
@@ -93,7 +93,7 @@ def convert(
     wishes = Wishes(include, exclude, rename, cast, only_tensors, allow_pickle, checked_budget(memory_budget))
     put_back_at(destination)
     with opened(source, allow_pickle=allow_pickle) as checkpoint:
-        prepared = prepare(checkpoint.source, target, wishes)
+        prepared = prepare(source_of(checkpoint), target, wishes)
         return carry_out(prepared, target, destination, overwrite=overwrite, check=check, on_progress=on_progress)
 
 

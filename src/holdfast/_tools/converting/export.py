@@ -16,7 +16,7 @@ from holdfast._formats.format_names import is_of_a_checkpoint
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.trees import hides_tensor
 from holdfast._formats.source import Source
-from holdfast._load.checkpoint import Checkpoint, opened
+from holdfast._load.checkpoint import Checkpoint, opened, source_of
 from holdfast._load.stored_nodes import StoredNode
 from holdfast._stores.store import Store
 from holdfast._tools.converting.casts import Cast, Casts
@@ -185,7 +185,7 @@ def export(
     target = SafetensorsTarget(max_shard_size=shard_size(max_shard_size), files=_checked_files(files))
     put_back_at(destination)
     with opened(source, allow_pickle=allow_pickle) as checkpoint:
-        stored = checkpoint.source
+        stored = source_of(checkpoint)
         model = find_model(stored, part)
         chosen, renaming = Selection(include, exclude), Renaming(rename)
         wanted = {name: found for name, found in model.names.items() if chosen(name)}
@@ -253,9 +253,9 @@ def _agree(
     Those are taken out of ``named``: models leave out such names, and tie the tensors again when they are loaded.
     """
     with opened(like, allow_pickle=allow_pickle) as model:
-        part = find_model(model.source, None)
+        part = find_model(source_of(model), None)
         expected = {name: ref.shape for name, (_, ref) in part.names.items()}
-        location = model.source.location
+        location = source_of(model).location
     there = {ref.key for name, (_, ref) in named.items() if name in expected}
     tied = [name for name, (_, ref) in named.items() if name not in expected and ref.key in there]
     left_out = [named.pop(name)[0] for name in tied]

@@ -14,7 +14,7 @@ from holdfast._base.sizes import checked_budget
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.trees import children_of
 from holdfast._formats.source import Source
-from holdfast._load.checkpoint import Checkpoint, opened
+from holdfast._load.checkpoint import Checkpoint, no_such_keys, opened, source_of
 from holdfast._load.renaming import rename as rename_leaves
 from holdfast._load.stored_nodes import StoredNode
 from holdfast._stores.store import Store
@@ -103,10 +103,10 @@ def diff(
     chosen = Selection(include, exclude)
     with ExitStack() as stack:
         before, after = (stack.enter_context(opened(place, allow_pickle=allow_pickle)) for place in (a, b))
-        first, second = _leaves_of(before.source, Renaming(rename)), _leaves_of(after.source)
-        both = _Comparison(before.source, after.source, first, second, chosen)
+        first, second = _leaves_of(source_of(before), Renaming(rename)), _leaves_of(source_of(after))
+        both = _Comparison(source_of(before), source_of(after), first, second, chosen)
         if both.is_empty and not chosen.is_everything:
-            raise after.lacks(include, exclude)
+            raise no_such_keys(after, include, exclude)
         both.look_at_keys()
         bytes_read = both.compare_tensors(budget, on_progress) if values else 0
         return both.report(time.perf_counter() - started, bytes_read, compared=values)

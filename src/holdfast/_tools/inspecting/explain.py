@@ -19,7 +19,7 @@ from holdfast._formats.native.trees import mapped, refs_in
 from holdfast._formats.source import Source
 from holdfast._formats.torch_file.reserved_memory import reserved
 from holdfast._load.agreement import Agreement, agree
-from holdfast._load.checkpoint import Checkpoint, opened
+from holdfast._load.checkpoint import Checkpoint, opened, source_of
 from holdfast._load.options import Casts, LoadOptions, Transforms
 from holdfast._load.planning import LoadPlan, plan_load
 from holdfast._ranks.collectives import Collectives
@@ -160,7 +160,7 @@ def explain(
         optimizer_mismatch=optimizer_mismatch,
     )
     with ExitStack() as stack:
-        source = stack.enter_context(opened(path, allow_pickle=allow_pickle)).source
+        source = source_of(stack.enter_context(opened(path, allow_pickle=allow_pickle)))
         described, state = _state_of(target, stack, allow_pickle)
         asking = _Asking(source, state, options)
         plan, agreement = asking.plan(options)
@@ -171,7 +171,7 @@ def _state_of(target: Any, stack: ExitStack, allow_pickle: bool) -> tuple[str, A
     """What the target is called, and the state that it is or stands for."""
     if not isinstance(target, (str, os.PathLike, Store, Checkpoint)):
         return "the state", target
-    source = stack.enter_context(opened(target, allow_pickle=allow_pickle)).source
+    source = source_of(stack.enter_context(opened(target, allow_pickle=allow_pickle)))
     return source.location, template_of(source)
 
 

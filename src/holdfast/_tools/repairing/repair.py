@@ -58,7 +58,7 @@ def repair(
         ['can be repaired']
         >>> [finding.outcome for finding in holdfast.repair(path, apply=True).findings]
         ['repaired']
-        >>> holdfast.open(path).load()["w"]
+        >>> holdfast.open(path).read()["w"]
         tensor([1., 1., 1.])
     """
     place = path.location if isinstance(path, Store) else os.fsdecode(path)
