@@ -2,24 +2,27 @@
 
     import holdfast
 
-    holdfast.save(state, "runs/a/step-100")            # collective with N processes, plain with one
-    pending = holdfast.async_save(state, "runs/a/step-200")   # the same, while training goes on
-    report = holdfast.load(state, "runs/a/step-100")   # in place, any layout; says what it did
-    ckpt = holdfast.open("runs/a/step-100")            # lazy: no process group, no template, no pickle
-    ckpt["model.layers.0.wq"][0:128]             # reads only what that takes
+    holdfast.save(state, "runs/a/step-100")  # collective with N processes, plain with one
+    pending = holdfast.async_save(state, "runs/a/step-200")  # the same, while training goes on
+    report = holdfast.load(state, "runs/a/step-100")  # in place, any layout; says what it did
+
+    nested = holdfast.read("runs/a/step-100")  # what is stored, without a state to load into
+    checkpoint = holdfast.open("runs/a/step-100")  # lazy: no process group, no template, no pickle
+    checkpoint["model.layers.0.wq"][0:128]  # reads only what that takes
 
     with holdfast.CheckpointManager("runs/a", every_steps=500, keep_last=3) as manager:
-        restored = manager.restore(state)        # the newest that is whole; None on a fresh start
-        manager.maybe_save(step, state)          # after every step
+        restored = manager.restore(state)  # the newest that is whole; None on a fresh start
+        manager.maybe_save(step, state)  # after every step
 
-    holdfast.verify("runs/a/step-100")                 # every digest; lists all damage
-    holdfast.diff("runs/a/step-100", "runs/a/step-200")       # keys, shapes, dtypes, values
-    holdfast.export("runs/a/step-100", "model-hf")     # a Hugging Face folder; holdfast.convert knows the other formats
+    holdfast.verify("runs/a/step-100")  # every digest; lists all damage
+    holdfast.diff("runs/a/step-100", "runs/a/step-200")  # keys, shapes, dtypes, values
+    holdfast.export("runs/a/step-100", "model-hf")  # a Hugging Face folder; holdfast.convert knows other formats
 
-The same is there for the terminal: ``holdfast --help``.
+The same is there for the terminal: ``holdfast --help``. ``docs/api.md`` lists every public name.
 
-``holdfast.dcp`` is a drop-in for ``torch.distributed.checkpoint``: change the import, keep the files.
-Importing this package needs no torch; saving and loading do.
+Public besides are ``holdfast.dcp``, a drop-in for ``torch.distributed.checkpoint`` (change the import, keep the files),
+``holdfast.stores``, ``keep``, ``errors``, ``watching``, ``testing`` and ``integrations``. What begins with an
+underscore is private. Importing this package needs no torch; saving and loading do.
 """
 
 from __future__ import annotations
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
     from holdfast._tools.repairing.repair import repair
     from holdfast._tools.repairing.report import RepairReport
     from holdfast._tools.reporting.report import HtmlReport
+    from holdfast._tools.serving.server import RunServer, serve
     from holdfast.integrations.torch_dcp import HoldfastReader, HoldfastWriter
 
 __all__ = [
@@ -80,6 +84,7 @@ __all__ = [
     "RepairReport",
     "RestoredStep",
     "RngState",
+    "RunServer",
     "SaveProgress",
     "SaveReport",
     "Statistics",
@@ -99,46 +104,46 @@ __all__ = [
     "register_type",
     "repair",
     "save",
+    "serve",
     "subscribe",
     "trace_to",
     "verify",
 ]
 
-_LATER = {
+_LATE = {
+    "CheckpointManager": "holdfast._manager.manager",
     "ConversionReport": "holdfast._tools.converting.report",
     "DiffReport": "holdfast._tools.inspecting.diff_report",
     "Explanation": "holdfast._tools.inspecting.explanation",
-    "RepairReport": "holdfast._tools.repairing.report",
+    "HoldfastReader": "holdfast.integrations.torch_dcp",
+    "HoldfastWriter": "holdfast.integrations.torch_dcp",
     "HtmlReport": "holdfast._tools.reporting.report",
+    "PendingSave": "holdfast._save.pending",
+    "PerRank": "holdfast._state.per_rank",
+    "RepairReport": "holdfast._tools.repairing.report",
+    "RestoredStep": "holdfast._manager.restoring",
+    "RngState": "holdfast._state.random_streams",
+    "RunServer": "holdfast._tools.serving.server",
+    "SaveProgress": "holdfast._save.pending",
     "Statistics": "holdfast._tools.inspecting.statistics",
+    "StepInfo": "holdfast._manager.steps",
     "VerifyReport": "holdfast._tools.inspecting.damage",
+    "async_save": "holdfast._save.async_save",
     "convert": "holdfast._tools.converting.convert",
     "diff": "holdfast._tools.inspecting.diff",
     "explain": "holdfast._tools.inspecting.explain",
     "export": "holdfast._tools.converting.export",
+    "load": "holdfast._load.load",
     "repair": "holdfast._tools.repairing.repair",
+    "save": "holdfast._save.save",
+    "serve": "holdfast._tools.serving.server",
     "verify": "holdfast._tools.inspecting.verify",
 }
-"""What programs that only save and load need not wait for."""
-
-_NEED_TORCH = {
-    "CheckpointManager": "holdfast._manager.manager",
-    "HoldfastReader": "holdfast.integrations.torch_dcp",
-    "HoldfastWriter": "holdfast.integrations.torch_dcp",
-    "PendingSave": "holdfast._save.pending",
-    "PerRank": "holdfast._state.per_rank",
-    "RestoredStep": "holdfast._manager.restoring",
-    "RngState": "holdfast._state.random_streams",
-    "SaveProgress": "holdfast._save.pending",
-    "StepInfo": "holdfast._manager.steps",
-    "async_save": "holdfast._save.async_save",
-    "load": "holdfast._load.load",
-    "save": "holdfast._save.save",
-}
+"""What is imported when it is asked for: it needs torch, or programs that only save and load need not wait for it."""
 
 
 def __getattr__(name: str) -> Any:
-    module = _LATER.get(name) or _NEED_TORCH.get(name)
+    module = _LATE.get(name)
     if module is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     try:
