@@ -124,7 +124,7 @@ def test_a_file_of_any_size_written_in_any_parts_has_just_these_bytes(size, cuts
 
 def fill_rooms(sink: Any, content: bytes, memory: int | None) -> None:
     while content:
-        room = sink.room(memory)
+        room = sink.buffer(memory)
         if room is None:
             sink.write(content)
             return

@@ -123,7 +123,7 @@ def _write_file(path: Path, keys: Sequence[str], outgoing: Outgoing) -> int:
     header, start = plan_header([_entry(key, outgoing.names[key]) for key in keys], _notes(outgoing))
     nbytes = _size_of(header)
     with LocalStore(path.parent).create(path.name, nbytes) as sink:
-        sink.room(outgoing.budget // SHARE_OF_ROOMS)  # the first call decides how much memory there is
+        sink.buffer(outgoing.budget // SHARE_OF_ROOMS)  # the first call decides how much memory there is
         sink.write(start)
         for piece in outgoing.stream(header.tensors):
             sink.write(piece.data)
