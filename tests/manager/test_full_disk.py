@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast._manager.full_disk import WhenFull, is_full, next_to_go, save_despite_full_disk
-from holdfast._manager.measuring import checkpoint_size, plain_options
+from holdfast._manager.measuring import checkpoint_size
 from holdfast._ranks.collectives import Collectives
 from holdfast._ranks.failures import wrap_exception
 from holdfast._ranks.meeting import meeting
 from holdfast._save.async_save import How, begin_save
+from holdfast._save.options import CheckedOptions
 from holdfast._save.pending import PendingSave
 from holdfast._stores.roots import LocalRoot
 from holdfast.errors import CheckpointException, StorageFullError
@@ -75,7 +76,7 @@ def test_the_last_good_checkpoint_stays_and_the_error_tells_how_much_is_missing(
     hf.save(state_of(4, 7.0), disk / "step-1")
     free = shutil.disk_usage(disk).free
     with pytest.raises(StorageFullError) as raised:
-        save_step(disk, "step-2", state_of(6), WhenFull("raise"))
+        save_step(disk, "step-2", state_of(6), WhenFull("error"))
     error = raised.value
     assert (error.path, error.rank, error.ranks, error.deleted) == (str(disk / "step-2"), 0, [0], [])
     assert error.free == free
@@ -89,7 +90,7 @@ def test_the_last_good_checkpoint_stays_and_the_error_tells_how_much_is_missing(
 
 def test_programs_that_look_for_a_full_disk_find_it(disk):
     with pytest.raises(OSError, match="no space for") as raised:
-        save_step(disk, "step-1", state_of(10), WhenFull("raise"))
+        save_step(disk, "step-1", state_of(10), WhenFull("error"))
     assert raised.value.errno == errno.ENOSPC
     assert is_full(raised.value)
     assert isinstance(raised.value.__cause__, OSError)
@@ -495,7 +496,7 @@ def save_in_background(root: Path) -> tuple[int, str, str]:
         def attempts(ranks: Collectives, save: Callable[[], Any]) -> Any:
             return save_despite_full_disk(save, str(root / name), when_full, ranks=ranks)
 
-        return begin_save(own_state(megabytes), root / name, plain_options, How(attempts=attempts), None)
+        return begin_save(own_state(megabytes), root / name, CheckedOptions.of, How(attempts=attempts), None)
 
     saved = begin("step-8", 2).wait()
     try:

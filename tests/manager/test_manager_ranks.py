@@ -348,7 +348,7 @@ def test_no_rank_begins_anew_if_nothing_is_whole(ranks, tmp_path):
 
 
 def test_all_ranks_raise_a_failure_at_the_same_save(ranks, tmp_path):
-    first, second = ranks(2).run(go_on_after_a_failure, tmp_path, "raise")
+    first, second = ranks(2).run(go_on_after_a_failure, tmp_path, "error")
     assert first == second == ["step 3 raised OSError"]
     assert steps_in(tmp_path) == [1, 4, 5, 6]
 

@@ -164,7 +164,7 @@ class SlowRoot(MoodyRoot):
 
 def test_when_busy(tmp_path):
     root = SlowRoot(tmp_path)
-    with hf.CheckpointManager(root, when_busy="raise") as manager:
+    with hf.CheckpointManager(root, when_busy="error") as manager:
         manager.maybe_save(1, state_of(1))
         first = manager.save(1, state_of(1))
         with pytest.raises(SaveInProgressError):
@@ -233,7 +233,7 @@ def test_a_failed_save_is_raised_at_the_end_and_the_last_step_is_saved(tmp_path,
     assert restored_from(tmp_path)[0].step == 3  # and the run is free for others
 
 
-@pytest.mark.parametrize("on_failure", ["raise", "warn"])
+@pytest.mark.parametrize("on_failure", ["error", "warn"])
 def test_a_last_step_whose_own_save_failed_is_saved_at_the_end(tmp_path, moody, on_failure):
     told = pytest.raises(OSError, match="Input/output")
     if on_failure == "warn":

@@ -171,7 +171,7 @@ def save_to_different_places(path: str) -> list[str]:
     for place, options in (
         (f"{path}/{rank}", {}),
         (f"{path}/x", {"overwrite": rank == 1}),
-        (f"{path}/x", {"check_replicas": rank == 1}),
+        (f"{path}/x", {"replica_mismatch": "warn" if rank == 1 else "error"}),
     ):
         pending = hf.async_save({"w": torch.ones(3)}, place, **options)
         with pytest.raises(RankDisagreementError) as caught:
@@ -185,7 +185,7 @@ def test_ranks_that_disagree_about_the_call_are_told_so(ranks: RankPool, tmp_pat
         assert "/0" in told[0]
         assert "/1" in told[0]
         assert "overwrite=True" in told[1]
-        assert "check_replicas=True" in told[2]
+        assert "replica_mismatch='warn'" in told[2]
     assert not list(tmp_path.iterdir())
 
 

@@ -148,14 +148,14 @@ def test_a_third_copy_waits_for_the_first(tmp_path, lent: list[int], waits: list
 def test_a_busy_call_raises_if_that_is_wanted(tmp_path) -> None:
     state = {"w": torch.ones(3)}
     store = GatedStore(tmp_path / "first")
-    first = hf.async_save(state, store, when_busy="raise")
+    first = hf.async_save(state, store, when_busy="error")
     with pytest.raises(SaveInProgressError, match="when_busy='wait'") as caught:
-        hf.async_save(state, tmp_path / "second", when_busy="raise")
+        hf.async_save(state, tmp_path / "second", when_busy="error")
     assert caught.value.pending == 1
     store.gate.set()
     first.wait()
     assert not (tmp_path / "second").exists()
-    hf.async_save(state, tmp_path / "second", when_busy="raise").wait()
+    hf.async_save(state, tmp_path / "second", when_busy="error").wait()
 
 
 def test_unknown_wishes_are_refused(tmp_path) -> None:

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, get_args
 
 import torch.distributed as dist
 
+from holdfast._base.arguments import check_choice
 from holdfast._ranks.meeting import meeting
 from holdfast._watching.progress import size
 from holdfast.errors import CheckpointException, StorageFullError
@@ -26,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-OnFull = Literal["raise", "prune", "wait"]
+OnFull = Literal["error", "prune", "wait"]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _ADVICE: dict[OnFull, str] = {
-    "raise": "Make room, keep fewer checkpoints, or choose on_full='prune' or 'wait'.",
+    "error": "Make room, keep fewer checkpoints, or choose on_full='prune' or 'wait'.",
     "prune": "Make room, or keep and pin fewer checkpoints.",
     "wait": "Make room, keep fewer checkpoints, or choose on_full='prune'.",
 }
@@ -118,7 +119,7 @@ def next_to_go(steps: Iterable[S], spare: Collection[int] = (), saved_last: int 
 class WhenFull:
     """What to do on a full disk."""
 
-    on_full: OnFull = "raise"
+    on_full: OnFull = "error"
     prune: Callable[[], str | None] = lambda: None
     """Deletes one checkpoint that may go and returns its name; None if there is none. Called on the coordinator."""
     free_bytes: Callable[[], int | None] = lambda: None
@@ -134,8 +135,7 @@ class WhenFull:
     sleep: Callable[[float], None] = time.sleep
 
     def __post_init__(self) -> None:
-        if self.on_full not in ("raise", "prune", "wait"):
-            raise ValueError(f"on_full must be 'raise', 'prune' or 'wait', not {self.on_full!r}")
+        check_choice("on_full", self.on_full, get_args(OnFull))
 
 
 def save_despite_full_disk(

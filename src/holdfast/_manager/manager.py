@@ -30,6 +30,7 @@ from holdfast._manager.saver import Saver, Saving, Wanted
 from holdfast._manager.steps import Mode, StepInfo, step_number
 from holdfast._ranks.meeting import meeting, own_place
 from holdfast._save.async_save import How, Writer
+from holdfast._save.options import SaveOptions
 from holdfast._save.pending import PendingSave
 from holdfast._save.report import SaveReport
 from holdfast._save.snapshots import WhenBusy
@@ -71,8 +72,8 @@ class CheckpointManager:
         writer: Writer = "thread",
         when_busy: WhenBusy = "wait",
         check_tearing: bool = False,
-        on_failure: OnFailure = "raise",
-        on_full: OnFull = "raise",
+        on_failure: OnFailure = "error",
+        on_full: OnFull = "error",
         save_at_end: bool = True,
         verify_before_delete: bool = False,
         dry_run: bool = False,
@@ -80,7 +81,7 @@ class CheckpointManager:
         grace_seconds: float | None = 30.0,
         parts: Sequence[str] | None = None,
         metadata: Mapping[str, Any] | None = None,
-        save_options: Mapping[str, Any] | None = None,
+        save_options: SaveOptions | None = None,
         run: str | None = None,
         take_over: bool = False,
         read_only: bool = False,
@@ -109,7 +110,7 @@ class CheckpointManager:
             check_tearing: as for ``async_save``.
             on_failure: a background save that failed is raised by the next save, ``wait`` and the end of the block;
                 ``"warn"`` warns and goes on.
-            on_full: if the disk is full: ``"raise"``, ``"prune"`` (delete the oldest that may go, and try again), or
+            on_full: if the disk is full: ``"error"``, ``"prune"`` (delete the oldest that may go, and try again), or
                 ``"wait"`` until there is room.
             save_at_end: save the last step at the end of the ``with`` block, if it was not or that failed. Not after an
                 exception. What is saved is the state of that moment, under the step of the last ``maybe_save``.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch.distributed as dist
 
 from holdfast._background.futures import SaveFuture
+from holdfast._base.arguments import check_choice
 from holdfast._base.notices import warn_caller
 from holdfast._ranks.meeting import meeting
 from holdfast._save.pending import PendingSave
@@ -18,7 +19,7 @@ from holdfast.errors import RemoteError
 
 logger = logging.getLogger(__name__)
 
-OnFailure = Literal["raise", "warn"]
+OnFailure = Literal["error", "warn"]
 
 
 class _View(NamedTuple):
@@ -62,8 +63,7 @@ class PendingSaves:
         may_be_damaged: bool = False,
     ) -> None:
         """With ``may_be_damaged`` some rank may ``note_damage``, and so they ask each other at every save."""
-        if on_failure not in ("raise", "warn"):
-            raise ValueError(f"on_failure must be 'raise' or 'warn', not {on_failure!r}")
+        check_choice("on_failure", on_failure, get_args(OnFailure))
         self._place = place
         self._on_failure: OnFailure = on_failure
         self._group = process_group

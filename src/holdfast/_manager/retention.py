@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from holdfast._base.arguments import Size, checked_size
 from holdfast._manager.steps import Mode, StepInfo, by_metric
 
 _WITNESSES = 3
@@ -58,15 +59,17 @@ class Policy(ABC):
     def _best_among(self, candidates: Sequence[StepInfo], now: datetime) -> frozenset[int]:
         return frozenset()
 
-    def within(self, *, max_age: timedelta | None = None, max_bytes: int | None = None) -> Policy:
-        """The same, but nothing that is older, and no more bytes in all: the oldest go first.
+    def within(self, *, max_age: timedelta | None = None, max_bytes: Size | None = None) -> Policy:
+        """The same, but nothing that is older, and no more bytes (such as ``"2TB"``) in all: the oldest go first.
 
         What always stays is not affected, but its bytes count.
 
-        >>> str(last(10).within(max_bytes=10**12))
+        >>> str(last(10).within(max_bytes="1TB"))
         'last 10, at most 1000000000000 bytes'
         """
-        return self if max_age is None and max_bytes is None else _Limited(self, max_age, max_bytes)
+        if max_age is None and max_bytes is None:
+            return self
+        return _Limited(self, max_age, checked_size("max_bytes", max_bytes))
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -239,8 +242,6 @@ class _Limited(Policy):
     def __post_init__(self) -> None:
         if self.max_age is not None:
             _duration("max_age", self.max_age)
-        if self.max_bytes is not None:
-            _positive("max_bytes", self.max_bytes)
 
     def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
         chosen = self.policy.choose(steps, now)

@@ -21,7 +21,7 @@ from holdfast._manager.steps import folder_of, step_number
 from holdfast._manager.summaries import noted_metadata
 from holdfast._ranks.meeting import meeting, own_place
 from holdfast._save.async_save import How, begin_save
-from holdfast._save.options import SaveOptions
+from holdfast._save.options import CheckedOptions, SaveOptions, refuse_unknown_options
 from holdfast._save.pending import PendingSave
 from holdfast._save.report import SaveReport
 from holdfast._save.save import save_together
@@ -41,16 +41,6 @@ _LAST_CHANCES = ("preemption", "end")
 
 _SPARE_TIME = 2.0
 """How many times as long as the last save there should be for one. The disk may be busy with that of other jobs."""
-
-_NOTHING_SPECIAL: Mapping[str, Any] = {
-    "include": None,
-    "exclude": None,
-    "cast": None,
-    "check_replicas": True,
-    "allow_pickle": False,
-    "max_file_size": None,
-    "memory_budget": None,
-}
 
 
 @dataclass(frozen=True)
@@ -83,31 +73,27 @@ class Saving:
     async_save: bool = True
     overlap: bool = False
     how: How = field(default_factory=How)
-    on_failure: OnFailure = "raise"
-    on_full: OnFull = "raise"
+    on_failure: OnFailure = "error"
+    on_full: OnFull = "error"
     parts: Sequence[str] | None = None
     metadata: Mapping[str, Any] | None = None
-    save_options: Mapping[str, Any] | None = None
+    save_options: SaveOptions | None = None
 
     def check(self) -> None:
         """Raise for what is wrong."""
         self.how.check()
         WhenFull(self.on_full)
-        unknown = sorted(set(self.save_options or {}) - set(_NOTHING_SPECIAL))
-        if unknown:
-            raise TypeError(
-                f"save_options has {', '.join(map(repr, unknown))}, and can have: {', '.join(_NOTHING_SPECIAL)}"
-            )
+        refuse_unknown_options("save_options", self.save_options or {})
         if isinstance(self.parts, str):
             raise TypeError(f"parts is a list of names, not the text {self.parts!r}")
         self.options("", Wanted(0, dict.fromkeys(self.parts or ())), "")
 
-    def options(self, run: str, wanted: Wanted, reason: str) -> SaveOptions:
+    def options(self, run: str, wanted: Wanted, reason: str) -> CheckedOptions:
         """The options for one save. Raises for a state that has other parts than it must have."""
         self._refuse_other_parts(wanted.state)
         metadata = {**(self.metadata or {}), **(wanted.metadata or {})}
         noted = noted_metadata(run, wanted.step, wanted.metrics, reason, metadata)
-        return SaveOptions.of(**{**_NOTHING_SPECIAL, **(self.save_options or {})}, metadata=noted, overwrite=True)
+        return CheckedOptions.of({**(self.save_options or {}), "metadata": noted}, overwrite=True)
 
     def how_to_save(self, state: Any) -> How:
         """How to save this state in the background."""
@@ -174,7 +160,7 @@ class Saver:
             how = self._saving.how_to_save(wanted.state)
             how = replace(how, attempts=functools.partial(self._attempts, wanted.step))
 
-            def make_options_and_warn() -> SaveOptions:
+            def make_options_and_warn() -> CheckedOptions:
                 if self._saving.overlap and how.optimizers == []:
                     self._warn_of_no_optimizers()
                 return make_options()
@@ -195,7 +181,7 @@ class Saver:
             RuntimeWarning,
         )
 
-    def _save_now(self, wanted: Wanted, store: Store, make_options: Callable[[], SaveOptions]) -> SaveReport:
+    def _save_now(self, wanted: Wanted, store: Store, make_options: Callable[[], CheckedOptions]) -> SaveReport:
         wait_for_conflicting_saves(Claim(store.location))
         call = f"holdfast.CheckpointManager.save of step {wanted.step} to {store.location}"
         rank, world_size = own_place(self._group)
