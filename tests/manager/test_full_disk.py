@@ -498,9 +498,9 @@ def save_in_background(root: Path) -> tuple[int, str, str]:
 
         return begin_save(own_state(megabytes), root / name, CheckedOptions.of, How(attempts=attempts), None)
 
-    saved = begin("step-8", 2).wait()
+    saved = begin("step-8", 2).result()
     try:
-        begin("step-9", 3).wait()
+        begin("step-9", 3).result()
     except Exception as error:
         return saved.bytes_written, type(error).__name__, str(error)
     return saved.bytes_written, "", ""

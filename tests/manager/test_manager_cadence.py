@@ -49,7 +49,7 @@ def test_what_a_call_returns_tells_whether_it_saved(tmp_path):
         assert manager.maybe_save(1, state_of(1)) is None
         pending = manager.maybe_save(2, state_of(2))
         assert isinstance(pending, hf.PendingSave)
-        assert pending.wait().path == pending.path == str(tmp_path / "step-00000002")
+        assert pending.result().path == pending.path == str(tmp_path / "step-00000002")
         assert isinstance(manager.save(3, state_of(3), wait=True), hf.SaveReport)
     with hf.CheckpointManager(tmp_path, every_steps=2, async_save=False) as manager:
         assert isinstance(manager.maybe_save(4, state_of(4)), hf.SaveReport)
@@ -216,7 +216,7 @@ def test_a_step_that_is_saved_already_is_not_saved_again_before_a_stop(tmp_path,
 def test_a_step_whose_save_failed_is_saved_again_before_a_stop(tmp_path, moody):
     moody.failing = {3}
     manager = hf.CheckpointManager(moody, on_failure="warn")
-    manager.save(3, state_of(3)).committed.exception()
+    manager.save(3, state_of(3)).exception()
     moody.failing = set()
     signal.raise_signal(signal.SIGTERM)
     assert isinstance(manager.maybe_save(3, state_of(3)), hf.SaveReport)

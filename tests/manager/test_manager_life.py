@@ -55,7 +55,7 @@ def test_after_a_take_over_the_old_job_saves_no_more(tmp_path):
             assert new.restore(state_of(0)).step == 1
             pending = old.save(2, state_of(2))
             with pytest.raises(RunTakenError, match="saves and deletes nothing"):
-                pending.wait()
+                pending.result()
             with pytest.raises(RunTakenError):
                 old.wait()
             with pytest.raises(RunTakenError):

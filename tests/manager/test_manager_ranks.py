@@ -116,7 +116,7 @@ def fail_the_last_step(root, who) -> tuple:
         warnings.simplefilter("always")
         manager.maybe_save(1, sharded(1))
         pending = manager.maybe_save(2, sharded(2))
-        pending.committed.exception()
+        pending.exception()
         if dist.get_rank() == who:
             manager._saver.pending._newest = manager._saver.pending._newest._replace(committed=None)
         events: list[hf.Event] = []
@@ -143,7 +143,7 @@ def go_on_after_a_failure(root, on_failure) -> list[str]:
             if step == 3 and dist.get_rank() == 0:  # ranks do not learn of the end of a save at the same moment
                 pending._view = lambda: _View(frozenset(), {})
             elif step == 3:
-                pending.wait()
+                pending.result()
             try:
                 with warnings.catch_warnings(record=True) as seen:
                     warnings.simplefilter("always")

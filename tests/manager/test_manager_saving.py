@@ -170,7 +170,7 @@ def test_when_busy(tmp_path):
         with pytest.raises(SaveInProgressError):
             manager.save(2, state_of(2))
         root.go_on.set()
-        first.wait()
+        first.result()
         manager.save(2, state_of(2))
     assert steps_in(tmp_path) == [1, 2]
 
@@ -204,7 +204,7 @@ def test_a_failed_save_is_raised_by_the_next_one_and_the_run_goes_on_after_that(
     with hf.CheckpointManager(moody) as manager:
         failed = manager.save(1, state_of(1))
         with pytest.raises(OSError, match="Input/output"):
-            failed.wait()
+            failed.result()
         with pytest.raises(OSError, match=r"Input/output error.*step-00000001"):
             manager.save(2, state_of(2))
         manager.save(3, state_of(3))
@@ -241,7 +241,7 @@ def test_a_last_step_whose_own_save_failed_is_saved_at_the_end(tmp_path, moody, 
     moody.failing = {4}
     with told, hf.CheckpointManager(moody, every_steps=2, on_failure=on_failure) as manager:
         train(manager, range(1, 4))
-        manager.maybe_save(4, state_of(4), metrics={"loss": 0.25}).committed.exception()
+        manager.maybe_save(4, state_of(4), metrics={"loss": 0.25}).exception()
         moody.failing = set()
     assert steps_in(tmp_path) == [2, 4]
     assert is_state_of(restored_from(tmp_path)[1], 4)
@@ -266,10 +266,10 @@ def test_a_step_that_failed_is_not_saved_again_if_the_state_may_be_another_by_no
     manager = hf.CheckpointManager(moody, on_failure="warn", every_steps=2)
     manager.save(1, state_of(1), wait=True)
     if go_back:
-        manager.maybe_save(2, state_of(2)).committed.exception()
+        manager.maybe_save(2, state_of(2)).exception()
         manager.restore(state_of(0))
     else:
-        manager.save(2, state_of(2)).committed.exception()  # who calls this need not tell of the steps after it
+        manager.save(2, state_of(2)).exception()  # who calls this need not tell of the steps after it
     moody.failing = set()
     with pytest.warns(RuntimeWarning, match="step 2 was not saved"):
         manager.close()
@@ -290,7 +290,7 @@ def test_several_failures_are_all_told(moody, caplog):
 def test_failures_can_be_warnings(tmp_path, moody):
     moody.failing = {1, 3}
     with hf.CheckpointManager(moody, on_failure="warn") as manager:
-        manager.save(1, state_of(1)).committed.exception()
+        manager.save(1, state_of(1)).exception()
         with pytest.warns(RuntimeWarning, match="step 1 was not saved: OSError: .*Input/output"):
             manager.save(2, state_of(2))
         manager.wait()
@@ -376,7 +376,7 @@ class FreedByDeletion(MoodyRoot):
 def test_on_a_full_disk_it_is_told_how_much_the_save_before_needed(moody, async_save):
     with hf.CheckpointManager(moody, async_save=async_save, save_at_end=False) as manager:
         saved = manager.save(1, state_of(1))
-        needed = (saved.wait() if async_save else saved).bytes_written
+        needed = (saved.result() if async_save else saved).bytes_written
         moody.full = {2}
         with pytest.raises(StorageFullError) as raised:
             manager.save(2, state_of(2), wait=True)

@@ -71,7 +71,7 @@ def test_a_full_disk_fails_the_save_and_leaves_the_earlier_checkpoint(tmp_path) 
     files = sorted(tmp_path.iterdir())
     pending = hf.async_save(state(), FullStore(tmp_path), overwrite=True)
     with pytest.raises(OSError, match="No space left") as caught:
-        pending.wait()
+        pending.result()
     assert caught.value.errno == errno.ENOSPC
     assert pending.done()
     assert pending.progress().phase == "failed"
@@ -89,12 +89,12 @@ def test_a_failure_that_nobody_saw_is_told_by_the_next_call(tmp_path, verb: str)
     assert told[0].filename == __file__
     assert len(told) == 1
     with pytest.raises(OSError, match="No space left"):
-        failed.wait()  # and is still there to be asked for
+        failed.result()  # and is still there to be asked for
 
 
 def test_a_failure_that_was_seen_is_not_told_again(tmp_path, recwarn) -> None:
     failed = hf.async_save(state(), FullStore(tmp_path / "full"))
-    assert isinstance(failed.committed.exception(PATIENCE), OSError)
+    assert isinstance(failed.exception(PATIENCE), OSError)
     hf.save(state(), tmp_path / "x")
     assert not recwarn.list
 
@@ -104,7 +104,7 @@ def test_saves_after_a_failed_one_go_on(tmp_path) -> None:
     pending = [hf.async_save(state(), store, when_busy="copy") for store in (gated, full)]
     gated.gate.set()
     pending.append(hf.async_save(state(), tmp_path / "2"))
-    assert [type(each.committed.exception(PATIENCE)) for each in pending] == [type(None), OSError, type(None)]
+    assert [type(each.exception(PATIENCE)) for each in pending] == [type(None), OSError, type(None)]
 
 
 def test_a_wait_ends_in_time_and_the_save_goes_on(tmp_path) -> None:
@@ -113,10 +113,15 @@ def test_a_wait_ends_in_time_and_the_save_goes_on(tmp_path) -> None:
     with pytest.raises(
         TimeoutError, match=r"after 0.01 s the save has not ended: <PendingSave to .*x: .*> *\. It goes"
     ):
-        pending.wait(0.01)
+        pending.result(0.01)
+    with pytest.raises(TimeoutError, match=r"after 0.01 s the save has not ended"):
+        pending.exception(0.01)
+    assert not pending.done()
     assert not pending.committed.cancel()
     store.gate.set()
-    assert pending.wait(PATIENCE).tensor_count == 1
+    assert pending.result(PATIENCE).tensor_count == 1
+    assert pending.exception() is None
+    assert pending.done()
 
 
 # --- over ranks ------------------------------------------------------------------------------------------------------
@@ -130,8 +135,8 @@ def save_what_rank_1_cannot(path: str) -> str:
     else:
         pending = hf.async_save(bad, path)
         with pytest.raises(UnsupportedValueError) as caught:
-            pending.wait(PATIENCE)
-    again = hf.async_save({"value": 2}, path).wait(PATIENCE)
+            pending.result(PATIENCE)
+    again = hf.async_save({"value": 2}, path).result(PATIENCE)
     return f"{caught.value} {again.world_size}"
 
 
@@ -150,11 +155,11 @@ def warn_rank_1_of_a_failure_that_the_others_saw(path: str) -> str:
             warnings.simplefilter("error")
             with pytest.raises(RuntimeWarning) as caught:
                 hf.async_save({"value": 2}, f"{path}/x")
-        failed.committed.exception()
+        failed.exception()
     else:
-        assert failed.committed.exception(PATIENCE) is not None
+        assert failed.exception(PATIENCE) is not None
         with pytest.raises(RuntimeWarning) as caught:
-            hf.async_save({"value": 2}, f"{path}/x").wait(PATIENCE)
+            hf.async_save({"value": 2}, f"{path}/x").result(PATIENCE)
     return str(caught.value)
 
 
@@ -175,7 +180,7 @@ def save_to_different_places(path: str) -> list[str]:
     ):
         pending = hf.async_save({"w": torch.ones(3)}, place, **options)
         with pytest.raises(RankDisagreementError) as caught:
-            pending.wait(PATIENCE)
+            pending.result(PATIENCE)
         told.append(str(caught.value))
     return told
 
@@ -192,7 +197,7 @@ def test_ranks_that_disagree_about_the_call_are_told_so(ranks: RankPool, tmp_pat
 def save_to_a_disk_full_for_rank_1(path: str) -> str:
     hf.save({"earlier": 1}, path)
     pending = hf.async_save({"own": hf.PerRank(torch.ones(1000))}, FullStore(Path(path), (1,)), overwrite=True)
-    error = pending.committed.exception(PATIENCE)
+    error = pending.exception(PATIENCE)
     return f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
 
 
@@ -211,10 +216,10 @@ def test_a_killed_writer_process_is_told_and_replaced(tmp_path) -> None:
     hf.save({"earlier": 1}, tmp_path)
     pending = hf.async_save(state(), DeadlyStore(tmp_path), overwrite=True, writer="process")
     with pytest.raises(WriterProcessError, match=f"killed by signal 9 while it saved to {tmp_path}") as caught:
-        pending.wait(PATIENCE)
+        pending.result(PATIENCE)
     assert caught.value.exit_code == -signal.SIGKILL
     assert hf.open(tmp_path).load() == {"earlier": 1}
-    hf.async_save(state(), tmp_path, overwrite=True, writer="process").wait(PATIENCE)
+    hf.async_save(state(), tmp_path, overwrite=True, writer="process").result(PATIENCE)
     assert hf.open(tmp_path)["w"][:].eq(1).all()
 
 
@@ -229,7 +234,7 @@ def test_what_a_writer_process_cannot_have_is_refused_in_the_call(tmp_path) -> N
 def test_an_error_in_a_writer_process_is_the_error_of_the_save(tmp_path) -> None:
     pending = hf.async_save(state(), FullStore(tmp_path / "x"), writer="process")
     with pytest.raises(OSError, match="No space left") as caught:
-        pending.wait(PATIENCE)
+        pending.result(PATIENCE)
     assert caught.value.errno == errno.ENOSPC
     assert not list((tmp_path / "x").iterdir())
 
@@ -242,7 +247,7 @@ def test_a_writer_whose_answer_was_not_awaited_is_not_asked_again(tmp_path) -> N
     with hf.subscribe(leave):
         first = hf.async_save({"w": torch.ones(2)}, tmp_path / "first", writer="process")
         with pytest.raises(SystemExit):
-            first.wait()
+            first.result()
     second = hf.async_save({"w": torch.ones(2)}, tmp_path / "second", writer="process")
     assert second.wait().path == str(tmp_path / "second")
     assert hf.open(tmp_path / "second").verify()

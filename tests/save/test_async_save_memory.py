@@ -72,7 +72,7 @@ def waits(monkeypatch) -> list[Any]:
 def test_memory_is_used_again(tmp_path, lent: list[int], writer: Any) -> None:
     model = nn.Linear(500, 500)
     for step in range(4):
-        hf.async_save({"model": model}, tmp_path / str(step), writer=writer).wait()
+        hf.async_save({"model": model}, tmp_path / str(step), writer=writer).result()
     assert len(lent) == 4
     assert len(set(lent)) == 1
 
@@ -104,11 +104,11 @@ def test_memory_of_a_save_in_flight_is_left_alone(tmp_path, lent: list[int], wri
         assert len(set(lent)) == 2
         assert not first.done()
         store.gate.set()
-        first.wait()
+        first.result()
     second.wait()
     state["w"].fill_(3)
     third = hf.async_save(state, tmp_path / "third", writer=writer)  # the memory of either is free by now
-    third.wait()
+    third.result()
     assert lent[2] in lent[:2]
     for number, name in enumerate(("first", "second"), start=1):
         assert hf.open(tmp_path / name)["w"][:].eq(number).all()
@@ -141,7 +141,7 @@ def test_a_third_copy_waits_for_the_first(tmp_path, lent: list[int], waits: list
     assert not pending[1].done()
     stores[1].gate.set()
     for each in pending:
-        each.wait()
+        each.result()
     assert len(set(lent)) == 2
 
 
@@ -153,9 +153,9 @@ def test_a_busy_call_raises_if_that_is_wanted(tmp_path) -> None:
         hf.async_save(state, tmp_path / "second", when_busy="error")
     assert caught.value.pending == 1
     store.gate.set()
-    first.wait()
+    first.result()
     assert not (tmp_path / "second").exists()
-    hf.async_save(state, tmp_path / "second", when_busy="error").wait()
+    hf.async_save(state, tmp_path / "second", when_busy="error").result()
 
 
 def test_unknown_wishes_are_refused(tmp_path) -> None:
@@ -176,7 +176,7 @@ def test_a_budget_that_is_too_small_is_refused_with_what_it_takes(tmp_path, kind
     needed = 64_000 + SMALLEST_BUDGET
     with pytest.raises(ValueError, match=f"needs 64,000 for a copy .* and {SMALLEST_BUDGET:,} to write"):
         hf.async_save({"w": value}, tmp_path / "x", memory_budget=needed - 1)
-    assert hf.async_save({"w": value}, tmp_path / "x", memory_budget=needed).wait().tensor_count == 1
+    assert hf.async_save({"w": value}, tmp_path / "x", memory_budget=needed).result().tensor_count == 1
 
 
 @pytest.mark.parametrize("kind", ["tensor", "array"])
@@ -193,7 +193,7 @@ def test_a_second_copy_is_taken_only_within_the_budget(tmp_path, waits: list[Any
         assert waits[1:] == [1] * must_wait, budget
         assert first.done() == must_wait
         store.gate.set()
-        first.wait()
+        first.result()
         second.wait()
 
 
@@ -227,7 +227,7 @@ def test_many_saves_leave_nothing_behind(fast_path, writer: Any) -> None:
             pending.append(hf.async_save({"m": model}, fast_path, overwrite=True, optimizers=optimizer, writer=writer))
             model(torch.randn(2, 1000)).sum().backward()
             optimizer.step()
-        pending[-1].wait()
+        pending[-1].result()
         return pending
 
     def left() -> tuple[Any, ...]:
@@ -247,7 +247,7 @@ def test_many_saves_leave_nothing_behind(fast_path, writer: Any) -> None:
 def test_an_optimizer_that_is_gone_leaves_nothing_behind(tmp_path) -> None:
     model = nn.Linear(10, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hf.async_save({"m": model}, tmp_path / "x", optimizers=optimizer).wait()
+    hf.async_save({"m": model}, tmp_path / "x", optimizers=optimizer).result()
     gone = weakref.ref(optimizer)
     assert optimizer in step_hooks._awaited
     del optimizer

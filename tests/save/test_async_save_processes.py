@@ -60,7 +60,7 @@ def save_without_threads(folder: Path) -> None:
         pending = hf.async_save(state, folder / "later", optimizers=optimizer)
         optimizer.step()
         hf.load(state, folder / "now")
-        pending.wait(PATIENCE)
+        pending.result(PATIENCE)
     hf.load(state, folder / "later")
     assert_same_content(folder / "later", folder / "now")
 
@@ -126,10 +126,11 @@ def ask_in_children(folder: Path) -> dict[str, str]:
     with held_back() as held:
         pending = hf.async_save({"m": model}, store, optimizers=optimizer)
         asked: dict[str, Callable[[], Any]] = {
-            "wait": pending.wait,
-            "wait, for a second": lambda: pending.wait(1),
+            "result": pending.result,
+            "result, for a second": lambda: pending.result(1),
+            "exception": pending.exception,
             "committed": pending.committed.result,
-            "exception": pending.committed.exception,
+            "exception of committed": pending.committed.exception,
             "staged": pending.staged.result,
             "done": pending.done,
             "progress": pending.progress,
@@ -138,8 +139,8 @@ def ask_in_children(folder: Path) -> dict[str, str]:
         found = {name: in_a_child(act) for name, act in asked.items()}
         held.let_go()
     store.gate.set()
-    pending.wait(PATIENCE)
-    found["ended"] = in_a_child(lambda: pending.done() and pending.wait().tensor_count)
+    pending.result(PATIENCE)
+    found["ended"] = in_a_child(lambda: pending.done() and pending.result().tensor_count)
     return found
 
 

@@ -40,7 +40,7 @@ def saved_both_ways(state: Any, **options: Any) -> tuple[Any, hf.PendingSave]:
 
 
 def assert_stored(pending: hf.PendingSave, expected: Any, state: Any) -> None:
-    pending.wait(60)
+    pending.result(60)
     found = hf.open("memory://random/later").load()
     assert difference(found, expected) is None
     assert ties_are_kept(found, state)

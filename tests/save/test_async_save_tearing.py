@@ -84,8 +84,8 @@ def test_a_step_goes_on_after_a_torn_copy(tmp_path) -> None:
         optimizer.step()
         assert held.waits == 1
     with pytest.raises(TornSnapshotError):
-        pending.wait()
-    assert hf.async_save(state, tmp_path / "x", optimizers=optimizer).wait().tensor_count == 4
+        pending.result()
+    assert hf.async_save(state, tmp_path / "x", optimizers=optimizer).result().tensor_count == 4
 
 
 def test_new_memory_for_a_parameter_is_no_change_of_what_is_copied(tmp_path) -> None:
@@ -94,7 +94,7 @@ def test_new_memory_for_a_parameter_is_no_change_of_what_is_copied(tmp_path) -> 
     with held_back():
         pending = hf.async_save(state, tmp_path / "x", optimizers=optimizer)
         state["model"][0].weight.data = torch.zeros(100, 200)
-    pending.wait()
+    pending.result()
     assert torch.equal(hf.open(tmp_path / "x")["model.0.weight"][:], before)
 
 
@@ -105,7 +105,7 @@ def test_unchanged_states_of_all_kinds_pass_the_check(tmp_path) -> None:
         pending = hf.async_save(state, tmp_path / str(step), optimizers=optimizer, check_tearing=True)
         model(torch.randn(4, 200)).sum().backward()
         optimizer.step()
-        pending.wait()
+        pending.result()
 
 
 def tear_on_rank_1(path: str) -> tuple[str, str]:
@@ -116,7 +116,7 @@ def tear_on_rank_1(path: str) -> tuple[str, str]:
         if dist.get_rank() == 1:
             change_in_place(state["model"][0].weight)
     with pytest.raises(TornSnapshotError) as caught:
-        pending.wait()
+        pending.result()
     hf.save({"later": 1}, f"{path}-later")  # the ranks are in step again
     return caught.value.key, str(caught.value)
 

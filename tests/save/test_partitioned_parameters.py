@@ -68,7 +68,7 @@ def test_partitioned_parameters_are_all_named_and_nothing_is_written(tmp_path: P
     assert list(caught.value.keys) == KEYS
     assert all(repr(key) in str(caught.value) for key in KEYS)
     with pytest.raises(PartitionedParameterError) as caught:
-        hf.async_save(state(), tmp_path / "saved").wait()
+        hf.async_save(state(), tmp_path / "saved").result()
     assert list(caught.value.keys) == KEYS
     assert not (tmp_path / "saved").exists()
 
@@ -135,7 +135,7 @@ def save_on_ranks(folder: Path) -> list[Any]:
     state = {"model": partition(net()) if torch.distributed.get_rank() else net()}
     for save in (
         lambda: hf.save(state, folder / "saved"),
-        lambda: hf.async_save(state, folder / "saved").wait(),
+        lambda: hf.async_save(state, folder / "saved").result(),
         lambda: dcp.save(state, checkpoint_id=folder / "dcp"),
     ):
         try:

@@ -183,7 +183,7 @@ def test_files_have_the_size_that_was_asked_for(tmp_path, limit):
 
 def test_sizes_may_be_written_as_people_write_them(tmp_path):
     hf.save({"w": torch.ones(1000)}, tmp_path / "x", max_file_size="1 KB", memory_budget="1MiB")
-    hf.async_save({"w": torch.ones(1000)}, tmp_path / "y", max_file_size="1 KB", memory_budget="1MiB").wait()
+    hf.async_save({"w": torch.ones(1000)}, tmp_path / "y", max_file_size="1 KB", memory_budget="1MiB").result()
     assert [len(list((tmp_path / name).glob("data-*"))) for name in "xy"] == [4, 4]
 
 

@@ -31,7 +31,7 @@ def save(way: str, state: Any, path: Any, **options: Any) -> None:
     if way == "now":
         hf.save(state, path, **options)
     else:
-        hf.async_save(state, path, writer=way, **options).wait(PATIENCE)  # type: ignore[arg-type]
+        hf.async_save(state, path, writer=way, **options).result(PATIENCE)  # type: ignore[arg-type]
 
 
 def outcome_of(way: str, state: Any, path: Any, **options: Any) -> str:

@@ -137,7 +137,7 @@ def test_of_two_saves_that_commit_at_once_one_wins(bucket, url, monkeypatch):
 @pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.long)])
 def test_saves_go_on_in_the_background(bucket, url, writer):
     state = {"w": torch.zeros(1000), "step": 0}
-    hf.async_save(state, url, writer=writer).wait()
+    hf.async_save(state, url, writer=writer).result()
     assert hf.open(url)["step"] == 0
     assert hf.verify(url).ok
 

@@ -91,7 +91,7 @@ def async_save(
         >>> state = {"weights": torch.ones(4)}
         >>> pending = hf.async_save(state, path)
         >>> _ = state["weights"].zero_()                  # training goes on
-        >>> pending.wait().tensor_count                   # before it matters
+        >>> pending.result().tensor_count                 # before it matters
         1
         >>> hf.open(path)["weights"][:]
         tensor([1., 1., 1., 1.])
