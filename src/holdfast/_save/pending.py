@@ -33,8 +33,8 @@ class PendingSave:
     staged: Future[None]
     """Done when the program may change its state. Without ``optimizers`` that is so when ``async_save`` returns."""
     committed: SaveFuture[SaveReport]
-    """Done when the checkpoint is durable and complete: the future itself, for callbacks, ``concurrent.futures.wait`` and
-    ``asyncio.wrap_future``. It cannot be cancelled: the other ranks count on this one."""
+    """Done when the checkpoint is durable and complete: the future itself, for callbacks, ``asyncio.wrap_future`` and
+    ``concurrent.futures.wait``. It cannot be cancelled: the other ranks count on this one."""
 
     def __init__(self, path: str, staged: Future[None], committed: SaveFuture[SaveReport], counter: Counter) -> None:
         self.path = path
