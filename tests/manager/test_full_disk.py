@@ -83,7 +83,7 @@ def test_the_last_good_checkpoint_stays_and_the_error_tells_how_much_is_missing(
     assert 6 * MB < error.needed < 6.1 * MB
     assert all(f"{number:,} bytes" in str(error) for number in (error.needed, error.free))
     assert f"{disk}/step-2/data-" in str(error)
-    assert "choose on_full='prune' or 'wait'" in str(error)
+    assert "choose OnFullDisk(action='prune') or 'wait'" in str(error)
     assert value_at(disk / "step-1") == 7.0
     assert os.listdir(disk) == ["step-1"]
 

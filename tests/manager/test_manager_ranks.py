@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import warnings
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from holdfast._manager.pulse import Pulse
 from holdfast._manager.run import Run
 from holdfast._manager.steps import folder_of
 from holdfast.errors import NoUsableCheckpointError, RankDisagreementError, RunInUseError, StorageFullError
-from tests.manager.managed import MoodyRoot, damage_data, steps_in
+from tests.manager.managed import MoodyRoot, damage_data, not_by_python, steps_in
 
 SIZE = 64
 
@@ -44,7 +45,7 @@ def is_sharded_of(state: dict[str, Any], step: int) -> bool:
 
 
 def train_and_restore(root, async_save) -> tuple:
-    with hf.CheckpointManager(root, every_steps=2, keep_last=2, async_save=async_save) as manager:
+    with hf.CheckpointManager(root, every_steps=2, keep_last=2, background=async_save) as manager:
         assert manager.restore(sharded(0)) is None
         for step in range(1, 8):
             manager.maybe_save(step, sharded(step), metrics={"loss": step + dist.get_rank()})
@@ -101,9 +102,10 @@ def save_steps(root, *steps) -> None:
 
 def watch_ranks(root, async_save) -> list[tuple]:
     events: list[hf.Event] = []
-    with hf.CheckpointManager(
-        root, every_steps=1, keep_last=1, async_save=async_save, on_event=events.append
-    ) as manager:
+    with (
+        hf.subscribe(events.append),
+        hf.CheckpointManager(root, every_steps=1, keep_last=1, background=async_save) as manager,
+    ):
         for step in (1, 2):
             manager.maybe_save(step, sharded(step))
     return sorted({(event.verb, event.rank, event.world_size) for event in events})
@@ -112,7 +114,10 @@ def watch_ranks(root, async_save) -> list[tuple]:
 def fail_the_last_step(root, who) -> tuple:
     """As rank ``who`` sees it: ranks may have different views of what became of a save."""
     moody = MoodyRoot(root)
-    with warnings.catch_warnings(record=True), hf.CheckpointManager(moody, every_steps=2, on_failure="warn") as manager:
+    with (
+        warnings.catch_warnings(record=True),
+        hf.CheckpointManager(moody, every_steps=2, background=hf.Background(on_failure="warn")) as manager,
+    ):
         warnings.simplefilter("always")
         manager.maybe_save(1, sharded(1))
         pending = manager.maybe_save(2, sharded(2))
@@ -137,7 +142,9 @@ class FailingOnRank1(MoodyRoot):
 def go_on_after_a_failure(root, on_failure) -> list[str]:
     """Whatever fails is caught: the ranks must stay in step with each other."""
     told = []
-    with hf.CheckpointManager(FailingOnRank1(root), on_failure=on_failure, save_at_end=False) as manager:
+    with hf.CheckpointManager(
+        FailingOnRank1(root), background=hf.Background(on_failure=on_failure), save_at_end=False
+    ) as manager:
         for step in range(1, 7):
             pending, view = manager._saver.pending, PendingSaves._view
             if step == 3 and dist.get_rank() == 0:  # ranks do not learn of the end of a save at the same moment
@@ -182,7 +189,9 @@ def raise_on_one_rank(root) -> None:
 
 
 def refuse_state_on_one_rank(root, async_save) -> str:
-    with hf.CheckpointManager(root, parts=["model", "seen", "mine"], async_save=async_save) as manager:
+    with hf.CheckpointManager(
+        root, run_options=hf.RunOptions(parts=["model", "seen", "mine"]), background=async_save
+    ) as manager:
         state = sharded(1)
         if dist.get_rank() == 1:
             del state["seen"]
@@ -214,15 +223,16 @@ def open_different_roots(root) -> str:
     return "not told"
 
 
-def fail_to_trace_on_one_rank(root) -> str:
-    trace = f"{root}/no/folder/trace.json" if dist.get_rank() == 1 else None
-    if trace is not None:
-        open(f"{root}/no", "w").close()
+def fail_to_open_on_one_rank(root) -> str:
     try:
-        with hf.CheckpointManager(f"{root}/run", trace=trace):
-            return "opened"
-    except OSError:
-        pass
+        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                warnings.simplefilter("error")
+                not_by_python(patch, signal.SIGUSR1)
+            with hf.CheckpointManager(f"{root}/run"):
+                return "opened"
+    except Exception as error:
+        assert "SIGUSR1 will not be noticed" in str(error)  # noqa: PT017 - also what the other rank raised
     with hf.CheckpointManager(f"{root}/run"):
         return "told, and the run is free"
 
@@ -271,7 +281,9 @@ class Odd(hf.keep.Policy):
 
 
 def open_with_a_policy_of_its_own(root) -> str:
-    with hf.CheckpointManager(root, keep=Odd() | hf.keep.last(2), signals=iter(["SIGTERM"]), every_steps=2):
+    with hf.CheckpointManager(
+        root, keep=Odd() | hf.keep.last(2), on_signal=hf.OnSignal(signals=iter(["SIGTERM"])), every_steps=2
+    ):
         return "opened"
 
 
@@ -285,7 +297,7 @@ def save_what_is_damaged_at_once(root) -> str:
 
     Run._note = damaged_meanwhile
     try:
-        with hf.CheckpointManager(root, keep_last=1, verify_before_delete=True) as manager:
+        with hf.CheckpointManager(root, keep_last=1, keep=hf.Retention(verify_before_delete=True)) as manager:
             for step in (1, 2, 3, 4):
                 try:
                     manager.save(step, {"model": {"weight": torch.ones(10)}}, wait=True)
@@ -398,7 +410,7 @@ def test_ranks_open_together_or_not_at_all(ranks, tmp_path):
     assert ranks(2).run(open_what_is_in_use, tmp_path / "a") == ["RunInUseError"] * 2
     assert ranks(2).run(open_different_roots, tmp_path / "b") == ["told"] * 2
     (tmp_path / "c").mkdir()
-    assert ranks(2).run(fail_to_trace_on_one_rank, tmp_path / "c") == ["told, and the run is free"] * 2
+    assert ranks(2).run(fail_to_open_on_one_rank, tmp_path / "c") == ["told, and the run is free"] * 2
 
 
 @pytest.mark.parametrize(
@@ -406,29 +418,33 @@ def test_ranks_open_together_or_not_at_all(ranks, tmp_path):
     [
         {"every_steps": 3},
         {"every_minutes": 3},
-        {"signals": ()},
+        {"on_signal": None},
         {"keep_last": 2},
-        {"keep_best": (1, "loss")},
-        {"async_save": False},
-        {"writer": "process"},
-        {"when_busy": "copy"},
-        {"check_tearing": True},
-        {"overlap": True},
-        {"on_full": "prune"},
-        {"on_failure": "warn"},
+        {"keep": hf.keep.best(1, "loss")},
+        {"background": False},
+        {"background": hf.Background(writer="process")},
+        {"background": hf.Background(when_busy="copy")},
+        {"background": hf.Background(check_tearing=True)},
+        {"background": hf.Background(overlap=True)},
+        {"background": hf.Background(on_failure="warn")},
+        {"on_full_disk": hf.OnFullDisk(action="prune")},
+        {"on_full_disk": hf.OnFullDisk(wait_seconds=60)},
         {"save_at_end": False},
-        {"verify_before_delete": True},
-        {"dry_run": True},
-        {"parts": ["model"]},
+        {"keep": hf.Retention(verify_before_delete=True)},
+        {"keep": hf.Retention(dry_run=True)},
+        {"run_options": hf.RunOptions(run_id="other")},
+        {"run_options": hf.RunOptions(take_over=True)},
+        {"run_options": hf.RunOptions(parts=["model"])},
         {"read_only": True},
     ],
-    ids=lambda options: next(iter(options)),
+    ids=lambda options: str(next(iter(options.values())))[:60],
 )
 def test_ranks_with_different_options_are_told_when_they_open(ranks, tmp_path, options):
     first, second = ranks(2).run(open_with_options_of_its_own, tmp_path, options)
     assert first == second
-    (name,) = options
-    assert name.partition("_")[0] in first
+    ((name, given),) = options.items()
+    named = {"keep_last": "Retention.policy", "on_signal": "signals", "keep": "Retention."}.get(name, name)
+    assert (f"{type(given).__name__}." if is_dataclass(given) and name != "keep" else named) in first
     assert first.count("=") == 2  # what is the same is not told
     assert not any(tmp_path.iterdir())
 

@@ -158,7 +158,7 @@ def test_in_a_forked_process_a_save_of_its_parent_is_an_error_at_once_and_not_a_
 
 def ask_managers_in_children(folder: Path) -> list[str]:
     model, optimizer = model_and_optimizer()
-    with hf.CheckpointManager(folder / "run", overlap=True) as manager, held_back() as held:
+    with hf.CheckpointManager(folder / "run", background=hf.Background(overlap=True)) as manager, held_back() as held:
         manager.save(1, {"m": model, "o": optimizer})
         found = [in_a_child(manager.wait)]
         held.let_go()

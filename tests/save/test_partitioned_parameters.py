@@ -75,7 +75,7 @@ def test_partitioned_parameters_are_all_named_and_nothing_is_written(tmp_path: P
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_manager_refuses_them_too(tmp_path: Path, wait: bool):
-    with hf.CheckpointManager(tmp_path, on_failure="error") as manager:
+    with hf.CheckpointManager(tmp_path, background=hf.Background(on_failure="error")) as manager:
         with pytest.raises(PartitionedParameterError) as caught:
             manager.save(1, {"model": partition(net())}, wait=wait)
         assert list(caught.value.keys) == KEYS

@@ -93,7 +93,7 @@ def test_steps_of_a_wrapped_optimizer_wait_for_an_overlapped_save(tmp_path: Path
     state = {"model": model, "optim": wrapped}
     expected = []
     if managed:
-        with hf.CheckpointManager(tmp_path, overlap=True, check_tearing=True) as manager:
+        with hf.CheckpointManager(tmp_path, background=hf.Background(overlap=True, check_tearing=True)) as manager:
             for step in range(1, 4):
                 expected.append(copy.deepcopy(dict(model.state_dict())))
                 manager.save(step, state)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from holdfast._background.futures import SaveFuture
-from holdfast._base.arguments import check_choice
 from holdfast._base.notices import warn_caller
+from holdfast._manager.options import OnFailure
 from holdfast._ranks.meeting import meeting
 from holdfast._save.pending import PendingSave
 from holdfast._save.report import SaveReport
 from holdfast.errors import RemoteError
 
 logger = logging.getLogger(__name__)
-
-OnFailure = Literal["error", "warn"]
 
 
 class _View(NamedTuple):
@@ -63,7 +61,6 @@ class PendingSaves:
         may_be_damaged: bool = False,
     ) -> None:
         """With ``may_be_damaged`` some rank may ``note_damage``, and so they ask each other at every save."""
-        check_choice("on_failure", on_failure, get_args(OnFailure))
         self._place = place
         self._on_failure: OnFailure = on_failure
         self._group = process_group
