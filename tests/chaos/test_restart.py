@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import holdfast as hf
+import holdfast
 from tests.chaos.killing import DEADLINE, Ended, Supervisor, read_log, run_job
 from tests.chaos.training_job import STEPS, Job, undisturbed
 
@@ -148,7 +148,7 @@ def test_a_second_job_on_the_same_folder_is_told_so_and_does_no_harm(supervisor:
 def test_a_second_job_may_take_over_and_the_first_one_saves_no_more(supervisor: Supervisor) -> None:
     first = Job(supervisor.root, supervisor.next_scratch(), 1, pause_after=5)
 
-    ended, second = second_job(supervisor, first, run_options=hf.RunOptions(take_over=True))
+    ended, second = second_job(supervisor, first, run_options=holdfast.RunOptions(take_over=True))
 
     assert second.is_finished, second.story()
     assert [log.restored for log in second.logs] == [(4, undisturbed().digests[4])] * 2

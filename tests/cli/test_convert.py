@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import torch
 
-import holdfast as hf
-
 
 def test_a_checkpoint_is_converted_and_the_answer_says_what_was_done(prepared, holdfast):
     ran = holdfast(
@@ -15,7 +13,7 @@ def test_a_checkpoint_is_converted_and_the_answer_says_what_was_done(prepared, h
     assert ran.json["checked"] is True
     assert ran.json["renamed"]["model.0.weight"] == "net.0.weight"
     assert ran.json["cast"]["net.0.weight"] == ["float32", "float16"]
-    assert hf.open("new")["step"] == 200
+    assert holdfast.open("new")["step"] == 200
 
 
 def test_types_are_given_for_all_or_by_pattern(prepared, holdfast):
@@ -25,9 +23,9 @@ def test_types_are_given_for_all_or_by_pattern(prepared, holdfast):
         == 0
     )
 
-    assert hf.open("a")["model.0.weight"].dtype == torch.bfloat16
-    assert hf.open("b")["model.0.weight"].dtype == torch.float16
-    assert hf.open("b")["model.0.bias"].dtype == torch.float64
+    assert holdfast.open("a")["model.0.weight"].dtype == torch.bfloat16
+    assert holdfast.open("b")["model.0.weight"].dtype == torch.float16
+    assert holdfast.open("b")["model.0.bias"].dtype == torch.float64
 
 
 def test_people_are_told_what_was_left_out(prepared, holdfast):

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._stores.local_store import LocalStore
 from holdfast._tools.repairing.leftovers import heaps_of_dcp
 
@@ -31,7 +31,7 @@ def save_a_part_each(path):
 
     mesh = init_device_mesh("cpu", (2,))
     big = distribute_tensor(torch.ones(6, 100), mesh, [Shard(0)])
-    hf.save({"model": {"big": big, "small": torch.ones(10, dtype=torch.int64)}, "optim": {"big": big * 2}}, path)
+    holdfast.save({"model": {"big": big, "small": torch.ones(10, dtype=torch.int64)}, "optim": {"big": big * 2}}, path)
 
 
 def test_by_tree_the_parts_of_keys_are_added_up(checkpoint, holdfast):

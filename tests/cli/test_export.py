@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import torch
 
-import holdfast as hf
 from tests.tools.converting.formats import load_like_transformers
 
 
@@ -49,5 +48,5 @@ def test_parts_patterns_and_memory(prepared, holdfast):
     )
     assert ran.status == 0, ran.out
     assert ran.json["checked"] is False
-    assert all(key.endswith("weight") for key in hf.open("new"))
+    assert all(key.endswith("weight") for key in holdfast.open("new"))
     assert holdfast("export", "dcp", "other", "--part", "modle").status == 2

@@ -10,8 +10,6 @@ import sys
 import pytest
 import torch
 
-import holdfast as hf
-
 STEP = "runs/a/step-00000300"
 
 
@@ -35,8 +33,8 @@ def test_stat_tells_who_saved_what(holdfast, prepared):
 
 def test_stat_finds_what_is_not_finite(holdfast, tmp_path):
     good = {"w": torch.ones(3), "n": torch.arange(3)}
-    hf.save(good, tmp_path / "good")
-    hf.save({**good, "bad": torch.tensor([1, math.nan, math.inf, -math.inf])}, tmp_path / "bad")
+    holdfast.save(good, tmp_path / "good")
+    holdfast.save({**good, "bad": torch.tensor([1, math.nan, math.inf, -math.inf])}, tmp_path / "bad")
 
     assert holdfast("stat", tmp_path / "good", "--finite").status == 0
     assert "all elements are finite" in holdfast("stat", tmp_path / "good", "--finite").out

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._cli.ls import age
 from holdfast._manager.owners import Owner
 from holdfast._manager.run_file import RunFile, RunState
@@ -255,7 +255,7 @@ def test_work_folders_of_conversions_are_no_checkpoints(prepared, holdfast):
 
 
 def test_a_run_that_a_job_owns_says_so_and_its_begun_saves_are_not_debris(tmp_path, holdfast):
-    with hf.CheckpointManager(tmp_path / "run", every_steps=1) as manager:
+    with holdfast.CheckpointManager(tmp_path / "run", every_steps=1) as manager:
         manager.save(1, {"w": torch.ones(2)})
         manager.wait()
         leave_debris(tmp_path / "run/step-00000002")
@@ -325,7 +325,7 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path, holdfast):
 
 
 def test_a_checkpoint_in_memory_is_listed():
-    hf.save({"w": torch.ones(2)}, "memory://some-run/step-7")
+    holdfast.save({"w": torch.ones(2)}, "memory://some-run/step-7")
 
     listing = list_place("memory://some-run")
 

@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._manager.run_file import RunFile
 from holdfast._stores.places import store_at
 from holdfast._stores.roots import root_at
@@ -192,7 +192,7 @@ def test_the_run_forgets_it_and_others_can_go_on(prepared, holdfast):
     state = RunFile(root_at("runs/a")).read()
     assert (state.owner, dict(state.unfinished), state.pinned) == (None, {}, frozenset([300]))
     assert state.rows.keys() == {"step-00000200", "step-00000300"}
-    with hf.CheckpointManager("runs/a", every_steps=100) as manager:
+    with holdfast.CheckpointManager("runs/a", every_steps=100) as manager:
         assert [info.step for info in manager.steps()] == [200, 300]
 
 
@@ -213,7 +213,7 @@ def test_if_one_is_refused_none_is_deleted(prepared, holdfast):
 
 
 def test_a_run_that_is_in_use_is_left_alone_even_with_force(prepared, holdfast):
-    with hf.CheckpointManager("runs/a", every_steps=100):
+    with holdfast.CheckpointManager("runs/a", every_steps=100):
         ran = holdfast("rm", "runs/a/step-00000100", "--yes", "--force", "--json")
     assert error_of(ran) == "RunInUseError"
     assert ran.json["error"]["pid"] == os.getpid()
@@ -308,7 +308,7 @@ def test_a_kill_leaves_nothing_that_looks_like_a_checkpoint_and_the_next_job_goe
     names = os.listdir("runs/a/step-00000100")
     assert "holdfast.json" not in names
     assert any(name.startswith("data-") for name in names)
-    with hf.CheckpointManager("runs/a", every_steps=100) as manager:
+    with holdfast.CheckpointManager("runs/a", every_steps=100) as manager:
         assert [info.step for info in manager.steps()] == [200, 300]
     assert not os.path.exists("runs/a/step-00000100")
 
@@ -320,14 +320,14 @@ def removing_entries(path):
 
 
 def test_a_checkpoint_that_was_replaced_meanwhile_stays(tmp_path):
-    hf.save({"w": torch.ones(2)}, tmp_path / "c")
+    holdfast.save({"w": torch.ones(2)}, tmp_path / "c")
     (entry,) = removing_entries(str(tmp_path / "c"))
-    hf.save({"w": torch.zeros(2)}, tmp_path / "c", overwrite=True)
+    holdfast.save({"w": torch.zeros(2)}, tmp_path / "c", overwrite=True)
 
-    with pytest.raises(hf.errors.NotDeletedError, match="replaced"):
+    with pytest.raises(holdfast.errors.NotDeletedError, match="replaced"):
         removing.remove(entry)
 
-    assert hf.open(tmp_path / "c").load()["w"].tolist() == [0, 0]
+    assert holdfast.open(tmp_path / "c").load()["w"].tolist() == [0, 0]
 
 
 # --- a run of a job on another machine ------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def test_a_checkpoint_that_was_replaced_meanwhile_stays(tmp_path):
 ANOTHER_MACHINE = """
 import sys
 import torch
-import holdfast as hf
+import holdfast
 from holdfast._manager import owners
 from holdfast._stores.local_store import LocalStore
 
@@ -349,7 +349,7 @@ def waiting(store, name, content, *, replaces):
         sys.stdin.readline()
     commit(store, name, content, replaces=replaces)
 
-with hf.CheckpointManager("runs/c", background=False, keep_last=3, on_signal=None) as manager:
+with holdfast.CheckpointManager("runs/c", background=False, keep_last=3, on_signal=None) as manager:
     for step in (1, 2):
         manager.save(step, {"w": torch.full((4,), float(step))})
     manager.pin(1)
@@ -415,10 +415,10 @@ def test_force_deletes_from_a_living_run_and_the_job_goes_on_saving(job, holdfas
         job.save(step)
     job.tell("stop")
     assert job.process.wait() == 0
-    with hf.CheckpointManager("runs/c", read_only=True) as manager:
+    with holdfast.CheckpointManager("runs/c", read_only=True) as manager:
         assert [info.step for info in manager.steps() if info.is_ours] == [2, 3, 4]
     assert RunFile(root_at("runs/c")).read().owner is None
-    assert hf.open("runs/c/step-00000004").load()["w"].tolist() == [4.5] * 4
+    assert holdfast.open("runs/c/step-00000004").load()["w"].tolist() == [4.5] * 4
 
 
 def test_what_a_job_on_another_machine_is_writing_is_refused_even_with_force(job, holdfast):
@@ -435,7 +435,7 @@ def test_what_a_job_on_another_machine_is_writing_is_refused_even_with_force(job
     job.tell("go on")
     job.expect("saved 2")
     job.expect("next")
-    assert hf.open("runs/c/step-00000002").load()["w"].tolist() == [2.5] * 4
+    assert holdfast.open("runs/c/step-00000002").load()["w"].tolist() == [2.5] * 4
     assert holdfast("rm", "runs/c/step-00000002", "--yes", "--force").status == 0
 
 
@@ -480,7 +480,7 @@ def test_nothing_is_deleted_beside_a_run_file_that_cannot_be_read(prepared, hold
 def test_force_beside_a_living_job_works_at_a_url_too(holdfast, monkeypatch):
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr("holdfast._manager.owners._this_place", lambda: "another machine")
-        manager = hf.CheckpointManager("memory://rm-beside", background=False, save_at_end=False)
+        manager = holdfast.CheckpointManager("memory://rm-beside", background=False, save_at_end=False)
         manager.save(1, {"w": torch.ones(2)})
     manager.save(2, {"w": torch.ones(2)})
     assert error_of(holdfast("rm", "memory://rm-beside/step-00000001", "--yes", "--json")) == "NotDeletedError"
@@ -505,5 +505,5 @@ def test_a_run_file_that_cannot_be_written_does_not_hinder_a_deletion(prepared, 
         assert holdfast("rm", "runs/a/step-00000100", "--yes").status == 0
     assert faults.failed
     assert not os.path.exists("runs/a/step-00000100")
-    with hf.CheckpointManager("runs/a", every_steps=100) as manager:
+    with holdfast.CheckpointManager("runs/a", every_steps=100) as manager:
         assert [info.step for info in manager.steps()] == [200, 300]

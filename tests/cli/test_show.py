@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def place(tmp_path_factory):
     shared = torch.ones(2)
     state = {"model": {"layers": layers, "one": shared, "again": shared}, "a.b": torch.arange(20.0), "step": 7}
     path = tmp_path_factory.mktemp("show") / "c"
-    hf.save(state, path)
+    holdfast.save(state, path)
     return path
 
 
@@ -73,7 +73,7 @@ def test_parts_of_tensors_are_read(holdfast, place, part, expected):
 
 
 def test_only_the_edges_of_a_long_tensor_are_shown(holdfast, tmp_path):
-    hf.save({"w": torch.arange(90_000).reshape(300, 300)}, tmp_path / "c")
+    holdfast.save({"w": torch.arange(90_000).reshape(300, 300)}, tmp_path / "c")
 
     assert (
         holdfast("show", tmp_path / "c", "w").out.splitlines()[1].startswith("[[0, 1, 2, ..., 297, 298, 299], [300, ")
@@ -109,7 +109,7 @@ def test_statistics_and_json(holdfast, place):
 
 def test_thousands_of_tensors_are_shown_in_few_lines(holdfast, tmp_path):
     state = {f"layers.{n}.w{m}": torch.zeros(0) for n in range(1000) for m in range(5)}
-    hf.save({"model": state}, tmp_path / "c")
+    holdfast.save({"model": state}, tmp_path / "c")
 
     lines = holdfast("show", tmp_path / "c").out.splitlines()
 
@@ -155,7 +155,7 @@ def test_parts_that_a_tensor_does_not_have_are_told_with_its_shape(holdfast, pla
 
 
 def test_keys_do_nothing_to_the_terminal(holdfast, tmp_path):
-    hf.save({"model": {"\x1b[31mred\n": torch.ones(2)}}, tmp_path / "c")
+    holdfast.save({"model": {"\x1b[31mred\n": torch.ones(2)}}, tmp_path / "c")
     out = holdfast("show", tmp_path / "c").out
     assert "\\x1b[31mred\\n" in out
     assert "\x1b" not in out

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import holdfast as hf
+import holdfast
 from holdfast._stores.local_store import LocalStore
 from holdfast.errors import (
     CheckpointExistsError,
@@ -87,7 +87,7 @@ def cause_of(save_it):
         save_it()
     STEPS.append(caught.value.args[0])
     (cause, _) = next(iter(caught.value.failures.values()))
-    if isinstance(cause, hf.CheckpointException):
+    if isinstance(cause, holdfast.CheckpointException):
         rank, (cause, _) = next(iter(cause.failures.items()))
         return rank, cause
     return None, cause
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_is_there_is_not_replaced_unless_that_is_asked_for(ran
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
     ranks(2).run(save_over, path)
-    assert same(hf.open(path).load(), {"t": torch.full((4, 3), 2.0), "step": 2})
+    assert same(holdfast.open(path).load(), {"t": torch.full((4, 3), 2.0), "step": 2})
     assert not {file.name for file in path.iterdir()} & (before.keys() - {"holdfast.json"})
 
 
@@ -163,7 +163,7 @@ def test_a_commit_that_fails_leaves_the_old_checkpoint_alone(ranks: RankPool, tm
         assert cause.errno == errno.EIO
 
     assert sorted(os.listdir(tmp_path / "c")) == before
-    assert hf.open(tmp_path / "c")["step"] == 1
+    assert holdfast.open(tmp_path / "c")["step"] == 1
 
 
 def save_committed_without_an_answer(path):
@@ -174,7 +174,7 @@ def test_a_commit_that_has_happened_keeps_its_files_whatever_it_raises(ranks: Ra
     for _, cause in ranks(2).run(save_committed_without_an_answer, tmp_path / "c"):
         assert cause.errno == errno.EIO
 
-    assert same(hf.open(tmp_path / "c").load(), {"t": torch.ones(4, 3), "step": 1})
+    assert same(holdfast.open(tmp_path / "c").load(), {"t": torch.ones(4, 3), "step": 1})
 
 
 def save_one_part_only(path):
@@ -319,7 +319,7 @@ def test_one_writer_and_one_reader_serve_many_places(tmp_path):
         for step in (1, 2):
             stock.save({"n": step}, storage_writer=writer, checkpoint_id=tmp_path / str(step))
 
-    assert [hf.open(tmp_path / str(step))["n"] for step in (1, 2)] == [1, 2]
+    assert [holdfast.open(tmp_path / str(step))["n"] for step in (1, 2)] == [1, 2]
 
 
 def test_metadata_that_json_cannot_hold_is_refused_at_once(tmp_path):
@@ -342,7 +342,7 @@ def test_a_relative_path_is_that_of_the_moment(tmp_path, monkeypatch):
     with quiet():
         stock.save({"n": 1}, storage_writer=writer)
 
-    assert hf.open(tmp_path / "here")["n"] == 1
+    assert holdfast.open(tmp_path / "here")["n"] == 1
 
 
 def test_values_are_stored_as_pickles_if_that_is_allowed_and_loaded_only_if_that_is_too(tmp_path):
@@ -371,7 +371,7 @@ def test_a_save_in_the_background_holds_the_state_of_the_call(ranks: RankPool, t
         ((error, _),) = failures.values()
         assert isinstance(error, CheckpointExistsError)
 
-    assert same(hf.open(tmp_path / "c").load(), {"t": torch.ones(4, 3), "step": 1})
+    assert same(holdfast.open(tmp_path / "c").load(), {"t": torch.ones(4, 3), "step": 1})
 
 
 def async_save_by_process(path):
@@ -385,4 +385,4 @@ def test_a_process_of_torch_can_write_it(ranks: RankPool, tmp_path):
     ranks(1).run(async_save_by_process, tmp_path / "c")
     ranks.kill()  # the process would outlive the group that it belongs to
 
-    assert same(hf.open(tmp_path / "c").load(), {"t": torch.ones(4, 3), "step": 1})
+    assert same(holdfast.open(tmp_path / "c").load(), {"t": torch.ones(4, 3), "step": 1})

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-import holdfast as hf
+import holdfast
 from holdfast._manager import manager as module
 from holdfast._manager.pending import PendingSaves, _View
 from holdfast._manager.pulse import Pulse
@@ -31,7 +31,7 @@ SIZE = 64
 def sharded(step: float) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weight = distribute_tensor(torch.arange(float(SIZE)) + step, mesh, [Shard(0)])
-    return {"model": {"weight": weight}, "seen": int(step), "mine": hf.PerRank({"rank": dist.get_rank()})}
+    return {"model": {"weight": weight}, "seen": int(step), "mine": holdfast.PerRank({"rank": dist.get_rank()})}
 
 
 def is_sharded_of(state: dict[str, Any], step: int) -> bool:
@@ -45,14 +45,14 @@ def is_sharded_of(state: dict[str, Any], step: int) -> bool:
 
 
 def train_and_restore(root, async_save) -> tuple:
-    with hf.CheckpointManager(root, every_steps=2, keep_last=2, background=async_save) as manager:
+    with holdfast.CheckpointManager(root, every_steps=2, keep_last=2, background=async_save) as manager:
         assert manager.restore(sharded(0)) is None
         for step in range(1, 8):
             manager.maybe_save(step, sharded(step), metrics={"loss": step + dist.get_rank()})
         run = manager.run_id
     dist.barrier()
     state = sharded(0)
-    with hf.CheckpointManager(root) as manager:
+    with holdfast.CheckpointManager(root) as manager:
         restored = manager.restore(state)
         assert is_sharded_of(state, 7)
         assert manager.run_id == run
@@ -63,7 +63,7 @@ def save_with_clocks_of_their_own(root) -> list[int]:
     clock = [1000.0 * dist.get_rank()]
     module.Pulse = functools.partial(Pulse, clock=lambda: clock[0])
     try:
-        with hf.CheckpointManager(root, every_minutes=1, save_at_end=False) as manager:
+        with holdfast.CheckpointManager(root, every_minutes=1, save_at_end=False) as manager:
             saved = []
             for step in range(1, 30):
                 clock[0] += 11 * (1 + 3 * dist.get_rank())  # rank 1's clock is faster, and counts for nothing
@@ -75,19 +75,19 @@ def save_with_clocks_of_their_own(root) -> list[int]:
 
 
 def stop_by_a_signal_to_one(root, who) -> tuple:
-    with hf.CheckpointManager(root) as manager:
+    with holdfast.CheckpointManager(root) as manager:
         for step in range(1, 10_000):
             if step == 20 and dist.get_rank() == who:
                 os.kill(os.getpid(), signal.SIGTERM)
             saved = manager.maybe_save(step, sharded(step))
             if manager.should_stop:
                 there = [info.step for info in manager.steps()]
-                return step, there, isinstance(saved, hf.SaveReport)
+                return step, there, isinstance(saved, holdfast.SaveReport)
     raise AssertionError("nobody stopped")
 
 
 def restore_over_damage(root) -> tuple:
-    with hf.CheckpointManager(root) as manager:
+    with holdfast.CheckpointManager(root) as manager:
         state = sharded(0)
         restored = manager.restore(state)
         assert is_sharded_of(state, restored.step)
@@ -95,16 +95,16 @@ def restore_over_damage(root) -> tuple:
 
 
 def save_steps(root, *steps) -> None:
-    with hf.CheckpointManager(root, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(root, save_at_end=False) as manager:
         for step in steps:
             manager.save(step, sharded(step))
 
 
 def watch_ranks(root, async_save) -> list[tuple]:
-    events: list[hf.Event] = []
+    events: list[holdfast.Event] = []
     with (
-        hf.subscribe(events.append),
-        hf.CheckpointManager(root, every_steps=1, keep_last=1, background=async_save) as manager,
+        holdfast.subscribe(events.append),
+        holdfast.CheckpointManager(root, every_steps=1, keep_last=1, background=async_save) as manager,
     ):
         for step in (1, 2):
             manager.maybe_save(step, sharded(step))
@@ -116,7 +116,7 @@ def fail_the_last_step(root, who) -> tuple:
     moody = MoodyRoot(root)
     with (
         warnings.catch_warnings(record=True),
-        hf.CheckpointManager(moody, every_steps=2, background=hf.Background(on_failure="warn")) as manager,
+        holdfast.CheckpointManager(moody, every_steps=2, background=holdfast.Background(on_failure="warn")) as manager,
     ):
         warnings.simplefilter("always")
         manager.maybe_save(1, sharded(1))
@@ -124,8 +124,8 @@ def fail_the_last_step(root, who) -> tuple:
         pending.exception()
         if dist.get_rank() == who:
             manager._saver.pending._newest = manager._saver.pending._newest._replace(committed=None)
-        events: list[hf.Event] = []
-        with hf.subscribe(events.append):
+        events: list[holdfast.Event] = []
+        with holdfast.subscribe(events.append):
             manager.close()
     return [event.detail.get("reason") for event in events if event.name == "save"], steps_in(root)
 
@@ -142,8 +142,8 @@ class FailingOnRank1(MoodyRoot):
 def go_on_after_a_failure(root, on_failure) -> list[str]:
     """Whatever fails is caught: the ranks must stay in step with each other."""
     told = []
-    with hf.CheckpointManager(
-        FailingOnRank1(root), background=hf.Background(on_failure=on_failure), save_at_end=False
+    with holdfast.CheckpointManager(
+        FailingOnRank1(root), background=holdfast.Background(on_failure=on_failure), save_at_end=False
     ) as manager:
         for step in range(1, 7):
             pending, view = manager._saver.pending, PendingSaves._view
@@ -170,7 +170,7 @@ def save_where_rank_1_is_full(root) -> tuple:
                 self.full = {2}
             return super().child(name)
 
-    with hf.CheckpointManager(Full(root)) as manager:
+    with holdfast.CheckpointManager(Full(root)) as manager:
         manager.save(1, sharded(1))
         manager.save(2, sharded(2))
         try:
@@ -181,7 +181,7 @@ def save_where_rank_1_is_full(root) -> tuple:
 
 
 def raise_on_one_rank(root) -> None:
-    with hf.CheckpointManager(root, every_steps=2) as manager:
+    with holdfast.CheckpointManager(root, every_steps=2) as manager:
         for step in range(1, 6):
             manager.maybe_save(step, sharded(step))
             if step == 3 and dist.get_rank() == 1:
@@ -189,8 +189,8 @@ def raise_on_one_rank(root) -> None:
 
 
 def refuse_state_on_one_rank(root, async_save) -> str:
-    with hf.CheckpointManager(
-        root, run_options=hf.RunOptions(parts=["model", "seen", "mine"]), background=async_save
+    with holdfast.CheckpointManager(
+        root, run_options=holdfast.RunOptions(parts=["model", "seen", "mine"]), background=async_save
     ) as manager:
         state = sharded(1)
         if dist.get_rank() == 1:
@@ -207,9 +207,9 @@ def refuse_state_on_one_rank(root, async_save) -> str:
 
 
 def open_what_is_in_use(root) -> str:
-    with hf.CheckpointManager(root):
+    with holdfast.CheckpointManager(root):
         try:
-            hf.CheckpointManager(root).__enter__()
+            holdfast.CheckpointManager(root).__enter__()
         except RunInUseError as error:
             return type(error).__name__
     return "nobody was told"
@@ -217,7 +217,7 @@ def open_what_is_in_use(root) -> str:
 
 def open_different_roots(root) -> str:
     try:
-        hf.CheckpointManager(f"{root}/{dist.get_rank()}").__enter__()
+        holdfast.CheckpointManager(f"{root}/{dist.get_rank()}").__enter__()
     except RankDisagreementError:
         return "told"
     return "not told"
@@ -229,11 +229,11 @@ def fail_to_open_on_one_rank(root) -> str:
             if dist.get_rank() == 1:
                 warnings.simplefilter("error")
                 not_by_python(patch, signal.SIGUSR1)
-            with hf.CheckpointManager(f"{root}/run"):
+            with holdfast.CheckpointManager(f"{root}/run"):
                 return "opened"
     except Exception as error:
         assert "SIGUSR1 will not be noticed" in str(error)  # noqa: PT017 - also what the other rank raised
-    with hf.CheckpointManager(f"{root}/run"):
+    with holdfast.CheckpointManager(f"{root}/run"):
         return "told, and the run is free"
 
 
@@ -241,12 +241,12 @@ def train_in_two_groups(root) -> list[int]:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = groups[dist.get_rank() % 2]
     place = f"{root}/{dist.get_rank() % 2}"
-    with hf.CheckpointManager(place, every_steps=2, process_group=mine) as manager:
+    with holdfast.CheckpointManager(place, every_steps=2, process_group=mine) as manager:
         for step in range(1, 4 + dist.get_rank() % 2):  # one group goes on for longer
             manager.maybe_save(step, {"w": torch.full((5,), float(step)), "group": dist.get_rank() % 2})
     dist.barrier()
     state = {"w": torch.zeros(5), "group": None}
-    with hf.CheckpointManager(place, process_group=mine) as manager:
+    with holdfast.CheckpointManager(place, process_group=mine) as manager:
         assert manager.restore(state).step == state["w"][0]
         assert state["group"] == dist.get_rank() % 2
         return [info.step for info in manager.steps()]
@@ -254,7 +254,7 @@ def train_in_two_groups(root) -> list[int]:
 
 def restore_nothing_usable(root) -> str:
     try:
-        with hf.CheckpointManager(root) as manager:
+        with holdfast.CheckpointManager(root) as manager:
             manager.restore(sharded(0))
     except NoUsableCheckpointError as error:
         return str(error.steps)
@@ -262,27 +262,27 @@ def restore_nothing_usable(root) -> str:
 
 
 def open_with_options_of_its_own(root, options) -> str:
-    manager = hf.CheckpointManager(root, **(options if dist.get_rank() else {}))
+    manager = holdfast.CheckpointManager(root, **(options if dist.get_rank() else {}))
     with pytest.raises(RankDisagreementError, match="with different options") as raised:
         manager.__enter__()
     return str(raised.value.views)
 
 
 def open_in_memory() -> str:
-    manager = hf.CheckpointManager("memory://of-several-ranks")
+    manager = holdfast.CheckpointManager("memory://of-several-ranks")
     with pytest.raises(ValueError, match="in the memory of one process, and this run has 2 ranks"):
         manager.save(1, {"w": torch.ones(2)})
     return "told"
 
 
-class Odd(hf.keep.Policy):
+class Odd(holdfast.keep.Policy):
     def choose(self, steps, now):
         return {info.step: "odd" for info in steps if info.step % 2}
 
 
 def open_with_a_policy_of_its_own(root) -> str:
-    with hf.CheckpointManager(
-        root, keep=Odd() | hf.keep.last(2), on_signal=hf.OnSignal(signals=iter(["SIGTERM"])), every_steps=2
+    with holdfast.CheckpointManager(
+        root, keep=Odd() | holdfast.keep.last(2), on_signal=holdfast.OnSignal(signals=iter(["SIGTERM"])), every_steps=2
     ):
         return "opened"
 
@@ -297,7 +297,9 @@ def save_what_is_damaged_at_once(root) -> str:
 
     Run._note = damaged_meanwhile
     try:
-        with hf.CheckpointManager(root, keep_last=1, keep=hf.Retention(verify_before_delete=True)) as manager:
+        with holdfast.CheckpointManager(
+            root, keep_last=1, keep=holdfast.Retention(verify_before_delete=True)
+        ) as manager:
             for step in (1, 2, 3, 4):
                 try:
                     manager.save(step, {"model": {"weight": torch.ones(10)}}, wait=True)
@@ -323,7 +325,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks, tmp_path):
 
     ranks(3).run(save_steps, tmp_path, 1, 2)
     state = weights_only(0)
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         assert manager.restore(state).step == 2
         assert torch.equal(state["model"]["weight"], weights_only(2)["model"]["weight"])
 
@@ -420,21 +422,21 @@ def test_ranks_open_together_or_not_at_all(ranks, tmp_path):
         {"every_minutes": 3},
         {"on_signal": None},
         {"keep_last": 2},
-        {"keep": hf.keep.best(1, "loss")},
+        {"keep": holdfast.keep.best(1, "loss")},
         {"background": False},
-        {"background": hf.Background(writer="process")},
-        {"background": hf.Background(when_busy="copy")},
-        {"background": hf.Background(check_tearing=True)},
-        {"background": hf.Background(overlap=True)},
-        {"background": hf.Background(on_failure="warn")},
-        {"on_full_disk": hf.OnFullDisk(action="prune")},
-        {"on_full_disk": hf.OnFullDisk(wait_seconds=60)},
+        {"background": holdfast.Background(writer="process")},
+        {"background": holdfast.Background(when_busy="copy")},
+        {"background": holdfast.Background(check_tearing=True)},
+        {"background": holdfast.Background(overlap=True)},
+        {"background": holdfast.Background(on_failure="warn")},
+        {"on_full_disk": holdfast.OnFullDisk(action="prune")},
+        {"on_full_disk": holdfast.OnFullDisk(wait_seconds=60)},
         {"save_at_end": False},
-        {"keep": hf.Retention(verify_before_delete=True)},
-        {"keep": hf.Retention(dry_run=True)},
-        {"run_options": hf.RunOptions(run_id="other")},
-        {"run_options": hf.RunOptions(take_over=True)},
-        {"run_options": hf.RunOptions(parts=["model"])},
+        {"keep": holdfast.Retention(verify_before_delete=True)},
+        {"keep": holdfast.Retention(dry_run=True)},
+        {"run_options": holdfast.RunOptions(run_id="other")},
+        {"run_options": holdfast.RunOptions(take_over=True)},
+        {"run_options": holdfast.RunOptions(parts=["model"])},
         {"read_only": True},
     ],
     ids=lambda options: str(next(iter(options.values())))[:60],

@@ -14,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast as hf
+import holdfast
 from tests.rank_pool import RankPool
 from tests.save.overlapping import assert_same_content, held_back
 
@@ -77,12 +77,12 @@ def train_on(path: str, wrap: Any, make: Any, writer: Any, overlap: bool) -> dic
 
     backward()
     optimizer.step()
-    own = hf.PerRank({"position": torch.full((3,), dist.get_rank())})
-    state = {"model": model, "optim": optimizer, "own": own, "rng": hf.RngState()}
+    own = holdfast.PerRank({"position": torch.full((3,), dist.get_rank())})
+    state = {"model": model, "optim": optimizer, "own": own, "rng": holdfast.RngState()}
     torch.manual_seed(dist.get_rank())
-    hf.save(state, f"{path}/now")
+    holdfast.save(state, f"{path}/now")
     with held_back() as held:
-        pending = hf.async_save(state, f"{path}/later", optimizers=optimizer if overlap else (), writer=writer)
+        pending = holdfast.async_save(state, f"{path}/later", optimizers=optimizer if overlap else (), writer=writer)
         early = pending.staged.done()
         own.value["position"].zero_()
         backward()
@@ -140,9 +140,9 @@ def train_with_zero(path: str) -> list[int]:
     model = DistributedDataParallel(Net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1, momentum=0.9)
     state = {"model": model}
-    hf.save(state, f"{path}/now")
+    holdfast.save(state, f"{path}/now")
     with held_back() as held:
-        pending = hf.async_save(state, f"{path}/later", optimizers=optimizer, exclude="*.seen")
+        pending = holdfast.async_save(state, f"{path}/later", optimizers=optimizer, exclude="*.seen")
         model(torch.randn(4, 200)).square().sum().backward()
         before = held.waits
         optimizer.step()
@@ -153,7 +153,7 @@ def train_with_zero(path: str) -> list[int]:
 
 def test_an_optimizer_whose_ranks_send_parameters_to_each_other_waits(ranks: RankPool, tmp_path) -> None:
     assert ranks(2).run(train_with_zero, str(tmp_path)) == [[0, 1]] * 2
-    found, expected = (hf.open(tmp_path / name).load()["model"] for name in ("later", "now"))
+    found, expected = (holdfast.open(tmp_path / name).load()["model"] for name in ("later", "now"))
     assert all(torch.equal(found[key], expected[key]) for key in expected if "seen" not in key)
 
 
@@ -161,19 +161,19 @@ def save_in_parts(path: str) -> list[Any]:
     """Half of the ranks each, in a group of their own, at the same time, and all ranks alone in between."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    state = {"rank": hf.PerRank(rank), "w": torch.full((1000,), float(rank // 2))}
-    pending = [hf.async_save(state, f"{path}/{rank // 2}", process_group=groups[rank // 2])]
-    pending.append(hf.async_save({"all": torch.ones(3)}, f"{path}/all"))
+    state = {"rank": holdfast.PerRank(rank), "w": torch.full((1000,), float(rank // 2))}
+    pending = [holdfast.async_save(state, f"{path}/{rank // 2}", process_group=groups[rank // 2])]
+    pending.append(holdfast.async_save({"all": torch.ones(3)}, f"{path}/all"))
     state["w"].fill_(-1)
     with pytest.raises(ValueError, match=f"rank {rank} is not in the process group"):
-        hf.async_save(state, f"{path}/no", process_group=groups[1 - rank // 2])
+        holdfast.async_save(state, f"{path}/no", process_group=groups[1 - rank // 2])
     return [each.result().world_size for each in pending]
 
 
 def test_groups_save_for_themselves(ranks: RankPool, tmp_path) -> None:
     assert ranks(4).run(save_in_parts, str(tmp_path)) == [[2, 4]] * 4
     for half in (0, 1):
-        found = hf.open(tmp_path / str(half)).load()
+        found = holdfast.open(tmp_path / str(half)).load()
         assert found["w"].eq(half).all()
         assert found["rank"] == [2 * half, 2 * half + 1]
     assert not (tmp_path / "no").exists()

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import holdfast as hf
+import holdfast
 from holdfast._tools.inspecting.verify import verify
 from holdfast.errors import HoldfastError, StateMismatchError
 from tests.torches import ALONE
@@ -60,7 +60,7 @@ def is_same(one: Any, other: Any) -> bool:
 def outcome_of_load(path: Path) -> str:
     loaded = template()
     try:
-        hf.load(loaded, path)
+        holdfast.load(loaded, path)
     except StateMismatchError as error:
         # The path of such a key is nothing but its name, so that nothing is left that tells what it was.
         is_renamed = error.missing and set(error.missing) <= {"step", "lr"}
