@@ -1,8 +1,8 @@
 """One process of a training job: FSDP2 under torchrun (DDP with torch 2.6), a plain module when started alone.
 
 The parts worth reading are `Training.state`, which names the objects that have to survive a restart, and `train_run`, a
-loop that may be killed at any moment. `holdfast.save`, `holdfast.load` and `holdfast.CheckpointManager` do the rest, whatever the number
-of processes. `run.py` starts this script.
+loop that may be killed at any moment. `holdfast.save`, `holdfast.load` and `holdfast.CheckpointManager` do the rest,
+whatever the number of processes. `run.py` starts this script.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ def test_a_failure_of_such_a_save_is_told(ended) -> None:
 
 FIRST_USE = """
 import sys, threading
-import torch, holdfast as hf
+import torch, holdfast
 
 def save():
     threading.main_thread().join()

@@ -17,8 +17,6 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
 from holdfast._stores.local_store import LocalStore
@@ -32,6 +30,7 @@ from holdfast.errors import (
 from holdfast.integrations.torch_dcp import HoldfastWriter
 from tests.integrations.torch_dcp_programs import load, quiet, same, save
 from tests.rank_pool import RankPool
+from tests.sharding import sharded
 
 
 class Unknown:
@@ -72,9 +71,8 @@ class CommitsAndFails(LocalStore):
         raise OSError(errno.EIO, "Input/output error", name)
 
 
-def sharded(value=1.0):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return distribute_tensor(torch.full((4, 3), value), mesh, [Shard(0)])
+def sharded_tensor(value=1.0):
+    return sharded(torch.full((4, 3), value))
 
 
 STEPS = []
@@ -94,16 +92,16 @@ def cause_of(save_it):
 
 
 def refused_overwrite(path):
-    _, cause = cause_of(lambda: save({"t": sharded(2.0)}, path))
+    _, cause = cause_of(lambda: save({"t": sharded_tensor(2.0)}, path))
     return cause, STEPS.pop()
 
 
 def save_first(path):
-    save({"t": sharded(), "step": 1}, path)
+    save({"t": sharded_tensor(), "step": 1}, path)
 
 
 def save_over(path):
-    save({"t": sharded(2.0), "step": 2}, path, overwrite=True)
+    save({"t": sharded_tensor(2.0), "step": 2}, path, overwrite=True)
 
 
 def test_a_checkpoint_that_is_there_is_not_replaced_unless_that_is_asked_for(ranks: RankPool, tmp_path):
@@ -124,7 +122,7 @@ def test_a_checkpoint_that_is_there_is_not_replaced_unless_that_is_asked_for(ran
 
 
 def save_with_bad_value(path):
-    state = {"t": sharded(), "fine": 1}
+    state = {"t": sharded_tensor(), "fine": 1}
     if dist.get_rank() == 1:
         state |= {"config": {"bad": Unknown(), "worse": (1, Unknown())}}
     return cause_of(lambda: save(state, path))
@@ -142,11 +140,11 @@ def test_values_that_would_need_pickle_are_refused_with_their_names_on_all_ranks
 
 def save_on_full_disk(path):
     store = FullDisk(path) if dist.get_rank() == 1 else LocalStore(path)
-    return cause_of(lambda: save({"t": sharded()}, store))
+    return cause_of(lambda: save({"t": sharded_tensor()}, store))
 
 
 def save_without_commit(path):
-    return cause_of(lambda: save({"t": sharded()}, NoCommit(path), overwrite=True))
+    return cause_of(lambda: save({"t": sharded_tensor()}, NoCommit(path), overwrite=True))
 
 
 def test_a_rank_that_cannot_write_fails_all_and_nothing_is_left(ranks: RankPool, tmp_path):
@@ -167,7 +165,7 @@ def test_a_commit_that_fails_leaves_the_old_checkpoint_alone(ranks: RankPool, tm
 
 
 def save_committed_without_an_answer(path):
-    return cause_of(lambda: save({"t": sharded(), "step": 1}, CommitsAndFails(path)))
+    return cause_of(lambda: save({"t": sharded_tensor(), "step": 1}, CommitsAndFails(path)))
 
 
 def test_a_commit_that_has_happened_keeps_its_files_whatever_it_raises(ranks: RankPool, tmp_path):
@@ -178,7 +176,7 @@ def test_a_commit_that_has_happened_keeps_its_files_whatever_it_raises(ranks: Ra
 
 
 def save_one_part_only(path):
-    return cause_of(lambda: save({"t": sharded()}, path / str(dist.get_rank()), no_dist=True))
+    return cause_of(lambda: save({"t": sharded_tensor()}, path / str(dist.get_rank()), no_dist=True))
 
 
 def test_a_part_of_a_tensor_is_not_saved_as_the_whole(ranks: RankPool, tmp_path):
@@ -192,7 +190,7 @@ def test_a_part_of_a_tensor_is_not_saved_as_the_whole(ranks: RankPool, tmp_path)
 
 def save_without_collectives(path):
     with quiet(), pytest.raises(ValueError, match="use_collectives"):
-        stock.save({"t": sharded()}, storage_writer=HoldfastWriter(path), use_collectives=False)
+        stock.save({"t": sharded_tensor()}, storage_writer=HoldfastWriter(path), use_collectives=False)
 
 
 def test_ranks_that_do_not_meet_cannot_save_one_checkpoint(ranks: RankPool, tmp_path):
@@ -247,7 +245,7 @@ class OfAnotherTypeOnRank1(DefaultSavePlanner):
 
 
 def save_as_different_types(path):
-    return cause_of(lambda: save({"t": sharded()}, path, planner=OfAnotherTypeOnRank1()))
+    return cause_of(lambda: save({"t": sharded_tensor()}, path, planner=OfAnotherTypeOnRank1()))
 
 
 def test_a_tensor_is_stored_in_one_dtype(ranks: RankPool, tmp_path):
@@ -355,7 +353,7 @@ def test_values_are_stored_as_pickles_if_that_is_allowed_and_loaded_only_if_that
 
 
 def async_saves(path):
-    weight = sharded(1.0)
+    weight = sharded_tensor(1.0)
     state = {"t": weight, "step": 1}
     with quiet():
         future = stock.async_save(state, storage_writer=HoldfastWriter(path))
@@ -377,7 +375,7 @@ def test_a_save_in_the_background_holds_the_state_of_the_call(ranks: RankPool, t
 def async_save_by_process(path):
     with quiet():
         kind = stock.state_dict_saver.AsyncCheckpointerType.PROCESS
-        state = {"t": sharded(1.0), "step": 1}
+        state = {"t": sharded_tensor(1.0), "step": 1}
         stock.async_save(state, storage_writer=HoldfastWriter(path), async_checkpointer_type=kind).result()
 
 

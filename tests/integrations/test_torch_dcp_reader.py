@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -27,15 +26,8 @@ from holdfast.errors import DamagedCheckpointError, RankDisagreementError
 from holdfast.integrations._torch_dcp.reader import flat_state
 from holdfast.integrations.torch_dcp import HoldfastReader
 from tests.integrations.torch_dcp_programs import load, quiet, same, save, trained, training_state, whole
+from tests.models import Tied
 from tests.rank_pool import RankPool
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embedding.weight
 
 
 def test_it_loads_what_holdfast_saved_ties_arrays_and_values_included(tmp_path):
@@ -49,7 +41,7 @@ def test_it_loads_what_holdfast_saved_ties_arrays_and_values_included(tmp_path):
         "number": torch.tensor(2.5, dtype=torch.bfloat16),
     }
     holdfast.save(state, tmp_path / "c")
-    assert holdfast.open(tmp_path / "c")["model.head.weight"].key == "model.embedding.weight"
+    assert holdfast.open(tmp_path / "c")["model.head.weight"].key == "model.embed.weight"
 
     loaded = {
         "model": Tied(),
@@ -61,7 +53,7 @@ def test_it_loads_what_holdfast_saved_ties_arrays_and_values_included(tmp_path):
     }
     load(loaded, tmp_path / "c")
 
-    assert same(loaded["model"].head.weight.data, model.embedding.weight.data)
+    assert same(loaded["model"].head.weight.data, model.embed.weight.data)
     loaded.pop("model"), state.pop("model")
     assert same(loaded, state | {"steps": {"a": 1}})
 

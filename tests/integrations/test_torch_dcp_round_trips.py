@@ -20,14 +20,13 @@ from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.state_dict import set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import holdfast
 from holdfast.integrations.torch_dcp import HoldfastReader
 from tests.integrations.torch_dcp_programs import load, quiet, same, save, trained, training_state, whole
 from tests.rank_pool import RankPool
-from tests.sharding import dtensor_of
+from tests.sharding import dtensor_of, mesh_of_all_ranks
 
 
 def save_training(path):
@@ -95,7 +94,7 @@ def test_a_state_of_nothing_is_a_checkpoint_too(tmp_path):
 
 def placed(shape, placement, fill):
     tensor = torch.arange(np.prod(shape), dtype=torch.float32).reshape(shape) if fill else torch.full(shape, -1.0)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all_ranks()
     return dtensor_of(tensor, mesh, [Replicate() if placement is None else Shard(placement)])
 
 

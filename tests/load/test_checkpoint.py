@@ -255,7 +255,7 @@ def without_torch(program: str) -> str:
 def test_everything_can_be_looked_at_without_torch(place):
     out = without_torch(
         f"""
-        import numpy as np, holdfast as hf
+        import numpy as np, holdfast
         with holdfast.open({str(place)!r}) as checkpoint:
             assert len(checkpoint) == {len(holdfast.open(place))}
             assert checkpoint["cube"][2, 1:3, ::-2].tolist() == {CUBE[2, 1:3].flip(-1)[:, ::2].tolist()}
@@ -276,7 +276,7 @@ def test_everything_can_be_looked_at_without_torch(place):
                 raise AssertionError
         for name in ("save", "load", "RngState"):
             try:
-                getattr(hf, name)
+                getattr(holdfast, name)
             except holdfast.HoldfastError as error:
                 print(type(error).__name__, error.install)
         """

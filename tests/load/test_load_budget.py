@@ -12,7 +12,7 @@ import torch
 import holdfast
 
 PROGRAM = """
-import sys, torch, holdfast as hf
+import sys, torch, holdfast
 
 path = {path!r}
 SMALL, DEFAULT = 1 << 20, 64 << 20

@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import holdfast
 import holdfast.dcp
@@ -22,15 +21,7 @@ from holdfast._formats.native.source import NativeSource
 from holdfast._load import filling
 from holdfast._load.filling import Fill, Region, small_parts
 from holdfast.errors import IncompleteLoadError, StateMismatchError
-
-
-class Tied(nn.Module):
-    def __init__(self, tie: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        if tie:
-            self.head.weight = self.embed.weight
+from tests.models import Tied
 
 
 def saved(state: Any, path: Path) -> Path:

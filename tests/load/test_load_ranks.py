@@ -14,17 +14,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 import holdfast.dcp
 from holdfast.errors import RankDisagreementError
 from tests.exact import assert_same
+from tests.models import ddp, fsdp1, fsdp2, plain, tensor_parallel
 from tests.rank_pool import RankPool
+from tests.sharding import mesh_of_all_ranks, sharded
 
 
 class Net(nn.Module):
@@ -36,25 +35,6 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.up(x)))
-
-
-def plain(net: nn.Module) -> nn.Module:
-    return net
-
-
-def ddp(net: nn.Module) -> nn.Module:
-    return DistributedDataParallel(net)
-
-
-def fsdp2(net: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(net.up, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
-
-
-def tensor_parallel(net: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 LAYOUTS = [plain, ddp, fsdp2, tensor_parallel]
@@ -195,8 +175,7 @@ def test_a_process_without_a_group_loads_what_many_ranks_saved(ranks: RankPool, 
 
 
 def save_sharded(place: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tensor = distribute_tensor(torch.arange(30.0).reshape(10, 3), mesh, [Shard(0)])
+    tensor = sharded(torch.arange(30.0).reshape(10, 3))
     holdfast.save({"w": tensor, "rank": holdfast.PerRank(dist.get_rank())}, place)
 
 
@@ -283,7 +262,7 @@ def bits(state: Any) -> list[Any]:
 
 
 def load_with_problems(place: str) -> tuple[Any, bool]:
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    rank, mesh = dist.get_rank(), mesh_of_all_ranks()
     state = {
         "w": distribute_tensor(torch.zeros(10, 3), mesh, [Shard(0)]),
         "rank": holdfast.PerRank(0),
@@ -431,8 +410,7 @@ def test_random_streams_come_back_or_are_derived_with_a_note(ranks: RankPool, tm
 
 
 def load_own_place(base: str, options: dict[str, Any]) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state = {"w": distribute_tensor(torch.zeros(300000, 2), mesh, [Shard(0)]), "step": 0}
+    state = {"w": sharded(torch.zeros(300000, 2)), "step": 0}
     try:
         holdfast.load(state, base, **options)
     except Exception as error:
@@ -447,8 +425,7 @@ def load_own_place(base: str, options: dict[str, Any]) -> Any:
 
 
 def save_large(place: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    holdfast.save({"w": distribute_tensor(torch.ones(300000, 2), mesh, [Shard(0)]), "step": 5}, place)
+    holdfast.save({"w": sharded(torch.ones(300000, 2)), "step": 5}, place)
 
 
 def damaged_file(place: Path, rank: int) -> Path:
@@ -582,11 +559,10 @@ def test_code_of_the_user_that_fails_on_one_rank_fails_on_all(ranks: RankPool, t
 
 
 def transform_into_shards(place: str) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {
-        "q": distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)]),
-        "k": distribute_tensor(torch.zeros(4, 6), mesh, [Shard(1)]),
-        "turned": distribute_tensor(torch.zeros(6, 8), mesh, [Shard(0)]),
+        "q": sharded(torch.zeros(4, 6)),
+        "k": sharded(torch.zeros(4, 6), 1),
+        "turned": sharded(torch.zeros(6, 8)),
     }
     report = holdfast.load(
         state,
@@ -626,10 +602,6 @@ def test_ranks_with_different_parts_of_a_state_report_them_together(ranks: RankP
     assert first.unexpected == []
     assert first.not_requested == ["rest"]
     assert first.elements == 3
-
-
-def fsdp1(net: nn.Module) -> nn.Module:
-    return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def fsdp1_passes_on(place: str, copy: str, seed: int | None) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast._manager import manager as module
@@ -24,13 +23,13 @@ from holdfast._manager.run import Run
 from holdfast._manager.steps import folder_of
 from holdfast.errors import NoUsableCheckpointError, RankDisagreementError, RunInUseError, StorageFullError
 from tests.manager.managed import MoodyRoot, damage_data, not_by_python, steps_in
+from tests.sharding import sharded
 
 SIZE = 64
 
 
-def sharded(step: float) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    weight = distribute_tensor(torch.arange(float(SIZE)) + step, mesh, [Shard(0)])
+def sharded_state(step: float) -> dict[str, Any]:
+    weight = sharded(torch.arange(float(SIZE)) + step)
     return {"model": {"weight": weight}, "seen": int(step), "mine": holdfast.PerRank({"rank": dist.get_rank()})}
 
 
@@ -46,12 +45,12 @@ def is_sharded_of(state: dict[str, Any], step: int) -> bool:
 
 def train_and_restore(root, async_save) -> tuple:
     with holdfast.CheckpointManager(root, every_steps=2, keep_last=2, background=async_save) as manager:
-        assert manager.restore(sharded(0)) is None
+        assert manager.restore(sharded_state(0)) is None
         for step in range(1, 8):
-            manager.maybe_save(step, sharded(step), metrics={"loss": step + dist.get_rank()})
+            manager.maybe_save(step, sharded_state(step), metrics={"loss": step + dist.get_rank()})
         run = manager.run_id
     dist.barrier()
-    state = sharded(0)
+    state = sharded_state(0)
     with holdfast.CheckpointManager(root) as manager:
         restored = manager.restore(state)
         assert is_sharded_of(state, 7)
@@ -67,7 +66,7 @@ def save_with_clocks_of_their_own(root) -> list[int]:
             saved = []
             for step in range(1, 30):
                 clock[0] += 11 * (1 + 3 * dist.get_rank())  # rank 1's clock is faster, and counts for nothing
-                if manager.maybe_save(step, sharded(step)) is not None:
+                if manager.maybe_save(step, sharded_state(step)) is not None:
                     saved.append(step)
         return saved
     finally:
@@ -79,7 +78,7 @@ def stop_by_a_signal_to_one(root, who) -> tuple:
         for step in range(1, 10_000):
             if step == 20 and dist.get_rank() == who:
                 os.kill(os.getpid(), signal.SIGTERM)
-            saved = manager.maybe_save(step, sharded(step))
+            saved = manager.maybe_save(step, sharded_state(step))
             if manager.should_stop:
                 there = [info.step for info in manager.steps()]
                 return step, there, isinstance(saved, holdfast.SaveReport)
@@ -88,7 +87,7 @@ def stop_by_a_signal_to_one(root, who) -> tuple:
 
 def restore_over_damage(root) -> tuple:
     with holdfast.CheckpointManager(root) as manager:
-        state = sharded(0)
+        state = sharded_state(0)
         restored = manager.restore(state)
         assert is_sharded_of(state, restored.step)
         return restored.step, restored.lost_steps, [info.step for info in restored.set_aside]
@@ -97,7 +96,7 @@ def restore_over_damage(root) -> tuple:
 def save_steps(root, *steps) -> None:
     with holdfast.CheckpointManager(root, save_at_end=False) as manager:
         for step in steps:
-            manager.save(step, sharded(step))
+            manager.save(step, sharded_state(step))
 
 
 def watch_ranks(root, async_save) -> list[tuple]:
@@ -107,7 +106,7 @@ def watch_ranks(root, async_save) -> list[tuple]:
         holdfast.CheckpointManager(root, every_steps=1, keep_last=1, background=async_save) as manager,
     ):
         for step in (1, 2):
-            manager.maybe_save(step, sharded(step))
+            manager.maybe_save(step, sharded_state(step))
     return sorted({(event.verb, event.rank, event.world_size) for event in events})
 
 
@@ -119,8 +118,8 @@ def fail_the_last_step(root, who) -> tuple:
         holdfast.CheckpointManager(moody, every_steps=2, background=holdfast.Background(on_failure="warn")) as manager,
     ):
         warnings.simplefilter("always")
-        manager.maybe_save(1, sharded(1))
-        pending = manager.maybe_save(2, sharded(2))
+        manager.maybe_save(1, sharded_state(1))
+        pending = manager.maybe_save(2, sharded_state(2))
         pending.exception()
         if dist.get_rank() == who:
             manager._saver.pending._newest = manager._saver.pending._newest._replace(committed=None)
@@ -154,7 +153,7 @@ def go_on_after_a_failure(root, on_failure) -> list[str]:
             try:
                 with warnings.catch_warnings(record=True) as seen:
                     warnings.simplefilter("always")
-                    manager.save(step, sharded(step))
+                    manager.save(step, sharded_state(step))
             except OSError as error:
                 told.append(f"step {step} raised {type(error).__name__}")
             pending._view = functools.partial(view, pending)
@@ -171,8 +170,8 @@ def save_where_rank_1_is_full(root) -> tuple:
             return super().child(name)
 
     with holdfast.CheckpointManager(Full(root)) as manager:
-        manager.save(1, sharded(1))
-        manager.save(2, sharded(2))
+        manager.save(1, sharded_state(1))
+        manager.save(2, sharded_state(2))
         try:
             manager.wait()
         except StorageFullError as error:
@@ -183,7 +182,7 @@ def save_where_rank_1_is_full(root) -> tuple:
 def raise_on_one_rank(root) -> None:
     with holdfast.CheckpointManager(root, every_steps=2) as manager:
         for step in range(1, 6):
-            manager.maybe_save(step, sharded(step))
+            manager.maybe_save(step, sharded_state(step))
             if step == 3 and dist.get_rank() == 1:
                 raise ZeroDivisionError
 
@@ -192,7 +191,7 @@ def refuse_state_on_one_rank(root, async_save) -> str:
     with holdfast.CheckpointManager(
         root, run_options=holdfast.RunOptions(parts=["model", "seen", "mine"]), background=async_save
     ) as manager:
-        state = sharded(1)
+        state = sharded_state(1)
         if dist.get_rank() == 1:
             del state["seen"]
         try:
@@ -200,8 +199,8 @@ def refuse_state_on_one_rank(root, async_save) -> str:
             manager.wait()
         except ValueError as error:
             told = str(error)
-        manager.save(2, sharded(2))
-        manager.save(3, sharded(3))
+        manager.save(2, sharded_state(2))
+        manager.save(3, sharded_state(3))
         manager.wait()
     return told
 
@@ -255,7 +254,7 @@ def train_in_two_groups(root) -> list[int]:
 def restore_nothing_usable(root) -> str:
     try:
         with holdfast.CheckpointManager(root) as manager:
-            manager.restore(sharded(0))
+            manager.restore(sharded_state(0))
     except NoUsableCheckpointError as error:
         return str(error.steps)
     return "a fresh start"

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
@@ -22,7 +21,7 @@ from holdfast.errors import DamagedCheckpointError, HoldfastError, ReplacedCheck
 from tests.exact import assert_same
 from tests.formats.native.specified_reader import SpecifiedReader
 from tests.rank_pool import RankPool
-from tests.sharding import dtensor_of
+from tests.sharding import dtensor_of, mesh_of_all_ranks
 
 BLOCK = 65536
 
@@ -341,13 +340,13 @@ def whole() -> torch.Tensor:
 
 
 def save_rows(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all_ranks()
     holdfast.save({"weight": dtensor_of(whole(), mesh, [Shard(0)]), "step": 5}, folder)
 
 
 def load_columns(folder: Path, verify: Any) -> tuple[str, str | None, str, bool]:
     """What the load said, and whether the state is as before."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all_ranks()
     target: DTensor = dtensor_of(torch.full((200, 200), -1, dtype=torch.int32), mesh, [Shard(1)])
     state = {"weight": target, "step": 0}
     try:
@@ -389,7 +388,7 @@ def test_a_load_by_another_number_of_ranks_and_another_layout_finds_it_on_all_ra
 
 def load_rows(folder: Path, position: int, name: str) -> tuple[str, bool]:
     """The damage is in the part of one rank alone."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all_ranks()
     target: DTensor = dtensor_of(torch.full((200, 200), -1, dtype=torch.int32), mesh, [Shard(0)])
     try:
         holdfast.load({"weight": target}, folder, verify="first")

@@ -85,7 +85,7 @@ def test_a_failure_that_nobody_saw_is_told_by_the_next_call(tmp_path, verb: str)
     failed = holdfast.async_save(state(), FullStore(tmp_path / "full"))
     concurrent.futures.wait([failed.committed], PATIENCE)  # to wait is not to look
     with pytest.warns(RuntimeWarning, match=r"the background save to .*full failed: OSError.*No space left") as told:
-        getattr(hf, verb)(state(), tmp_path / "x")
+        getattr(holdfast, verb)(state(), tmp_path / "x")
     assert told[0].filename == __file__
     assert len(told) == 1
     with pytest.raises(OSError, match="No space left"):

@@ -7,55 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
+from tests.models import Net, ddp, fsdp1, fsdp2, fsdp2_over_tensor_parallel, hsdp
 from tests.rank_pool import RankPool
 from tests.save.overlapping import assert_same_content, held_back
 
 
-class Net(nn.Module):
+def large_net() -> Net:
     """Of its sizes few divide evenly by ranks. Its large matrix is copied in another way than what is small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(200, 334)
-        self.down = nn.Linear(334, 7)
-        self.norm = nn.LayerNorm(7)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
-        return self.norm(self.down(torch.relu(self.up(x))))
-
-
-def ddp(net: nn.Module) -> nn.Module:
-    return DistributedDataParallel(net)
-
-
-def fsdp1(net: nn.Module) -> nn.Module:
-    return FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
-
-
-def fsdp2(net: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(net.up, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
-
-
-def fsdp2_and_tp(net: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-    parallelize_module(net, mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return fully_shard(net, mesh=mesh["data"])
-
-
-def hsdp(net: nn.Module) -> nn.Module:
-    return fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
+    return Net(200, 334, 7)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -68,7 +30,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 def train_on(path: str, wrap: Any, make: Any, writer: Any, overlap: bool) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = wrap(Net())
+    model = wrap(large_net())
     optimizer = make(model.parameters())
 
     def backward() -> None:
@@ -107,7 +69,7 @@ def train_on(path: str, wrap: Any, make: Any, writer: Any, overlap: bool) -> dic
         (ddp, adam, 2, "thread"),
         (fsdp2, adam, 3, "thread"),
         (fsdp2, sgd, 2, "process"),
-        (fsdp2_and_tp, adam, 4, "thread"),
+        (fsdp2_over_tensor_parallel, adam, 4, "thread"),
         (hsdp, sgd, 4, "thread"),
     ],
 )
@@ -128,7 +90,7 @@ def test_what_fsdp1_says_of_its_state_is_copied_in_the_call(ranks: RankPool, tmp
     assert_same_content(tmp_path / "later", tmp_path / "now")
 
 
-@pytest.mark.parametrize(("wrap", "size"), [(ddp, 2), (fsdp2_and_tp, 4)])
+@pytest.mark.parametrize(("wrap", "size"), [(ddp, 2), (fsdp2_over_tensor_parallel, 4)])
 def test_without_optimizers_all_is_copied_in_the_call(ranks: RankPool, tmp_path, wrap, size) -> None:
     for told in ranks(size).run(train_on, str(tmp_path), wrap, adam, "thread", False):
         assert told["early"]
@@ -137,7 +99,7 @@ def test_without_optimizers_all_is_copied_in_the_call(ranks: RankPool, tmp_path,
 
 
 def train_with_zero(path: str) -> list[int]:
-    model = DistributedDataParallel(Net())
+    model = ddp(large_net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1, momentum=0.9)
     state = {"model": model}
     holdfast.save(state, f"{path}/now")

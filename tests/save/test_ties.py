@@ -14,14 +14,15 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast._load.tensor_handles import TensorHandle
+from tests.models import Tied
 from tests.rank_pool import RankPool
+from tests.sharding import mesh_of_all_ranks
 
 PATIENCE = 60.0
 WAYS = ["now", "thread", "process"]
@@ -54,7 +55,7 @@ def rows(count: int, width: int, first: float) -> torch.Tensor:
 
 def sharded(values: torch.Tensor) -> DTensor:
     """Rows over ranks as FSDP2 has them: the last ranks may have none."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all_ranks()
     parts = values.chunk(dist.get_world_size())
     rank = dist.get_rank()
     local = parts[rank].clone() if rank < len(parts) else values[:0].clone()
@@ -64,17 +65,9 @@ def sharded(values: torch.Tensor) -> DTensor:
 # --- ranks without elements ------------------------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(tokens, 4)
-        self.head = nn.Linear(4, tokens, bias=False)
-        self.head.weight = self.embed.weight
-
-
 def save_tied_model(path: str, way: str) -> list[int]:
     torch.manual_seed(0)
-    model = fully_shard(Tied(9), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = fully_shard(Tied(9, 4), mesh=mesh_of_all_ranks())
     expected = model.embed.weight.full_tensor().clone()
     save(way, {"model": model}, path)
     with torch.no_grad():
@@ -97,7 +90,7 @@ def test_tied_weights_of_which_a_rank_has_no_rows_are_stored_once(ranks: RankPoo
 
 
 def load_one_name(path: str, strict: bool) -> tuple[list[str], list[str]]:
-    model = fully_shard(Tied(9), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = fully_shard(Tied(9, 4), mesh=mesh_of_all_ranks())
     report = holdfast.load({"model": model}, path, strict=strict)
     assert torch.equal(model.head.weight.full_tensor(), rows(9, 4, 0.0))
     return list(report.read), list(report.missing)
@@ -126,7 +119,7 @@ def test_a_name_that_is_missing_everywhere_is_missing_on_ranks_without_rows_too(
 
 
 def save_with_manager(path: str) -> int:
-    model = fully_shard(Tied(9), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = fully_shard(Tied(9, 4), mesh=mesh_of_all_ranks())
     with holdfast.CheckpointManager(path) as manager:
         manager.save(1, {"model": model})
         manager.wait()

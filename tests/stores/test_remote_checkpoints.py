@@ -10,8 +10,6 @@ from uuid import uuid4
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
 from holdfast._manager.steps import folder_of
@@ -20,6 +18,7 @@ from holdfast._stores.s3_upload import S3Upload
 from holdfast.errors import CommitConflictError
 from tests import s3_server
 from tests.s3_server import Bucket
+from tests.sharding import sharded
 
 pytestmark = pytest.mark.skipif(bool(s3_server.MISSING), reason=s3_server.WHY_SKIPPED)
 
@@ -45,10 +44,6 @@ def names(bucket: Bucket, url: str) -> set[str]:
 
 def numbers(seed: int, rows: int = ROWS) -> torch.Tensor:
     return torch.arange(rows * ROW, dtype=torch.float32).reshape(rows, ROW) + seed
-
-
-def sharded(whole: torch.Tensor) -> DTensor:
-    return distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
 
 
 def state_of(seed: int, rows: int = ROWS) -> dict[str, Any]:

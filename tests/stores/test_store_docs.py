@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import holdfast
 from holdfast._stores.store import Store
 from tests import s3_server
 
@@ -39,7 +40,7 @@ def test_what_the_page_does_at_urls_works():
     code = code.replace("s3://bucket/", bucket.url(""))
     code = code.replace("holdfast.save(state, Fsspec", "holdfast.save(state, overwrite=True, path=Fsspec")
     with bucket.in_environment():
-        run(code, hf=hf, state={"model": {"embedding": {"weight": torch.arange(40.0).reshape(20, 2)}}})
+        run(code, holdfast=holdfast, state={"model": {"embedding": {"weight": torch.arange(40.0).reshape(20, 2)}}})
     assert "holdfast.json" in bucket.names("run/step-100")
 
 

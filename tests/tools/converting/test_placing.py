@@ -88,7 +88,7 @@ def test_other_models_in_the_folder_are_not_lost_to_an_overwrite(saved, tmp_path
 
 def test_what_another_process_is_writing_is_not_swept(saved, tmp_path):
     program = """
-import sys, holdfast as hf
+import sys, holdfast
 def wait(done, total):
     print("writing", flush=True)
     sys.stdin.read()

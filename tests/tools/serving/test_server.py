@@ -280,7 +280,7 @@ def test_a_report_that_takes_long_is_waited_for_on_a_page(server, monkeypatch) -
         assert go_on.wait(60)
         return holdfast.serving_stand_in
 
-    monkeypatch.setattr(hf, "serving_stand_in", type("Page", (), {"html": "<p>the report</p>"}), raising=False)
+    monkeypatch.setattr(holdfast, "serving_stand_in", type("Page", (), {"html": "<p>the report</p>"}), raising=False)
     monkeypatch.setattr("holdfast._tools.reporting.report.make_report", slow_report)
     monkeypatch.setattr(answers, "_PATIENCE", 0.0)
     waiting = visit(server, "/c/step-00000100")

@@ -175,7 +175,8 @@ def export(
         >>> import holdfast
         >>> folder = tempfile.mkdtemp()
         >>> model = torch.nn.Linear(4, 2)
-        >>> saved = holdfast.save({"model": model, "optimizer": torch.optim.AdamW(model.parameters())}, f"{folder}/step-1")
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> saved = holdfast.save({"model": model, "optimizer": optimizer}, f"{folder}/step-1")
         >>> report = holdfast.export(f"{folder}/step-1", f"{folder}/hf", cast="bfloat16")
         >>> report.part, report.tensors, sorted(os.listdir(f"{folder}/hf"))
         ('model', 2, ['model.safetensors'])
