@@ -251,5 +251,5 @@ def test_a_writer_whose_answer_was_not_awaited_is_not_asked_again(tmp_path) -> N
         with pytest.raises(SystemExit):
             first.result()
     second = holdfast.async_save({"w": torch.ones(2)}, tmp_path / "second", writer="process")
-    assert second.wait().path == str(tmp_path / "second")
+    assert second.result().path == str(tmp_path / "second")
     assert holdfast.open(tmp_path / "second").verify()

@@ -105,7 +105,7 @@ def test_memory_of_a_save_in_flight_is_left_alone(tmp_path, lent: list[int], wri
         assert not first.done()
         store.gate.set()
         first.result()
-    second.wait()
+    second.result()
     state["w"].fill_(3)
     third = holdfast.async_save(state, tmp_path / "third", writer=writer)  # the memory of either is free by now
     third.result()
@@ -125,7 +125,7 @@ def test_a_busy_call_waits(tmp_path, lent: list[int], waits: list[Any]) -> None:
     second = holdfast.async_save(state, tmp_path / "second", when_busy="wait")
     assert waits[1:] == [1]
     assert first.done()
-    second.wait()
+    second.result()
     assert len(set(lent)) == 1
 
 
@@ -194,7 +194,7 @@ def test_a_second_copy_is_taken_only_within_the_budget(tmp_path, waits: list[Any
         assert first.done() == must_wait
         store.gate.set()
         first.result()
-        second.wait()
+        second.result()
 
 
 # --- leaks -----------------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def test_in_a_forked_process_a_save_of_its_parent_is_an_error_at_once_and_not_a_
         assert told.startswith("OtherProcessError"), name
         assert "belongs to process" in told
         assert "wait for it in process" in told
-    assert str(tmp_path / "native") in found["wait"]
+    assert str(tmp_path / "native") in found["result"]
 
 
 def ask_managers_in_children(folder: Path) -> list[str]:

@@ -63,7 +63,7 @@ def test_a_change_during_the_copy_ends_the_save(
     with held_back():
         pending = holdfast.async_save(state, tmp_path, optimizers=optimizer, check_tearing=check, overwrite=True)
         change(state["model"][number].weight)
-    for ask in (pending.staged.result, pending.wait):
+    for ask in (pending.staged.result, pending.result):
         with pytest.raises(
             TornSnapshotError, match=rf"'model\.{number}\.weight' was changed.*staged\.result"
         ) as caught:
