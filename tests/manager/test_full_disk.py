@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast._manager.full_disk import WhenFull, is_full, next_to_go, save_despite_full_disk
 from holdfast._manager.measuring import checkpoint_size
+from holdfast._manager.options import OnFullDisk
 from holdfast._ranks.collectives import Collectives
 from holdfast._ranks.failures import wrap_exception
 from holdfast._ranks.meeting import meeting
@@ -342,8 +343,8 @@ def test_a_size_that_nobody_can_tell_does_not_hide_the_full_disk():
 
 
 def test_a_wish_that_is_not_understood_is_refused_at_once():
-    with pytest.raises(ValueError, match="'raise', 'prune' or 'wait', not 'ignore'"):
-        WhenFull("ignore")
+    with pytest.raises(ValueError, match="'error', 'prune' or 'wait', not 'ignore'"):
+        OnFullDisk(action="ignore")
 
 
 # --- which checkpoint goes -------------------------------------------------------------------------------------------

@@ -378,7 +378,13 @@ class ClockAhead(datetime):
         return datetime.now(tz) + timedelta(days=365)
 
 
-@pytest.mark.parametrize("options", [{"max_age": timedelta(days=2)}, {"keep": keep.newer_than(timedelta(days=2))}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": keep.everything().within(max_age=timedelta(days=2))},
+        {"keep": keep.newer_than(timedelta(days=2))},
+    ],
+)
 def test_one_save_with_a_clock_a_year_ahead_deletes_nothing(tmp_path, monkeypatch, options):
     a_run(tmp_path, 1, 2, 3)
     with monkeypatch.context() as ahead:

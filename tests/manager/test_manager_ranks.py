@@ -149,7 +149,7 @@ def go_on_after_a_failure(root, on_failure) -> list[str]:
             if step == 3 and dist.get_rank() == 0:  # ranks do not learn of the end of a save at the same moment
                 pending._view = lambda: _View(frozenset(), {})
             elif step == 3:
-                pending.result()
+                pending.wait()
             try:
                 with warnings.catch_warnings(record=True) as seen:
                     warnings.simplefilter("always")

@@ -705,7 +705,9 @@ def test_a_manager_that_was_given_another_path_is_named(ranks: RankPool, tmp_pat
 
 
 def managed_with_other_parts(folder: Path) -> Any:
-    return managed_problems(folder, {"x": 1} if dist.get_rank() == 1 else {"model": 1}, parts=["model"])
+    return managed_problems(
+        folder, {"x": 1} if dist.get_rank() == 1 else {"model": 1}, run_options=holdfast.RunOptions(parts=["model"])
+    )
 
 
 def test_a_rank_with_other_parts_is_named(ranks: RankPool, tmp_path):
