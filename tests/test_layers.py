@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,7 +64,8 @@ def layer_of(module: str) -> int:
     return next(number for number, rooms in enumerate(LAYERS) if room in rooms)
 
 
-def imports_of(module: str) -> Iterator[tuple[str, bool]]:
+@cache
+def imports_of(module: str) -> list[tuple[str, bool]]:
     """What a module imports of Holdfast, and whether it does so when it is loaded."""
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
     late = {
@@ -71,9 +74,7 @@ def imports_of(module: str) -> Iterator[tuple[str, bool]]:
         if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.If)
         for inner in ast.walk(outer)
     }
-    for node in ast.walk(tree):
-        for imported in names_in(node):
-            yield imported, id(node) not in late
+    return [(imported, id(node) not in late) for node in ast.walk(tree) for imported in names_in(node)]
 
 
 def names_in(node: ast.AST) -> Iterator[str]:
@@ -98,8 +99,8 @@ def test_imports_point_downwards(module):
 @pytest.mark.parametrize("door", DOORS, ids="->".join)
 def test_a_door_is_used_and_opens_late(door):
     below, above = door
-    assert (above, False) in list(imports_of(below))
-    assert (above, True) not in list(imports_of(below))
+    assert (above, False) in imports_of(below)
+    assert (above, True) not in imports_of(below)
 
 
 @pytest.mark.parametrize("room", RULES)
@@ -124,3 +125,19 @@ def test_no_two_modules_need_each_other_to_be_loaded():
 
     for module in MODULES:
         follow(module, ())
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/decisions.md", "CONTRIBUTING.md"])
+def test_modules_that_a_page_names_are_there(page):
+    text = (Path(__file__).parents[1] / page).read_text(encoding="utf-8")
+    files = {file.relative_to(SOURCES).as_posix() for file in MODULES.values()}
+    for named in re.findall(r"`((?!tests/|tools/)[\w/]+\.py)`", text):
+        assert any(file == named or file.endswith(f"/{named}") for file in files), named
+
+
+def test_every_room_is_in_the_table_of_the_architecture():
+    text = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| (`[^|]*) \|", text, flags=re.MULTILINE)
+    order = [room.strip("`/") for cell in named for room in cell.split(", ")]
+    rooms = [room for layer in LAYERS for room in layer if (SOURCES / room).is_dir()]
+    assert order == rooms
