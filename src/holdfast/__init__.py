@@ -43,9 +43,11 @@ from holdfast.watching import Event, subscribe, trace_to
 if TYPE_CHECKING:
     from holdfast._load.load import load
     from holdfast._manager.manager import CheckpointManager
+    from holdfast._manager.options import Background, OnFullDisk, OnSignal, Retention, RunOptions
     from holdfast._manager.restoring import RestoredStep
     from holdfast._manager.steps import StepInfo
     from holdfast._save.async_save import async_save
+    from holdfast._save.options import SaveOptions
     from holdfast._save.pending import PendingSave, SaveProgress
     from holdfast._save.save import save
     from holdfast._state.per_rank import PerRank
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from holdfast.integrations.torch_dcp import HoldfastReader, HoldfastWriter
 
 __all__ = [
+    "Background",
     "Checkpoint",
     "CheckpointException",
     "CheckpointManager",
@@ -79,12 +82,17 @@ __all__ = [
     "HoldfastWriter",
     "HtmlReport",
     "LoadReport",
+    "OnFullDisk",
+    "OnSignal",
     "PendingSave",
     "PerRank",
     "RepairReport",
     "RestoredStep",
+    "Retention",
     "RngState",
+    "RunOptions",
     "RunServer",
+    "SaveOptions",
     "SaveProgress",
     "SaveReport",
     "Statistics",
@@ -111,6 +119,12 @@ __all__ = [
 ]
 
 _LATE = {
+    "Background": "holdfast._manager.options",
+    "OnFullDisk": "holdfast._manager.options",
+    "OnSignal": "holdfast._manager.options",
+    "Retention": "holdfast._manager.options",
+    "RunOptions": "holdfast._manager.options",
+    "SaveOptions": "holdfast._save.options",
     "CheckpointManager": "holdfast._manager.manager",
     "ConversionReport": "holdfast._tools.converting.report",
     "DiffReport": "holdfast._tools.inspecting.diff_report",
