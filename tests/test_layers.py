@@ -40,6 +40,8 @@ LAYERS = [
 DOORS = {
     ("_load.checkpoint", "_tools.reporting.report"): "Checkpoint.report() makes what the layer of tools is for",
     ("_load.checkpoint", "_tools.inspecting.statistics"): "Checkpoint.statistics(), likewise",
+    ("_load.checkpoint", "_tools.inspecting.verify"): "Checkpoint.verify() is holdfast.verify() of what is open",
+    ("_load.checkpoint", "_tools.inspecting.damage"): "what Checkpoint.verify() returns, for its annotation",
 }
 """The imports that point upwards, each with its reason. They are inside of functions."""
 

@@ -10,8 +10,10 @@ from holdfast._stores.places import store_at
 from holdfast._stores.roots import LocalRoot, MemoryRoot, Root, root_at
 from holdfast._stores.store import (
     BufferedSink,
+    CachedReader,
     Listed,
     Reader,
+    SharedReader,
     Sink,
     Store,
     checked_name,
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BufferedSink",
+    "CachedReader",
     "FsspecRoot",
     "FsspecStore",
     "Listed",
@@ -34,6 +37,7 @@ __all__ = [
     "MemoryStore",
     "Reader",
     "Root",
+    "SharedReader",
     "Sink",
     "Store",
     "checked_name",

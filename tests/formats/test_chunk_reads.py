@@ -33,6 +33,7 @@ class CountingFile:
         self.reads: list[tuple[int, int]] = []
         if cached is not None:
             self.read_cached = lambda begin, buffer: self._read_cached(begin, buffer, cached)
+            self.is_cached = lambda begin, size: begin + size <= cached
 
     def read_into(self, begin: int, buffer: Any) -> None:
         view = memoryview(buffer)

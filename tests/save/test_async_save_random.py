@@ -35,14 +35,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def saved_both_ways(state: Any, **options: Any) -> tuple[Any, holdfast.PendingSave]:
     """What a save stores now, and a background save that has begun now."""
     holdfast.save(state, "memory://random/now", overwrite=True)
-    return holdfast.open("memory://random/now").load(), holdfast.async_save(
+    return holdfast.open("memory://random/now").read(), holdfast.async_save(
         state, "memory://random/later", overwrite=True, **options
     )
 
 
 def assert_stored(pending: holdfast.PendingSave, expected: Any, state: Any) -> None:
-    pending.wait(60)
-    found = holdfast.open("memory://random/later").load()
+    pending.result(60)
+    found = holdfast.open("memory://random/later").read()
     assert difference(found, expected) is None
     assert ties_are_kept(found, state)
 

@@ -140,7 +140,7 @@ def test_random_layouts_on_n_ranks_load_into_others_on_m(ranks: RankPool, tmp_pa
     assert tensors == COUNT
     content = sum(tensor.numel() * tensor.dtype.itemsize for tensor in full.values())
     assert content <= nbytes <= content + 40_000 * saving  # headers; nothing is stored twice
-    found = holdfast.open(path).load()["tensors"]
+    found = holdfast.open(path).read()["tensors"]
     assert [key for key in full if not same_bits(found[key], full[key])] == []
     for loading in (1, 2, 3, 4):
         lost = ranks(loading).run(load_layouts, path, seed, seed + 2 + loading)
@@ -196,7 +196,7 @@ def test_ranks_share_the_writing_of_what_several_hold(ranks: RankPool, tmp_path)
     assert len(sizes) == 4
     assert max(sizes) < 1.1 * min(sizes)
     full = torch.arange(40_000.0).reshape(200, 200)
-    found = holdfast.open(tmp_path / "x").load()
+    found = holdfast.open(tmp_path / "x").read()
     assert all(torch.equal(found[f"w{n}"], full + n) for n in range(4))
 
 

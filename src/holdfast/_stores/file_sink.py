@@ -7,10 +7,10 @@ import os
 from holdfast._base.tuning import DIRECT_FROM
 from holdfast._stores.direct_files import DirectFile
 from holdfast._stores.os_errors import naming, some
-from holdfast._stores.store import Buffer
+from holdfast._stores.store import Buffer, BufferedSink
 
 
-class FileSink:
+class FileSink(BufferedSink):
     """A small file is written as it comes. A large one is collected in buffers and written past the page cache."""
 
     def __init__(self, descriptor: int, path: str, size: int | None, memory: int | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast._base.tuning import KIB, MIB, UPLOADS, WRITE_BUFFER_BYTES
 from holdfast._stores.fsspec_filesystem import name_is_taken, only_os_errors
-from holdfast._stores.store import Buffer
+from holdfast._stores.store import Buffer, BufferedSink
 
 log = logging.getLogger("holdfast.stores")
 
@@ -30,7 +30,7 @@ _UNKNOWN = {"NotImplemented", "501"}
 _REFUSED = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "OperationAborted"}
 
 
-class S3Upload:
+class S3Upload(BufferedSink):
     """A sink. Its buffers are the parts: while one is filled, those before are on their way."""
 
     def __init__(

@@ -37,21 +37,10 @@ class Sink(Protocol):
         """Append all bytes of ``buffer``. The caller may change its memory afterwards."""
 
 
-@runtime_checkable
-class BufferedSink(Sink, Protocol):
-    """A sink that lends its buffers: what is made right there is not copied. ``write`` and buffers may take turns."""
-
-    def buffer(self) -> memoryview | None:
-        """Memory for the next bytes, of any length; None if ``write`` serves as well."""
-
-    def advance(self, count: int) -> None:
-        """So many bytes of the buffer are filled, from its beginning on, and are the next ones of the object."""
-
-
 class Reader(Protocol):
     """An object that is open for reading. Any number of threads may read from it at once.
 
-    It may have ``read_cached`` and ``read_shared`` too, as ``FileReader`` has.
+    It may be a ``CachedReader`` and a ``SharedReader`` too.
     """
 
     @property
@@ -65,25 +54,64 @@ class Reader(Protocol):
         """
 
 
+# What sinks and readers may be able to do besides, to be faster. Whoever has the methods has the ability; a class that
+# extends the protocol is checked by type checkers, and recognised a little faster.
+
+
+@runtime_checkable
+class BufferedSink(Protocol):
+    """A sink that lends the memory it writes from, which saves a copy."""
+
+    def write(self, buffer: Buffer) -> None:
+        """As that of every sink."""
+
+    def buffer(self) -> memoryview | None:
+        """Memory to be filled with the next bytes, of any length; None if ``write`` serves as well."""
+
+    def advance(self, count: int) -> None:
+        """So many bytes of the buffer are filled, from its beginning on, and are the next ones of the object."""
+
+
+@runtime_checkable
+class CachedReader(Protocol):
+    """A reader that knows which bytes can be had without waiting."""
+
+    def is_cached(self, begin: int, size: int) -> bool | None:
+        """Whether these bytes can be had without waiting; None if nobody knows."""
+
+    def read_cached(self, begin: int, buffer: Buffer) -> bool:
+        """Fill the buffer if that needs no waiting. If not, False, and the buffer may hold anything."""
+
+
+@runtime_checkable
+class SharedReader(Protocol):
+    """A reader that can keep what it reads for other processes of this machine."""
+
+    def read_shared(self, begin: int, buffer: Buffer) -> None:
+        """As ``read_into``, for bytes that other processes of this machine will want too."""
+
+
 def fill_in_pieces(
-    reader: Any, begin: int, memory: memoryview, step: int, *, shared: bool = False
+    reader: Reader, begin: int, memory: memoryview, step: int, *, shared: bool = False
 ) -> Iterator[tuple[int, int]]:
     """Fill memory with the bytes of an object from ``begin`` on. Yields from where to where it has just been filled.
 
     What is cached comes in pieces of ``step`` bytes, so that whoever sums them up finds them in the processor's own
     cache; for the rest a disk works better with one large request. ``shared`` if others will want the same bytes.
     """
-    read_cached = getattr(reader, "read_cached", None) if memory.nbytes >= step else None
+    cached = reader if memory.nbytes >= step and isinstance(reader, CachedReader) else None
     done = 0
-    while read_cached is not None and done < memory.nbytes:
+    while cached is not None and done < memory.nbytes:
         end = min(done + step, memory.nbytes)
-        if not read_cached(begin + done, memory[done:end]):
+        if not cached.read_cached(begin + done, memory[done:end]):
             break
         yield done, end
         done = end
     if done < memory.nbytes:
-        read_into = getattr(reader, "read_shared", reader.read_into) if shared else reader.read_into
-        read_into(begin + done, memory[done:])
+        if shared and isinstance(reader, SharedReader):
+            reader.read_shared(begin + done, memory[done:])
+        else:
+            reader.read_into(begin + done, memory[done:])
         yield done, memory.nbytes
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast._stores.store import Listed, Store
+from holdfast._stores.store import BufferedSink, CachedReader, Listed, SharedReader, Sink, Store
 from holdfast.errors import CommitConflictError, DamagedCheckpointError, UnsafePathError
 
 # What a store may have to be faster, as tests: whoever has such a method keeps to the same contract with it.
@@ -41,44 +41,49 @@ class FastMethods:
 
     def test_only_what_is_filled_of_a_buffer_is_written(self, store: Store) -> None:
         with store.create("data", len(_CONTENT)) as sink:
-            buffer = self._method(sink, "buffer")()
+            lender = _able(sink, BufferedSink)
+            buffer = lender.buffer()
+            assert buffer is not None
             buffer[:10] = b"0123......"
-            self._method(sink, "advance")(4)
+            lender.advance(4)
             self._write_in_buffers(sink, _CONTENT[4:])
         assert store.read("data") == b"0123" + _CONTENT[4:]
 
     def test_what_is_cached_is_read_or_nothing_is_promised(self, store: Store) -> None:
         store.put("data", _CONTENT)
         with store.reader("data") as reader:
-            read_cached = self._method(reader, "read_cached")
+            cached = _able(reader, CachedReader)
             for begin, size in [(0, 10), (77, 3_000_000), (len(_CONTENT) - 1, 1)]:
                 memory = bytearray(size)
-                if read_cached(begin, memory):
+                assert cached.is_cached(begin, size) in (True, False, None)
+                if cached.read_cached(begin, memory):
                     assert memory == _CONTENT[begin : begin + size]
 
     def test_what_is_shared_is_read_as_everything_is(self, store: Store) -> None:
         store.put("data", _CONTENT)
         memory = bytearray(b"." * 3_000_002)
         with store.reader("data") as reader:
-            self._method(reader, "read_shared")(77, memoryview(memory)[1:-1])
+            _able(reader, SharedReader).read_shared(77, memoryview(memory)[1:-1])
         assert memory == b"." + _CONTENT[77:3_000_077] + b"."
 
-    def _method(self, thing: Any, name: str) -> Any:
-        found = getattr(thing, name, None)
-        if found is None:
-            pytest.skip(f"this store has no {name}")
-        return found
-
-    def _write_in_buffers(self, sink: Any, content: bytes) -> None:
+    def _write_in_buffers(self, sink: Sink, content: bytes) -> None:
+        lender = _able(sink, BufferedSink)
         while content:
-            buffer = self._method(sink, "buffer")()
+            buffer = lender.buffer()
             if buffer is None:
                 sink.write(content)
                 return
             count = min(len(buffer), len(content))
             buffer[:count] = content[:count]
-            sink.advance(count)
+            lender.advance(count)
             content = content[count:]
+
+
+def _able(thing: Any, ability: type) -> Any:
+    """The sink or reader, if it has an ability; otherwise the test is skipped."""
+    if not isinstance(thing, ability):
+        pytest.skip(f"{type(thing).__name__} is no {ability.__name__}")
+    return thing
 
 
 _UNSAFE_NAMES = ["", ".", "..", "../other", "folder/file", "/etc/passwd", "a\\b", "nul\0byte", "\ud800"]

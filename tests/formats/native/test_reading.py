@@ -452,6 +452,9 @@ class Cached:
         self.calls.append(("read", begin, memoryview(buffer).nbytes))
         self.inner.read_into(begin, buffer)
 
+    def is_cached(self, begin: int, size: int) -> bool:
+        return begin + size <= self.until
+
     def read_cached(self, begin: int, buffer: Any) -> bool:
         view = memoryview(buffer).cast("B")
         if begin + view.nbytes > self.until:
@@ -497,6 +500,9 @@ class Zeros:
 
     def __init__(self, cached: bool | None) -> None:
         self.is_cached = lambda begin, size: cached
+
+    def read_cached(self, begin: int, buffer: Any) -> bool:
+        return False
 
     def read_into(self, begin: int, buffer: Any) -> None:
         memoryview(buffer).cast("B")[:] = bytes(memoryview(buffer).nbytes)

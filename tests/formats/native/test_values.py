@@ -24,21 +24,21 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast._formats.native.refs import PerRankValues, PickledValue, UndeclaredValue, UnknownValue
-from holdfast._formats.native.values import Encoder, declare, decode, leaves, numpy_dtype_from
+from holdfast._formats.native.refs import PerRankValues, PickledValue, UnknownValue, UnregisteredValue
+from holdfast._formats.native.values import Encoder, decode, leaves, numpy_dtype_from, register_type
 from holdfast.errors import DamagedCheckpointError, UnreadablePickleError, UnsupportedValueError
 from tests.properties import examples
 
-Point = declare(collections.namedtuple("Point", ["x", "y"]))
+Point = register_type(collections.namedtuple("Point", ["x", "y"]))
 
 
-@declare
+@register_type
 class Color(enum.Enum):
     RED = 1
     BLUE = "b"
 
 
-@declare
+@register_type
 @dataclasses.dataclass(frozen=True)
 class Config:
     rate: Any
@@ -341,7 +341,7 @@ class Table(dict):
     pass
 
 
-class Undeclared(enum.IntEnum):
+class Unregistered(enum.IntEnum):
     ONE = 1
 
 
@@ -367,8 +367,8 @@ REFUSED = {
     "a subclass of int": Number(1),
     "a subclass of dict": Table(a=1),
     "a subclass of a numpy scalar": Float64(1),
-    "an undeclared enum": Undeclared.ONE,
-    "an undeclared dataclass": Plain(),
+    "an unregistered enum": Unregistered.ONE,
+    "an unregistered dataclass": Plain(),
     "a dict with a lambda": collections.defaultdict(lambda: 1),
     "a time zone with a name": datetime.datetime(2026, 1, 1, tzinfo=Zone()),
     "an offset with a name": datetime.time(1, tzinfo=datetime.timezone(datetime.timedelta(0), "here")),
@@ -417,7 +417,7 @@ def test_all_that_is_refused_is_named_in_one_error():
     assert caught.value.key == "a.1"
     assert caught.value.keys == ["a.1", "b.5", "c.d"]
     assert "a.1" in str(caught.value)
-    assert "put @holdfast.declare above the class" in str(caught.value)
+    assert "put @holdfast.register_type above the class" in str(caught.value)
     assert pickle.loads(pickle.dumps(caught.value)).keys == caught.value.keys
 
 
@@ -553,7 +553,7 @@ def test_values_that_this_torch_does_not_know_are_kept(stored):
     assert encode(decode(stored, str)) == stored
 
 
-def test_undeclared_and_unknown_values_can_be_keys_of_dicts():
+def test_unregistered_and_unknown_values_can_be_keys_of_dicts():
     pairs = [
         [{"$": "enum", "type": "gone:E", "name": "A"}, 1],
         [{"$": "enum", "type": "gone:E", "name": "B"}, 2],
@@ -566,7 +566,7 @@ def test_undeclared_and_unknown_values_can_be_keys_of_dicts():
     state = decode(stored, str)
 
     assert (
-        state[UndeclaredValue("enum", "gone:E", {"name": "A"})] == 1
+        state[UnregisteredValue("enum", "gone:E", {"name": "A"})] == 1
         if False
         else list(state.values()) == [1, 2, 3, 4, 5]
     )
@@ -749,7 +749,7 @@ def test_no_name_in_a_file_imports_anything():
 
     found = decode(stored, str)
 
-    assert [type(value) for value in found] == [UndeclaredValue, UndeclaredValue, UnknownValue, UnknownValue]
+    assert [type(value) for value in found] == [UnregisteredValue, UnregisteredValue, UnknownValue, UnknownValue]
     assert set(sys.modules) == before
 
 
@@ -791,7 +791,7 @@ sys.modules["torch"] = None
 import collections, json
 import numpy as np
 from holdfast._formats.native.refs import UnknownValue
-from holdfast._formats.native.values import Encoder, decode, declare, key_of, keys_of, leaves
+from holdfast._formats.native.values import Encoder, decode, register_type, key_of, keys_of, leaves
 
 taken = {}
 def take(path, array):

@@ -244,7 +244,7 @@ import numpy as np, holdfast
 for place in ({str(file)!r}, {str(folder)!r}):
     checkpoint = holdfast.open(place)
     print(len(checkpoint), checkpoint["float32.5x3"].numpy().sum() == {KINDS["float32.5x3"].sum().item()!r})
-    print(checkpoint.verify() > 0, checkpoint["bfloat16.5x3"][1:].dtype, checkpoint.layout("bfloat16.5x3")[0].nbytes)
+    print(checkpoint.verify().ok, checkpoint["bfloat16.5x3"][1:].dtype, checkpoint.layout("bfloat16.5x3")[0].nbytes)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
 

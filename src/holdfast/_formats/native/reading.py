@@ -32,7 +32,7 @@ from holdfast._base.tuning import (
 from holdfast._formats.native.blocks import Digests, digest_blocks
 from holdfast._formats.native.read_plan import Runs, Slab, Stretch, Window, bytes_at, plan_reads, runs_of
 from holdfast._formats.native.readable_files import OpenFiles, ReadableFile
-from holdfast._stores.store import Reader, fill_in_pieces
+from holdfast._stores.store import CachedReader, Reader, fill_in_pieces
 from holdfast.errors import DamagedCheckpointError
 
 
@@ -147,12 +147,11 @@ class _Job:
         return total
 
     def _is_cached(self, reader: Reader, read: Stretch | Window) -> bool:
-        is_cached = getattr(reader, "is_cached", None)
-        if is_cached is None:
+        if not isinstance(reader, CachedReader):
             return False
         begin = read.begin if isinstance(read, Stretch) else read.begin(self.block_bytes)
         end = begin + read.nbytes if isinstance(read, Stretch) else read.end
-        return bool(is_cached(begin, end - begin))
+        return bool(reader.is_cached(begin, end - begin))
 
     def _read_stretch(self, reader: Reader, stretch: Stretch, buffer: npt.NDArray[np.uint8]) -> int:
         if not stretch.address:
