@@ -19,6 +19,7 @@ from holdfast._compat.tensors import is_wrapper_subclass
 from holdfast._formats.dcp.metadata import MetadataIndex
 from holdfast._formats.dcp.plan import SavePlan, WriteItem, written_bytes
 from holdfast._formats.tensor_bytes import as_bytes
+from holdfast._layout.owners import balanced_owners
 from holdfast._settings import Strictness
 from holdfast.errors import ReplicaMismatchError
 
@@ -31,29 +32,18 @@ def dedup_save_plans(all_plans: list[SavePlan], save_to_lowest_rank: bool = Fals
     What only one rank holds stays where it is. The rest goes, largest first, to the rank that has the fewest bytes to
     write so far (the lowest of several), or always to the lowest rank that holds it.
     """
-    holders: dict[MetadataIndex, list[int]] = defaultdict(list)
-    samples: dict[MetadataIndex, WriteItem] = {}
+    holders: dict[MetadataIndex, list[int]] = {}
+    sizes: dict[MetadataIndex, int] = {}
     for rank, plan in enumerate(all_plans):
         for item in plan.items:
-            if not holders[item.index] or holders[item.index][-1] != rank:
-                holders[item.index].append(rank)
-            samples.setdefault(item.index, item)
-
-    load = [0] * len(all_plans)
-    owner: dict[MetadataIndex, int] = {}
-    shared: list[MetadataIndex] = []
-    for index, ranks in holders.items():
-        if len(ranks) > 1 and not save_to_lowest_rank:
-            shared.append(index)
-        else:
-            owner[index] = ranks[0]
-            load[ranks[0]] += written_bytes(samples[index])
-    shared.sort(key=lambda index: written_bytes(samples[index]), reverse=True)
-    for index in shared:
-        owner[index] = min(holders[index], key=lambda rank: (load[rank], rank))
-        # An item without bytes still costs a little; counting it spreads many of them.
-        load[owner[index]] += max(1, written_bytes(samples[index]))
-
+            ranks = holders.get(item.index)
+            if ranks is None:
+                holders[item.index] = [rank]
+                sizes[item.index] = written_bytes(item)
+            elif ranks[-1] != rank and not save_to_lowest_rank:
+                ranks.append(rank)
+    owners = balanced_owners(list(holders.values()), list(sizes.values()), len(all_plans))
+    owner = dict(zip(holders, owners, strict=True))
     return [replace(plan, items=_first_of_each(plan.items, owner, rank)) for rank, plan in enumerate(all_plans)]
 
 

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from holdfast._base.boxes import Box, first_overlap, out_of_bounds, volume
@@ -16,6 +16,7 @@ from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.refs import TensorRef
 from holdfast._layout.descriptions import HeldTensor, Holding, address_of, memory_of
+from holdfast._layout.owners import balanced_owners
 from holdfast.errors import InvalidPlanError, ReplicaMismatchError
 
 # Lists of named tuples that travel between ranks.
@@ -140,7 +141,8 @@ def agree(all_holdings: Sequence[Sequence[Holding]]) -> Agreement:
     ties = agreed_ties(by_key)
     tensors: list[TensorRef] = []
     differing: list[Differing] = []
-    shares = _Shares(len(all_holdings))
+    chunks: list[ChunkToWrite] = []
+    writers: list[Sequence[int]] = []
     for key, held in by_key.items():
         if key in ties:
             continue
@@ -151,42 +153,23 @@ def agree(all_holdings: Sequence[Sequence[Holding]]) -> Agreement:
         else:
             first_counts = held[0][1].from_first_rank
         for (offsets, sizes), ranks in _holders(ref, held):
-            chunk = ChunkToWrite(len(tensors), key, ref.dtype, ref.shape, offsets, sizes)
-            shares.offer(chunk, ranks[:1] if first_counts else ranks)
+            chunks.append(ChunkToWrite(len(tensors), key, ref.dtype, ref.shape, offsets, sizes))
+            writers.append(ranks[:1] if first_counts else ranks)
         tensors.append(ref)
-    return Agreement(tensors, shares.settled(), ties, differing)
+    return Agreement(tensors, _shared_out(chunks, writers, len(all_holdings)), ties, differing)
 
 
-class _Shares:
-    """What each rank writes."""
-
-    def __init__(self, world_size: int) -> None:
-        self._chunks: list[list[ChunkToWrite]] = [[] for _ in range(world_size)]
-        self._undecided: list[tuple[ChunkToWrite, Sequence[int]]] = []
-
-    def offer(self, chunk: ChunkToWrite, ranks: Sequence[int]) -> None:
-        """One of these ranks is to write a chunk."""
-        if len(ranks) == 1:
-            self._chunks[ranks[0]].append(chunk)
-        else:
-            self._undecided.append((chunk, ranks))
-
-    def settled(self) -> list[list[ChunkToWrite]]:
-        """The chunks of each rank. What several could write goes, largest first, to the one with least to write."""
-        if self._undecided:
-            self._decide()
-        for part in self._chunks:
-            part.sort(key=_tensor_and_offsets)
-        return self._chunks
-
-    def _decide(self) -> None:
-        loads = [sum(chunk.nbytes for chunk in part) for part in self._chunks]
-        offers = [(chunk.nbytes, chunk, ranks) for chunk, ranks in self._undecided]
-        for nbytes, chunk, ranks in sorted(offers, key=itemgetter(0), reverse=True):
-            rank = min(ranks, key=loads.__getitem__)  # the lowest of those with least
-            self._chunks[rank].append(chunk)
-            loads[rank] += nbytes
-        self._undecided.clear()
+def _shared_out(
+    chunks: Sequence[ChunkToWrite], holders: Sequence[Sequence[int]], world_size: int
+) -> list[list[ChunkToWrite]]:
+    """What each rank writes, given who could write each chunk."""
+    shares: list[list[ChunkToWrite]] = [[] for _ in range(world_size)]
+    owners = balanced_owners(holders, [chunk.nbytes for chunk in chunks], world_size)
+    for chunk, owner in zip(chunks, owners, strict=True):
+        shares[owner].append(chunk)
+    for share in shares:
+        share.sort(key=_tensor_and_offsets)
+    return shares
 
 
 _tensor_and_offsets = attrgetter("tensor", "offsets")
