@@ -82,7 +82,7 @@ def test_all_that_does_not_fit_is_told_in_one_message_with_fields():
     assert "Missing key in checkpoint state_dict: nowhere." in text
     assert "Size mismatch between saved torch.Size([2, 3]) and current: torch.Size([3, 2]) for shape" in text
     assert "dtype of dtype: saved torch.float32, current torch.int64" in text
-    assert "hole: no stored chunk covers the region at offsets [1] of sizes [2]" in text
+    assert "hole: no chunk covers the region at offsets [1] of sizes [2]" in text
     assert "value: is a tensor in the state but a plain value in the checkpoint" in text
     assert "tensor: is a str in the state but a tensor of size [5] in the checkpoint" in text
     assert "fine" not in text
@@ -152,7 +152,7 @@ def test_a_tensor_with_any_cell_uncovered_is_refused_and_one_without_is_not(shap
         return
     error = mismatch(state, metadata)
     assert error.uncovered.keys() == {"t"}
-    assert f"the checkpoint has {len(kept)} chunk(s) of a tensor of size {shape}" in error.uncovered["t"]
+    assert f"the checkpoint has {len(kept)} chunk(s) of a tensor of shape {shape}" in error.uncovered["t"]
 
 
 # --- near misses -------------------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.names import new_generation
 from holdfast._layout.descriptions import Holding
 from holdfast._ranks.committing import commit_for_all
+from holdfast._ranks.differences import Differing, describe_differing, refuse_differing
 from holdfast._ranks.meeting import meeting, own_place
-from holdfast._save.agreement import Differing, NamedRows, agree, describe_differing, refuse_differing
+from holdfast._save.agreement import NamedRows, agree
 from holdfast._save.capture import Capture, Captured
 from holdfast._save.files import (
     Before,
@@ -198,9 +199,17 @@ class SaveRun:
 
     def _treat_differences(self, differing: list[Differing]) -> None:
         if self.options.check_replicas is True:
-            refuse_differing(differing)
+            refuse_differing(differing, _ADVICE)
         elif self.options.check_replicas == "warn" and differing:
-            warn_caller(describe_differing(differing, "The copies of the lowest ranks are saved, the others are lost."))
+            outcome = "The copies of the lowest ranks are saved, the others are lost."
+            warn_caller(describe_differing(differing, f"{outcome} {_ADVICE}"))
+
+
+_ADVICE = (
+    "If every rank's value matters (a data position, a random state), wrap it in holdfast.PerRank(value). If not, make "
+    "the copies equal first, or say check_replicas='warn' to store those of the lowest rank."
+)
+"""On copies that differ."""
 
 
 class _Proposal(NamedTuple):
