@@ -20,9 +20,9 @@ from holdfast._formats.source import Source
 from holdfast._load.applying import Outcome
 from holdfast._load.checkpoint import Checkpoint
 from holdfast._load.filling import DenseFills, Fill, Region, regions_of, sharing
+from holdfast._load.findings import Findings, Transform
 from holdfast._load.matching import Matcher
 from holdfast._load.options import Casts, LoadOptions
-from holdfast._load.problems import Findings, Transform
 from holdfast._load.renamed_parameters import Live
 from holdfast._load.renaming import rename
 from holdfast._load.shared_memory import Write, conflicts, host_memory, once_each, settle_missing_names
