@@ -2,54 +2,21 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from holdfast._base.boxes import Box
 from holdfast._base.texts import quoted_key
 from holdfast._base.tiling import refuse_bad_tiling, tiling_problems
-from holdfast._base.tuning import ENTRIES_AT_ONCE
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.refs import TensorRef
 from holdfast._layout.descriptions import HeldTensor, Holding, address_of, memory_of
 from holdfast._layout.owners import balanced_owners
 from holdfast._ranks.differences import Differing, differing, refuse_different_kinds
-
-# Lists of named tuples that travel between ranks.
-
-
-Row = TypeVar("Row", bound=tuple[Any, ...])
-
-
-class NamedRows(list[Row]):
-    """A list of named tuples of one class, which is pickled as columns: several times faster than row by row.
-
-    >>> import pickle
-    >>> from holdfast._base.boxes import Box
-    >>> pickle.loads(pickle.dumps(NamedRows([Box((0,), (2,)), Box((2,), (1,))])))
-    [Box(offsets=(0,), sizes=(2,)), Box(offsets=(2,), sizes=(1,))]
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        parts = [self[at : at + ENTRIES_AT_ONCE] for at in range(0, len(self), ENTRIES_AT_ONCE)]
-        return _joined, (
-            type(self[0]) if self else None,
-            [pickle.dumps(list(zip(*part, strict=True))) for part in parts],
-        )
-
-
-def _joined(kind: Any, parts: list[bytes]) -> NamedRows[Any]:
-    rows: NamedRows[Any] = NamedRows()
-    for part in parts:
-        columns = pickle.loads(part)  # noqa: S301 - it came in a message of a rank of this job, as all of this did
-        rows.extend(map(kind._make, zip(*columns, strict=True)))
-    return rows
-
 
 # Tied tensors: keys that are names of one tensor, and so are stored once.
 #
