@@ -21,8 +21,9 @@ from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.names import new_generation
 from holdfast._layout.descriptions import Holding
 from holdfast._ranks.committing import commit_for_all
+from holdfast._ranks.differences import Differing, describe_differing, refuse_differing
 from holdfast._ranks.meeting import meeting, own_place
-from holdfast._save.agreement import Differing, NamedRows, agree, describe_differing, refuse_differing
+from holdfast._save.agreement import agree
 from holdfast._save.capture import Capture, Captured
 from holdfast._save.files import (
     Before,
@@ -91,8 +92,8 @@ class SaveRun:
 
     def plan(self, captured: Captured) -> _Plan:
         """Find out together what the checkpoint contains, and who writes what of it."""
-        same_tree_as, holdings = self._first_with_the_same_tree(captured), NamedRows(captured.holdings)
-        proposal = _Proposal(same_tree_as, captured.tree, captured.own, holdings, captured.kinds)
+        same_tree_as = self._first_with_the_same_tree(captured)
+        proposal = _Proposal(same_tree_as, captured.tree, captured.own, captured.holdings, captured.kinds)
         if proposal.same_tree_as != self.ranks.rank:
             proposal = proposal._replace(tree=None)  # it need not be sent twice
         decision: _Decision | None = None
@@ -101,7 +102,7 @@ class SaveRun:
             nonlocal decision
             decision, chunks = self._decide(proposals)
             generation = new_generation()
-            return [(generation, NamedRows(part)) for part in chunks]
+            return [(generation, part) for part in chunks]
 
         generation, chunks = self.ranks.reduce_scatter("plan", lambda: proposal, decide)
         return _Plan(generation, chunks, decision)
@@ -198,9 +199,17 @@ class SaveRun:
 
     def _treat_differences(self, differing: list[Differing]) -> None:
         if self.options.replica_mismatch == "error":
-            refuse_differing(differing)
+            refuse_differing(differing, _ADVICE)
         elif self.options.replica_mismatch == "warn" and differing:
-            warn_caller(describe_differing(differing, "The copies of the lowest ranks are saved, the others are lost."))
+            outcome = "The copies of the lowest ranks are saved, the others are lost."
+            warn_caller(describe_differing(differing, f"{outcome} {_ADVICE}"))
+
+
+_ADVICE = (
+    "If every rank's value matters (a data position, a random state), wrap it in holdfast.PerRank(value). If not, make "
+    "the copies equal first, or say replica_mismatch='warn' to store those of the lowest rank."
+)
+"""On copies that differ."""
 
 
 class _Proposal(NamedTuple):
@@ -210,7 +219,7 @@ class _Proposal(NamedTuple):
     """The rank that sends the tree."""
     tree: Any
     own: Mapping[str, Any]
-    holdings: NamedRows[Holding]
+    holdings: Sequence[Holding]
     kinds: Mapping[str, str]
     """The classes of its optimizers, by their keys."""
 
