@@ -6,9 +6,9 @@ and trace files (``trace_file.py``) get them. Nothing here needs torch, and noth
 
 from __future__ import annotations
 
-from holdfast._watching.calls import Call, Phase, emitting_to
+from holdfast._watching.calls import Call, Phase
 from holdfast._watching.event import Event, about
 from holdfast._watching.subscribers import Subscription, subscribe
 from holdfast._watching.trace_file import trace_to
 
-__all__ = ["Call", "Event", "Phase", "Subscription", "about", "emitting_to", "subscribe", "trace_to"]
+__all__ = ["Call", "Event", "Phase", "Subscription", "about", "subscribe", "trace_to"]

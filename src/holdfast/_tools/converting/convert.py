@@ -25,7 +25,7 @@ from holdfast._tools.converting.report import ConversionReport
 from holdfast._tools.converting.safetensors_target import shard_size
 from holdfast._tools.converting.target import Target, Written
 from holdfast._tools.converting.work_folders import sweep, work_folder
-from holdfast._watching.progress import OnProgress, Tally
+from holdfast._watching.progress import OnProgress, Progress
 from holdfast.errors import CheckpointException
 
 DEFAULT_SHARD_SIZE = "5GB"
@@ -144,7 +144,7 @@ def carry_out(
     started = time.monotonic()
     outgoing = prepared.outgoing
     target.refuse(outgoing)
-    advance = Tally(_bytes_to_move(prepared, target, check=check), on_progress).add
+    advance = Progress(_bytes_to_move(prepared, target, check=check), on_progress).advance
     outgoing.advance = advance
     final = _local_destination(destination)
     options: dict[str, Any] = {"overwrite": overwrite, "check": check, "advance": advance}
