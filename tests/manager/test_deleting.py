@@ -15,12 +15,12 @@ import pytest
 
 import holdfast as hf
 from holdfast import keep
-from holdfast._formats.native.names import RECORD
+from holdfast._formats.native.names import RECORD, SET_ASIDE
 from holdfast._manager.deleting import Deleter, Deletion
 from holdfast._manager.owners import Owner
 from holdfast._manager.retention import plan_deletions
 from holdfast._manager.run_file import RUN_FILE, RunFile
-from holdfast._manager.steps import SET_ASIDE, StepInfo, folder_of, rows_of, set_aside
+from holdfast._manager.steps import StepInfo, folder_of, rows_of, set_aside
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, NotACheckpointError, RunTakenError
 from holdfast.stores import LocalRoot, LocalStore, MemoryRoot, Root
 from tests.manager.folders import TOKEN, a_run, files_in, loads, save_step, state_of, steps_in

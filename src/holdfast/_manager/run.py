@@ -12,12 +12,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 from holdfast import _settings as settings
+from holdfast._formats.native.names import SET_ASIDE
 from holdfast._manager.deleting import Deleter, Deletion
 from holdfast._manager.full_disk import next_to_go
 from holdfast._manager.retention import Policy, plan_deletions
 from holdfast._manager.run_file import RunFile, RunState
 from holdfast._manager.steps import (
-    SET_ASIDE,
     StepInfo,
     folder_of,
     identity_in,

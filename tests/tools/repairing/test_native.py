@@ -15,6 +15,7 @@ import torch
 from hypothesis import assume, given
 
 import holdfast as hf
+from holdfast._formats.folder_files import KEPT
 from holdfast._formats.native.names import RECORD, index_file
 from holdfast._formats.native.source import NativeSource
 from holdfast._formats.source import WholeReads
@@ -23,7 +24,6 @@ from holdfast._stores.memory_store import MemoryStore
 from holdfast._tools.repairing import native, unrecorded
 from holdfast._tools.repairing import unrecorded as rebuilding
 from holdfast._tools.repairing.repair import repair
-from holdfast._tools.repairing.report import KEPT
 from holdfast._tools.repairing.unrecorded import Digesting
 from tests.stores.counting import CountingMemoryStore
 from tests.tools.repairing.checkpoints import GENERATION, age_all, grid, write

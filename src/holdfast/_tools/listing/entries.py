@@ -12,10 +12,10 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from holdfast._formats.format_names import Format, format_of_folder, format_of_unfinished
-from holdfast._formats.native.names import RECORD, generation_of
+from holdfast._formats.native.names import RECORD, SET_ASIDE, generation_of
 from holdfast._formats.native.record import LARGEST_RECORD, decode_record
 from holdfast._manager.run_file import RunState
-from holdfast._manager.steps import SET_ASIDE, StepInfo, reason_to_pass_over, step_of
+from holdfast._manager.steps import StepInfo, reason_to_pass_over, step_of
 from holdfast._manager.summaries import Summary
 from holdfast._stores.store import Store
 from holdfast._tools.listing.liveliness import is_at_work, why_perhaps_writing

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from holdfast._formats.folder_files import KEPT
 from holdfast._stores.store import Store
 from holdfast._watching.progress import size
 from holdfast.errors import HoldfastError
@@ -138,10 +139,6 @@ class Planned:
 
 
 # What a repair replaces is kept beside it, under another name.
-
-
-KEPT = ".before-repair"
-"""At the end of the names of what was replaced."""
 
 
 def keep_copy(store: Store, name: str) -> bytes | None:
