@@ -31,7 +31,7 @@ from holdfast._save.options import SaveOptions
 from holdfast._save.pending import PendingSave
 from holdfast._save.report import SaveReport
 from holdfast._save.save import SaveRun
-from holdfast._save.snapshots import Snapshot, WhenBusy, note_memory, wait_for_memory, with_digests
+from holdfast._save.snapshots import CapturedCopy, WhenBusy, note_memory, wait_for_memory, with_digests
 from holdfast._stores.memory_store import MemoryStore
 from holdfast._stores.places import in_messages, store_at
 from holdfast._stores.store import Store
@@ -238,7 +238,7 @@ def _begin(
     with call.phase("capture"), no_garbage_collection():
         rank, world_size = (0, 1) if lane.link is None else (lane.link.rank, len(lane.link.members))
         captured = Capture.of(options, rank, world_size, compare_later=True).take(state)
-        snapshot = Snapshot.of(captured)
+        snapshot = CapturedCopy.of(captured)
     copies = snapshot.copies
     call.total_bytes = snapshot.nbytes
     for_writing, for_copies = _shares_of(how, snapshot.nbytes)
