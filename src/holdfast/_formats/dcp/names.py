@@ -103,8 +103,8 @@ def files_in(names: Iterable[str], needed: Collection[str] = ()) -> FolderFiles:
 def stale_names(present: Iterable[str], in_use: Collection[str]) -> list[str]:
     """Files of earlier saves that a new, committed one has made useless: data, rank indexes, unfinished indexes."""
     found = files_in((PurePath(path).name for path in present), in_use)
-    indexes = [name for name in found.index if name != METADATA_NAME and name not in in_use]
-    return [*found.of_any_save(), *indexes, *found.unfinished]
+    indexes = [name for name in found.index if name != METADATA_NAME]
+    return [name for name in (*found.of_any_save(), *indexes, *found.unfinished) if name not in in_use]
 
 
 def stale_names_of_rank(present: Iterable[str], in_use: Collection[str], rank: int, world_size: int) -> list[str]:
