@@ -11,10 +11,10 @@ SPACE := $(subst ,, )
 # One stamp per TORCH, so that asking for another one installs it.
 READY := $(VENV)/.ready-$(subst /,-,$(subst $(SPACE),-,$(TORCH)))
 PEERS := $(VENV)/.peers
-CODE  := src tests benchmarks $(wildcard demo examples)
+CODE  := src tests tools benchmarks $(wildcard demo examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-quick test-long test-versions format clean
+.PHONY: help demo test lint bench bench-quick test-long test-versions docs format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ bench: $(READY) $(PEERS)  ## measure against the hardware, stock DCP and peers, 
 
 bench-quick: $(READY) $(PEERS)  ## the same table from less data; no document changes (2 minutes)
 	@$(BIN)/python -m benchmarks.run --scale quick --json build/bench-quick.json
+
+docs: $(READY)  ## docs/cli.md and the manual page, from the help of the commands
+	@$(BIN)/python -m tools.cli_pages
 
 format: $(READY)  ## rewrite the code in the house format
 	@$(BIN)/ruff check --fix $(CODE)

@@ -90,7 +90,7 @@ def _bound(convert: Convert, source: Path, target: Path) -> Callable[[], None]:
 def _to_torch_save() -> dict[str, Convert]:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as by_stock
 
-    import holdfast as hf
+    import holdfast
     from holdfast.dcp.format_utils import dcp_to_torch_save
 
     def flushed(source: Path, target: Path) -> None:
@@ -99,19 +99,19 @@ def _to_torch_save() -> dict[str, Convert]:
 
     return {
         OURS_DCP: dcp_to_torch_save,
-        OURS: lambda source, target: hf.convert(source, target, to="torch"),
-        UNCHECKED: lambda source, target: hf.convert(source, target, to="torch", check=False),
+        OURS: lambda source, target: holdfast.convert(source, target, to="torch"),
+        UNCHECKED: lambda source, target: holdfast.convert(source, target, to="torch", check=False),
         STOCK: flushed,
         UNFLUSHED: by_stock,
     }
 
 
 def _to_hugging_face() -> dict[str, Convert]:
-    import holdfast as hf
+    import holdfast
 
     return {
-        OURS: lambda source, target: hf.export(source, target),
-        UNCHECKED: lambda source, target: hf.export(source, target, check=False),
+        OURS: lambda source, target: holdfast.export(source, target),
+        UNCHECKED: lambda source, target: holdfast.export(source, target, check=False),
     }
 
 
@@ -146,11 +146,11 @@ def _save(stock: Path, native: Path, nbytes: int) -> None:
     """The same state, by torch and by us."""
     import torch.distributed.checkpoint as dcp
 
-    import holdfast as hf
+    import holdfast
 
     state = _state(nbytes)
     dcp.save(state, checkpoint_id=stock)
-    hf.save(state, native)
+    holdfast.save(state, native)
 
 
 def _state(nbytes: int) -> dict[str, Any]:

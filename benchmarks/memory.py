@@ -135,12 +135,12 @@ Calls = dict[str, Callable[[Any, Path], object]]
 
 
 def _ours() -> Calls:
-    import holdfast as hf
+    import holdfast
     from holdfast.dcp.format_utils import dcp_to_torch_save
 
     return {
-        SAVE: lambda state, path: hf.save(state, path, memory_budget=BUDGET),
-        LOAD: lambda state, path: hf.load(state, path, memory_budget=BUDGET, cast=True),
+        SAVE: lambda state, path: holdfast.save(state, path, memory_budget=BUDGET),
+        LOAD: lambda state, path: holdfast.load(state, path, memory_budget=BUDGET, cast=True),
         CONVERSION: lambda source, path: dcp_to_torch_save(source, path, memory_budget=BUDGET),
     }
 

@@ -135,11 +135,11 @@ def _by_turns(folder: Path, rounds: int, turn: Callable[[str], Span | str]) -> S
 
 def _load_and_count(folder: Path, nbytes: int, tensors: int, written_by: int) -> dict[str, int]:
     """Load with Holdfast, and count what this process reads."""
-    import holdfast as hf
+    import holdfast
 
     state = _state(nbytes, tensors, filled=False)
     store = CountingLocalStore(_folder(folder, OURS, written_by))
-    hf.load(state, store)
+    holdfast.load(state, store)
     reads = store.data_reads()
     return {
         "needed": sum(tensor.to_local().nbytes for tensor in state.values()),
@@ -161,9 +161,9 @@ def _timed(call: Callable[[Any, Path], object], state: Any, path: Path) -> Span 
 
 def _saver(name: str) -> Callable[[Any, Path], object]:
     if name == OURS:
-        import holdfast as hf
+        import holdfast
 
-        return hf.save
+        return holdfast.save
     import torch.distributed.checkpoint as dcp
 
     return lambda state, path: dcp.save(state, checkpoint_id=path)
@@ -171,9 +171,9 @@ def _saver(name: str) -> Callable[[Any, Path], object]:
 
 def _loader(name: str) -> Callable[[Any, Path], object]:
     if name == OURS:
-        import holdfast as hf
+        import holdfast
 
-        return hf.load
+        return holdfast.load
     import torch.distributed.checkpoint as dcp
 
     return lambda state, path: dcp.load(state, checkpoint_id=path)

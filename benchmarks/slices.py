@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-import holdfast as hf
+import holdfast
 from benchmarks import page_cache
 from benchmarks.contenders import OURS, STOCK
 from benchmarks.counting import (
@@ -38,7 +38,7 @@ def measure_slices(suite: Suite) -> None:
     rows, columns = suite.scale.sliced_shape
     state = {"model.weight": torch.rand(rows, columns, generator=torch.Generator().manual_seed(3))}
     folders = {OURS: suite.place("slices holdfast"), STOCK: suite.place("slices stock")}
-    hf.save(state, folders[OURS])
+    holdfast.save(state, folders[OURS])
     dcp.save(state, checkpoint_id=folders[STOCK])
     some = slice(rows // 8 + 3, rows // 4 + 3)
     boxes = {
@@ -67,7 +67,7 @@ def _turns(folders: dict[str, Path], box: Box, place: torch.Tensor) -> list[Turn
 
 def _bytes(folders: dict[str, Path], box: Box, expected: torch.Tensor, columns: int) -> dict[str, Any]:
     store = CountingLocalStore(folders[OURS])
-    with hf.open(store) as checkpoint:
+    with holdfast.open(store) as checkpoint:
         before = bytes_read_by_this_process()
         found = checkpoint["model.weight"][box]
         by_kernel = bytes_read_by_this_process() - before
@@ -95,7 +95,7 @@ def _bytes(folders: dict[str, Path], box: Box, expected: torch.Tensor, columns: 
 
 
 def _ours(folder: Path, box: Box, place: torch.Tensor) -> None:
-    with hf.open(folder) as checkpoint:
+    with holdfast.open(folder) as checkpoint:
         place.copy_(checkpoint["model.weight"][box])
 
 

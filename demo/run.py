@@ -26,7 +26,7 @@ from jobs import JobFailed, Progress, Report, run_job, run_until_killed
 from plan import AFTER_LOAD, READERS, SAVE_AT, STARTS, STEPS, WRITER, Job, Start
 from show import DIM, Screen
 
-import holdfast as hf
+import holdfast
 
 REPORT = Path(__file__).resolve().parent.parent / "build" / "demo-report.html"
 
@@ -139,7 +139,7 @@ def write_report(run: Path, page: Path) -> None:
     """A page about the last checkpoint of the killed job, and what changed in it since the first one that is kept."""
     first, *_, last = sorted(path.parent for path in run.glob(f"*/{RECORD}"))
     page.parent.mkdir(parents=True, exist_ok=True)
-    with hf.open(last) as checkpoint:
+    with holdfast.open(last) as checkpoint:
         checkpoint.report(compare=first, verify=True).save(page)
 
 

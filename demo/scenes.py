@@ -217,7 +217,7 @@ def conclude(screen: Screen, reports: Mapping[str, Report], seconds: float) -> N
 
 
 def show_report(screen: Screen, page: Path) -> None:
-    screen.line(f" In your own program:  {screen.paint('import holdfast as hf', BOLD)}")
+    screen.line(f" In your own program:  {screen.paint('import holdfast', BOLD)}")
     screen.line(f" In your terminal:     {screen.paint('holdfast --help', BOLD)}")
     screen.line(" In your browser:      the last checkpoint of job D, and what changed in it since its first:")
     screen.line(f"                       {page}")

@@ -1,8 +1,8 @@
 """One process of a training job: FSDP2 under torchrun (DDP with torch 2.6), a plain module when started alone.
 
 The parts worth reading are `Training.state`, which names the objects that have to survive a restart, and `train_run`, a
-loop that may be killed at any moment. `hf.save`, `hf.load` and `hf.CheckpointManager` do the rest, whatever the number
-of processes. `run.py` starts this script.
+loop that may be killed at any moment. `holdfast.save`, `holdfast.load` and `holdfast.CheckpointManager` do the rest,
+whatever the number of processes. `run.py` starts this script.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-import holdfast as hf
+import holdfast
 
 PEAK_LR = 4e-3
 LR_PERIOD = 30  # longer than the run, so that the learning rate still moves at the last step
@@ -92,11 +92,11 @@ class Training:
         return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "step": self.step}
 
     def save(self, path: Path) -> None:
-        hf.save(self.state(), path)
+        holdfast.save(self.state(), path)
 
     def load(self, path: Path) -> None:
         state = self.state()
-        hf.load(state, path)
+        holdfast.load(state, path)
         self.step = state["step"]
 
     def fingerprint(self) -> Fingerprint:
@@ -119,7 +119,7 @@ def train_run(training: Training, args: argparse.Namespace, losses: dict[int, fl
     """Go on with the run in a folder, wherever that is, and save every few steps in the background."""
     world = training.world
     root = args.folder if args.die_in_save is None else DeadlyRoot(args.folder, args.die_in_save)
-    with hf.CheckpointManager(root, every_steps=args.every, keep_last=2, async_save=True) as manager:
+    with holdfast.CheckpointManager(root, every_steps=args.every, keep_last=2, async_save=True) as manager:
         state = training.state()
         restored = manager.restore(state)
         training.step = state["step"]
@@ -129,13 +129,13 @@ def train_run(training: Training, args: argparse.Namespace, losses: dict[int, fl
             loss = losses[training.step] = training.advance()
             world.tell("step", training.step, loss)
             saved = manager.maybe_save(training.step, training.state(), metrics={"loss": loss})
-            if isinstance(saved, hf.PendingSave):
+            if isinstance(saved, holdfast.PendingSave):
                 saved.committed.add_done_callback(partial(tell_of_commit, world, training.step))
             if training.step == args.die_after and world.rank == world.size - 1:
                 die()
 
 
-def tell_of_commit(world: World, step: int, committed: Future[hf.SaveReport]) -> None:
+def tell_of_commit(world: World, step: int, committed: Future[holdfast.SaveReport]) -> None:
     if committed.exception() is None:
         world.tell("committed", step)
 

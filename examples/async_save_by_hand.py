@@ -13,7 +13,7 @@ import tempfile
 import torch
 from torch import nn
 
-import holdfast as hf
+import holdfast
 
 
 def main():
@@ -30,7 +30,7 @@ def main():
         state["step"] = step
         if step % 2 == 0:
             as_it_was[step] = model[0].weight.detach().clone()
-            saves[step] = hf.async_save(state, os.path.join(folder, f"step-{step}"), optimizers=optimizer)
+            saves[step] = holdfast.async_save(state, os.path.join(folder, f"step-{step}"), optimizers=optimizer)
 
     # No optimizer does this, so nothing but this line keeps it from changing what is being saved.
     saves[8].staged.result()
@@ -38,12 +38,12 @@ def main():
         model[0].weight.mul_(0.5)
 
     for step, pending in saves.items():
-        report = pending.wait()  # committed: durable, complete, and found by hf.load. Raises if the save failed
-        stored = hf.open(pending.path)["model.0.weight"][:]
+        report = pending.wait()  # committed: durable, complete, and found by holdfast.load. Raises if the save failed
+        stored = holdfast.open(pending.path)["model.0.weight"][:]
         assert torch.equal(stored, as_it_was[step].cpu()), f"step {step} was torn"
         print(f"step {step}: {report.tensor_count} tensors, as they were when the save was called")
 
-    pending = hf.async_save(state, os.path.join(folder, "by-a-writer-process"), writer="process")
+    pending = holdfast.async_save(state, os.path.join(folder, "by-a-writer-process"), writer="process")
     print("a writer process:", pending.wait().tensor_count, "tensors; then", pending.progress().phase)
 
 

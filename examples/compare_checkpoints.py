@@ -13,7 +13,7 @@ import tempfile
 import torch
 from torch import nn
 
-import holdfast as hf
+import holdfast
 
 
 def main():
@@ -21,27 +21,27 @@ def main():
     before, after = (os.path.join(folder, name) for name in ("step-0", "step-50"))
     train_and_save(before, after)
 
-    report = hf.diff(before, after, include="model")
+    report = holdfast.diff(before, after, include="model")
     print(f"changed: {', '.join(report.changed_tensors)}; equal: {report.equal}")
     changed = report.changed_tensors["model.2.weight"]
     assert changed.differing == changed.elements
     assert 0 < changed.relative < 1
 
-    weights = hf.open(after).statistics("model.2.weight")
+    weights = holdfast.open(after).statistics("model.2.weight")
     print(f"finite: {weights.finite} of {weights.count}, in a histogram of {len(weights.histogram)} bins")
     assert sum(weights.histogram) == weights.count
 
     copy = os.path.join(folder, "copy")
     shutil.copytree(after, copy)
     damage_one_byte(copy)
-    found = hf.verify(copy)
+    found = holdfast.verify(copy)
     print(f"the copy is whole: {found.ok}; {len(found.damage)} place is damaged, in {len(found.damaged_keys)} keys")
-    assert hf.verify(after).ok
+    assert holdfast.verify(after).ok
 
     other = {"model": {"net": network()}}
-    answer = hf.explain(after, other)
+    answer = holdfast.explain(after, other)
     print(f"would load into another model: {answer.ok}; {answer.hints[0]}")
-    assert hf.explain(after, other, rename={"model": "model.net"}).ok
+    assert holdfast.explain(after, other, rename={"model": "model.net"}).ok
 
 
 def network():
@@ -53,12 +53,12 @@ def train_and_save(before, after):
     model = network()
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.01)
-    hf.save({"model": model, "step": 0}, before)
+    holdfast.save({"model": model, "step": 0}, before)
     for _ in range(50):
         optimizer.zero_grad()
         (model(torch.randn(32, 8)) - 1).square().mean().backward()
         optimizer.step()
-    hf.save({"model": model, "step": 50}, after)
+    holdfast.save({"model": model, "step": 50}, after)
 
 
 def damage_one_byte(folder):

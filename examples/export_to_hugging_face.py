@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-import holdfast as hf
+import holdfast
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
 
@@ -32,11 +32,11 @@ for _ in range(20):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-hf.save({"model": model, "optimizer": optimizer, "step": 20}, folder / "step-20", overwrite=True)
+holdfast.save({"model": model, "optimizer": optimizer, "step": 20}, folder / "step-20", overwrite=True)
 (folder / "config.json").write_text(json.dumps({"model_type": "two-layers"}))
 
 # The model is found by its name in the state. Files are small here, so that there are several of them.
-report = hf.export(
+report = holdfast.export(
     folder / "step-20",
     folder / "model-hf",
     rename={"0": "encoder", "2": "head"},

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import holdfast as hf
+import holdfast
 
 
 class Block(nn.Module):
@@ -54,7 +54,7 @@ def train(root, layout, total, seed):
     losses = {}
 
     state = {"model": model, "optim": optim}
-    with hf.CheckpointManager(root, every_steps=4, keep_last=2, overlap=True) as manager:
+    with holdfast.CheckpointManager(root, every_steps=4, keep_last=2, overlap=True) as manager:
         restored = manager.restore(state)
         for step in range(restored.step + 1 if restored else 1, total + 1):
             # The same batch on all processes, so that layouts can be compared.

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import holdfast as hf
+import holdfast
 
 
 class Attention(nn.Module):
@@ -36,11 +36,11 @@ def main():
         return torch.cat(parts).float()
 
     try:
-        hf.load(model, path)
-    except hf.errors.StateMismatchError as error:
+        holdfast.load(model, path)
+    except holdfast.errors.StateMismatchError as error:
         print(f"as it is: {len(error.missing)} keys missing, {len(error.unexpected)} unexpected")
 
-    report = hf.load(
+    report = holdfast.load(
         model, path, rename={"encoder": "attention"}, transform={"attention.qkv.weight": join}, cast=["attention.out.*"]
     )
 

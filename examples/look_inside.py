@@ -14,13 +14,13 @@ import tempfile
 import torch
 from torch import nn
 
-import holdfast as hf
+import holdfast
 
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # as if it were not installed
-import holdfast as hf
-weight = hf.open(sys.argv[1])["model.0.weight"]
+import holdfast
+weight = holdfast.open(sys.argv[1])["model.0.weight"]
 print("without torch:", type(weight[0, :2]).__name__, weight[0, :2])
 """
 
@@ -29,9 +29,9 @@ def main():
     folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.gettempdir()
     path = os.path.join(folder, "look-inside")
     model = nn.Sequential(nn.Linear(1000, 500), nn.ReLU(), nn.Linear(500, 2)).to(torch.bfloat16)
-    hf.save({"model": model, "step": 7}, path, overwrite=True, metadata={"loss": 0.25})
+    holdfast.save({"model": model, "step": 7}, path, overwrite=True, metadata={"loss": 0.25})
 
-    with hf.open(path) as ckpt:
+    with holdfast.open(path) as ckpt:
         for key in ckpt:
             print(f"{key:16} {ckpt[key]}")
         print("loss:", ckpt.metadata["loss"])

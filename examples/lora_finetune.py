@@ -13,7 +13,7 @@ import tempfile
 import torch
 from torch import nn
 
-import holdfast as hf
+import holdfast
 
 
 class LowRank(nn.Module):
@@ -37,14 +37,14 @@ def finetune(base, root, total, seed):
     torch.manual_seed(seed)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model = build_base()
-    hf.load({"model": model}, base)
+    holdfast.load({"model": model}, base)
     model[0], model[2] = LowRank(model[0], rank=4), LowRank(model[2], rank=4)
     model.to(device)
 
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optim = torch.optim.AdamW(trained.values(), lr=0.01)
     state = {"adapter": trained, "optim": optim}
-    with hf.CheckpointManager(root, every_steps=5, keep_last=2, metadata={"base": base}) as manager:
+    with holdfast.CheckpointManager(root, every_steps=5, keep_last=2, metadata={"base": base}) as manager:
         restored = manager.restore(state)
         for step in range(restored.step + 1 if restored else 1, total + 1):
             inputs = torch.rand(8, 128, generator=torch.Generator().manual_seed(step)).to(device)
@@ -60,7 +60,7 @@ def main():
     folder = tempfile.mkdtemp(prefix="lora-finetune-", dir=sys.argv[1] if len(sys.argv) > 1 else None)
     base = os.path.join(folder, "base")
     torch.manual_seed(0)
-    base_size = hf.save({"model": build_base()}, base).bytes_written
+    base_size = holdfast.save({"model": build_base()}, base).bytes_written
 
     in_one_go, _ = finetune(base, os.path.join(folder, "one-go"), total=20, seed=1)
     finetune(base, os.path.join(folder, "two-goes"), total=12, seed=1)
@@ -68,7 +68,7 @@ def main():
 
     for (name, one), other in zip(in_one_go.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other), f"{name} differs"
-    with hf.open(latest.path) as checkpoint:
+    with holdfast.open(latest.path) as checkpoint:
         weights = [key for key in checkpoint if key.startswith("adapter.")]
     print("A checkpoint of the run has", ", ".join(weights))
     print(f"It takes {latest.nbytes / base_size:.0%} of the base model, with the state of the optimizer")

@@ -13,19 +13,19 @@ import tempfile
 import torch
 from torch import nn
 
-import holdfast as hf
+import holdfast
 
 
 def main():
     folder = os.path.join(sys.argv[1] if len(sys.argv) > 1 else tempfile.gettempdir(), "report-in-the-browser")
     before, after = os.path.join(folder, "step-100"), os.path.join(folder, "step-200")
     model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
-    hf.save({"model": model, "step": 100}, before, overwrite=True, metadata={"loss": 0.5})
+    holdfast.save({"model": model, "step": 100}, before, overwrite=True, metadata={"loss": 0.5})
     with torch.no_grad():
         model[1].weight.mul_(1.01)
-    hf.save({"model": model, "step": 200}, after, overwrite=True, metadata={"loss": 0.25})
+    holdfast.save({"model": model, "step": 200}, after, overwrite=True, metadata={"loss": 0.25})
 
-    with hf.open(after) as ckpt:
+    with holdfast.open(after) as ckpt:
         report = ckpt.report(compare=before, statistics="model.*", verify=True)
     page = report.save(os.path.join(folder, "report.html"))
 

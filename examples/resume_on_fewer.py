@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import holdfast as hf
+import holdfast
 
 
 def deal_out(values, rank, world_size):
@@ -36,8 +36,8 @@ def main():
 
     everyone = DeviceMesh(device.type, list(range(world_size)))
     positions = {f"part-{rank}": 100 + rank}
-    state = {"weights": distribute_tensor(weights, everyone, [Shard(0)]), "data": hf.PerRank(positions)}
-    hf.save(state, path, overwrite=True)
+    state = {"weights": distribute_tensor(weights, everyone, [Shard(0)]), "data": holdfast.PerRank(positions)}
+    holdfast.save(state, path, overwrite=True)
 
     half = list(range(world_size // 2))
     remaining = dist.new_group(half)
@@ -45,9 +45,9 @@ def main():
     if rank in half:
         state = {
             "weights": distribute_tensor(torch.zeros(10, 3), fewer, [Shard(1)]),
-            "data": hf.PerRank({}, on_resize=deal_out),
+            "data": holdfast.PerRank({}, on_resize=deal_out),
         }
-        hf.load(state, path, process_group=remaining)
+        holdfast.load(state, path, process_group=remaining)
         assert torch.equal(state["weights"].full_tensor().cpu(), weights)
         positions = [None] * len(half)
         dist.all_gather_object(positions, state["data"].value, group=remaining)

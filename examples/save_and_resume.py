@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import holdfast as hf
+import holdfast
 
 
 def main():
@@ -26,11 +26,11 @@ def main():
 
     state = build(mesh, seed=1)
     train(state, steps=5)
-    hf.save(state, path, overwrite=True, metadata={"note": "after five steps"})
+    holdfast.save(state, path, overwrite=True, metadata={"note": "after five steps"})
     uninterrupted = train(state, steps=3)
 
     state = build(mesh, seed=2)  # as after a restart: other weights, and an optimizer that knows nothing
-    report = hf.load(state, path)
+    report = holdfast.load(state, path)
     resumed = train(state, steps=3)
 
     assert resumed == uninterrupted, f"{resumed} is not {uninterrupted}"
@@ -58,7 +58,7 @@ def build(mesh, seed):
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
-    return {"model": model, "optim": optimizer, "sched": scheduler, "rng": hf.RngState(), "step": 0}
+    return {"model": model, "optim": optimizer, "sched": scheduler, "rng": holdfast.RngState(), "step": 0}
 
 
 def train(state, steps):

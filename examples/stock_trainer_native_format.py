@@ -18,19 +18,19 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import holdfast as hf
+import holdfast
 
 
 def save(model, optimizer, step, path):
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "step": step}
-    dcp.save(state, storage_writer=hf.HoldfastWriter(path, overwrite=True))
+    dcp.save(state, storage_writer=holdfast.HoldfastWriter(path, overwrite=True))
 
 
 def load(model, optimizer, path):
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-    dcp.load(state, storage_reader=hf.HoldfastReader(path))
+    dcp.load(state, storage_reader=holdfast.HoldfastReader(path))
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return state["step"]
 
@@ -53,7 +53,7 @@ def main():
     if dist.get_rank() == 0:
         print(f"Losses after step {step}, without a break: ", ", ".join(f"{loss:.6f}" for loss in uninterrupted))
         print(f"Losses after step {step}, of a new program:", ", ".join(f"{loss:.6f}" for loss in resumed))
-        print("holdfast.open finds", hf.open(path)["model.0.weight"])
+        print("holdfast.open finds", holdfast.open(path)["model.0.weight"])
     dist.destroy_process_group()
 
 

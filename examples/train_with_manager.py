@@ -14,7 +14,7 @@ import tempfile
 import torch
 from torch import nn
 
-import holdfast as hf
+import holdfast
 
 
 def train(root, total, seed):
@@ -26,8 +26,10 @@ def train(root, total, seed):
     data = Batches(device)
     losses = {}
 
-    state = {"model": model, "optim": optim, "sched": sched, "data": data, "rng": hf.RngState()}
-    with hf.CheckpointManager(root, every_steps=5, keep_last=2, keep_best=(1, "loss"), async_save=True) as manager:
+    state = {"model": model, "optim": optim, "sched": sched, "data": data, "rng": holdfast.RngState()}
+    with holdfast.CheckpointManager(
+        root, every_steps=5, keep_last=2, keep_best=(1, "loss"), async_save=True
+    ) as manager:
         restored = manager.restore(state)  # None on a fresh start
         for step in range(restored.step + 1 if restored else 1, total + 1):
             inputs = data.next()

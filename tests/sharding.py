@@ -1,4 +1,4 @@
-"""DTensors of tensors that every rank has, and back."""
+"""Meshes, and DTensors of tensors that every rank has, and back."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 _WITHOUT_MESSAGES = "src_data_rank" in inspect.signature(distribute_tensor).parameters  # since torch 2.7
+
+
+def mesh_of_all_ranks() -> DeviceMesh:
+    """One dimension, all ranks in a line."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def sharded(full: torch.Tensor, dim: int = 0) -> DTensor:
+    """``full`` of rank 0, split over all ranks."""
+    return distribute_tensor(full, mesh_of_all_ranks(), [Shard(dim)])
 
 
 def dtensor_of(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

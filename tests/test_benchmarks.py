@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from benchmarks import page_cache, probes
 from benchmarks.contenders import LOADING_PEERS, MAKERS, OURS, OURS_DCP, PEERS, STOCK, why_missing
 from benchmarks.document import DOCUMENTS, PLOT, ROOT, write_documents
@@ -227,10 +227,10 @@ def test_what_is_read_twice_is_found() -> None:
 
 def test_a_counting_store_notes_what_holdfast_reads(tmp_path: Path) -> None:
     state = {"w": torch.rand(1024, 1024)}
-    hf.save(state, tmp_path / "a")
+    holdfast.save(state, tmp_path / "a")
     store = CountingLocalStore(tmp_path / "a")
 
-    with hf.open(store) as checkpoint:
+    with holdfast.open(store) as checkpoint:
         assert torch.equal(checkpoint["w"][:], state["w"])
 
     size = sum(path.stat().st_size for path in (tmp_path / "a").glob("data-*"))

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 
 DEMO = Path(__file__).parent.parent / "demo"
 
@@ -56,7 +56,7 @@ def test_the_page_of_the_demo_compares_the_first_step_with_the_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.syspath_prepend(str(DEMO))
-    with hf.CheckpointManager(tmp_path / "run", every_steps=1) as manager:
+    with holdfast.CheckpointManager(tmp_path / "run", every_steps=1) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"w": torch.full((2,), float(step))})
 

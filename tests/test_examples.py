@@ -48,7 +48,7 @@ def test_an_example_shows_what_happens(
 def test_the_functions_that_everyone_calls_have_an_example() -> None:
     named = {example.name.removeprefix("holdfast.") for example in EXAMPLES}
 
-    assert {"dcp", "dcp.state_dict_saver.save", "dcp.state_dict_loader.load", "settings.override"} <= named
+    assert {"dcp", "dcp.state_dict_saver.save", "dcp.state_dict_loader.load", "_settings.override"} <= named
 
 
 def test_no_example_is_skipped() -> None:

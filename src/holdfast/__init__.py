@@ -1,20 +1,20 @@
 """Holdfast: checkpoints of distributed PyTorch training that cannot be lost, torn or faked.
 
-    import holdfast as hf
+    import holdfast
 
-    hf.save(state, "runs/a/step-100")            # collective with N processes, plain with one
-    pending = hf.async_save(state, "runs/a/step-200")   # the same, while training goes on
-    report = hf.load(state, "runs/a/step-100")   # in place, any layout; says what it did
-    ckpt = hf.open("runs/a/step-100")            # lazy: no process group, no template, no pickle
+    holdfast.save(state, "runs/a/step-100")            # collective with N processes, plain with one
+    pending = holdfast.async_save(state, "runs/a/step-200")   # the same, while training goes on
+    report = holdfast.load(state, "runs/a/step-100")   # in place, any layout; says what it did
+    ckpt = holdfast.open("runs/a/step-100")            # lazy: no process group, no template, no pickle
     ckpt["model.layers.0.wq"][0:128]             # reads only what that takes
 
-    with hf.CheckpointManager("runs/a", every_steps=500, keep_last=3) as manager:
+    with holdfast.CheckpointManager("runs/a", every_steps=500, keep_last=3) as manager:
         restored = manager.restore(state)        # the newest that is whole; None on a fresh start
         manager.maybe_save(step, state)          # after every step
 
-    hf.verify("runs/a/step-100")                 # every digest; lists all damage
-    hf.diff("runs/a/step-100", "runs/a/step-200")       # keys, shapes, dtypes, values
-    hf.export("runs/a/step-100", "model-hf")     # a Hugging Face folder; hf.convert knows the other formats
+    holdfast.verify("runs/a/step-100")                 # every digest; lists all damage
+    holdfast.diff("runs/a/step-100", "runs/a/step-200")       # keys, shapes, dtypes, values
+    holdfast.export("runs/a/step-100", "model-hf")     # a Hugging Face folder; holdfast.convert knows the other formats
 
 The same is there for the terminal: ``holdfast --help``.
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run to keep: ``hf.keep.last(3) | hf.keep.best(1, "loss") | hf.keep.every(1000)``.
+"""Which checkpoints of a run to keep: ``keep.last(3) | keep.best(1, "loss") | keep.every(1000)``.
 
 ``docs/retention.md`` tells what each of them keeps, and what is never deleted.
 """

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast.errors import DamagedCheckpointError
 from tests.attacks.forging import arguments, call, data, name, pickled, text
 from tests.exact import assert_same
@@ -92,7 +92,7 @@ def open_with_little_memory(path: Path) -> str:
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + GIB, before[1]))
     try:
-        with hf.open(path) as opened:
+        with holdfast.open(path) as opened:
             return f"opened {sorted(opened)}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -102,7 +102,7 @@ def open_with_little_memory(path: Path) -> str:
 
 def test_the_forged_files_are_good_ones_apart_from_what_is_forged(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(legacy(tensor()))
-    assert_same(hf.open(tmp_path / "x.pt").load(), {"w": torch.tensor([1.0, 2.0])})
+    assert_same(holdfast.open(tmp_path / "x.pt").load(), {"w": torch.tensor([1.0, 2.0])})
 
 
 def open_all(folder: Path) -> dict[str, str]:
@@ -142,11 +142,11 @@ def test_what_torch_writes_is_never_refused(tmp_path: Path, is_zip: bool) -> Non
         if name_of_it == "new types" and not is_zip:  # which torch writes, and cannot read itself
             continue
         torch.save(state, tmp_path / name_of_it, _use_new_zipfile_serialization=is_zip)
-        assert list(hf.open(tmp_path / name_of_it).load()) == list(state)
+        assert list(holdfast.open(tmp_path / name_of_it).load()) == list(state)
 
 
 @pytest.mark.parametrize("cut", [1, 8, 16, 30, 100])
 def test_a_file_that_was_cut_off_is_damaged(tmp_path: Path, cut: int) -> None:
     (tmp_path / "x.pt").write_bytes(legacy(tensor())[:-cut])
     with pytest.raises(DamagedCheckpointError):
-        hf.open(tmp_path / "x.pt")
+        holdfast.open(tmp_path / "x.pt")

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._base.json_objects import parse_json_object
 from holdfast._load.opening import open_source
 from holdfast.errors import (
@@ -41,30 +41,30 @@ def tensors() -> dict[str, torch.Tensor]:
 @pytest.fixture
 def forgery(tmp_path: Path) -> Forgery:
     """Of two tensors, the first in two chunks: weight rows 0-1 and 2-3, then bias."""
-    hf.save({**tensors(), "step": 1}, tmp_path / "c", max_file_size=80)
+    holdfast.save({**tensors(), "step": 1}, tmp_path / "c", max_file_size=80)
     found = Forgery(tmp_path / "c")
     assert found.columns["chunk_tensor"].tolist()[:2] == [0, 0]
     return found
 
 
 def open_and_load(folder: Path) -> Any:
-    return hf.open(folder).load()
+    return holdfast.open(folder).load()
 
 
 def open_and_slice(folder: Path) -> Any:
-    checkpoint = hf.open(folder)
+    checkpoint = holdfast.open(folder)
     return [checkpoint[key][...] for key in checkpoint if hasattr(checkpoint[key], "shape")]
 
 
 def load_into_tensors(folder: Path) -> Any:
     state = {key: torch.zeros_like(tensor) for key, tensor in tensors().items()}
-    hf.load({**state, "step": 0}, folder)
+    holdfast.load({**state, "step": 0}, folder)
     return state
 
 
 def load_into_nothing(folder: Path) -> Any:
     state: dict[str, Any] = {"weight": None, "bias": None, "step": None}
-    hf.load(state, folder)
+    holdfast.load(state, folder)
     return state
 
 
@@ -339,7 +339,7 @@ def test_a_record_that_is_not_as_json_must_be_is_refused(forgery, attack):
 def test_a_later_major_version_is_told_even_if_it_is_sealed_in_another_way(tmp_path):
     (tmp_path / "holdfast.json").write_bytes(b'{"format":"holdfast",\n"version":[2,0],\n"sealed":"otherwise"}')
     with pytest.raises(UnsupportedVersionError, match=r"version 2\.0"):
-        hf.open(tmp_path)
+        holdfast.open(tmp_path)
 
 
 def huge_file(path: Path, size: int) -> None:
@@ -400,7 +400,7 @@ def test_a_save_over_a_hostile_checkpoint_removes_nothing_outside_of_it(forgery,
     secret.write_bytes(b"precious")
     first(forgery.record, "files")["name"] = f"../{secret.name}"
     forgery.write()
-    hf.save({"weight": torch.ones(3)}, forgery.folder, overwrite=True)
+    holdfast.save({"weight": torch.ones(3)}, forgery.folder, overwrite=True)
     assert secret.read_bytes() == b"precious"
     assert open_and_load(forgery.folder).keys() == {"weight"}
 
@@ -439,7 +439,7 @@ def test_the_messages_are_about_the_record_and_not_the_whole_of_it(forgery):
 
 def test_chunks_that_are_right_but_out_of_order_are_refused(tmp_path):
     """A reader that looks for the chunks of a tensor where they must be would find those of another one."""
-    hf.save({"weight": torch.arange(4), "bias": torch.arange(4, 8)}, tmp_path)
+    holdfast.save({"weight": torch.arange(4), "bias": torch.arange(4, 8)}, tmp_path)
     forgery = Forgery(tmp_path)
     for name in ("chunk_tensor", "chunk_begin"):
         forgery.columns[name] = forgery.columns[name][::-1].copy()

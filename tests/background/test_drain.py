@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp as dcp
 
 PROGRAMS = {
@@ -61,11 +61,11 @@ PROGRAMS = {
             pass
     """,
     "native": """
-        hf.async_save(state, HeldStore(folder))
+        holdfast.async_save(state, HeldStore(folder))
     """,
     "native, too late": """
         os.environ["HOLDFAST_DRAIN_SECONDS"] = "0.01"
-        hf.async_save(state, StuckStore(folder))
+        holdfast.async_save(state, StuckStore(folder))
     """,
     "for ever": """
         os.environ["HOLDFAST_DRAIN_SECONDS"] = "inf"
@@ -74,15 +74,15 @@ PROGRAMS = {
     "thread that lives on": """
         def save_later():
             until_the_main_thread_is_over()
-            hf.async_save(state, folder)
+            holdfast.async_save(state, folder)
         threading.Thread(target=save_later).start()
     """,
     "exit function": """
-        atexit.register(hf.async_save, state, folder, optimizers=optimizer)
+        atexit.register(holdfast.async_save, state, folder, optimizers=optimizer)
     """,
     "exit function, fails": """
         open(folder, "w").close()
-        atexit.register(hf.async_save, state, folder)
+        atexit.register(holdfast.async_save, state, folder)
     """,
     "setting broken meanwhile": """
         dcp.async_save(state, storage_writer=Held(folder))
@@ -95,7 +95,7 @@ RUNNER = """
 import atexit, json, os, signal, sys, threading, traceback
 from concurrent.futures import ThreadPoolExecutor
 import torch
-import holdfast as hf
+import holdfast
 import holdfast.dcp as dcp
 from holdfast.stores import LocalStore
 
@@ -221,7 +221,7 @@ def test_saves_of_our_own_format_are_finished_or_named_as_well(ended) -> None:
     in_time, too_late = ended["native"], ended["native, too late"]
     assert in_time.code == 0, in_time.err
     state = {"n": torch.tensor(0)}
-    hf.load(state, in_time.folder)
+    holdfast.load(state, in_time.folder)
     assert int(state["n"]) == 1
     assert too_late.code == 1
     assert f"these saves were not finished: {too_late.folder}" in too_late.err
@@ -238,7 +238,7 @@ def test_saves_that_begin_when_the_program_has_ended_are_finished(ended, name: s
     program = ended[name]
     assert program.code == 0, program.err
     state = {"n": torch.tensor(0)}
-    hf.load(state, program.folder)
+    holdfast.load(state, program.folder)
     assert int(state["n"]) == 1
 
 
@@ -250,11 +250,11 @@ def test_a_failure_of_such_a_save_is_told(ended) -> None:
 
 FIRST_USE = """
 import sys, threading
-import torch, holdfast as hf
+import torch, holdfast
 
 def save():
     threading.main_thread().join()
-    hf.async_save({"n": torch.tensor(1)}, sys.argv[1])
+    holdfast.async_save({"n": torch.tensor(1)}, sys.argv[1])
 
 threading.Thread(target=save).start()
 """
@@ -265,4 +265,4 @@ def test_a_program_may_save_for_the_first_time_when_it_has_ended(tmp_path) -> No
     command = [sys.executable, "-c", FIRST_USE, str(tmp_path / "x")]
     done = subprocess.run(command, text=True, env=environment, capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert hf.open(tmp_path / "x").verify()
+    assert holdfast.open(tmp_path / "x").verify()

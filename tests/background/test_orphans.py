@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._stores.local_store import LocalStore
 
 
@@ -32,7 +32,7 @@ class KillsItsProgram(LocalStore):
 
 
 if __name__ == "__main__":
-    hf.async_save({"w": torch.ones(3)}, KillsItsProgram(Path(sys.argv[1], "x")), writer="process").wait()
+    holdfast.async_save({"w": torch.ones(3)}, KillsItsProgram(Path(sys.argv[1], "x")), writer="process").wait()
 """
 
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
 from torch.distributed._shard.sharding_spec import ShardMetadata
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -25,6 +24,7 @@ from holdfast._background.arenas import ArenaPool, Lease
 from holdfast._background.snapshots import Snapshot, take_snapshot
 from holdfast.errors import SnapshotError
 from tests.rank_pool import RankPool
+from tests.sharding import mesh_of_all_ranks
 
 
 class MyTensor(torch.Tensor):
@@ -318,7 +318,7 @@ def test_a_filled_snapshot_lets_go_of_the_source() -> None:
 
 
 def snapshot_of_dtensors() -> list[Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all_ranks()
     rank = dist.get_rank()
     sources = {
         "sharded": distribute_tensor(torch.arange(10.0).reshape(5, 2), mesh, [Shard(0)]),

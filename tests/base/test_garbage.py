@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._base import garbage
 from holdfast._base.garbage import let_go_in_parts, no_garbage_collection
 
@@ -30,10 +30,10 @@ def test_who_turned_it_off_finds_it_off():
 
 
 def test_a_save_leaves_it_on(tmp_path):
-    hf.save({"w": torch.ones(2)}, tmp_path / "x")
+    holdfast.save({"w": torch.ones(2)}, tmp_path / "x")
     assert gc.isenabled()
-    with pytest.raises(hf.errors.CheckpointExistsError):
-        hf.save({"w": torch.ones(2)}, tmp_path / "x")
+    with pytest.raises(holdfast.errors.CheckpointExistsError):
+        holdfast.save({"w": torch.ones(2)}, tmp_path / "x")
     assert gc.isenabled()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-import holdfast as hf
+import holdfast
 
 
 class _Tags(HTMLParser):
@@ -46,9 +46,9 @@ NASTY = '<script>alert("x")</script>&amp;'
 
 
 def test_a_checkpoint_is_a_table_with_escaped_keys(tmp_path: Path) -> None:
-    hf.save({NASTY: torch.ones(3, 2), "value": NASTY, "step": 3}, tmp_path / "c")
+    holdfast.save({NASTY: torch.ones(3, 2), "value": NASTY, "step": 3}, tmp_path / "c")
 
-    tags = parsed(hf.open(tmp_path / "c")._repr_html_())
+    tags = parsed(holdfast.open(tmp_path / "c")._repr_html_())
 
     assert NASTY in tags.texts
     assert repr(NASTY) in tags.texts
@@ -58,19 +58,19 @@ def test_a_checkpoint_is_a_table_with_escaped_keys(tmp_path: Path) -> None:
 
 
 def test_many_keys_are_cut(tmp_path: Path) -> None:
-    hf.save({f"k{number}": number for number in range(500)}, tmp_path / "c")
+    holdfast.save({f"k{number}": number for number in range(500)}, tmp_path / "c")
 
-    html = hf.open(tmp_path / "c")._repr_html_()
+    html = holdfast.open(tmp_path / "c")._repr_html_()
 
     assert parsed(html).seen.count("tr") == 201
     assert "… and 300 more" in html
 
 
 def test_a_load_tells_what_it_did(tmp_path: Path) -> None:
-    hf.save({"model": {"w": torch.ones(3), NASTY: torch.ones(1)}, "other": 1}, tmp_path / "c")
+    holdfast.save({"model": {"w": torch.ones(3), NASTY: torch.ones(1)}, "other": 1}, tmp_path / "c")
     state = {"model": {"w": torch.zeros(3, dtype=torch.float64), "new": torch.ones(2)}}
 
-    tags = parsed(hf.load(state, tmp_path / "c", cast=True, strict=False)._repr_html_())
+    tags = parsed(holdfast.load(state, tmp_path / "c", cast=True, strict=False)._repr_html_())
 
     text = "\n".join(tags.texts)
     for word in (

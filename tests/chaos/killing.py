@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import holdfast as hf
+import holdfast
 from holdfast._manager.run_file import RunFile
 from holdfast._manager.steps import list_steps
 from holdfast._stores.roots import LocalRoot
@@ -186,11 +186,11 @@ class Supervisor:
         assert [info for info in steps if info.set_aside or info.damage] == [], self.story()
         assert max(self.committed(), default=0) <= max((info.step for info in steps), default=0), self.story()
         for info in steps:
-            with hf.open(info.path) as checkpoint:
+            with holdfast.open(info.path) as checkpoint:
                 assert checkpoint.verify() > 0
                 assert checkpoint.metadata["holdfast"]["step"] == info.step
             training = Training(seed=99)
-            hf.load(training.state(), info.path)
+            holdfast.load(training.state(), info.path)
             assert training.digest() == undisturbed().digests[info.step], f"step {info.step}\n{self.story()}"
 
     def check_finished(self) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.lr_scheduler import StepLR
 
-import holdfast as hf
+import holdfast
 from tests.chaos.deadly_root import Deadly, DeadlyRoot
 
 STEPS = 12
@@ -170,7 +170,7 @@ def _train(job: Job, rank: int, note: Any) -> None:
     training = Training(fresh_seed, mesh)
     root = DeadlyRoot(job.root, job.deadly if rank == job.victim else None)
     settings = {"every_steps": EVERY, "keep_last": KEEP, "async_save": True, **job.options}
-    with hf.CheckpointManager(
+    with holdfast.CheckpointManager(
         root, writer=job.writer, overlap=job.overlap, when_busy=job.when_busy, **settings
     ) as manager:
         note("opened")
@@ -183,7 +183,7 @@ def _train(job: Job, rank: int, note: Any) -> None:
             while step == job.pause_after and not job.go.exists():
                 time.sleep(0.005)
             saved = manager.maybe_save(step, training.state(), metrics={"loss": loss})
-            if isinstance(saved, hf.PendingSave):
+            if isinstance(saved, holdfast.PendingSave):
                 saved.committed.add_done_callback(functools.partial(_note_commit, note, step))
             elif saved is not None:
                 note("committed", step)

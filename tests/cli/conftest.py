@@ -32,7 +32,7 @@ class Ran:
         return found
 
 
-Holdfast = Callable[..., Ran]
+CommandLine = Callable[..., Ran]
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +52,7 @@ def prepared(prepared_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def holdfast() -> Holdfast:
+def cli() -> CommandLine:
     """Runs a command line in this process: quick, and with the streams of a pipe."""
 
     def call(*arguments: str | os.PathLike[str]) -> Ran:

@@ -23,7 +23,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as stock
 
-import holdfast as hf
+import holdfast
 from tests.torches import ALONE
 
 MODEL = """
@@ -47,7 +47,7 @@ def state(step: int) -> dict:
 
 def prepare(folder: Path) -> None:
     for run, steps in (("a", (100, 200, 300)), ("b", (100,))):
-        with hf.CheckpointManager(folder / "runs" / run, every_steps=100) as manager:
+        with holdfast.CheckpointManager(folder / "runs" / run, every_steps=100) as manager:
             for step in steps:
                 manager.save(step, state(step), metrics={"loss": 100 / step})
             manager.wait()
@@ -60,7 +60,7 @@ def prepare(folder: Path) -> None:
     safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     torch.save({"model": weights, "step": 200}, folder / "model.pt")
     _hugging_face(folder / "hf-model", weights)
-    hf.save(state(100), folder / "damaged")
+    holdfast.save(state(100), folder / "damaged")
     for name in os.listdir(folder / "damaged"):
         if name.startswith("index-"):
             os.remove(folder / "damaged" / name)

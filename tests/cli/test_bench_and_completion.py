@@ -12,16 +12,16 @@ import pytest
 from holdfast._cli.described import described_commands
 
 
-def completed(holdfast, *words):
+def completed(cli, *words):
     """What bash offers behind these words, of which the last is being typed."""
-    script = holdfast("completion", "bash").out
+    script = cli("completion", "bash").out
     line = " ".join(f"'{word}'" for word in ("holdfast", *words))
     ask = f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words)}; _holdfast; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     return subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_bench_measures_and_leaves_nothing(tmp_path, holdfast):
-    result = holdfast("bench", tmp_path, "--size", "8MiB", "--json").json
+def test_bench_measures_and_leaves_nothing(tmp_path, cli):
+    result = cli("bench", tmp_path, "--size", "8MiB", "--json").json
 
     assert result["bytes"] == 8 << 20
     for name in ("write", "read", "save", "load"):
@@ -32,27 +32,27 @@ def test_bench_measures_and_leaves_nothing(tmp_path, holdfast):
     assert os.listdir(tmp_path) == []
 
 
-def test_bench_says_it_in_words(tmp_path, holdfast):
-    lines = holdfast("bench", tmp_path, "--size", "8MiB").out.splitlines()
+def test_bench_says_it_in_words(tmp_path, cli):
+    lines = cli("bench", tmp_path, "--size", "8MiB").out.splitlines()
 
     assert lines[0].startswith(f"{tmp_path}: 8.4 MB each, ")
     assert "plain file" in lines[1]
     assert "of the plain file)" in lines[2]
 
 
-def test_bench_cleans_up_after_a_failure(tmp_path, holdfast, monkeypatch):
+def test_bench_cleans_up_after_a_failure(tmp_path, cli, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError("no such luck")))
 
-    ran = holdfast("bench", tmp_path, "--size", "8MiB", "--json")
+    ran = cli("bench", tmp_path, "--size", "8MiB", "--json")
 
     assert (ran.status, ran.json["error"]["message"]) == (2, "no such luck")
     assert os.listdir(tmp_path) == []
 
 
-def test_bench_refuses_what_does_not_fit_and_what_is_no_folder(tmp_path, holdfast):
-    ran = holdfast("bench", tmp_path, "--size", "9000TB", "--json")
+def test_bench_refuses_what_does_not_fit_and_what_is_no_folder(tmp_path, cli):
+    ran = cli("bench", tmp_path, "--size", "9000TB", "--json")
     assert "give a smaller --size" in ran.json["error"]["message"]
-    assert holdfast("bench", tmp_path / "nowhere", "--json").json["error"]["type"] == "NotAFolderError"
+    assert cli("bench", tmp_path / "nowhere", "--json").json["error"]["type"] == "NotAFolderError"
 
 
 def test_bench_without_torch_measures_the_disk_alone(tmp_path):
@@ -68,19 +68,19 @@ def test_bench_without_torch_measures_the_disk_alone(tmp_path):
     assert "not measured: torch is not installed" in ran.stdout
 
 
-def test_bash_completes_commands_options_and_values(holdfast):
+def test_bash_completes_commands_options_and_values(cli):
     names = {command.name for command in described_commands()}
-    assert set(completed(holdfast, "")) == names | {"--help", "--version", "--debug"}
-    assert completed(holdfast, "comp") == ["completion"]
-    assert completed(holdfast, "ls", "--so") == ["--sort"]
-    assert completed(holdfast, "ls", "--sort", "") == ["step", "age", "size", "name"]
-    assert completed(holdfast, "completion", "fi") == ["fish"]
-    assert completed(holdfast, "ls", "runs/") == []  # bash looks for files then
+    assert set(completed(cli, "")) == names | {"--help", "--version", "--debug"}
+    assert completed(cli, "comp") == ["completion"]
+    assert completed(cli, "ls", "--so") == ["--sort"]
+    assert completed(cli, "ls", "--sort", "") == ["step", "age", "size", "name"]
+    assert completed(cli, "completion", "fi") == ["fish"]
+    assert completed(cli, "ls", "runs/") == []  # bash looks for files then
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_scripts_name_every_command_and_every_option(holdfast, shell):
-    script = holdfast("completion", shell, "--json").json["script"]
+def test_scripts_name_every_command_and_every_option(cli, shell):
+    script = cli("completion", shell, "--json").json["script"]
 
     for command in described_commands():
         assert command.name in script
@@ -97,14 +97,14 @@ def test_scripts_name_every_command_and_every_option(holdfast, shell):
         ("fish", ".config/fish/completions/holdfast.fish"),
     ],
 )
-def test_install_writes_one_file_and_changes_no_other(tmp_path, holdfast, monkeypatch, shell, file):
+def test_install_writes_one_file_and_changes_no_other(tmp_path, cli, monkeypatch, shell, file):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
 
-    ran = holdfast("completion", shell, "--install")
+    ran = cli("completion", shell, "--install")
 
     assert ran.status == 0
     assert str(tmp_path / file) in ran.out
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / file]
-    assert Path(tmp_path / file).read_text() == holdfast("completion", shell).out
+    assert Path(tmp_path / file).read_text() == cli("completion", shell).out

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import torch
 
-import holdfast as hf
+import holdfast
 
 
-def test_a_checkpoint_is_converted_and_the_answer_says_what_was_done(prepared, holdfast):
-    ran = holdfast(
+def test_a_checkpoint_is_converted_and_the_answer_says_what_was_done(prepared, cli):
+    ran = cli(
         "convert", "dcp", "new", "--to", "native", "--rename", "model=net", "--cast", "*.weight=float16", "--json"
     )
 
@@ -15,38 +15,37 @@ def test_a_checkpoint_is_converted_and_the_answer_says_what_was_done(prepared, h
     assert ran.json["checked"] is True
     assert ran.json["renamed"]["model.0.weight"] == "net.0.weight"
     assert ran.json["cast"]["net.0.weight"] == ["float32", "float16"]
-    assert hf.open("new")["step"] == 200
+    assert holdfast.open("new")["step"] == 200
 
 
-def test_types_are_given_for_all_or_by_pattern(prepared, holdfast):
-    assert holdfast("convert", "model.pt", "a", "--to", "native", "--cast", "bfloat16").status == 0
+def test_types_are_given_for_all_or_by_pattern(prepared, cli):
+    assert cli("convert", "model.pt", "a", "--to", "native", "--cast", "bfloat16").status == 0
     assert (
-        holdfast("convert", "model.pt", "b", "--to", "native", "--cast", "*.bias=float64", "--cast", "float16").status
-        == 0
+        cli("convert", "model.pt", "b", "--to", "native", "--cast", "*.bias=float64", "--cast", "float16").status == 0
     )
 
-    assert hf.open("a")["model.0.weight"].dtype == torch.bfloat16
-    assert hf.open("b")["model.0.weight"].dtype == torch.float16
-    assert hf.open("b")["model.0.bias"].dtype == torch.float64
+    assert holdfast.open("a")["model.0.weight"].dtype == torch.bfloat16
+    assert holdfast.open("b")["model.0.weight"].dtype == torch.float16
+    assert holdfast.open("b")["model.0.bias"].dtype == torch.float64
 
 
-def test_people_are_told_what_was_left_out(prepared, holdfast):
-    ran = holdfast("convert", "model.pt", "w.safetensors", "--to", "safetensors", "--only-tensors")
+def test_people_are_told_what_was_left_out(prepared, cli):
+    ran = cli("convert", "model.pt", "w.safetensors", "--to", "safetensors", "--only-tensors")
     assert ran.status == 0
     assert "left out: step" in ran.out
     assert "read back and compared" in ran.out
 
 
-def test_what_cannot_be_done_has_status_2_and_changes_nothing(prepared, holdfast):
-    values = holdfast("convert", "model.pt", "w.safetensors", "--to", "safetensors")
+def test_what_cannot_be_done_has_status_2_and_changes_nothing(prepared, cli):
+    values = cli("convert", "model.pt", "w.safetensors", "--to", "safetensors")
     assert values.status == 2
     assert "step" in values.err
     assert not (prepared / "w.safetensors").exists()
 
-    exists = holdfast("convert", "dcp", "model.pt", "--to", "torch", "--json")
+    exists = cli("convert", "dcp", "model.pt", "--to", "torch", "--json")
     assert exists.status == 2
     assert exists.json["error"]["type"] == "CheckpointExistsError"
-    assert holdfast("convert", "dcp", "model.pt", "--to", "torch", "--overwrite").status == 0
-    assert holdfast("convert", "dcp", "new", "--to", "onnx").status == 2
-    assert holdfast("convert", "damaged", "new", "--to", "native").status == 2
+    assert cli("convert", "dcp", "model.pt", "--to", "torch", "--overwrite").status == 0
+    assert cli("convert", "dcp", "new", "--to", "onnx").status == 2
+    assert cli("convert", "damaged", "new", "--to", "native").status == 2
     assert not (prepared / "new").exists()

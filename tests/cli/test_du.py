@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._stores.local_store import LocalStore
 from holdfast._tools.repairing.leftovers import heaps_of_dcp
 
@@ -31,16 +31,16 @@ def save_a_part_each(path):
 
     mesh = init_device_mesh("cpu", (2,))
     big = distribute_tensor(torch.ones(6, 100), mesh, [Shard(0)])
-    hf.save({"model": {"big": big, "small": torch.ones(10, dtype=torch.int64)}, "optim": {"big": big * 2}}, path)
+    holdfast.save({"model": {"big": big, "small": torch.ones(10, dtype=torch.int64)}, "optim": {"big": big * 2}}, path)
 
 
-def test_by_tree_the_parts_of_keys_are_added_up(checkpoint, holdfast):
-    found = rows(holdfast("du", checkpoint, "--json"))
+def test_by_tree_the_parts_of_keys_are_added_up(checkpoint, cli):
+    found = rows(cli("du", checkpoint, "--json"))
     assert {name: (row["bytes"], row["tensors"]) for name, row in found.items()} == {
         "optim": (2400, 1),
         "model": (2480, 2),
     }
-    found = rows(holdfast("du", checkpoint, "--depth", "2", "--json"))
+    found = rows(cli("du", checkpoint, "--depth", "2", "--json"))
     assert {name: row["bytes"] for name, row in found.items()} == {
         "model.small": 80,
         "model.big": 2400,
@@ -48,16 +48,16 @@ def test_by_tree_the_parts_of_keys_are_added_up(checkpoint, holdfast):
     }
 
 
-def test_by_dtype_and_by_rank(checkpoint, holdfast):
-    by_dtype = rows(holdfast("du", checkpoint, "--by", "dtype", "--json"))
+def test_by_dtype_and_by_rank(checkpoint, cli):
+    by_dtype = rows(cli("du", checkpoint, "--by", "dtype", "--json"))
     assert {name: row["bytes"] for name, row in by_dtype.items()} == {"int64": 80, "float32": 4800}
-    by_rank = rows(holdfast("du", checkpoint, "--by", "rank", "--json"))
+    by_rank = rows(cli("du", checkpoint, "--by", "rank", "--json"))
     assert by_rank.keys() == {"rank 0", "rank 1"}
     assert sorted(row["bytes"] for row in by_rank.values()) == [2400, 2480]
 
 
-def test_by_file_everything_on_the_disk_is_there(checkpoint, holdfast):
-    ran = holdfast("du", checkpoint, "--by", "file", "--json")
+def test_by_file_everything_on_the_disk_is_there(checkpoint, cli):
+    ran = cli("du", checkpoint, "--by", "file", "--json")
 
     sizes = {name: os.path.getsize(checkpoint / name) for name in os.listdir(checkpoint)}
     assert {name: row["bytes"] for name, row in rows(ran).items()} == sizes
@@ -66,33 +66,33 @@ def test_by_file_everything_on_the_disk_is_there(checkpoint, holdfast):
 
 
 @pytest.mark.parametrize("name", ["dcp", "hf-model", "model.safetensors", "model.pt"])
-def test_all_formats_have_the_same_tensors(prepared, holdfast, name):
-    place = holdfast("du", name, "--by", "dtype", "--json").json["places"][0]
+def test_all_formats_have_the_same_tensors(prepared, cli, name):
+    place = cli("du", name, "--by", "dtype", "--json").json["places"][0]
 
     assert place["rows"] == [{"name": "float32", "bytes": 4 * (8 * 16 + 16 + 16 * 4 + 4), "tensors": 4}]
 
 
-def test_a_run_shows_its_checkpoints_and_what_can_be_swept(prepared, holdfast):
+def test_a_run_shows_its_checkpoints_and_what_can_be_swept(prepared, cli):
     folder = prepared / "runs/a/step-00000400"
     folder.mkdir()
     file = folder / "data-00112233aabbccdd-0-0.safetensors"
     file.write_bytes(bytes(3000))
-    assert holdfast("du", "runs/a", "--json").json["places"][0]["debris_bytes"] == 0  # it may be being written
+    assert cli("du", "runs/a", "--json").json["places"][0]["debris_bytes"] == 0  # it may be being written
     os.utime(file, (1_000_000, 1_000_000))
 
-    ran = holdfast("du", "runs/a", "--json")
+    ran = cli("du", "runs/a", "--json")
 
     place = ran.json["places"][0]
     assert place["debris_bytes"] == 3000
     assert rows(ran).keys() == {"step-00000100", "step-00000200", "step-00000300", "step-00000400"}
-    assert "3.0 KB of debris" in holdfast("du", "runs/a").out
+    assert "3.0 KB of debris" in cli("du", "runs/a").out
 
 
-def test_a_folder_of_files_of_torch_alone_is_shown(tmp_path, holdfast):
+def test_a_folder_of_files_of_torch_alone_is_shown(tmp_path, cli):
     for name in ("a", "b"):
         torch.save({"w": torch.ones(10)}, tmp_path / f"{name}.pt")
 
-    ran = holdfast("du", tmp_path, "--json")
+    ran = cli("du", tmp_path, "--json")
 
     assert {name: row["bytes"] for name, row in rows(ran).items()} == {
         name: (tmp_path / name).stat().st_size for name in ("a.pt", "b.pt")
@@ -100,7 +100,7 @@ def test_a_folder_of_files_of_torch_alone_is_shown(tmp_path, holdfast):
     assert ran.json["places"][0]["debris_bytes"] == 0
 
 
-def test_debris_beside_whole_checkpoints_of_all_formats_is_counted(prepared, holdfast):
+def test_debris_beside_whole_checkpoints_of_all_formats_is_counted(prepared, cli):
     old = [
         "runs/b/step-00000100/data-00112233aabbccdd-0-0.safetensors",
         "hf-model/model-00001-of-00001.safetensors.00112233.tmp",
@@ -110,10 +110,10 @@ def test_debris_beside_whole_checkpoints_of_all_formats_is_counted(prepared, hol
         (prepared / name).write_bytes(bytes(10 ** (number + 1)))
         os.utime(prepared / name, (1_000_000, 1_000_000))
 
-    ran = holdfast("du", ".", "runs/b", "--json")
+    ran = cli("du", ".", "runs/b", "--json")
 
     assert [place["debris_bytes"] for place in ran.json["places"]] == [1100, 10]
-    assert "(holdfast repair --sweep --apply removes it)" in holdfast("du", "runs/b").out
+    assert "(holdfast repair --sweep --apply removes it)" in cli("du", "runs/b").out
 
 
 WITHOUT_TORCH = """
@@ -147,8 +147,8 @@ def test_indexes_that_got_stuck_are_debris_only_if_there_is_one_of_the_whole(tmp
     assert heap.names == ["__1.metadata.00112233.tmp"]
 
 
-def test_people_see_the_largest_last(checkpoint, holdfast):
-    headline, header, *lines = holdfast("du", checkpoint).out.splitlines()
+def test_people_see_the_largest_last(checkpoint, cli):
+    headline, header, *lines = cli("du", checkpoint).out.splitlines()
 
     assert "4.9 KB of tensors (native)" in headline
     assert header.split() == ["SIZE", "SHARE", "TENSORS", "TREE"]

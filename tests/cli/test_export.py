@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import torch
 
-import holdfast as hf
+import holdfast
 from tests.tools.converting.formats import load_like_transformers
 
 
-def test_a_run_becomes_a_folder_that_loaders_take(prepared, holdfast):
-    ran = holdfast(
+def test_a_run_becomes_a_folder_that_loaders_take(prepared, cli):
+    ran = cli(
         "export",
         "runs/a/step-00000200",
         "new",
@@ -27,27 +27,27 @@ def test_a_run_becomes_a_folder_that_loaders_take(prepared, holdfast):
     assert (prepared / "new" / "config.json").exists()
 
 
-def test_a_model_that_is_not_like_the_other_has_status_2(prepared, holdfast):
-    ran = holdfast("export", "model.pt", "new", "--like", "hf-model", "--rename", "0=first", "--json")
+def test_a_model_that_is_not_like_the_other_has_status_2(prepared, cli):
+    ran = cli("export", "model.pt", "new", "--like", "hf-model", "--rename", "0=first", "--json")
     assert ran.status == 2
     assert "0.weight" in ran.json["error"]["missing"]
     assert not (prepared / "new").exists()
 
 
-def test_the_help_speaks_of_the_names_of_the_model(prepared, holdfast):
-    shown = " ".join(holdfast("export", "--help").out.split())
+def test_the_help_speaks_of_the_names_of_the_model(prepared, cli):
+    shown = " ".join(cli("export", "--help").out.split())
     assert "'model.*'" not in shown
-    ran = holdfast("export", "dcp", "new", "--cast", "0.weight=float16", "--cast", "model.*=float64", "--json")
+    ran = cli("export", "dcp", "new", "--cast", "0.weight=float16", "--cast", "model.*=float64", "--json")
     assert ran.status == 0, ran.out
     assert ran.json["cast"] == {"0.weight": ["float32", "float16"]}
     assert ran.json["unused"] == {"cast": ["model.*"]}
 
 
-def test_parts_patterns_and_memory(prepared, holdfast):
-    ran = holdfast(
+def test_parts_patterns_and_memory(prepared, cli):
+    ran = cli(
         "export", "dcp", "new", "--part", "model", "--include", "*.weight", "--memory", "1MB", "--no-check", "--json"
     )
     assert ran.status == 0, ran.out
     assert ran.json["checked"] is False
-    assert all(key.endswith("weight") for key in hf.open("new"))
-    assert holdfast("export", "dcp", "other", "--part", "modle").status == 2
+    assert all(key.endswith("weight") for key in holdfast.open("new"))
+    assert cli("export", "dcp", "other", "--part", "modle").status == 2

@@ -43,8 +43,8 @@ def test_every_command_has_a_title_a_text_examples_and_json(name):
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.line)
-def test_examples_run_and_end_with_the_status_they_announce(prepared, holdfast, example):
-    ran = holdfast(*arguments_of(example))
+def test_examples_run_and_end_with_the_status_they_announce(prepared, cli, example):
+    ran = cli(*arguments_of(example))
 
     assert ran.status == example.status, ran.err
     assert ran.out or example.status
@@ -52,8 +52,8 @@ def test_examples_run_and_end_with_the_status_they_announce(prepared, holdfast, 
 
 
 @pytest.mark.parametrize("example", [one for one in EXAMPLES if "--json" not in one.line], ids=lambda one: one.line)
-def test_examples_answer_with_one_json_object_if_asked(prepared, holdfast, example):
-    ran = holdfast(*arguments_of(example), "--json")
+def test_examples_answer_with_one_json_object_if_asked(prepared, cli, example):
+    ran = cli(*arguments_of(example), "--json")
 
     assert ran.status == example.status, ran.out + ran.err
     assert isinstance(ran.json, dict)
@@ -61,8 +61,8 @@ def test_examples_answer_with_one_json_object_if_asked(prepared, holdfast, examp
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
-def test_help_is_shown_and_ends_with_the_examples(holdfast, name):
-    ran = holdfast(name, "--help")
+def test_help_is_shown_and_ends_with_the_examples(cli, name):
+    ran = cli(name, "--help")
 
     assert ran.status == 0
     assert f"holdfast {name}" in ran.out

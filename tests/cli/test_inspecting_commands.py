@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 
 STEP = "runs/a/step-00000300"
 
@@ -18,8 +18,8 @@ STEP = "runs/a/step-00000300"
 # --- stat ------------------------------------------------------------------------------------------------------------
 
 
-def test_stat_tells_who_saved_what(holdfast, prepared):
-    found = holdfast("stat", STEP, "--json").json
+def test_stat_tells_who_saved_what(cli, prepared):
+    found = cli("stat", STEP, "--json").json
 
     assert (found["format"], found["tensors"], found["keys"], found["elements"]) == ("native", 4, 5, 212)
     assert found["parts"]["model"] == {"tensors": 4, "elements": 212, "bytes": 848, "values": 0}
@@ -28,57 +28,57 @@ def test_stat_tells_who_saved_what(holdfast, prepared):
     assert found["metadata"]["holdfast"]["step"] == 300
     on_disk = sum(file.stat().st_size for file in (prepared / STEP).iterdir() if file.name != "run.json")
     assert found["bytes_on_disk"] == on_disk
-    text = holdfast("stat", STEP).out
+    text = cli("stat", STEP).out
     for word in ("world_size   1", "212 elements in 4 tensors", "seconds by rank", "write"):
         assert word in text
 
 
-def test_stat_finds_what_is_not_finite(holdfast, tmp_path):
+def test_stat_finds_what_is_not_finite(cli, tmp_path):
     good = {"w": torch.ones(3), "n": torch.arange(3)}
-    hf.save(good, tmp_path / "good")
-    hf.save({**good, "bad": torch.tensor([1, math.nan, math.inf, -math.inf])}, tmp_path / "bad")
+    holdfast.save(good, tmp_path / "good")
+    holdfast.save({**good, "bad": torch.tensor([1, math.nan, math.inf, -math.inf])}, tmp_path / "bad")
 
-    assert holdfast("stat", tmp_path / "good", "--finite").status == 0
-    assert "all elements are finite" in holdfast("stat", tmp_path / "good", "--finite").out
-    assert holdfast("stat", tmp_path / "bad").status == 0  # nobody looked
-    ran = holdfast("stat", tmp_path / "bad", "--finite")
+    assert cli("stat", tmp_path / "good", "--finite").status == 0
+    assert "all elements are finite" in cli("stat", tmp_path / "good", "--finite").out
+    assert cli("stat", tmp_path / "bad").status == 0  # nobody looked
+    ran = cli("stat", tmp_path / "bad", "--finite")
     assert ran.status == 1
     assert "1 nan, 2 inf" in ran.out
-    assert holdfast("stat", tmp_path / "bad", "--finite", "--json").json["not_finite"] == {"bad": [1, 2]}
+    assert cli("stat", tmp_path / "bad", "--finite", "--json").json["not_finite"] == {"bad": [1, 2]}
 
 
 # --- verify ----------------------------------------------------------------------------------------------------------
 
 
-def test_verify_ends_with_one_if_something_is_damaged(holdfast, prepared):
-    assert holdfast("verify", STEP).status == 0
+def test_verify_ends_with_one_if_something_is_damaged(cli, prepared):
+    assert cli("verify", STEP).status == 0
     data = next((prepared / STEP).glob("data-*"))
     content = bytearray(data.read_bytes())
     content[-2] ^= 4
     data.write_bytes(content)
 
-    ran = holdfast("verify", STEP, "runs/a/step-00000200", "--json")
+    ran = cli("verify", STEP, "runs/a/step-00000200", "--json")
 
     assert ran.status == 1
     assert [report["ok"] for report in ran.json["reports"]] == [False, True]
     [damage] = ran.json["reports"][0]["damage"]
     assert damage["file"] == data.name
     assert set(damage["keys"]) == {"model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias"}
-    text = holdfast("verify", STEP).out
+    text = cli("verify", STEP).out
     assert "DAMAGED" in text
     assert data.name in text
-    assert holdfast("verify", STEP, "--include", "step").status == 0
+    assert cli("verify", STEP, "--include", "step").status == 0
 
 
-def test_verify_of_nothing_is_an_error(holdfast, prepared):
-    ran = holdfast("verify", "nothing-here")
+def test_verify_of_nothing_is_an_error(cli, prepared):
+    ran = cli("verify", "nothing-here")
     assert (ran.status, ran.out) == (2, "")
     assert "no checkpoint at" in ran.err
-    assert holdfast("verify", "nothing-here", "--json").json["error"]["type"] == "CheckpointNotFoundError"
+    assert cli("verify", "nothing-here", "--json").json["error"]["type"] == "CheckpointNotFoundError"
 
 
-def test_without_columns_verify_does_not_claim_to_have_compared(holdfast, prepared):
-    [report] = holdfast("verify", "damaged", "--json").json["reports"]
+def test_without_columns_verify_does_not_claim_to_have_compared(cli, prepared):
+    [report] = cli("verify", "damaged", "--json").json["reports"]
     assert (report["ok"], report["checked"], report["damage"][0]["problem"]) == (False, "none", "is missing")
     assert len(report["damage"][0]["keys"]) == 4
 
@@ -86,47 +86,47 @@ def test_without_columns_verify_does_not_claim_to_have_compared(holdfast, prepar
 # --- diff ------------------------------------------------------------------------------------------------------------
 
 
-def test_diff_tells_what_changed_and_ends_with_one(holdfast, prepared):
-    same = holdfast("diff", "runs/a/step-00000200", "dcp", "--json")
+def test_diff_tells_what_changed_and_ends_with_one(cli, prepared):
+    same = cli("diff", "runs/a/step-00000200", "dcp", "--json")
     assert (same.status, same.json["ok"], same.json["equal"]) == (0, True, 5)
 
-    ran = holdfast("diff", "runs/a/step-00000100", "runs/a/step-00000200", "--json")
+    ran = cli("diff", "runs/a/step-00000100", "runs/a/step-00000200", "--json")
     assert ran.status == 1
     assert ran.json["changed_values"] == {"step": ["100", "200"]}
     assert ran.json["changed_tensors"]["model.1.bias"]["differing"] == 4
-    assert holdfast("diff", "runs/a/step-00000100", "runs/a/step-00000200", "--exclude", "*").status == 2
-    only = holdfast("diff", "dcp", "model.safetensors", "--include", "*.0.*", "--json").json
+    assert cli("diff", "runs/a/step-00000100", "runs/a/step-00000200", "--exclude", "*").status == 2
+    only = cli("diff", "dcp", "model.safetensors", "--include", "*.0.*", "--json").json
     assert (only["only_in_a"], only["only_in_b"]) == (["model.0.weight", "model.0.bias"], [])
 
 
-def test_diff_takes_other_names_and_refuses_nonsense(holdfast, prepared):
+def test_diff_takes_other_names_and_refuses_nonsense(cli, prepared):
     names = ("--rename", "0=model.0", "--rename", "1=model.1")
-    assert holdfast("diff", "model.safetensors", "model.pt", *names, "--exclude", "step").status == 0
-    assert holdfast("diff", "model.safetensors", "model.pt", "--rename", "0").status == 2
-    assert holdfast("diff", "dcp", "model.pt", "--memory", "1KB").status == 2
+    assert cli("diff", "model.safetensors", "model.pt", *names, "--exclude", "step").status == 0
+    assert cli("diff", "model.safetensors", "model.pt", "--rename", "0").status == 2
+    assert cli("diff", "dcp", "model.pt", "--memory", "1KB").status == 2
 
 
 # --- explain ---------------------------------------------------------------------------------------------------------
 
 
-def test_explain_takes_functions_files_and_checkpoints(holdfast, prepared, monkeypatch):
+def test_explain_takes_functions_files_and_checkpoints(cli, prepared, monkeypatch):
     monkeypatch.syspath_prepend(str(prepared))
     for target in ("model.py:make_state", "model:make_state", "dcp"):
-        ran = holdfast("explain", STEP, target)
+        ran = cli("explain", STEP, target)
         assert ran.status == 0, ran.err
         assert "would load into" in ran.out
     sys.modules.pop("model", None)
-    ran = holdfast("explain", "model.safetensors", "model.py:make_state", "--json")
+    ran = cli("explain", "model.safetensors", "model.py:make_state", "--json")
     assert (ran.status, ran.json["ok"]) == (1, False)
     assert ran.json["missing"] == ["model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias", "step"]
     assert "rename={'0': 'model.0', '1': 'model.1'}" in ran.json["hints"][0]
     names = ("--rename", "0=model.0", "--rename", "1=model.1", "--allow-missing", "step")
-    assert holdfast("explain", "model.safetensors", "model.py:make_state", *names).status == 0
+    assert cli("explain", "model.safetensors", "model.py:make_state", *names).status == 0
 
 
 @pytest.mark.parametrize("target", ["nothing.py:make_state", "model.py:nothing", "no_such_module:f", "no-such-place"])
-def test_explain_of_what_there_is_not_is_an_error(holdfast, prepared, target):
-    ran = holdfast("explain", STEP, target)
+def test_explain_of_what_there_is_not_is_an_error(cli, prepared, target):
+    ran = cli("explain", STEP, target)
     assert ran.status == 2
     assert target.partition(":")[0] in ran.err
 
@@ -173,8 +173,8 @@ def test_what_needs_torch_says_so(prepared, line):
 
 
 @pytest.mark.parametrize("line", [["verify", STEP], ["diff", STEP, "dcp"], ["show", STEP]])
-def test_patterns_that_mean_nothing_are_an_error(holdfast, prepared, line):
-    ran = holdfast(*line, "--include", "modle.*")
+def test_patterns_that_mean_nothing_are_an_error(cli, prepared, line):
+    ran = cli(*line, "--include", "modle.*")
     assert (ran.status, ran.out) == (2, "")
     assert "modle.*" in ran.err
 
@@ -187,9 +187,9 @@ def test_patterns_that_mean_nothing_are_an_error(holdfast, prepared, line):
         ("def make(): raise SystemExit(3)", "SystemExit: 3"),
     ],
 )
-def test_errors_of_the_code_of_the_user_are_called_so(holdfast, prepared, code, told):
+def test_errors_of_the_code_of_the_user_are_called_so(cli, prepared, code, told):
     (prepared / "bad.py").write_text(code)
-    ran = holdfast("explain", STEP, "bad.py:make")
+    ran = cli("explain", STEP, "bad.py:make")
     words = " ".join(ran.err.replace("│", " ").split())
     assert ran.status == 2
     assert told in words
@@ -197,32 +197,32 @@ def test_errors_of_the_code_of_the_user_are_called_so(holdfast, prepared, code, 
     assert "defect" not in words
 
 
-def test_debug_shows_where_the_code_of_the_user_failed(holdfast, prepared):
+def test_debug_shows_where_the_code_of_the_user_failed(cli, prepared):
     (prepared / "bad.py").write_text("def make(): return missing")
     with pytest.raises(Exception, match="missing") as raised:
-        holdfast("explain", STEP, "bad.py:make", "--debug")
+        cli("explain", STEP, "bad.py:make", "--debug")
     assert isinstance(raised.value.__cause__, NameError)
 
 
-def test_a_budget_that_is_too_small_is_refused_whatever_is_asked(holdfast, prepared):
+def test_a_budget_that_is_too_small_is_refused_whatever_is_asked(cli, prepared):
     for options in ([], ["--finite"]):
-        assert holdfast("stat", STEP, "--memory", "1", *options).status == 2
+        assert cli("stat", STEP, "--memory", "1", *options).status == 2
 
 
-def test_what_was_rebuilt_is_shown_by_every_command(prepared, holdfast):
+def test_what_was_rebuilt_is_shown_by_every_command(prepared, cli):
     step = "runs/a/step-00000200"
     [index] = [name for name in os.listdir(step) if name.startswith("index-")]
     os.unlink(f"{step}/{index}")
-    assert holdfast("repair", step, "--apply").status == 0
+    assert cli("repair", step, "--apply").status == 0
 
-    verified = holdfast("verify", step)
+    verified = cli("verify", step)
     assert verified.status == 0
     assert "no damage found, but there are doubts" in verified.out
-    assert holdfast("verify", step, "--json").json["reports"][0]["repairs"][0]["what"] == "columns"
-    listed = holdfast("ls", "runs/a", "--json").json["places"][0]["entries"]
+    assert cli("verify", step, "--json").json["reports"][0]["repairs"][0]["what"] == "columns"
+    listed = cli("ls", "runs/a", "--json").json["places"][0]["entries"]
     assert [entry["repaired"] for entry in listed if entry["name"] == "step-00000200"] == ["columns"]
     assert [entry["repaired"] for entry in listed if entry["name"] == "step-00000300"] == [""]
-    assert "columns rebuilt" in " ".join(holdfast("ls", step).out.split())
-    assert "rebuilt by a repair" in " ".join(holdfast("show", step).out.split())
-    assert holdfast("show", step, "--json").json["repairs"][0]["digests"] == "computed"
-    assert "rebuilt by a repair" in " ".join(holdfast("stat", step).out.split())
+    assert "columns rebuilt" in " ".join(cli("ls", step).out.split())
+    assert "rebuilt by a repair" in " ".join(cli("show", step).out.split())
+    assert cli("show", step, "--json").json["repairs"][0]["digests"] == "computed"
+    assert "rebuilt by a repair" in " ".join(cli("stat", step).out.split())

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._cli.ls import age
 from holdfast._manager.owners import Owner
 from holdfast._manager.run_file import RunFile, RunState
@@ -38,8 +38,8 @@ def leave_debris(folder, *, is_old=True):
         os.utime(file, (LONG_AGO, LONG_AGO))
 
 
-def test_a_run_is_listed_with_steps_sizes_times_and_metrics(prepared, holdfast):
-    ran = holdfast("ls", "runs/a", "--json")
+def test_a_run_is_listed_with_steps_sizes_times_and_metrics(prepared, cli):
+    ran = cli("ls", "runs/a", "--json")
 
     found = entries(ran)
     assert list(found) == ["step-00000100", "step-00000200", "step-00000300"]
@@ -54,8 +54,8 @@ def test_a_run_is_listed_with_steps_sizes_times_and_metrics(prepared, holdfast):
     assert (place["kind"], place["owner"]) == ("run", "")
 
 
-def test_people_see_a_table(prepared, holdfast):
-    ran = holdfast("ls", "runs/a")
+def test_people_see_a_table(prepared, cli):
+    ran = cli("ls", "runs/a")
 
     headline, header, *rows = ran.out.splitlines()
     assert headline.startswith(f"{prepared}/runs/a: 3 checkpoints, ")
@@ -65,7 +65,7 @@ def test_people_see_a_table(prepared, holdfast):
     assert rows[1].split()[-1] == "0.5"
 
 
-def test_states_tell_what_became_of_saves(prepared, holdfast):
+def test_states_tell_what_became_of_saves(prepared, cli):
     run = prepared / "runs/a"
     (run / "step-00000100/set-aside.json").write_text('{"reason": "loss was [red] NaN"}')
     record = run / "step-00000200/holdfast.json"
@@ -73,7 +73,7 @@ def test_states_tell_what_became_of_saves(prepared, holdfast):
     leave_debris(run / "step-00000400")
     leave_debris(run / "step-00000500", is_old=False)
 
-    found = entries(holdfast("ls", run, "--json"))
+    found = entries(cli("ls", run, "--json"))
 
     states = {name: entry["state"] for name, entry in found.items()}
     assert states == {
@@ -86,16 +86,16 @@ def test_states_tell_what_became_of_saves(prepared, holdfast):
     assert found["step-00000100"]["why"] == "loss was [red] NaN"
     assert "does not end as a record must" in found["step-00000200"]["why"]
     assert found["step-00000400"]["bytes"] == 1000
-    assert "set aside: loss was [red] NaN" in holdfast("ls", run).out
+    assert "set aside: loss was [red] NaN" in cli("ls", run).out
 
 
-def test_a_checkpoint_whose_files_are_gone_or_cut_off_is_damaged(prepared, holdfast):
+def test_a_checkpoint_whose_files_are_gone_or_cut_off_is_damaged(prepared, cli):
     run = prepared / "runs/a"
     next((run / "step-00000100").glob("data-*")).unlink()
     os.truncate(next((run / "step-00000200").glob("data-*")), 100)
     shutil.copytree(run / "step-00000100", run / "best")
 
-    found = entries(holdfast("ls", run, "--json"))
+    found = entries(cli("ls", run, "--json"))
 
     states = {name: entry["state"] for name, entry in found.items()}
     assert states == {
@@ -105,15 +105,15 @@ def test_a_checkpoint_whose_files_are_gone_or_cut_off_is_damaged(prepared, holdf
         "best": "damaged",
     }
     assert "fewer bytes than its record says" in found["step-00000100"]["why"]
-    assert entries(holdfast("ls", run / "step-00000200", "--json"))["step-00000200"]["state"] == "damaged"
+    assert entries(cli("ls", run / "step-00000200", "--json"))["step-00000200"]["state"] == "damaged"
 
 
-def test_sizes_are_those_of_the_checkpoint_and_of_all_that_lies_beside_it(prepared, holdfast):
+def test_sizes_are_those_of_the_checkpoint_and_of_all_that_lies_beside_it(prepared, cli):
     folder = prepared / "runs/a/step-00000200"
-    before = entries(holdfast("ls", folder, "--json"))[folder.name]
+    before = entries(cli("ls", folder, "--json"))[folder.name]
     (folder / "data-00112233aabbccdd-0-0.safetensors").write_bytes(bytes(1000))
 
-    after = entries(holdfast("ls", folder, "--json"))[folder.name]
+    after = entries(cli("ls", folder, "--json"))[folder.name]
 
     assert (before["bytes"], before["bytes"] + 1000) == (after["bytes"], after["bytes_on_disk"])
     assert after["state"] == "committed"
@@ -127,23 +127,23 @@ def test_at_a_url_nobody_knows_whether_a_save_without_a_record_still_goes_on():
     assert (entry.state, entry.why) == ("unfinished", "it cannot be told when it was written")
 
 
-def test_of_a_job_on_another_machine_nobody_knows_either(tmp_path, holdfast):
+def test_of_a_job_on_another_machine_nobody_knows_either(tmp_path, cli):
     leave_debris(tmp_path / "step-00000002")
     elsewhere = replace(Owner.this_process("token"), place="another machine")
     RunFile(root_at(tmp_path)).change(lambda run: replace(run, owner=elsewhere))
 
-    (entry,) = entries(holdfast("ls", tmp_path, "--json")).values()
+    (entry,) = entries(cli("ls", tmp_path, "--json")).values()
 
     assert entry["state"] == "unfinished"
     assert "nobody knows here whether it has ended" in entry["why"]
 
 
-def test_what_a_dead_job_had_begun_is_debris_at_once(tmp_path, holdfast):
+def test_what_a_dead_job_had_begun_is_debris_at_once(tmp_path, cli):
     leave_debris(tmp_path / "step-00000002", is_old=False)
     dead = replace(Owner.this_process("token"), started="long ago")
     RunFile(root_at(tmp_path)).change(lambda run: replace(run, owner=dead, unfinished={"step-00000002": ""}))
 
-    (entry,) = entries(holdfast("ls", tmp_path, "--json")).values()
+    (entry,) = entries(cli("ls", tmp_path, "--json")).values()
 
     assert entry["state"] == "debris"
 
@@ -199,23 +199,23 @@ def test_single_files_at_urls_are_listed_like_those_in_folders(prepared):
         assert (alone.kind, list(alone.entries)) == ("checkpoint", [entry])
 
 
-def test_a_url_where_nothing_is_is_told(holdfast):
-    ran = holdfast("ls", "memory://nothing/is-here", "--json")
+def test_a_url_where_nothing_is_is_told(cli):
+    ran = cli("ls", "memory://nothing/is-here", "--json")
 
     assert (ran.status, ran.json["error"]["type"]) == (2, "CheckpointNotFoundError")
 
 
-def test_names_cannot_do_anything_to_a_terminal(tmp_path, holdfast):
+def test_names_cannot_do_anything_to_a_terminal(tmp_path, cli):
     torch.save(torch.ones(2), tmp_path / "a\x1b[31m\n\u202eb.pt")
     torch.save(torch.ones(2), tmp_path / "c.pt")
 
     for command in ("ls", "du"):
-        out = holdfast(command, tmp_path).out
+        out = cli(command, tmp_path).out
         assert "a\\x1b[31m\\n\\u202eb.pt" in out
         assert all(line.isprintable() for line in out.splitlines())
 
 
-def test_a_pipe_is_not_opened(tmp_path, holdfast, monkeypatch):
+def test_a_pipe_is_not_opened(tmp_path, cli, monkeypatch):
     torch.save(torch.ones(2), tmp_path / "a.pt")
     os.mkfifo(tmp_path / "pipe.pt")
     opened = []
@@ -227,12 +227,12 @@ def test_a_pipe_is_not_opened(tmp_path, holdfast, monkeypatch):
 
     monkeypatch.setattr(LocalStore, "read", noting)
 
-    assert list(entries(holdfast("ls", tmp_path, "--json"))) == ["a.pt"]
+    assert list(entries(cli("ls", tmp_path, "--json"))) == ["a.pt"]
     assert "a.pt" in opened
     assert "pipe.pt" not in opened
 
 
-def test_a_folder_that_may_not_be_looked_at_hides_no_other(prepared, holdfast, monkeypatch):
+def test_a_folder_that_may_not_be_looked_at_hides_no_other(prepared, cli, monkeypatch):
     os.makedirs("runs/a/lost+found")
     scandir = os.scandir
 
@@ -243,37 +243,37 @@ def test_a_folder_that_may_not_be_looked_at_hides_no_other(prepared, holdfast, m
 
     monkeypatch.setattr(os, "scandir", refusing)
 
-    assert list(entries(holdfast("ls", "runs/a", "--json"))) == ["step-00000100", "step-00000200", "step-00000300"]
-    assert holdfast("du", "runs/a").status == 0
+    assert list(entries(cli("ls", "runs/a", "--json"))) == ["step-00000100", "step-00000200", "step-00000300"]
+    assert cli("du", "runs/a").status == 0
     assert [facts.step for facts in RunWatch("runs/a").look().checkpoints] == [100, 200, 300]
 
 
-def test_work_folders_of_conversions_are_no_checkpoints(prepared, holdfast):
+def test_work_folders_of_conversions_are_no_checkpoints(prepared, cli):
     os.rename("hf-model", ".hf-model.holdfast-0011223344556677.partial")
 
-    assert not any(name.startswith(".") for name in entries(holdfast("ls", ".", "--json")))
+    assert not any(name.startswith(".") for name in entries(cli("ls", ".", "--json")))
 
 
-def test_a_run_that_a_job_owns_says_so_and_its_begun_saves_are_not_debris(tmp_path, holdfast):
-    with hf.CheckpointManager(tmp_path / "run", every_steps=1) as manager:
+def test_a_run_that_a_job_owns_says_so_and_its_begun_saves_are_not_debris(tmp_path, cli):
+    with holdfast.CheckpointManager(tmp_path / "run", every_steps=1) as manager:
         manager.save(1, {"w": torch.ones(2)})
         manager.wait()
         leave_debris(tmp_path / "run/step-00000002")
         RunFile(root_at(tmp_path / "run")).change(lambda run: replace(run, unfinished={"step-00000002": ""}))
-        ran = holdfast("ls", tmp_path / "run", "--json")
+        ran = cli("ls", tmp_path / "run", "--json")
         (place,) = ran.json["places"]
         assert place["owner"].startswith(f"process {os.getpid()} on ")
-        assert "in use by process" in holdfast("ls", tmp_path / "run").out
+        assert "in use by process" in cli("ls", tmp_path / "run").out
         assert [entry["state"] for entry in place["entries"]] == ["committed", "being written"]
-    (place,) = holdfast("ls", tmp_path / "run", "--json").json["places"]
+    (place,) = cli("ls", tmp_path / "run", "--json").json["places"]
     assert place["owner"] == ""
     assert [entry["state"] for entry in place["entries"]] == ["committed", "debris"]
 
 
-def test_formats_of_a_mixed_folder_are_told(prepared, holdfast):
+def test_formats_of_a_mixed_folder_are_told(prepared, cli):
     shutil.rmtree("damaged")
 
-    found = entries(holdfast("ls", ".", "--json"))
+    found = entries(cli("ls", ".", "--json"))
 
     assert {name: entry["format"] for name, entry in found.items()} == {
         "dcp": "dcp",
@@ -285,47 +285,47 @@ def test_formats_of_a_mixed_folder_are_told(prepared, holdfast):
     assert all(entry["saved_at"] for entry in found.values())
 
 
-def test_one_checkpoint_can_be_given_and_several_places(prepared, holdfast):
-    ran = holdfast("ls", "runs/b/step-00000100", "dcp", "model.pt", "--json")
+def test_one_checkpoint_can_be_given_and_several_places(prepared, cli):
+    ran = cli("ls", "runs/b/step-00000100", "dcp", "model.pt", "--json")
 
     kinds = [(place["kind"], place["entries"][0]["format"]) for place in ran.json["places"]]
     assert kinds == [("checkpoint", "native"), ("checkpoint", "dcp"), ("checkpoint", "torch")]
 
 
-def test_without_a_path_it_lists_what_is_here(prepared, holdfast, monkeypatch):
+def test_without_a_path_it_lists_what_is_here(prepared, cli, monkeypatch):
     monkeypatch.chdir("runs/b")
 
-    assert list(entries(holdfast("ls", "--json"))) == ["step-00000100"]
+    assert list(entries(cli("ls", "--json"))) == ["step-00000100"]
 
 
 @pytest.mark.parametrize(
     ("order", "expected"),
     [("name", ["a", "b", "c"]), ("size", ["b", "c", "a"]), ("age", ["c", "a", "b"]), ("step", ["c", "a", "b"])],
 )
-def test_the_largest_or_newest_comes_last(tmp_path, holdfast, order, expected):
+def test_the_largest_or_newest_comes_last(tmp_path, cli, order, expected):
     for name, size, when in (("a", 300, 2000), ("b", 100, 3000), ("c", 200, 1000)):
         path = tmp_path / f"{name}.pt"
         torch.save(torch.zeros(size * 100), path)
         os.utime(path, (when, when))
 
-    assert [name[0] for name in entries(holdfast("ls", tmp_path, "--sort", order, "--json"))] == expected
+    assert [name[0] for name in entries(cli("ls", tmp_path, "--sort", order, "--json"))] == expected
 
 
-def test_two_folders_of_one_step_are_both_listed(prepared, holdfast):
+def test_two_folders_of_one_step_are_both_listed(prepared, cli):
     shutil.copytree("runs/a/step-00000100", "runs/a/step-100")
 
-    assert list(entries(holdfast("ls", "runs/a", "--json")))[:2] == ["step-00000100", "step-100"]
+    assert list(entries(cli("ls", "runs/a", "--json")))[:2] == ["step-00000100", "step-100"]
 
 
-def test_what_is_no_checkpoint_is_an_error(tmp_path, holdfast):
+def test_what_is_no_checkpoint_is_an_error(tmp_path, cli):
     (tmp_path / "notes.txt").write_text("hello")
     for place in (tmp_path, tmp_path / "notes.txt"):
-        ran = holdfast("ls", place, "--json")
+        ran = cli("ls", place, "--json")
         assert (ran.status, ran.json["error"]["type"]) == (2, "NotACheckpointError")
 
 
 def test_a_checkpoint_in_memory_is_listed():
-    hf.save({"w": torch.ones(2)}, "memory://some-run/step-7")
+    holdfast.save({"w": torch.ones(2)}, "memory://some-run/step-7")
 
     listing = list_place("memory://some-run")
 

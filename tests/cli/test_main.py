@@ -41,30 +41,30 @@ def start(*arguments, **options):
     )
 
 
-def test_a_command_that_returns_nothing_is_fine(holdfast, a_command):
+def test_a_command_that_returns_nothing_is_fine(cli, a_command):
     a_command(lambda: reply({"a": 1}, "text", as_json=False))
 
-    ran = holdfast("a-command")
+    ran = cli("a-command")
 
     assert (ran.status, ran.out, ran.err) == (0, "text\n", "")
 
 
-def test_the_number_that_a_command_returns_is_its_exit_status(holdfast, a_command):
+def test_the_number_that_a_command_returns_is_its_exit_status(cli, a_command):
     a_command(lambda: 1)
 
-    assert holdfast("a-command").status == 1
+    assert cli("a-command").status == 1
 
 
-def test_an_error_is_a_message_and_status_2(holdfast, a_command):
+def test_an_error_is_a_message_and_status_2(cli, a_command):
     def fail(as_json: Json = False) -> None:
         raise DamagedCheckpointError("the file [bold]x[/bold] is damaged", file="x", key="w", expected=1, found=b"2")
 
     a_command(fail)
 
-    ran = holdfast("a-command")
+    ran = cli("a-command")
     assert (ran.status, ran.out) == (2, "")
     assert ran.err == "Error: the file [bold]x[/bold] is damaged\n"
-    ran = holdfast("a-command", "--json")
+    ran = cli("a-command", "--json")
     assert (ran.status, ran.err) == (2, "")
     assert ran.json["error"] == {
         "type": "DamagedCheckpointError",
@@ -76,52 +76,52 @@ def test_an_error_is_a_message_and_status_2(holdfast, a_command):
     }
 
 
-def test_an_error_that_nobody_expected_says_that_it_is_a_defect(holdfast, a_command):
+def test_an_error_that_nobody_expected_says_that_it_is_a_defect(cli, a_command):
     def fail() -> None:
         raise ZeroDivisionError("division by zero")
 
     a_command(fail)
 
-    ran = holdfast("a-command")
+    ran = cli("a-command")
     assert ran.status == 2
     assert "ZeroDivisionError: division by zero" in ran.err
     assert "Traceback" not in ran.err
     with pytest.raises(ZeroDivisionError):  # and with it Python's traceback
-        holdfast("a-command", "--debug")
+        cli("a-command", "--debug")
 
 
 @pytest.mark.parametrize("arguments", [["no-such-command"], ["ls", "--no-such-option"], ["ls", "--sort", "colour"]])
-def test_wrong_usage_is_status_2(holdfast, arguments):
-    ran = holdfast(*arguments)
+def test_wrong_usage_is_status_2(cli, arguments):
+    ran = cli(*arguments)
     assert (ran.status, ran.out) == (2, "")
     assert "Usage: holdfast" in ran.err
-    ran = holdfast(*arguments, "--json")
+    ran = cli(*arguments, "--json")
     assert (ran.status, ran.err) == (2, "")
     assert ran.json["error"]["type"] == "UsageError"
 
 
-def test_what_stands_behind_two_dashes_is_no_option(holdfast, tmp_path, monkeypatch):
+def test_what_stands_behind_two_dashes_is_no_option(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    ran = holdfast("ls", "--", "--json")
+    ran = cli("ls", "--", "--json")
 
     assert (ran.status, ran.out) == (2, "")
     assert f"{tmp_path}/--json" in ran.err
 
 
-def test_ctrl_c_in_a_command_is_status_130(holdfast, a_command):
+def test_ctrl_c_in_a_command_is_status_130(cli, a_command):
     def interrupted() -> None:
         raise KeyboardInterrupt
 
     a_command(interrupted)
 
-    assert holdfast("a-command").status == 130
+    assert cli("a-command").status == 130
 
 
-def test_numbers_that_json_lacks_become_texts(holdfast, a_command):
+def test_numbers_that_json_lacks_become_texts(cli, a_command):
     a_command(lambda: reply({"loss": float("nan"), "most": float("inf"), "text": "\udce9ü"}, "", as_json=True))
 
-    ran = holdfast("a-command")
+    ran = cli("a-command")
 
     assert ran.json == {"loss": "nan", "most": "inf", "text": "\udce9ü"}
 

@@ -20,7 +20,6 @@ import torch.distributed.checkpoint as stock
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharding_spec import ShardMetadata
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
@@ -35,6 +34,7 @@ from holdfast.dcp.state_dict_saver import AsyncCheckpointerType, AsyncSaveRespon
 from holdfast.dcp.storage import StorageWriter
 from holdfast.errors import WriterProcessError
 from tests.rank_pool import RankPool
+from tests.sharding import mesh_of_all_ranks
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 BOTH = pytest.mark.parametrize("where", [THREAD, PROCESS], ids=["thread", "process"])
@@ -58,7 +58,7 @@ def numbered(number: int) -> dict[str, Any]:
         "pair": (number, torch.full((3,), float(number))),
     }
     if dist.is_initialized():
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = mesh_of_all_ranks()
         state["sharded"] = distribute_tensor(torch.full((7, 2), float(number)), mesh, [Shard(0)])
         state["counter"] = distribute_tensor(torch.tensor(float(number)), mesh, [Replicate()])
     return state

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import holdfast.dcp as dcp
 from holdfast._dcp import deliveries
@@ -31,6 +31,7 @@ from holdfast.errors import (
 from tests.dcp.memory import growth_while
 from tests.dcp.states import LAYOUTS, Layouts, blank, numbered, same_bits, same_parts
 from tests.rank_pool import RankPool
+from tests.sharding import mesh_of_all_ranks
 
 FULL = numbered(8, 12)
 STATE: dict[str, Any] = {
@@ -196,7 +197,7 @@ MEGABYTES = 160
 def load_large_slice(path: Path) -> tuple[int, int, bool]:
     target = torch.zeros(MEGABYTES << 16, 4 // dist.get_world_size())  # columns, which do not lie together in the file
     target.fill_(-1)  # so that the memory is really there
-    tensor = DTensor.from_local(target, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(1)])
+    tensor = DTensor.from_local(target, mesh_of_all_ranks(), [Shard(1)])
     usual, deliveries.DELIVERY_BYTES = deliveries.DELIVERY_BYTES, 1 << 20
     try:
         growth = growth_while(load, {"large": tensor}, path)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint._checkpointer import _Checkpointer as StockCheckpointer
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import holdfast.dcp as dcp
@@ -20,7 +20,7 @@ from holdfast.dcp._checkpointer import _Checkpointer
 from holdfast.errors import CheckpointException
 from tests.dcp.states import numbered, read_index
 from tests.rank_pool import RankPool
-from tests.sharding import dtensor_of
+from tests.sharding import dtensor_of, mesh_of_all_ranks
 from tests.torches import ALONE
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -51,7 +51,7 @@ class Counter:
 
 
 def state(start=0.0) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+    mesh = mesh_of_all_ranks() if dist.is_initialized() else None
     full = numbered(7, 3) + start
     weights = full if mesh is None else dtensor_of(full, mesh, [Shard(0)])
     return {"weights": weights, "counter": Counter(int(start)), "note": f"from {start}"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from holdfast.errors import HoldfastError
 from tests.dcp.states import DIRECTIONS, bits, blank, differing, load, of_bytes, same_bits, save
 from tests.rank_pool import RankPool
+from tests.sharding import mesh_of_all_ranks
 from tests.torches import copies
 
 pytestmark = pytest.mark.filterwarnings(
@@ -141,7 +141,7 @@ def test_a_quantized_tensor_of_another_scale_is_not_filled_with_integers_that_me
 
 def sharded(full: torch.Tensor, dim: int) -> DTensor:
     """This rank's part of `full`, without a single operation of DTensor on it, which knows few dtypes."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all_ranks()
     size = -(-full.shape[dim] // dist.get_world_size())
     local = full[(slice(None),) * dim + (slice(size * dist.get_rank(), size * (dist.get_rank() + 1)),)]
     shape, stride = full.shape, torch.empty(full.shape, device="meta").stride()

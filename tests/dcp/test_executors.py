@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import holdfast.dcp as dcp
 from holdfast.dcp._async_executor import _AsyncCheckpointExecutor
@@ -19,6 +19,7 @@ from holdfast.dcp._async_thread_executor import _ThreadBasedAsyncCheckpointExecu
 from holdfast.dcp.staging import _ReplicationStager
 from holdfast.errors import UnsupportedTensorError
 from tests.rank_pool import RankPool
+from tests.sharding import mesh_of_all_ranks
 
 EXECUTORS = {"thread": _ThreadBasedAsyncCheckpointExecutor, "process": _ProcessBasedAsyncCheckpointExecutor}
 
@@ -99,7 +100,7 @@ def test_partners_stage_and_keep_each_others_state(ranks: RankPool, tmp_path: Pa
 def refused() -> list[str]:
     stager = _ReplicationStager(dist.group.WORLD)
     found = []
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all_ranks()
     for state in ({"w": 1}, {"deep": {"d": DTensor.from_local(torch.ones(2), mesh, [Shard(0)])}}):
         try:
             stager.stage(state)

@@ -12,11 +12,8 @@ from uuid import uuid4
 import fsspec
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as StockReader
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter as StockWriter
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast.dcp as dcp
 from holdfast.dcp._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
@@ -25,6 +22,7 @@ from holdfast.dcp.filesystem import FileSystemBase, FileSystemReader, FileSystem
 from holdfast.dcp.state_dict_saver import AsyncCheckpointerType
 from holdfast.errors import CheckpointException, DamagedCheckpointError
 from tests.dcp.states import LIBRARIES
+from tests.sharding import sharded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # stock says so on every call
@@ -267,10 +265,6 @@ def test_fsspec_is_only_imported_when_a_url_asks_for_it():
 # --- several ranks -----------------------------------------------------------------------------------------------
 
 
-def sharded(whole: torch.Tensor) -> DTensor:
-    return distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
-
-
 def save_sharded(url: str, seed: int, library: str = "ours", **options: Any) -> None:
     whole = torch.arange(70.0).reshape(10, 7) + seed
     value = {"sharded": sharded(whole), "whole": whole, "seed": seed}
@@ -291,8 +285,8 @@ def load_sharded(url: str, library: str = "ours") -> tuple[torch.Tensor, torch.T
 
 def assert_all_loaded(results: list[tuple[torch.Tensor, torch.Tensor, int]], seed: int) -> None:
     expected = torch.arange(70.0).reshape(10, 7) + seed
-    for sharded, whole, found in results:
-        assert torch.equal(sharded, expected)
+    for tensor, whole, found in results:
+        assert torch.equal(tensor, expected)
         assert torch.equal(whole, expected)
         assert found == seed
 

@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as StockReader
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter as StockWriter
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast.dcp as dcp
 from holdfast.dcp._fsspec_filesystem import FsspecReader, FsspecWriter
 from tests import s3_server
 from tests.dcp.states import LIBRARIES
 from tests.s3_server import Bucket
+from tests.sharding import sharded
 
 pytestmark = [
     pytest.mark.skipif(bool(s3_server.MISSING), reason=s3_server.WHY_SKIPPED),
@@ -38,10 +37,6 @@ def bucket() -> Bucket:
 
 def numbers(seed: int) -> torch.Tensor:
     return torch.arange(ROWS * ROW, dtype=torch.float32).reshape(ROWS, ROW) + seed
-
-
-def sharded(whole: torch.Tensor) -> DTensor:
-    return distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
 
 
 def save(bucket: Bucket, path: str, seed: int, library: str = "ours", **options: Any) -> None:

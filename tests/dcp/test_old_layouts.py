@@ -20,6 +20,7 @@ import holdfast.dcp as dcp
 from holdfast._base.nested import flatten
 from holdfast.dcp.state_dict_loader import _load_state_dict_from_keys
 from tests.rank_pool import RankPool
+from tests.sharding import sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # stock says so on every call
 
@@ -174,9 +175,8 @@ def save_old_on_ranks(folder: Path) -> None:
 
 
 def load_old_on_ranks(folder: Path) -> list[float]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     target: dict[str, Any] = {
-        "d": distribute_tensor(torch.zeros(5), mesh, [Shard(0)]),
+        "d": sharded(torch.zeros(5)),
         "cfg": {"rank": ""},
         "of 1": {"x": 0},
     }

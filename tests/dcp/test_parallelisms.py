@@ -6,84 +6,26 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
-    fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.dcp.states import DIRECTIONS, LIBRARIES, load, same_bits, save
+from tests.models import Net, ddp, fsdp1, fsdp2, fsdp2_over_tensor_parallel, hsdp, plain, tensor_parallel
 from tests.rank_pool import RankPool
-from tests.sharding import whole
+from tests.sharding import mesh_of_all_ranks, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-class Net(nn.Module):
-    """Two layers and a norm. Of its sizes few divide evenly, once they are split twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(6, 10)
-        self.down = nn.Linear(10, 7)
-        self.norm = nn.LayerNorm(7)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        self.seen += 1
-        return self.norm(self.down(torch.relu(self.up(x))))
-
-
-def in_one_process(net):
-    return net
-
-
-def ddp(net):
-    return DistributedDataParallel(net)
-
-
-def fsdp1(net):
-    return FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
-
-
 def fsdp1_on_a_mesh(net):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"), device_mesh=mesh)
-
-
-def fsdp2(net):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(net.up, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
-
-
-def hsdp(net):
-    return fully_shard(
-        net, mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copy", "shard"))
-    )
-
-
-def _parallel_layers(net, mesh):
-    return parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-
-def tensor_parallel(net):
-    return _parallel_layers(net, init_device_mesh("cpu", (dist.get_world_size(),)))
-
-
-def fsdp2_over_tensor_parallel(net):
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("fsdp", "tp"))
-    return fully_shard(_parallel_layers(net, mesh["tp"]), mesh=mesh["fsdp"])
+    return fsdp1(net, device_mesh=mesh_of_all_ranks())
 
 
 PARALLELISMS = [
@@ -95,7 +37,7 @@ PARALLELISMS = [
     (fsdp2_over_tensor_parallel, 4),
     (fsdp2, 3),
     (hsdp, 4),
-    (in_one_process, 1),
+    (plain, 1),
 ]
 """How to parallelize, and on how many ranks."""
 
@@ -103,7 +45,7 @@ PARALLELISMS = [
 def trained(parallelize, seed):
     """A model and its optimizer after two steps, so that the optimizer has state."""
     torch.manual_seed(seed)
-    model = parallelize(Net())
+    model = parallelize(Net(6, 10, 7))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed, weight_decay=0.1, foreach=False)
     data = torch.Generator().manual_seed(seed)
     for _ in range(2):
@@ -172,7 +114,7 @@ def load_trained(parallelize, paths, expected):
 
 def run(ranks: RankPool, parallelism, body, *args):
     parallelize, world_size = parallelism
-    return ranks(world_size).run(body, parallelize, *args, process_group=parallelize is not in_one_process)
+    return ranks(world_size).run(body, parallelize, *args, process_group=parallelize is not plain)
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +244,7 @@ def test_sharded_state_dicts_of_fsdp1_load_on_another_number_of_ranks(ranks: Ran
 
 
 def strided_parameters():
-    model = fsdp2_over_tensor_parallel(Net())
+    model = fsdp2_over_tensor_parallel(Net(6, 10, 7))
     return sorted(
         name
         for name, parameter in model.named_parameters()

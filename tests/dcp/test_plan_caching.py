@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as stock
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import holdfast.dcp as dcp
 from holdfast.dcp.state_dict_loader import _load_state_dict_from_keys
 from tests.rank_pool import RankPool
+from tests.sharding import sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # stock says so on every call
 
@@ -195,10 +195,9 @@ def test_a_plan_that_the_coordinator_refused_does_not_count_as_agreed(tmp_path: 
 # On ranks
 
 
-def sharded(fill: float, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def sharded_state(fill: float, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     whole = torch.full((5,), fill)
-    return {"d": distribute_tensor(whole, mesh, [Shard(0)]), "same": torch.full((2,), fill), **(extra or {})}
+    return {"d": sharded(whole), "same": torch.full((2,), fill), **(extra or {})}
 
 
 def save_three_times(folder: Path) -> list[tuple[bool, bool, int]]:
@@ -208,9 +207,9 @@ def save_three_times(folder: Path) -> list[tuple[bool, bool, int]]:
     for number in range(3):
         # In the third save one rank has something new; the others say that nothing changed.
         extra = {"new": 1} if number == 2 and rank == 1 else {}
-        planner, metadata = save(sharded(float(number), {f"of {rank}": number, **extra}), folder / str(number))
+        planner, metadata = save(sharded_state(float(number), {f"of {rank}": number, **extra}), folder / str(number))
         seen.append(summary(planner))
-        target = sharded(-1.0, {"of 0": None, "of 1": None})
+        target = sharded_state(-1.0, {"of 0": None, "of 1": None})
         dcp.load(target, checkpoint_id=folder / str(number))
         assert target["d"].full_tensor().tolist() == [number] * 5
         assert target["same"].tolist() == [number] * 2
@@ -281,12 +280,12 @@ def test_each_set_of_ranks_has_plans_of_its_own(ranks: RankPool, tmp_path: Path)
 
 def save_after_the_coordinator_forgot(folder: Path) -> str:
     forget()
-    save(sharded(1.0), folder / "1")
+    save(sharded_state(1.0), folder / "1")
     if dist.get_rank() == 0:
         forget()
     with pytest.raises(dcp.CheckpointException, match="not remembered any more"):
-        save(sharded(2.0), folder / "2")
-    save(sharded(3.0), folder / "3")
+        save(sharded_state(2.0), folder / "2")
+    save(sharded_state(3.0), folder / "3")
     return "saved again"
 
 

@@ -28,6 +28,7 @@ from holdfast.dcp.metadata import (
 )
 from holdfast.dcp.planner import LoadItemType, TensorWriteData, WriteItemType
 from tests.rank_pool import RankPool
+from tests.sharding import sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # stock says so on every call
 
@@ -75,8 +76,7 @@ def calls_of_a_save_and_a_load(namespace: str, folder: Path) -> Log:
     rank = dist.get_rank() if dist.is_initialized() else 0
     state: dict[str, Any] = {f"a value of {rank}": rank, f"b tensor of {rank}": torch.full((2,), float(rank))}
     if dist.is_initialized():
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        state["c shared"] = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        state["c shared"] = sharded(torch.arange(4.0))
     checkpoint.save(state, checkpoint_id=folder, storage_writer=writer, planner=save_planner)
     checkpoint.load(state, checkpoint_id=folder, storage_reader=reader, planner=load_planner)
     return log

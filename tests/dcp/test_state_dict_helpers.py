@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as stock
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast.dcp as dcp
 from holdfast.dcp import state_dict as ours
 from holdfast.dcp.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from tests.sharding import mesh_of_all_ranks
 
 
 def test_every_public_name_is_torchs_own_object():
@@ -50,7 +49,7 @@ class Model(nn.Module):
 def new_training(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = Model()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all_ranks()
     for layer in (model.first, model.last):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -67,7 +66,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
 def sums_of_gradients() -> float:
     """How often the same gradient counts that all ranks have: with gloo, FSDP2 takes no average before torch 2.9."""
     model = nn.Linear(1, 1, bias=False)
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(model, mesh=mesh_of_all_ranks())
     model(torch.ones(1)).sum().backward()
     return float(model.weight.grad.full_tensor())
 

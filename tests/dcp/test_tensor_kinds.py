@@ -37,6 +37,7 @@ from tests.dcp.states import (
     sharded_tensor,
 )
 from tests.rank_pool import RankPool
+from tests.sharding import mesh_of_all_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -265,7 +266,7 @@ def test_a_tensor_that_still_has_to_be_reduced_is_no_destination(ranks: RankPool
 
 def round_trip_of_kinds(path, saver, loader):
     """Every kind as a tensor that all ranks hold, and as the local data of a DTensor. The keys that did not arrive."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all_ranks()
 
     def spread(tensors):
         whole = {

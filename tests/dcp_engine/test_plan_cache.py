@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.futures import Future
 
 from holdfast import dcp
@@ -25,6 +23,7 @@ from holdfast._formats.dcp.plan import SavePlan
 from holdfast._ranks.collectives import Collectives
 from holdfast.errors import CheckpointException, InvalidPlanError
 from tests.rank_pool import RankPool
+from tests.sharding import sharded
 
 
 @pytest.fixture(autouse=True)
@@ -327,34 +326,33 @@ def rounds(states, caching: bool = True):
     return seen
 
 
-def sharded(rank):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {"sharded": distribute_tensor(torch.zeros(6), mesh, [Shard(0)]), "both": torch.zeros(3), "step": 1}
+def sharded_state(rank):
+    return {"sharded": sharded(torch.zeros(6)), "both": torch.zeros(3), "step": 1}
 
 
 def one_rank_has_more(rank):
-    return {**sharded(rank), **({"extra": 1} if rank == 2 else {})}
+    return {**sharded_state(rank), **({"extra": 1} if rank == 2 else {})}
 
 
 def all_have_more(rank):
-    return {**sharded(rank), f"own{rank}": 1}
+    return {**sharded_state(rank), f"own{rank}": 1}
 
 
 def ranks_differ(rank):
-    return {**sharded(rank), "step": rank}
+    return {**sharded_state(rank), "step": rank}
 
 
 def other_dtype(rank):
-    return {**sharded(rank), "both": torch.zeros(3, dtype=torch.float64)}
+    return {**sharded_state(rank), "both": torch.zeros(3, dtype=torch.float64)}
 
 
 SERIES = [
-    sharded,
-    sharded,
+    sharded_state,
+    sharded_state,
     one_rank_has_more,
     one_rank_has_more,
     all_have_more,
-    sharded,
+    sharded_state,
     other_dtype,
     other_dtype,
     ranks_differ,
@@ -372,7 +370,7 @@ def test_ranks_plan_a_series_of_saves_as_without_caching(ranks: RankPool):
 
 
 def test_only_ranks_with_something_new_send_and_get_plans(ranks: RankPool):
-    first, second, third = ranks(3).run(rounds, [sharded, sharded, one_rank_has_more, one_rank_has_more])
+    first, second, third = ranks(3).run(rounds, [sharded_state, sharded_state, one_rank_has_more, one_rank_has_more])
     assert [r["notes"] for r in first] == [(False, False), (True, True), (True, True), (True, True)]
     assert [r["notes"] for r in second] == [(False, False), (True, True), (True, True), (True, True)]
     assert [r["notes"] for r in third] == [(False, False), (True, True), (False, False), (True, True)]
@@ -380,11 +378,11 @@ def test_only_ranks_with_something_new_send_and_get_plans(ranks: RankPool):
 
 
 def test_copies_that_differ_are_noticed_although_the_layout_is_unchanged(ranks: RankPool):
-    for seen in ranks(3).run(rounds, [sharded, ranks_differ, ranks_differ, sharded]):
+    for seen in ranks(3).run(rounds, [sharded_state, ranks_differ, ranks_differ, sharded_state]):
         assert [r["notes"][0] for r in seen] == [False, True, True, True]
         warned = [count for r in seen for _, count in r["described"]]
         assert warned in ([], [0, 1, 1, 0])
-    lowest = ranks(3).run(rounds, [sharded, ranks_differ])[0]
+    lowest = ranks(3).run(rounds, [sharded_state, ranks_differ])[0]
     assert "step" in lowest[1]["keys"]
 
 

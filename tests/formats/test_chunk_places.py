@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-import holdfast as hf
+import holdfast
 from holdfast._load.opening import open_source
 from tests.dcp.states import LIBRARIES, save
 from tests.rank_pool import RankPool
@@ -22,7 +22,7 @@ def save_sharded(library: str, path: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     state = {"w": distribute_tensor(NUMBERS, mesh, [Shard(0)]), "all": torch.ones(3)}
     if library == "native":
-        hf.save(state, path)
+        holdfast.save(state, path)
     else:
         save(library, state, path)
 
@@ -77,20 +77,20 @@ def test_chunks_of_torch_files(tmp_path: Path) -> None:
 
 def test_layout_of_a_checkpoint_knows_tied_names_and_refuses_values(tmp_path: Path) -> None:
     shared = torch.ones(3)
-    hf.save({"a": shared, "b": shared, "step": 3}, tmp_path / "c")
-    checkpoint = hf.open(tmp_path / "c")
+    holdfast.save({"a": shared, "b": shared, "step": 3}, tmp_path / "c")
+    checkpoint = holdfast.open(tmp_path / "c")
 
     assert checkpoint.layout("a") == checkpoint.layout("b") != []
     assert checkpoint.layout("b")[0].nbytes == 12
     with pytest.raises(TypeError, match=r"'step' .* is a value and no tensor"):
         checkpoint.layout("step")
-    with pytest.raises(hf.errors.UnknownKeyError, match="there is no 'c'"):
+    with pytest.raises(holdfast.errors.UnknownKeyError, match="there is no 'c'"):
         checkpoint.layout("c")
 
 
 def test_files_that_are_gone_are_not_listed(tmp_path: Path) -> None:
-    hf.save({"a": torch.ones(3)}, tmp_path / "c")
-    checkpoint = hf.open(tmp_path / "c")
+    holdfast.save({"a": torch.ones(3)}, tmp_path / "c")
+    checkpoint = holdfast.open(tmp_path / "c")
     names = [name for name, _ in checkpoint.files()]
     (tmp_path / "c" / names[-1]).unlink()
 

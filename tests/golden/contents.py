@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import holdfast as hf
+import holdfast
 from tests.sharding import dtensor_of
 
 WORLD_SIZE = 4
@@ -53,10 +53,10 @@ class Config:
 
 Point = collections.namedtuple("Point", ["x", "y"])
 
-hf.declare(Color, name="golden:Color")
-hf.declare(Access, name="golden:Access")
-hf.declare(Config, name="golden:Config")
-hf.declare(Point, name="golden:Point")
+holdfast.declare(Color, name="golden:Color")
+holdfast.declare(Access, name="golden:Access")
+holdfast.declare(Config, name="golden:Config")
+holdfast.declare(Point, name="golden:Point")
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -198,7 +198,7 @@ def sharded(rank: int) -> dict[str, Any]:
         "model": {**parts, "tied": parts["rows"]},
         "plain": torch.arange(3, dtype=torch.int64),
         "step": 12,
-        "own": hf.PerRank(own_state(rank)),
+        "own": holdfast.PerRank(own_state(rank)),
     }
 
 

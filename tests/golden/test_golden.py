@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-import holdfast as hf
+import holdfast
 from holdfast._formats.native.refs import PickledValue
 from holdfast._load.opening import open_source
 from tests.exact import assert_same
@@ -52,15 +52,15 @@ def test_they_are_undamaged_and_as_the_specification_says(folder):
 
 def test_every_dtype_and_every_type_of_value_of_one_rank():
     lacking = [f"tensors.{name}" for name in set(contents.DTYPES) - set(contents.DTYPES_HERE)]
-    with hf.open(ONE_RANK, allow_pickle=True) as checkpoint:
+    with holdfast.open(ONE_RANK, allow_pickle=True) as checkpoint:
         found = checkpoint.load([node.key for node in checkpoint.leaves(exclude=lacking or None)])
     assert_same(found, contents.everything())
     assert found["tied"][0] is found["tied"][1]["again"]
-    assert hf.open(ONE_RANK).metadata == contents.METADATA
+    assert holdfast.open(ONE_RANK).metadata == contents.METADATA
 
 
 def test_what_is_pickled_is_not_loaded_unless_that_is_allowed():
-    assert isinstance(hf.open(ONE_RANK)["pickled"], PickledValue)
+    assert isinstance(holdfast.open(ONE_RANK)["pickled"], PickledValue)
 
 
 def emptied(value: Any) -> Any:
@@ -80,21 +80,21 @@ def test_tensors_of_every_dtype_are_loaded_in_place():
     state["tensors"]["no elements"] = torch.empty(3, 0, 2, dtype=torch.bfloat16)
     before = {key: tensor.data_ptr() for key, tensor in state["tensors"].items()}
     unknown = [f"tensors.{name}" for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if not has_dtype(name)]
-    hf.load(state, ONE_RANK, allow_unexpected=unknown)
+    holdfast.load(state, ONE_RANK, allow_unexpected=unknown)
     assert_same({key: state["tensors"][key] for key in expected["tensors"]}, expected["tensors"])
     assert {key: tensor.data_ptr() for key, tensor in state["tensors"].items()} == before
 
 
 def test_many_files():
-    assert_same(hf.open(MANY_FILES).load(), contents.in_many_files())
+    assert_same(holdfast.open(MANY_FILES).load(), contents.in_many_files())
     state = emptied(contents.in_many_files())
-    hf.load(state, MANY_FILES)
+    holdfast.load(state, MANY_FILES)
     assert_same(state, contents.in_many_files())
-    assert_same(hf.open(MANY_FILES)["large"][1:3, 2, 1:5], contents.in_many_files()["large"][1:3, 2, 1:5])
+    assert_same(holdfast.open(MANY_FILES)["large"][1:3, 2, 1:5], contents.in_many_files()["large"][1:3, 2, 1:5])
 
 
 def test_four_ranks_read_by_a_program_without_ranks():
-    found = hf.open(FOUR_RANKS).load()
+    found = holdfast.open(FOUR_RANKS).load()
     assert_same(found, contents.sharded_as_read())
     assert found["model"]["tied"] is found["model"]["rows"]
 
@@ -107,7 +107,7 @@ def load_in_another_layout() -> dict[str, torch.Tensor]:
         dim = 1 if tensor.ndim > 1 else 0
         model[name] = dtensor_of(torch.zeros_like(tensor), mesh, [Shard(dim)])
     state = {"model": {**model, "tied": model["rows"]}, "plain": torch.zeros(3, dtype=torch.int64), "step": 0}
-    hf.load(state, FOUR_RANKS)
+    holdfast.load(state, FOUR_RANKS)
     assert state["step"] == 12
     assert state["plain"].tolist() == [0, 1, 2]
     return {name: tensor.to_local() for name, tensor in model.items()}
@@ -122,8 +122,8 @@ def test_four_ranks_read_by_another_number_of_ranks_in_another_layout(ranks: Ran
 
 
 def load_own_state() -> Any:
-    state = {"own": hf.PerRank({"position": 0, "random": None})}
-    hf.load(state, FOUR_RANKS)
+    state = {"own": holdfast.PerRank({"position": 0, "random": None})}
+    holdfast.load(state, FOUR_RANKS)
     return state["own"].value
 
 

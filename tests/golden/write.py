@@ -12,20 +12,22 @@ from pathlib import Path
 import torch.distributed as dist
 import torch.multiprocessing
 
-import holdfast as hf
+import holdfast
 from tests.golden import contents
 
 
 def write_as_rank(rank: int, folder: Path, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=contents.WORLD_SIZE)
-    hf.save(contents.sharded(rank), folder)
+    holdfast.save(contents.sharded(rank), folder)
     dist.destroy_process_group()
 
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    hf.save(contents.everything(), folder / "version-1-one-rank", metadata=contents.METADATA, allow_pickle=True)
-    hf.save(contents.in_many_files(), folder / "version-1-many-files", max_file_size=contents.MOST_BYTES_IN_A_FILE)
+    holdfast.save(contents.everything(), folder / "version-1-one-rank", metadata=contents.METADATA, allow_pickle=True)
+    holdfast.save(
+        contents.in_many_files(), folder / "version-1-many-files", max_file_size=contents.MOST_BYTES_IN_A_FILE
+    )
     with tempfile.TemporaryDirectory() as scratch:
         torch.multiprocessing.spawn(
             write_as_rank, args=(folder / "version-1-four-ranks", f"{scratch}/store"), nprocs=contents.WORLD_SIZE

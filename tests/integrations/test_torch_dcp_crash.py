@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast.errors import CheckpointNotFoundError
 from tests.integrations.torch_dcp_programs import same, save
 from tests.rank_pool import RankPool
@@ -29,7 +29,7 @@ def state(number: int) -> dict[str, Any]:
 
 def found_in(path: Path) -> int | str:
     try:
-        loaded = hf.open(path).load()
+        loaded = holdfast.open(path).load()
     except CheckpointNotFoundError:
         return "nothing"
     return loaded["step"] if same(loaded, state(loaded["step"])) else f"a mix: {loaded}"

@@ -17,10 +17,8 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-import holdfast as hf
+import holdfast
 from holdfast._stores.local_store import LocalStore
 from holdfast.errors import (
     CheckpointExistsError,
@@ -32,6 +30,7 @@ from holdfast.errors import (
 from holdfast.integrations.torch_dcp import HoldfastWriter
 from tests.integrations.torch_dcp_programs import load, quiet, same, save
 from tests.rank_pool import RankPool
+from tests.sharding import sharded
 
 
 class Unknown:
@@ -72,9 +71,8 @@ class CommitsAndFails(LocalStore):
         raise OSError(errno.EIO, "Input/output error", name)
 
 
-def sharded(value=1.0):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return distribute_tensor(torch.full((4, 3), value), mesh, [Shard(0)])
+def sharded_tensor(value=1.0):
+    return sharded(torch.full((4, 3), value))
 
 
 STEPS = []
@@ -87,23 +85,23 @@ def cause_of(save_it):
         save_it()
     STEPS.append(caught.value.args[0])
     (cause, _) = next(iter(caught.value.failures.values()))
-    if isinstance(cause, hf.CheckpointException):
+    if isinstance(cause, holdfast.CheckpointException):
         rank, (cause, _) = next(iter(cause.failures.items()))
         return rank, cause
     return None, cause
 
 
 def refused_overwrite(path):
-    _, cause = cause_of(lambda: save({"t": sharded(2.0)}, path))
+    _, cause = cause_of(lambda: save({"t": sharded_tensor(2.0)}, path))
     return cause, STEPS.pop()
 
 
 def save_first(path):
-    save({"t": sharded(), "step": 1}, path)
+    save({"t": sharded_tensor(), "step": 1}, path)
 
 
 def save_over(path):
-    save({"t": sharded(2.0), "step": 2}, path, overwrite=True)
+    save({"t": sharded_tensor(2.0), "step": 2}, path, overwrite=True)
 
 
 def test_a_checkpoint_that_is_there_is_not_replaced_unless_that_is_asked_for(ranks: RankPool, tmp_path):
@@ -119,12 +117,12 @@ def test_a_checkpoint_that_is_there_is_not_replaced_unless_that_is_asked_for(ran
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
     ranks(2).run(save_over, path)
-    assert same(hf.open(path).load(), {"t": torch.full((4, 3), 2.0), "step": 2})
+    assert same(holdfast.open(path).load(), {"t": torch.full((4, 3), 2.0), "step": 2})
     assert not {file.name for file in path.iterdir()} & (before.keys() - {"holdfast.json"})
 
 
 def save_with_bad_value(path):
-    state = {"t": sharded(), "fine": 1}
+    state = {"t": sharded_tensor(), "fine": 1}
     if dist.get_rank() == 1:
         state |= {"config": {"bad": Unknown(), "worse": (1, Unknown())}}
     return cause_of(lambda: save(state, path))
@@ -142,11 +140,11 @@ def test_values_that_would_need_pickle_are_refused_with_their_names_on_all_ranks
 
 def save_on_full_disk(path):
     store = FullDisk(path) if dist.get_rank() == 1 else LocalStore(path)
-    return cause_of(lambda: save({"t": sharded()}, store))
+    return cause_of(lambda: save({"t": sharded_tensor()}, store))
 
 
 def save_without_commit(path):
-    return cause_of(lambda: save({"t": sharded()}, NoCommit(path), overwrite=True))
+    return cause_of(lambda: save({"t": sharded_tensor()}, NoCommit(path), overwrite=True))
 
 
 def test_a_rank_that_cannot_write_fails_all_and_nothing_is_left(ranks: RankPool, tmp_path):
@@ -163,22 +161,22 @@ def test_a_commit_that_fails_leaves_the_old_checkpoint_alone(ranks: RankPool, tm
         assert cause.errno == errno.EIO
 
     assert sorted(os.listdir(tmp_path / "c")) == before
-    assert hf.open(tmp_path / "c")["step"] == 1
+    assert holdfast.open(tmp_path / "c")["step"] == 1
 
 
 def save_committed_without_an_answer(path):
-    return cause_of(lambda: save({"t": sharded(), "step": 1}, CommitsAndFails(path)))
+    return cause_of(lambda: save({"t": sharded_tensor(), "step": 1}, CommitsAndFails(path)))
 
 
 def test_a_commit_that_has_happened_keeps_its_files_whatever_it_raises(ranks: RankPool, tmp_path):
     for _, cause in ranks(2).run(save_committed_without_an_answer, tmp_path / "c"):
         assert cause.errno == errno.EIO
 
-    assert same(hf.open(tmp_path / "c").load(), {"t": torch.ones(4, 3), "step": 1})
+    assert same(holdfast.open(tmp_path / "c").load(), {"t": torch.ones(4, 3), "step": 1})
 
 
 def save_one_part_only(path):
-    return cause_of(lambda: save({"t": sharded()}, path / str(dist.get_rank()), no_dist=True))
+    return cause_of(lambda: save({"t": sharded_tensor()}, path / str(dist.get_rank()), no_dist=True))
 
 
 def test_a_part_of_a_tensor_is_not_saved_as_the_whole(ranks: RankPool, tmp_path):
@@ -192,7 +190,7 @@ def test_a_part_of_a_tensor_is_not_saved_as_the_whole(ranks: RankPool, tmp_path)
 
 def save_without_collectives(path):
     with quiet(), pytest.raises(ValueError, match="use_collectives"):
-        stock.save({"t": sharded()}, storage_writer=HoldfastWriter(path), use_collectives=False)
+        stock.save({"t": sharded_tensor()}, storage_writer=HoldfastWriter(path), use_collectives=False)
 
 
 def test_ranks_that_do_not_meet_cannot_save_one_checkpoint(ranks: RankPool, tmp_path):
@@ -247,7 +245,7 @@ class OfAnotherTypeOnRank1(DefaultSavePlanner):
 
 
 def save_as_different_types(path):
-    return cause_of(lambda: save({"t": sharded()}, path, planner=OfAnotherTypeOnRank1()))
+    return cause_of(lambda: save({"t": sharded_tensor()}, path, planner=OfAnotherTypeOnRank1()))
 
 
 def test_a_tensor_is_stored_in_one_dtype(ranks: RankPool, tmp_path):
@@ -319,7 +317,7 @@ def test_one_writer_and_one_reader_serve_many_places(tmp_path):
         for step in (1, 2):
             stock.save({"n": step}, storage_writer=writer, checkpoint_id=tmp_path / str(step))
 
-    assert [hf.open(tmp_path / str(step))["n"] for step in (1, 2)] == [1, 2]
+    assert [holdfast.open(tmp_path / str(step))["n"] for step in (1, 2)] == [1, 2]
 
 
 def test_metadata_that_json_cannot_hold_is_refused_at_once(tmp_path):
@@ -342,7 +340,7 @@ def test_a_relative_path_is_that_of_the_moment(tmp_path, monkeypatch):
     with quiet():
         stock.save({"n": 1}, storage_writer=writer)
 
-    assert hf.open(tmp_path / "here")["n"] == 1
+    assert holdfast.open(tmp_path / "here")["n"] == 1
 
 
 def test_values_are_stored_as_pickles_if_that_is_allowed_and_loaded_only_if_that_is_too(tmp_path):
@@ -355,7 +353,7 @@ def test_values_are_stored_as_pickles_if_that_is_allowed_and_loaded_only_if_that
 
 
 def async_saves(path):
-    weight = sharded(1.0)
+    weight = sharded_tensor(1.0)
     state = {"t": weight, "step": 1}
     with quiet():
         future = stock.async_save(state, storage_writer=HoldfastWriter(path))
@@ -371,13 +369,13 @@ def test_a_save_in_the_background_holds_the_state_of_the_call(ranks: RankPool, t
         ((error, _),) = failures.values()
         assert isinstance(error, CheckpointExistsError)
 
-    assert same(hf.open(tmp_path / "c").load(), {"t": torch.ones(4, 3), "step": 1})
+    assert same(holdfast.open(tmp_path / "c").load(), {"t": torch.ones(4, 3), "step": 1})
 
 
 def async_save_by_process(path):
     with quiet():
         kind = stock.state_dict_saver.AsyncCheckpointerType.PROCESS
-        state = {"t": sharded(1.0), "step": 1}
+        state = {"t": sharded_tensor(1.0), "step": 1}
         stock.async_save(state, storage_writer=HoldfastWriter(path), async_checkpointer_type=kind).result()
 
 
@@ -385,4 +383,4 @@ def test_a_process_of_torch_can_write_it(ranks: RankPool, tmp_path):
     ranks(1).run(async_save_by_process, tmp_path / "c")
     ranks.kill()  # the process would outlive the group that it belongs to
 
-    assert same(hf.open(tmp_path / "c").load(), {"t": torch.ones(4, 3), "step": 1})
+    assert same(holdfast.open(tmp_path / "c").load(), {"t": torch.ones(4, 3), "step": 1})

@@ -13,13 +13,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import set_state_dict
 
-import holdfast as hf
+import holdfast
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.refs import PerRankValues, TensorRef
 from holdfast._formats.native.trees import mapped
@@ -27,15 +26,8 @@ from holdfast.errors import DamagedCheckpointError, RankDisagreementError
 from holdfast.integrations._torch_dcp.reader import flat_state
 from holdfast.integrations.torch_dcp import HoldfastReader
 from tests.integrations.torch_dcp_programs import load, quiet, same, save, trained, training_state, whole
+from tests.models import Tied
 from tests.rank_pool import RankPool
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embedding.weight
 
 
 def test_it_loads_what_holdfast_saved_ties_arrays_and_values_included(tmp_path):
@@ -48,8 +40,8 @@ def test_it_loads_what_holdfast_saved_ties_arrays_and_values_included(tmp_path):
         "steps": OrderedDict(a=1),
         "number": torch.tensor(2.5, dtype=torch.bfloat16),
     }
-    hf.save(state, tmp_path / "c")
-    assert hf.open(tmp_path / "c")["model.head.weight"].key == "model.embedding.weight"
+    holdfast.save(state, tmp_path / "c")
+    assert holdfast.open(tmp_path / "c")["model.head.weight"].key == "model.embed.weight"
 
     loaded = {
         "model": Tied(),
@@ -61,14 +53,14 @@ def test_it_loads_what_holdfast_saved_ties_arrays_and_values_included(tmp_path):
     }
     load(loaded, tmp_path / "c")
 
-    assert same(loaded["model"].head.weight.data, model.embedding.weight.data)
+    assert same(loaded["model"].head.weight.data, model.embed.weight.data)
     loaded.pop("model"), state.pop("model")
     assert same(loaded, state | {"steps": {"a": 1}})
 
 
 def test_a_planner_may_use_the_same_memory_for_all_items(tmp_path):
     saved = {f"t{number}": torch.full((3,), float(number)) for number in range(4)}
-    hf.save(saved, tmp_path / "c")
+    holdfast.save(saved, tmp_path / "c")
 
     class Borrowing(DefaultLoadPlanner):
         room = torch.empty(3)
@@ -84,7 +76,7 @@ def test_a_planner_may_use_the_same_memory_for_all_items(tmp_path):
 
 def save_training_by_holdfast(path):
     model, optimizer = trained(seed=1)
-    hf.save({"model": model, "optimizer": optimizer, "step": 7}, path)
+    holdfast.save({"model": model, "optimizer": optimizer, "step": 7}, path)
     return whole(training_state(model, optimizer))
 
 
@@ -105,7 +97,9 @@ def test_a_trainer_of_stock_torch_resumes_from_live_objects_that_holdfast_saved(
 def save_by_holdfast(path):
     model, _ = trained(seed=1)
     rank = dist.get_rank()
-    hf.save({"model": model, "own": hf.PerRank({"seed": rank, "noise": torch.full((rank + 1,), 1.0)})}, path)
+    holdfast.save(
+        {"model": model, "own": holdfast.PerRank({"seed": rank, "noise": torch.full((rank + 1,), 1.0)})}, path
+    )
 
 
 def load_by_stock(path):
@@ -119,7 +113,7 @@ def load_by_stock(path):
 def test_every_rank_gets_what_it_had_its_own_of(ranks: RankPool, tmp_path):
     ranks(2).run(save_by_holdfast, tmp_path / "c")
 
-    stored = hf.open(tmp_path / "c").load()
+    stored = holdfast.open(tmp_path / "c").load()
     for rank, (model, own) in enumerate(ranks(2).run(load_by_stock, tmp_path / "c")):
         assert same(model, dict(stored["model"]))
         assert same(own, {"seed": rank, "noise": torch.ones(rank + 1)})
@@ -267,14 +261,14 @@ def test_ranks_that_see_different_checkpoints_load_nothing(ranks: RankPool, tmp_
 
 
 def test_a_state_that_is_no_dict_is_refused_with_a_way_out(tmp_path):
-    hf.save([torch.ones(2)], tmp_path / "c")
+    holdfast.save([torch.ones(2)], tmp_path / "c")
 
     with pytest.raises(CheckpointException, match=r"is a list.*holdfast.load"):
         load({"0": torch.zeros(2)}, tmp_path / "c")
 
 
 def test_a_name_that_several_entries_have_is_left_out_and_named(tmp_path):
-    hf.save({"a": {"b": 1}, "a.b": 2, "c": 3}, tmp_path / "c")
+    holdfast.save({"a": {"b": 1}, "a.b": 2, "c": 3}, tmp_path / "c")
 
     with pytest.warns(UserWarning, match=r"'a.b': several entries"):
         metadata = HoldfastReader(tmp_path / "c").read_metadata()

@@ -20,14 +20,13 @@ from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.state_dict import set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-import holdfast as hf
+import holdfast
 from holdfast.integrations.torch_dcp import HoldfastReader
 from tests.integrations.torch_dcp_programs import load, quiet, same, save, trained, training_state, whole
 from tests.rank_pool import RankPool
-from tests.sharding import dtensor_of
+from tests.sharding import dtensor_of, mesh_of_all_ranks
 
 
 def save_training(path):
@@ -57,7 +56,7 @@ def test_an_fsdp2_model_and_its_optimizer_resume_on_other_numbers_of_ranks(ranks
 
 def test_holdfast_opens_what_stock_torch_saved_as_the_nested_state_that_it_was(ranks: RankPool, tmp_path):
     saved = ranks(2).run(save_training, tmp_path)[0]
-    checkpoint = hf.open(tmp_path / "native")
+    checkpoint = holdfast.open(tmp_path / "native")
 
     assert same(checkpoint.load(), saved)
     assert checkpoint["model.0.weight"].kind == "sharded"
@@ -76,7 +75,7 @@ def test_holdfast_opens_what_stock_torch_saved_as_the_nested_state_that_it_was(r
 def load_by_holdfast(path):
     model, optimizer = trained(seed=3, steps=0)
     state = {"model": model, "optimizer": optimizer, "step": 0}
-    hf.load(state, path / "native")
+    holdfast.load(state, path / "native")
     return whole(training_state(model, optimizer)) | {"step": state["step"]}
 
 
@@ -90,12 +89,12 @@ def test_holdfast_loads_what_stock_torch_saved_into_live_objects(ranks: RankPool
 def test_a_state_of_nothing_is_a_checkpoint_too(tmp_path):
     save({}, tmp_path / "c")
 
-    assert hf.open(tmp_path / "c").load() == {}
+    assert holdfast.open(tmp_path / "c").load() == {}
 
 
 def placed(shape, placement, fill):
     tensor = torch.arange(np.prod(shape), dtype=torch.float32).reshape(shape) if fill else torch.full(shape, -1.0)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all_ranks()
     return dtensor_of(tensor, mesh, [Replicate() if placement is None else Shard(placement)])
 
 
@@ -123,7 +122,7 @@ def test_a_tensor_that_is_spread_in_any_way_loads_into_any_other(ranks: RankPool
 
     expected = torch.arange(np.prod(shape), dtype=torch.float32).reshape(shape)
     assert all(same(tensor, expected) for tensor in loaded)
-    assert same(hf.open(path).load()["t"], expected)
+    assert same(holdfast.open(path).load()["t"], expected)
 
 
 VALUES = {
@@ -162,22 +161,22 @@ def test_values_come_back_as_from_torchs_own_files(tmp_path):
 
     assert same(from_ours, from_stock)
     assert same(from_ours, VALUES)
-    assert same(hf.open(tmp_path / "native").load(), VALUES)
+    assert same(holdfast.open(tmp_path / "native").load(), VALUES)
 
 
-@hf.declare
+@holdfast.declare
 class Phase(enum.Enum):
     WARM_UP = "warm-up"
 
 
-@hf.declare(name="an older name")
+@holdfast.declare(name="an older name")
 @dataclasses.dataclass(frozen=True)
 class Config:
     phase: Phase
     scale: torch.Tensor
 
 
-@hf.declare
+@holdfast.declare
 class Position(NamedTuple):
     epoch: int
     sample: int
@@ -210,7 +209,7 @@ def test_a_tensor_that_a_value_holds_twice_is_one_tensor_again(tmp_path):
     loaded = load({"pair": None, "other": None}, tmp_path / "c")
 
     assert loaded["pair"][0] is loaded["pair"][1]
-    assert len(hf.open(tmp_path / "c")._source.tensors) == 2
+    assert len(holdfast.open(tmp_path / "c")._source.tensors) == 2
 
 
 def test_names_that_look_alike_are_told_apart(tmp_path):
@@ -220,7 +219,7 @@ def test_names_that_look_alike_are_told_apart(tmp_path):
     state = {"a": (ones(0),), "a.0": ones(1), "a#0": ones(2), "b.c": ones(3), "b": {"d": ones(4)}}
     save(state, tmp_path / "c")
 
-    assert same(hf.open(tmp_path / "c").load(), state)
+    assert same(holdfast.open(tmp_path / "c").load(), state)
     template = {"a": None, "a.0": ones(9), "a#0": ones(9), "b.c": ones(9), "b": {"d": ones(9)}}
     assert same(load(template, tmp_path / "c"), state)
 
@@ -244,7 +243,7 @@ def test_every_kind_of_memory_is_stored_as_its_elements(tmp_path):
 
     for key, value in state.items():
         assert same(loaded[key], torch.clone(value.detach())), key
-    assert hf.open(tmp_path / "c")["view"].nbytes == 8
+    assert holdfast.open(tmp_path / "c")["view"].nbytes == 8
 
 
 def save_sharded_tensor(path):
@@ -265,7 +264,7 @@ def test_without_flattening_the_top_level_keys_are_the_names(tmp_path):
     state = {"model": {"w": torch.arange(3), "n": 5}, "t": torch.ones(2)}
     save(state, tmp_path / "c", planner=DefaultSavePlanner(flatten_state_dict=False))
 
-    assert same(hf.open(tmp_path / "c").load(), state)
+    assert same(holdfast.open(tmp_path / "c").load(), state)
     metadata = HoldfastReader(tmp_path / "c").read_metadata()
     assert sorted(metadata.state_dict_metadata) == ["model", "t"]
     assert metadata.planner_data is None
@@ -295,7 +294,7 @@ def save_without_dedup(path):
 def test_copies_that_a_planner_has_several_ranks_write_count_once(ranks: RankPool, tmp_path):
     ranks(2).run(save_without_dedup, tmp_path / "c")
 
-    checkpoint = hf.open(tmp_path / "c")
+    checkpoint = holdfast.open(tmp_path / "c")
     assert same(checkpoint.load(), {"model.t": torch.arange(8.0).reshape(4, 2)})
     assert checkpoint["model.t"].kind == "replicated"
 
@@ -319,7 +318,7 @@ def save_copies_of_values(path):
 def test_of_a_value_that_several_ranks_write_the_first_counts(ranks: RankPool, tmp_path):
     ranks(2).run(save_copies_of_values, tmp_path / "c")
 
-    assert same(hf.open(tmp_path / "c").load(), {"pair": (torch.zeros(1),)})
+    assert same(holdfast.open(tmp_path / "c").load(), {"pair": (torch.zeros(1),)})
     assert same(load({"pair": None}, tmp_path / "c"), {"pair": (torch.zeros(1),)})
 
 
@@ -333,7 +332,7 @@ def test_a_planner_may_store_tensors_as_another_dtype(tmp_path):
     state = {"w": torch.arange(4.0), "n": 3}
     save(state, tmp_path / "c", planner=Halving(), max_file_size=4)
 
-    assert hf.open(tmp_path / "c")["w"].dtype == torch.bfloat16
+    assert holdfast.open(tmp_path / "c")["w"].dtype == torch.bfloat16
     # As from torch's own files, the elements are converted to the type that is loaded into.
     assert same(load({"w": torch.zeros(4), "n": 0}, tmp_path / "c"), state)
 
@@ -350,9 +349,9 @@ def test_plans_that_torch_keeps_for_the_next_save_lead_to_new_files_and_the_dtyp
     ranks(2).run(save_with_cached_plans, tmp_path)
 
     rows = torch.arange(8.0).reshape(4, 2)
-    assert same(hf.open(tmp_path / "0").load(), {"t": rows, "step": 9})
-    assert same(hf.open(tmp_path / "1").load(), {"t": rows + 1, "step": 1})
-    assert same(hf.open(tmp_path / "2").load(), {"t": (rows + 2).double(), "step": 2})
+    assert same(holdfast.open(tmp_path / "0").load(), {"t": rows, "step": 9})
+    assert same(holdfast.open(tmp_path / "1").load(), {"t": rows + 1, "step": 1})
+    assert same(holdfast.open(tmp_path / "2").load(), {"t": (rows + 2).double(), "step": 2})
     names = [file.name for step in "012" for file in (tmp_path / step).glob("data-*")]
     assert len(set(names)) == len(names) == 6
 
@@ -360,7 +359,7 @@ def test_plans_that_torch_keeps_for_the_next_save_lead_to_new_files_and_the_dtyp
 def test_files_have_the_size_that_was_asked_for_and_the_metadata_is_there(tmp_path):
     save({"w": torch.arange(1000.0)}, tmp_path / "c", max_file_size=1000, metadata={"loss": 0.5})
 
-    checkpoint = hf.open(tmp_path / "c")
+    checkpoint = holdfast.open(tmp_path / "c")
     assert len(list(Path(tmp_path / "c").glob("data-*"))) == 4
     assert same(checkpoint.load(), {"w": torch.arange(1000.0)})
     assert checkpoint.metadata == {"loss": 0.5}
@@ -375,11 +374,11 @@ def test_ranks_may_hold_entries_that_others_lack(ranks: RankPool, tmp_path):
     ranks(2).run(save_what_others_lack, tmp_path / "c")
 
     stages = {f"stage{rank}": {"w": torch.full((2,), float(rank)), "n": rank} for rank in (0, 1)}
-    assert same(dict(sorted(hf.open(tmp_path / "c").load().items())), {"shared": 1, **stages})
+    assert same(dict(sorted(holdfast.open(tmp_path / "c").load().items())), {"shared": 1, **stages})
 
 
 def test_the_caller_gets_torchs_metadata_with_the_id_of_the_save(tmp_path):
     metadata = save({"model": {"w": torch.ones(2)}}, tmp_path / "c")
 
-    assert metadata.storage_meta.save_id == hf.open(tmp_path / "c")._source.identity
+    assert metadata.storage_meta.save_id == holdfast.open(tmp_path / "c")._source.identity
     assert list(metadata.storage_data.values()) == ["model.w"]

@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from holdfast.integrations.torch_dcp import HoldfastReader, HoldfastWriter
+from tests.sharding import mesh_of_all_ranks
 
 
 def quiet() -> AbstractContextManager[Any]:
@@ -50,7 +50,7 @@ def trained(seed: int, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
     if dist.is_initialized():
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = mesh_of_all_ranks()
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed)

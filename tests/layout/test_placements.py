@@ -35,7 +35,7 @@ from holdfast._compat.dtensors import splits_parts_of_their_own_sizes
 from holdfast._layout.placements import Piece, dtensor_pieces, is_replicated, local_pieces
 from holdfast.errors import UnsupportedTensorError
 from tests.rank_pool import RankPool
-from tests.sharding import dtensor_of, whole
+from tests.sharding import dtensor_of, mesh_of_all_ranks, sharded, whole
 from tests.torches import clear_sharding_cache, since
 
 PARTIAL = "Any checkpointing related operations are not supported for DTensor with partial placements!"
@@ -293,7 +293,7 @@ def check(dtensor: DTensor, full: torch.Tensor, *, as_stock: bool = True) -> lis
 
 
 def distribute_over_one_dimension():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all_ranks()
     for size, placement in itertools.product(range(10), [Shard(0), Shard(1), Shard(-1), Replicate()]):
         full = counted(size, 3)
         check(distribute_tensor(full, mesh, [placement]), full)
@@ -372,9 +372,8 @@ def test_redistributed_tensors_hold_their_pieces(ranks: RankPool):
 
 
 def flatten_a_column_sharded_tensor():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     full = counted(3, 8)
-    flat = distribute_tensor(full, mesh, [Shard(1)]).view(-1)
+    flat = sharded(full, 1).view(-1)
     assert flat.placements == (_StridedShard(0, split_factor=3),)
     return check(flat, full.view(-1), as_stock=False)
 

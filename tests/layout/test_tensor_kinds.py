@@ -29,9 +29,9 @@ def test_kinds_are_told_apart(ranks: RankPool):
 def test_a_save_of_plain_tensors_and_models_imports_nothing_for_distributed_ones(tmp_path):
     program = f"""
         import sys, torch
-        import holdfast as hf
-        hf.save({{"w": torch.ones(3), "model": torch.nn.Linear(2, 2), "cast": torch.ones(2)}}, {str(tmp_path / "x")!r},
-                cast={{"cast": "bfloat16"}})
+        import holdfast
+        state = {{"w": torch.ones(3), "model": torch.nn.Linear(2, 2), "cast": torch.ones(2)}}
+        holdfast.save(state, {str(tmp_path / "x")!r}, cast={{"cast": "bfloat16"}})
         print([name for name in ("torch.distributed.tensor", "torch._dynamo", "sympy") if name in sys.modules])
     """
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)

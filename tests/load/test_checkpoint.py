@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as stock
 from hypothesis import given
 from hypothesis import strategies as st
 
-import holdfast as hf
+import holdfast
 from holdfast._formats.native.source import NativeSource
 from holdfast._formats.source import WholeReads
 
@@ -27,7 +27,7 @@ class Point(NamedTuple):
     y: Any
 
 
-hf.declare(Point)
+holdfast.declare(Point)
 
 CUBE = torch.arange(7 * 5 * 6).reshape(7, 5, 6).to(torch.int32)
 TIED = torch.rand(3, 2)
@@ -42,7 +42,7 @@ STATE = {
     "mixed": OrderedDict([(3, "three"), (None, Point(1, torch.ones(2))), ("list", [1, 2])]),
     "default": defaultdict(int, {"a": 1}),
     "counter": Counter("aab"),
-    "own": hf.PerRank({"seed": 5, "t": torch.zeros(2)}),
+    "own": holdfast.PerRank({"seed": 5, "t": torch.zeros(2)}),
     "step": 100,
 }
 
@@ -50,12 +50,12 @@ STATE = {
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("open") / "saved"
-    hf.save(STATE, folder, metadata={"loss": 0.25, "tags": ["a"]})
+    holdfast.save(STATE, folder, metadata={"loss": 0.25, "tags": ["a"]})
     return folder
 
 
 def test_a_checkpoint_is_a_mapping_of_its_keys(place):
-    with hf.open(place) as checkpoint:
+    with holdfast.open(place) as checkpoint:
         keys = list(checkpoint)
         assert keys[:4] == ["cube", "model.w", "model.again", "model.half"]
         assert '["mixed"][null]["y"]' in keys
@@ -75,7 +75,7 @@ def test_what_is_known_of_a_checkpoint_is_read_without_its_tensors(place, tmp_pa
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "holdfast.json").write_bytes((place / "holdfast.json").read_bytes())
-    checkpoint = hf.open(bare)
+    checkpoint = holdfast.open(bare)
     assert checkpoint.path == str(bare)
     assert checkpoint.format == "native"
     assert checkpoint.metadata == {"loss": 0.25, "tags": ["a"]}
@@ -93,7 +93,7 @@ def test_what_is_known_of_a_checkpoint_is_read_without_its_tensors(place, tmp_pa
 
 
 def test_keys_that_are_not_there_are_answered_with_a_hint(place):
-    checkpoint = hf.open(place)
+    checkpoint = holdfast.open(place)
     with pytest.raises(KeyError, match=r"did you mean 'model.half'"):
         checkpoint["model.hlaf"]
     with pytest.raises(KeyError, match=r"not one entry but 3, such as 'model.w'; load\('model'\) reads them all"):
@@ -113,7 +113,7 @@ def test_slices_are_those_of_numpy(place, index, dots):
     parts: list[Any] = list(index)
     if dots is not None:
         parts.insert(dots, ...)
-    handle = hf.open(place)["cube"]
+    handle = holdfast.open(place)["cube"]
     try:
         expected = CUBE.numpy()[tuple(parts)]
     except IndexError:
@@ -130,7 +130,7 @@ def test_slices_are_those_of_numpy(place, index, dots):
 
 
 def test_indices_that_would_copy_are_refused(place):
-    handle = hf.open(place)["cube"]
+    handle = holdfast.open(place)["cube"]
     for index in [[0, 1], True, np.array([1]), torch.tensor([True] * 7), "a", 1.0]:
         with pytest.raises(TypeError, match="sliced"):
             handle[index]
@@ -140,11 +140,11 @@ def test_indices_that_would_copy_are_refused(place):
 
 
 def test_a_handle_is_walked_through_row_by_row(place):
-    assert [row.tolist() for row in hf.open(place)["cube"]] == CUBE.tolist()
+    assert [row.tolist() for row in holdfast.open(place)["cube"]] == CUBE.tolist()
 
 
 def test_elements_come_as_torch_numpy_or_bits(place):
-    checkpoint = hf.open(place)
+    checkpoint = holdfast.open(place)
     half, small = checkpoint["model.half"], checkpoint["small"]
     stored = STATE["model"]["half"]
     assert half[:].dtype == torch.bfloat16
@@ -169,7 +169,7 @@ def test_elements_come_as_torch_numpy_or_bits(place):
 
 
 def test_a_slice_reads_little_of_a_large_tensor(tmp_path, monkeypatch):
-    hf.save({"w": torch.arange(4_000_000).reshape(2000, 2000)}, tmp_path / "large")
+    holdfast.save({"w": torch.arange(4_000_000).reshape(2000, 2000)}, tmp_path / "large")
     read: list[int] = []
     whole = NativeSource.read
 
@@ -178,14 +178,14 @@ def test_a_slice_reads_little_of_a_large_tensor(tmp_path, monkeypatch):
         return read[-1]
 
     monkeypatch.setattr(NativeSource, "read", counted)
-    handle = hf.open(tmp_path / "large")["w"]
+    handle = holdfast.open(tmp_path / "large")["w"]
     assert handle[1000, 5:7].tolist() == [2000005, 2000006]
     assert handle[1500:1510].sum() == sum(range(1500 * 2000, 1510 * 2000))
     assert sum(read) < 1_000_000, "of 32 MB"
 
 
 def test_the_tree_has_handles_in_the_containers_that_were_saved(place):
-    tree = hf.open(place).tree()
+    tree = holdfast.open(place).tree()
     assert list(tree) == list(STATE)
     assert type(tree["mixed"]) is OrderedDict
     assert list(tree["mixed"]) == [3, None, "list"]
@@ -196,7 +196,7 @@ def test_the_tree_has_handles_in_the_containers_that_were_saved(place):
 
 
 def test_a_state_is_read_into_memory_with_its_types_and_ties(place):
-    found = hf.open(place).load()
+    found = holdfast.open(place).load()
     assert list(found) == list(STATE)
     assert torch.equal(found["cube"], CUBE)
     assert found["model"]["w"] is found["model"]["again"]
@@ -221,7 +221,7 @@ def test_a_pattern_reads_a_part(place, monkeypatch):
         return whole(self, requests, wholes, **options)
 
     monkeypatch.setattr(NativeSource, "read_many", noted)
-    checkpoint = hf.open(place)
+    checkpoint = holdfast.open(place)
     assert list(checkpoint.load("model")) == ["model"]
     assert sorted(requested) == ["model.half", "model.w"]
     part = checkpoint.load(["step", "model.again"])
@@ -236,7 +236,7 @@ def test_other_formats_are_opened_alike(tmp_path):
     stock.save(state, checkpoint_id=tmp_path / "dcp")
     safetensors.torch.save_file({"model.w": state["model"]["w"]}, tmp_path / "m.safetensors")
     for name, kind in [("file.pt", "torch"), ("dcp", "dcp"), ("m.safetensors", "safetensors")]:
-        with hf.open(tmp_path / name) as checkpoint:
+        with holdfast.open(tmp_path / name) as checkpoint:
             assert checkpoint.format == kind
             assert checkpoint["model.w"][1, 1:].tolist() == [4, 5]
             if kind != "safetensors":
@@ -255,9 +255,9 @@ def without_torch(program: str) -> str:
 def test_everything_can_be_looked_at_without_torch(place):
     out = without_torch(
         f"""
-        import numpy as np, holdfast as hf
-        with hf.open({str(place)!r}) as checkpoint:
-            assert len(checkpoint) == {len(hf.open(place))}
+        import numpy as np, holdfast
+        with holdfast.open({str(place)!r}) as checkpoint:
+            assert len(checkpoint) == {len(holdfast.open(place))}
             assert checkpoint["cube"][2, 1:3, ::-2].tolist() == {CUBE[2, 1:3].flip(-1)[:, ::2].tolist()}
             assert checkpoint["model.half"][:].dtype == np.float32
             assert checkpoint["small"].numpy().tolist() == [0, 1, 2, 3, 4]
@@ -270,14 +270,14 @@ def test_everything_can_be_looked_at_without_torch(place):
             checkpoint.verify()
             try:
                 checkpoint["cube"].torch()
-            except hf.HoldfastError as error:
+            except holdfast.HoldfastError as error:
                 assert error.install == "torch"
             else:
                 raise AssertionError
         for name in ("save", "load", "RngState"):
             try:
-                getattr(hf, name)
-            except hf.HoldfastError as error:
+                getattr(holdfast, name)
+            except holdfast.HoldfastError as error:
                 print(type(error).__name__, error.install)
         """
     )
@@ -292,10 +292,10 @@ def test_damage_is_found_without_torch(place, tmp_path):
         (tmp_path / file.name).write_bytes(data)
     out = without_torch(
         f"""
-        import holdfast as hf
+        import holdfast
         try:
-            hf.open({str(tmp_path)!r}).load()
-        except hf.HoldfastError as error:
+            holdfast.open({str(tmp_path)!r}).load()
+        except holdfast.HoldfastError as error:
             print(type(error).__name__)
         """
     )

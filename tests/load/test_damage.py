@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp
 from holdfast.errors import DamagedCheckpointError
 from tests.torches import ALONE
@@ -39,7 +39,7 @@ def saved(form: str, folder: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if form == "native":
-            hf.save(state, path)
+            holdfast.save(state, path)
         elif form == "dcp":
             holdfast.dcp.save(state, checkpoint_id=path, no_dist=True)
         elif form == "stock":
@@ -79,7 +79,7 @@ def load(path: Path, kind: str, **options):
     """The state after a load, and the error."""
     state = {"other": torch.zeros(5, dtype=torch.float64), "w": TARGETS[kind]()}
     with pytest.raises(DamagedCheckpointError) as caught:
-        hf.load(state, path, cast=True, memory_budget=1 << 20, **options)
+        holdfast.load(state, path, cast=True, memory_budget=1 << 20, **options)
     return torch.as_tensor(state["w"]), str(caught.value)
 
 
@@ -106,7 +106,7 @@ def test_damage_is_found_before_anything_is_changed_if_that_is_asked_for(checkpo
 
 @pytest.mark.parametrize("form", CHECKED)
 def test_verify_finds_damage_again_and_again(checkpoints, form):
-    with hf.open(checkpoints[form]) as checkpoint:
+    with holdfast.open(checkpoints[form]) as checkpoint:
         for _ in range(2):
             with pytest.raises(DamagedCheckpointError):
                 checkpoint.verify()
@@ -116,5 +116,5 @@ def test_verify_finds_damage_again_and_again(checkpoints, form):
 @pytest.mark.parametrize(("form", "verify"), [*((form, False) for form in CHECKED), ("safetensors", "first")])
 def test_without_digests_to_compare_it_is_loaded_as_it_is(checkpoints, form, verify, kind):
     state = {"other": torch.zeros(5, dtype=torch.float64), "w": TARGETS[kind]()}
-    hf.load(state, checkpoints[form], cast=True, memory_budget=1 << 20, verify=verify)
+    holdfast.load(state, checkpoints[form], cast=True, memory_budget=1 << 20, verify=verify)
     assert (torch.as_tensor(state["w"]) != CONTENT).nonzero().tolist() == [list(BAD)]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import holdfast as hf
+import holdfast
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.refs import TensorRef
 from holdfast._load import filling
@@ -96,11 +96,11 @@ class Point(NamedTuple):
 
 
 def test_containers_that_are_made_anew_keep_their_tensors(tmp_path):
-    hf.declare(Point)
-    hf.save({"point": Point(torch.ones(2), 5)}, tmp_path / "a")
+    holdfast.declare(Point)
+    holdfast.save({"point": Point(torch.ones(2), 5)}, tmp_path / "a")
     where = torch.zeros(2)
     state = {"point": Point(where, 0)}
-    hf.load(state, tmp_path / "a")
+    holdfast.load(state, tmp_path / "a")
     assert state["point"].where is where
     assert (where.tolist(), state["point"].step) == ([1, 1], 5)
 
@@ -120,11 +120,11 @@ def test_memory_that_does_not_suit_the_processor_is_copied_before_it_is_converte
 
 
 def test_autograd_notices_that_tensors_were_filled(tmp_path):
-    hf.save({"w": torch.ones(3), "x": torch.ones(3)}, tmp_path / "a")
+    holdfast.save({"w": torch.ones(3), "x": torch.ones(3)}, tmp_path / "a")
     target = torch.zeros(3)
     with torch.inference_mode():
         inference = torch.zeros(3)
-    hf.load({"w": target, "x": inference}, tmp_path / "a")
+    holdfast.load({"w": target, "x": inference}, tmp_path / "a")
     assert target._version == 1
     assert inference.tolist() == [1, 1, 1]
 
@@ -132,17 +132,17 @@ def test_autograd_notices_that_tensors_were_filled(tmp_path):
 def test_a_tensor_for_inference_is_converted_also_by_other_threads(tmp_path, monkeypatch):
     monkeypatch.setattr("holdfast._formats.native.reading.SEVERAL_READERS_FROM", 0)
     content = torch.arange(2_000_000.0)
-    hf.save({"w": content, "x": content}, tmp_path / "a")
+    holdfast.save({"w": content, "x": content}, tmp_path / "a")
     with torch.inference_mode():
         state = {key: torch.zeros(2_000_000, dtype=torch.float64) for key in "wx"}
-        hf.load(state, tmp_path / "a", cast=True)
+        holdfast.load(state, tmp_path / "a", cast=True)
     assert all(torch.equal(state[key].clone(), content.double()) for key in "wx")
 
 
 def test_tensors_that_are_written_lazily_get_memory_of_their_own(tmp_path):
     """A lazy clone has the memory of its original until something is written to it."""
-    hf.save({"w": torch.ones(3)}, tmp_path / "a")
+    holdfast.save({"w": torch.ones(3)}, tmp_path / "a")
     original = torch.zeros(3)
     clone = torch._lazy_clone(original)
-    hf.load({"w": clone}, tmp_path / "a")
+    holdfast.load({"w": clone}, tmp_path / "a")
     assert (original.tolist(), clone.tolist()) == ([0, 0, 0], [1, 1, 1])

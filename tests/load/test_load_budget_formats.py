@@ -17,7 +17,7 @@ from tests.torches import ALONE
 FORMATS = ["dcp", "stock", "stock_turned", "torch", "safetensors"]
 
 PROGRAM = """
-import sys, torch, holdfast as hf
+import sys, torch, holdfast
 
 folder, *FORMATS = sys.argv[1:]
 BUDGET = 1 << 20
@@ -36,12 +36,12 @@ state = {"w": torch.full((ROWS, COLUMNS), 7, dtype=torch.float32)}
 for form in FORMATS:
     large, small = f"{folder}/{form}/large", f"{folder}/{form}/small"
     # Whatever is imported or made once, by every way that is measured.
-    hf.load({"w": torch.zeros(2, 3, dtype=torch.float64)}, small, cast=True, verify="first")
+    holdfast.load({"w": torch.zeros(2, 3, dtype=torch.float64)}, small, cast=True, verify="first")
     state["w"].fill_(7)
-    print(form, "cast", grown(lambda: hf.load(state, large, cast=True, memory_budget=BUDGET)))
+    print(form, "cast", grown(lambda: holdfast.load(state, large, cast=True, memory_budget=BUDGET)))
     assert state["w"][3, 5] == 3 * COLUMNS + 5
-    print(form, "first", grown(lambda: hf.load(state, large, cast=True, memory_budget=BUDGET, verify="first")))
-    print(form, "verify", grown(lambda: hf.open(large).verify()))
+    print(form, "first", grown(lambda: holdfast.load(state, large, cast=True, memory_budget=BUDGET, verify="first")))
+    print(form, "verify", grown(lambda: holdfast.open(large).verify()))
 """
 
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as stock
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp
 from holdfast.errors import (
     CheckpointNotFoundError,
@@ -40,7 +40,7 @@ def save_raw(place: str, layout: Any, library: str) -> dict[str, Any]:
 
 def load_raw(place: str, layout: Any) -> Any:
     state = blank(layout, with_optimizer=True)
-    report = hf.load(state, place)
+    report = holdfast.load(state, place)
     return content(state), report
 
 
@@ -62,7 +62,7 @@ def test_flattened_optimizer_states_load(tmp_path):
     model, optimizer = get_state_dict(state["model"], state["optim"], options=options)
     stock.save({"model": model, "optim": optimizer}, checkpoint_id=tmp_path)
     found = blank(plain, with_optimizer=True)
-    hf.load(found, tmp_path)
+    holdfast.load(found, tmp_path)
     assert same(content(found), content(state))
 
 
@@ -73,7 +73,7 @@ def test_an_optimizer_without_state_was_stored_as_settings_alone(tmp_path, libra
     library.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path)
     target = nn.Linear(2, 2)
     state = {"model": target, "optim": torch.optim.SGD(target.parameters(), lr=0.5), "loss": nn.MSELoss()}
-    hf.load(state, tmp_path)
+    holdfast.load(state, tmp_path)
     assert state["optim"].param_groups[0]["lr"] == 0.25
     assert torch.equal(target.weight, model.weight)
 
@@ -84,7 +84,7 @@ def test_nested_states_of_dcp_and_torch_keep_their_structure(tmp_path):
     torch.save(stored, tmp_path / "torch.pt")
     for place in ["dcp", "torch.pt"]:
         state: dict[str, Any] = {"a": [torch.zeros(2), {"b": torch.ones(1)}], "c": {}, "text": None}
-        hf.load(state, tmp_path / place)
+        holdfast.load(state, tmp_path / place)
         assert state["a"][0].tolist() == [1, 1]
         assert state["a"][1]["b"].item() == 0
         assert state["c"] == {"d": 4, "list": [1, 2, 3]}
@@ -96,7 +96,7 @@ def test_names_of_wrappers_in_the_keys_of_others_are_looked_through_and_noted(tm
     model, target = nn.Linear(2, 2), nn.Linear(2, 2)
     tensors = {f"{prefix}{key}": value for key, value in model.state_dict().items()}
     safetensors.torch.save_file(tensors, tmp_path / "m.safetensors")
-    report = hf.load(target, tmp_path / "m.safetensors")
+    report = holdfast.load(target, tmp_path / "m.safetensors")
     assert torch.equal(target.weight, model.weight)
     assert report.renamed == {f"{prefix}weight": "weight", f"{prefix}bias": "bias"}
 
@@ -105,55 +105,55 @@ def test_names_that_mean_two_stored_keys_are_not_guessed(tmp_path):
     tensors = {"module.weight": torch.ones(2, 2), "_orig_mod.weight": torch.zeros(2, 2), "bias": torch.ones(2)}
     safetensors.torch.save_file(tensors, tmp_path / "m.safetensors")
     with pytest.raises(StateMismatchError) as raised:
-        hf.load(nn.Linear(2, 2), tmp_path / "m.safetensors")
+        holdfast.load(nn.Linear(2, 2), tmp_path / "m.safetensors")
     assert raised.value.missing == ["weight"]
 
 
 def test_code_in_files_of_torch_runs_only_if_that_is_allowed(tmp_path):
     torch.save({"w": torch.ones(2), "code": io.StringIO}, tmp_path / "file.pt")
-    with pytest.raises(hf.HoldfastError):
-        hf.load({"w": torch.zeros(2), "code": None}, tmp_path / "file.pt")
+    with pytest.raises(holdfast.HoldfastError):
+        holdfast.load({"w": torch.zeros(2), "code": None}, tmp_path / "file.pt")
     state: dict[str, Any] = {"w": torch.zeros(2), "code": None}
-    hf.load(state, tmp_path / "file.pt", allow_pickle=True)
+    holdfast.load(state, tmp_path / "file.pt", allow_pickle=True)
     assert state["code"] is io.StringIO
     stock.save({"w": torch.ones(2), "code": io.StringIO}, checkpoint_id=tmp_path / "dcp")
     with pytest.raises(StateMismatchError, match="allow_pickle=True") as raised:
-        hf.load({"w": torch.zeros(2), "code": None}, tmp_path / "dcp")
+        holdfast.load({"w": torch.zeros(2), "code": None}, tmp_path / "dcp")
     assert list(raised.value.kinds) == ["code"]
 
 
 def test_what_is_no_checkpoint_is_told_by_its_own_class(tmp_path):
     state = {"a": torch.zeros(1)}
     with pytest.raises(CheckpointNotFoundError) as missing:
-        hf.load(state, tmp_path / "nothing")
+        holdfast.load(state, tmp_path / "nothing")
     assert missing.value.path == str(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointNotFoundError, match="empty"):
-        hf.load(state, tmp_path / "empty")
+        holdfast.load(state, tmp_path / "empty")
     (tmp_path / "notes.txt").write_text("hello, world")
     with pytest.raises(NotACheckpointError) as other:
-        hf.load(state, tmp_path / "notes.txt")
+        holdfast.load(state, tmp_path / "notes.txt")
     assert other.value.found == b"hello, wo"
     with pytest.raises(NotACheckpointError):
-        hf.load(state, tmp_path)
-    hf.save({"a": torch.ones(1)}, tmp_path / "saved")
+        holdfast.load(state, tmp_path)
+    holdfast.save({"a": torch.ones(1)}, tmp_path / "saved")
     (tmp_path / "saved/holdfast.json").rename(tmp_path / "record")
     with pytest.raises(UncommittedCheckpointError) as uncommitted:
-        hf.load(state, tmp_path / "saved")
+        holdfast.load(state, tmp_path / "saved")
     assert uncommitted.value.path == str(tmp_path / "saved")
     (tmp_path / "saved/holdfast.json").write_bytes((tmp_path / "record").read_bytes()[:-9])
     with pytest.raises(DamagedCheckpointError) as damaged:
-        hf.load(state, tmp_path / "saved")
+        holdfast.load(state, tmp_path / "saved")
     assert damaged.value.file == str(tmp_path / "saved/holdfast.json")
     with pytest.raises(ValueError, match="empty"):
-        hf.load(state, "")
+        holdfast.load(state, "")
     assert state["a"].item() == 0
 
 
 def load_on_ranks(place: str) -> str:
     try:
-        hf.load({"a": torch.zeros(1)}, place)
-    except hf.HoldfastError as error:
+        holdfast.load({"a": torch.zeros(1)}, place)
+    except holdfast.HoldfastError as error:
         return f"{type(error).__name__} {dist.get_world_size()}"
     return "loaded"
 
@@ -173,6 +173,6 @@ def test_damage_in_files_of_others_is_found(tmp_path: Path, verify):
     file.write_bytes(data)
     state = {"a": torch.zeros(5000)}
     with pytest.raises(DamagedCheckpointError) as raised:
-        hf.load(state, tmp_path, verify=verify)
+        holdfast.load(state, tmp_path, verify=verify)
     assert ("Nothing was changed" in str(raised.value)) == (verify == "first")
     assert ("partly loaded" in str(raised.value)) == (verify is True)

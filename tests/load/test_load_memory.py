@@ -11,9 +11,8 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp
 from holdfast._base.boxes import Box
 from holdfast._formats.native.dtypes import dtype_named
@@ -22,25 +21,17 @@ from holdfast._formats.native.source import NativeSource
 from holdfast._load import filling
 from holdfast._load.filling import Fill, Region, small_parts
 from holdfast.errors import IncompleteLoadError, StateMismatchError
-
-
-class Tied(nn.Module):
-    def __init__(self, tie: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        if tie:
-            self.head.weight = self.embed.weight
+from tests.models import Tied
 
 
 def saved(state: Any, path: Path) -> Path:
-    hf.save(state, path / "saved")
+    holdfast.save(state, path / "saved")
     return path / "saved"
 
 
 def test_tied_weights_are_stored_once_and_read_once(tmp_path):
     source, target = Tied(), Tied()
-    report = hf.load({"model": target}, saved({"model": source}, tmp_path))
+    report = holdfast.load({"model": target}, saved({"model": source}, tmp_path))
     assert torch.equal(target.embed.weight, source.embed.weight)
     assert target.head.weight is target.embed.weight
     assert report.elements == 15
@@ -49,7 +40,7 @@ def test_tied_weights_are_stored_once_and_read_once(tmp_path):
 
 def test_tied_checkpoints_load_into_untied_states(tmp_path):
     source, target = Tied(), Tied(tie=False)
-    report = hf.load({"model": target}, saved({"model": source}, tmp_path))
+    report = holdfast.load({"model": target}, saved({"model": source}, tmp_path))
     assert torch.equal(target.embed.weight, source.embed.weight)
     assert torch.equal(target.head.weight, source.embed.weight)
     assert report.elements == 30
@@ -57,7 +48,7 @@ def test_tied_checkpoints_load_into_untied_states(tmp_path):
 
 def test_tied_tensors_that_the_state_has_no_memory_for_get_one_piece_of_it(tmp_path):
     state: dict[str, Any] = {}
-    report = hf.load(state, saved({"model": Tied()}, tmp_path))
+    report = holdfast.load(state, saved({"model": Tied()}, tmp_path))
     assert state["model"]["embed.weight"] is state["model"]["head.weight"]
     assert report.elements == 15
 
@@ -66,7 +57,7 @@ def test_tied_states_load_what_was_stored_twice_if_it_is_the_same(tmp_path):
     twice = Tied(tie=False)
     twice.head.weight.data.copy_(twice.embed.weight)
     target = Tied()
-    report = hf.load({"model": target}, saved({"model": twice}, tmp_path))
+    report = holdfast.load({"model": target}, saved({"model": twice}, tmp_path))
     assert torch.equal(target.head.weight, twice.embed.weight)
     assert report.elements == 15
 
@@ -78,7 +69,7 @@ def test_tied_states_refuse_two_stored_tensors_that_differ(tmp_path, meta):
         target = Tied()
     before = None if meta else target.embed.weight.clone()
     with pytest.raises(StateMismatchError, match=r"is tied to 'model\.embed\.weight' in the state") as raised:
-        hf.load({"model": target}, path)
+        holdfast.load({"model": target}, path)
     assert list(raised.value.kinds) == ["model.head.weight"]
     assert target.embed.weight.is_meta if meta else torch.equal(target.embed.weight, before)
 
@@ -90,7 +81,7 @@ def test_one_stored_name_is_enough_for_tied_weights(tmp_path, meta):
     safetensors.torch.save_file({"embed.weight": weight}, tmp_path / "model.safetensors")
     with torch.device("meta" if meta else "cpu"):
         target = Tied()
-    report = hf.load(target, tmp_path / "model.safetensors")
+    report = holdfast.load(target, tmp_path / "model.safetensors")
     assert torch.equal(target.head.weight, weight)
     assert target.head.weight is target.embed.weight
     assert report.missing == []
@@ -98,7 +89,7 @@ def test_one_stored_name_is_enough_for_tied_weights(tmp_path, meta):
         report.notes[0] == "'head.weight' is not stored; it is the same tensor as 'embed.weight' and was loaded with it"
     )
     with pytest.raises(StateMismatchError) as raised:
-        hf.load(Tied(tie=False), tmp_path / "model.safetensors")
+        holdfast.load(Tied(tie=False), tmp_path / "model.safetensors")
     assert raised.value.missing == ["head.weight"]
 
 
@@ -107,11 +98,11 @@ def test_the_bits_are_compared_when_tied_tensors_were_stored_twice(tmp_path):
     path = saved({"a": torch.tensor([0.0, 1.0]), "b": torch.tensor([-0.0, 1.0])}, tmp_path)
     tied = torch.zeros(2)
     with pytest.raises(StateMismatchError, match="tied"):
-        hf.load({"a": tied, "b": tied}, path)
+        holdfast.load({"a": tied, "b": tied}, path)
     nan = torch.tensor([float("nan")])
     path = saved({"a": nan, "b": nan.clone()}, tmp_path / "nan")
     tied = torch.zeros(1)
-    hf.load({"a": tied, "b": tied}, path)
+    holdfast.load({"a": tied, "b": tied}, path)
     assert tied.isnan().all()
 
 
@@ -125,7 +116,7 @@ def test_overlapping_targets_get_what_fits_together_and_nothing_else(tmp_path, k
     base = torch.zeros(6, 4)
     state = views(base)
     if kind == "torch":
-        hf.load(state, path)
+        holdfast.load(state, path)
         assert torch.equal(base, content)
     wrong = {key: view.clone() for key, view in views(content).items()}
     wrong["part"][0, 0] = -1
@@ -135,7 +126,7 @@ def test_overlapping_targets_get_what_fits_together_and_nothing_else(tmp_path, k
     if kind == "both":
         state["whole"] = base
     with pytest.raises(StateMismatchError, match="shares memory with") as raised:
-        hf.load(state, path, cast=True)
+        holdfast.load(state, path, cast=True)
     assert "part" in raised.value.kinds or "whole" in raised.value.kinds
     assert base.sum() == 0
 
@@ -145,7 +136,7 @@ def test_targets_that_interleave_without_sharing_elements_are_read_once(tmp_path
     base = torch.zeros(6, 4)
     state = {"left": base[:, :2], "right": base[:, 2:], "again": torch.zeros(1)}
     path = saved({"left": torch.ones(6, 2), "right": torch.full((6, 2), 2.0), "again": torch.ones(1)}, tmp_path)
-    hf.load(state, path)
+    holdfast.load(state, path)
     assert base.tolist() == [[1, 1, 2, 2]] * 6
 
 
@@ -153,9 +144,9 @@ def test_a_transform_into_memory_that_is_also_read_into_must_agree(tmp_path):
     path = saved({"a": torch.ones(3)}, tmp_path)
     shared = torch.zeros(3)
     with pytest.raises(StateMismatchError, match="is tied to"):
-        hf.load({"a": shared, "b": shared}, path, transform={"b": lambda c, key: torch.zeros(3) + 2})
+        holdfast.load({"a": shared, "b": shared}, path, transform={"b": lambda c, key: torch.zeros(3) + 2})
     assert shared.sum() == 0
-    hf.load({"a": shared, "b": shared}, path, transform={"b": lambda c, key: c["a"][:]})
+    holdfast.load({"a": shared, "b": shared}, path, transform={"b": lambda c, key: c["a"][:]})
     assert shared.tolist() == [1, 1, 1]
 
 
@@ -172,7 +163,7 @@ def test_a_load_that_writes_less_than_the_state_has_fails(tmp_path, monkeypatch,
     if kind == "converted":
         state = {key: tensor.double() for key, tensor in state.items()}
     with pytest.raises(IncompleteLoadError, match=r"3 elements .* where the state has 7") as raised:
-        hf.load(state, path, cast=True)
+        holdfast.load(state, path, cast=True)
     assert (raised.value.expected, raised.value.found) == (7, 3)
     assert "partly loaded" in str(raised.value)
 
@@ -182,7 +173,7 @@ def test_a_checkpoint_that_does_not_cover_a_target_is_refused_before_anything_ch
     monkeypatch.setattr(NativeSource, "chunks", lambda self, key: [Box((0,), (3,)), Box((5,), (3,))])
     target = torch.zeros(8, dtype=torch.float64)
     with pytest.raises(StateMismatchError) as raised:
-        hf.load({"a": target}, path, cast=True)
+        holdfast.load({"a": target}, path, cast=True)
     assert raised.value.uncovered == {"a": "no stored chunk covers offsets [3], sizes [2]"}
     assert target.sum() == 0
 
@@ -193,7 +184,7 @@ def test_a_target_of_which_a_part_would_not_be_filled_is_refused(tmp_path, monke
         "holdfast._load.planning.regions_of", lambda fill: [Region(fill, Box((0,), (3,)), fill.target[:3])]
     )
     with pytest.raises(StateMismatchError, match="of the 8 elements on rank 0, 3 would be filled"):
-        hf.load({"a": torch.zeros(8, dtype=torch.float64)}, path, cast=True)
+        holdfast.load({"a": torch.zeros(8, dtype=torch.float64)}, path, cast=True)
 
 
 @given(sizes=st.lists(st.integers(1, 9), max_size=4), limit=st.integers(1, 300))
@@ -218,7 +209,7 @@ def test_chunks_that_are_converted_in_small_parts_are_read_once(tmp_path, verify
     content = torch.rand(500_000)
     holdfast.dcp.save({"a": content, "b": content}, checkpoint_id=tmp_path)
     state = {"a": torch.zeros(500_000, dtype=torch.float64), "b": torch.zeros(500_000, dtype=torch.bfloat16)}
-    report = hf.load(state, tmp_path, cast=True, verify=verify, memory_budget=256 << 10)
+    report = holdfast.load(state, tmp_path, cast=True, verify=verify, memory_budget=256 << 10)
     assert torch.equal(state["a"], content.double())
     assert torch.equal(state["b"], content.bfloat16())
     assert 4_000_000 <= report.bytes_read < 4_020_000
@@ -230,13 +221,13 @@ def test_arrays_without_dimensions_are_converted_too(tmp_path, form):
     stored = {"number": torch.tensor(2.5), "row": torch.arange(3.0)}
     path = tmp_path / form
     if form == "native":
-        hf.save(stored, path)
+        holdfast.save(stored, path)
     elif form == "dcp":
         holdfast.dcp.save(stored, checkpoint_id=path)
     else:
         torch.save(stored, path)
     state = {"number": np.zeros((), np.float64), "row": np.zeros(3, np.float64)[::-1]}
-    report = hf.load(state, path, cast=True)
+    report = holdfast.load(state, path, cast=True)
     assert (state["number"], state["row"].tolist()) == (2.5, [0, 1, 2])
     assert report.elements == 4
 
@@ -264,7 +255,7 @@ def test_tensors_that_bytes_cannot_be_read_into_directly_are_filled_through_host
         "scalar": torch.tensor(0.5),
     }
     before = dict(state)
-    report = hf.load(state, saved(stored, tmp_path), cast=["cast", "scalar"])
+    report = holdfast.load(state, saved(stored, tmp_path), cast=["cast", "scalar"])
     assert all(state[key] is before[key] for key in state)
     assert torch.equal(torch.Tensor(state["subclass"]), stored["subclass"])
     assert torch.equal(state["conjugate"], stored["conjugate"])

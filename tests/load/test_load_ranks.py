@@ -14,17 +14,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp
 from holdfast.errors import RankDisagreementError
 from tests.exact import assert_same
+from tests.models import ddp, fsdp1, fsdp2, plain, tensor_parallel
 from tests.rank_pool import RankPool
+from tests.sharding import mesh_of_all_ranks, sharded
 
 
 class Net(nn.Module):
@@ -36,25 +35,6 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.up(x)))
-
-
-def plain(net: nn.Module) -> nn.Module:
-    return net
-
-
-def ddp(net: nn.Module) -> nn.Module:
-    return DistributedDataParallel(net)
-
-
-def fsdp2(net: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(net.up, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
-
-
-def tensor_parallel(net: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 LAYOUTS = [plain, ddp, fsdp2, tensor_parallel]
@@ -114,7 +94,7 @@ def load_all(places: dict[str, str], layout: Any) -> dict[str, Any]:
         with_optimizer = name not in ("file", "folder")
         state = blank(layout, with_optimizer)
         target = state if with_optimizer or name == "torch" else state["model"]
-        report = hf.load(target, place)
+        report = holdfast.load(target, place)
         wanted = (
             expected
             if with_optimizer
@@ -133,7 +113,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     state = trained()
     model, optimizer = get_state_dict(state["model"], state["optim"])
     tensors = dict(state["model"].state_dict())
-    hf.save(state, folder / "native")
+    holdfast.save(state, folder / "native")
     stock.save({"model": model, "optim": optimizer}, checkpoint_id=folder / "stock")
     stock.save(
         {"model": state["model"].state_dict(), "optim": state["optim"].state_dict()}, checkpoint_id=folder / "raw"
@@ -189,15 +169,14 @@ def elements_on(layout: Any, key: str, value: torch.Tensor, world_size: int) -> 
 
 def test_a_process_without_a_group_loads_what_many_ranks_saved(ranks: RankPool, tmp_path):
     ranks(3).run(save_sharded, str(tmp_path / "sharded"))
-    state = {"w": torch.zeros(10, 3), "rank": hf.PerRank(0, on_resize="first")}
-    hf.load(state, tmp_path / "sharded")
+    state = {"w": torch.zeros(10, 3), "rank": holdfast.PerRank(0, on_resize="first")}
+    holdfast.load(state, tmp_path / "sharded")
     assert torch.equal(state["w"], torch.arange(30.0).reshape(10, 3))
 
 
 def save_sharded(place: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tensor = distribute_tensor(torch.arange(30.0).reshape(10, 3), mesh, [Shard(0)])
-    hf.save({"w": tensor, "rank": hf.PerRank(dist.get_rank())}, place)
+    tensor = sharded(torch.arange(30.0).reshape(10, 3))
+    holdfast.save({"w": tensor, "rank": holdfast.PerRank(dist.get_rank())}, place)
 
 
 def training_goes_on(kind: str, options: dict[str, Any], layout: Any, place: str) -> bool:
@@ -227,9 +206,9 @@ def training_goes_on(kind: str, options: dict[str, Any], layout: Any, place: str
     state = fresh(1)
     run(state, range(2))
     state["scheduler"].step()
-    hf.save(state, place)
+    holdfast.save(state, place)
     other = fresh(2)
-    hf.load(other, place)
+    holdfast.load(other, place)
     run(state, range(2, 4))
     run(other, range(2, 4))
     same_rate = state["scheduler"].get_last_lr() == other["scheduler"].get_last_lr()
@@ -264,8 +243,8 @@ def test_training_with_sparse_gradients_goes_on_bit_for_bit(tmp_path):
 
     state, other = fresh(1), fresh(2)
     run(state, 0, 1)
-    hf.save(state, tmp_path / "saved")
-    hf.load(other, tmp_path / "saved")
+    holdfast.save(state, tmp_path / "saved")
+    holdfast.load(other, tmp_path / "saved")
     run(state, 1, 4)
     run(other, 1, 4)
     assert same(content(state), content(other))
@@ -283,10 +262,10 @@ def bits(state: Any) -> list[Any]:
 
 
 def load_with_problems(place: str) -> tuple[Any, bool]:
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    rank, mesh = dist.get_rank(), mesh_of_all_ranks()
     state = {
         "w": distribute_tensor(torch.zeros(10, 3), mesh, [Shard(0)]),
-        "rank": hf.PerRank(0),
+        "rank": holdfast.PerRank(0),
     }
     if rank == 0:
         state["zero"] = torch.zeros(1)
@@ -296,8 +275,8 @@ def load_with_problems(place: str) -> tuple[Any, bool]:
         state["rank"] = torch.zeros(3)
     before = bits(state)
     try:
-        hf.load(state, place)
-    except hf.HoldfastError as error:
+        holdfast.load(state, place)
+    except holdfast.HoldfastError as error:
         return error, bits(state) == before
     return None, False
 
@@ -315,17 +294,19 @@ def test_problems_of_all_ranks_come_in_one_error_on_every_rank_and_nothing_chang
 
 
 def load_per_rank(place: str, rules: dict[str, Any]) -> Any:
-    state = {key: hf.PerRank(None, on_resize=rule) for key, rule in rules.items()}
+    state = {key: holdfast.PerRank(None, on_resize=rule) for key, rule in rules.items()}
     try:
-        report = hf.load(state, place)
-    except hf.HoldfastError as error:
+        report = holdfast.load(state, place)
+    except holdfast.HoldfastError as error:
         return error
     return {key: marked.value for key, marked in state.items()}, report
 
 
 def save_per_rank(place: str) -> None:
     rank = dist.get_rank()
-    hf.save({key: hf.PerRank({"rank": rank, "t": torch.full((2,), float(rank))}) for key in ("a", "b", "c")}, place)
+    holdfast.save(
+        {key: holdfast.PerRank({"rank": rank, "t": torch.full((2,), float(rank))}) for key in ("a", "b", "c")}, place
+    )
 
 
 def add_ranks(values: Any, rank: int, world_size: int) -> Any:
@@ -363,9 +344,9 @@ def load_unmarked(place: str) -> list[Any]:
     for target in [5, {"rank": 0, "t": torch.zeros(2)}, torch.zeros(2), [1], None, {}]:
         state = {"a": target}
         try:
-            hf.load(state, place)
+            holdfast.load(state, place)
             found.append(state["a"])
-        except hf.HoldfastError as error:
+        except holdfast.HoldfastError as error:
             found.append(error)
     return found
 
@@ -382,7 +363,7 @@ def test_what_is_stored_per_rank_has_to_be_marked_so_unless_the_place_takes_anyt
 
 
 def test_what_is_stored_once_is_per_rank_only_if_the_rule_says_so(tmp_path):
-    hf.save({"a": {"rank": 4}}, tmp_path / "saved")
+    holdfast.save({"a": {"rank": 4}}, tmp_path / "saved")
     error = load_per_rank(str(tmp_path / "saved"), {"a": "error"})
     assert "one value for all ranks" in error.kinds["a"]
     values, _ = load_per_rank(str(tmp_path / "saved"), {"a": "first"})
@@ -390,9 +371,9 @@ def test_what_is_stored_once_is_per_rank_only_if_the_rule_says_so(tmp_path):
 
 
 def test_stored_parts_of_per_rank_values_without_a_place_are_unexpected(tmp_path):
-    hf.save({"a": hf.PerRank({"x": 1, "y": 2})}, tmp_path / "saved")
-    with pytest.raises(hf.HoldfastError) as raised:
-        hf.load({"a": hf.PerRank({"x": 0})}, tmp_path / "saved")
+    holdfast.save({"a": holdfast.PerRank({"x": 1, "y": 2})}, tmp_path / "saved")
+    with pytest.raises(holdfast.HoldfastError) as raised:
+        holdfast.load({"a": holdfast.PerRank({"x": 0})}, tmp_path / "saved")
     assert raised.value.unexpected == ["a.y"]
 
 
@@ -402,15 +383,15 @@ def draw() -> float:
 
 def save_streams(place: str) -> float:
     torch.manual_seed(100 + dist.get_rank())
-    hf.save({"rng": hf.RngState(), "step": 1}, place)
+    holdfast.save({"rng": holdfast.RngState(), "step": 1}, place)
     return draw()
 
 
 def load_streams(place: str, rule: str) -> Any:
     torch.manual_seed(9)
     try:
-        report = hf.load({"rng": hf.RngState(on_resize=rule)}, place)
-    except hf.HoldfastError as error:
+        report = holdfast.load({"rng": holdfast.RngState(on_resize=rule)}, place)
+    except holdfast.HoldfastError as error:
         return error
     return draw(), report.notes
 
@@ -429,10 +410,9 @@ def test_random_streams_come_back_or_are_derived_with_a_note(ranks: RankPool, tm
 
 
 def load_own_place(base: str, options: dict[str, Any]) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state = {"w": distribute_tensor(torch.zeros(300000, 2), mesh, [Shard(0)]), "step": 0}
+    state = {"w": sharded(torch.zeros(300000, 2)), "step": 0}
     try:
-        hf.load(state, base, **options)
+        holdfast.load(state, base, **options)
     except Exception as error:
         return (
             type(error).__name__,
@@ -445,8 +425,7 @@ def load_own_place(base: str, options: dict[str, Any]) -> Any:
 
 
 def save_large(place: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    hf.save({"w": distribute_tensor(torch.ones(300000, 2), mesh, [Shard(0)]), "step": 5}, place)
+    holdfast.save({"w": sharded(torch.ones(300000, 2)), "step": 5}, place)
 
 
 def damaged_file(place: Path, rank: int) -> Path:
@@ -480,10 +459,10 @@ def load_divided(savers: list[int]) -> Any:
     rank, place = dist.get_rank(), f"memory://divided-{savers}"
     alone = [dist.new_group([member]) for member in range(dist.get_world_size())]
     if rank in savers:
-        hf.save({"a": torch.ones(1)}, place, process_group=alone[rank])
+        holdfast.save({"a": torch.ones(1)}, place, process_group=alone[rank])
     try:
-        hf.load({"a": torch.zeros(1)}, place)
-    except hf.HoldfastError as error:
+        holdfast.load({"a": torch.zeros(1)}, place)
+    except holdfast.HoldfastError as error:
         return error
     return None
 
@@ -503,7 +482,7 @@ def load_from_folders(base: str, folders: list[str], paths: list[Any], options: 
     rank, before = dist.get_rank(), Path.cwd()
     os.chdir(Path(base) / folders[rank])
     try:
-        hf.load({"a": torch.zeros(1)}, paths[rank], **options[rank])
+        holdfast.load({"a": torch.zeros(1)}, paths[rank], **options[rank])
     except Exception as error:
         return error
     finally:
@@ -513,7 +492,7 @@ def load_from_folders(base: str, folders: list[str], paths: list[Any], options: 
 
 def test_paths_are_compared_by_the_places_that_they_mean(ranks: RankPool, tmp_path):
     for folder in ("one", "two"):
-        hf.save({"a": torch.ones(1)}, tmp_path / folder / "saved")
+        holdfast.save({"a": torch.ones(1)}, tmp_path / folder / "saved")
     same = ["saved", str(tmp_path / "one" / "saved")]
     assert ranks(2).run(load_from_folders, str(tmp_path), ["one", "two"], same, [{}, {}]) == [None, None]
     for error in ranks(2).run(load_from_folders, str(tmp_path), ["one", "two"], ["saved", "saved"], [{}, {}]):
@@ -523,7 +502,7 @@ def test_paths_are_compared_by_the_places_that_they_mean(ranks: RankPool, tmp_pa
 
 @pytest.mark.parametrize("wrong", [7, "", "carrier-pigeon://loft"])
 def test_a_path_that_is_none_on_one_rank_ends_the_call_on_all(ranks: RankPool, tmp_path, wrong):
-    hf.save({"a": torch.ones(1)}, tmp_path / "saved")
+    holdfast.save({"a": torch.ones(1)}, tmp_path / "saved")
     for error in ranks(2).run(load_from_folders, str(tmp_path), [".", "."], ["saved", wrong], [{}, {}]):
         assert type(error) is RankDisagreementError
         assert repr(wrong) in str(error)
@@ -535,7 +514,7 @@ def test_a_path_that_is_none_on_one_rank_ends_the_call_on_all(ranks: RankPool, t
     ("wrong", "kind"), [({"rename": 3}, TypeError), ({"include": [3]}, TypeError), ({"cast": {"a": "no"}}, TypeError)]
 )
 def test_a_wrong_option_on_one_rank_is_the_same_error_on_all(ranks: RankPool, tmp_path, wrong, kind):
-    hf.save({"a": torch.ones(1)}, tmp_path / "saved")
+    holdfast.save({"a": torch.ones(1)}, tmp_path / "saved")
     first, second = ranks(2).run(load_from_folders, str(tmp_path), [".", "."], ["saved"] * 2, [{}, wrong])
     assert type(first) is type(second) is kind
     assert str(first) == str(second)
@@ -558,14 +537,14 @@ def fails_on_one_rank(place: str, where: str) -> Any:
     include = (lambda key: 1 // 0 == 0) if where == "include" and dist.get_rank() == 1 else None
     state = {"fragile": Fragile(), "t": torch.zeros(2)}
     try:
-        hf.load(state, place, transform={"t": made}, include=include)
+        holdfast.load(state, place, transform={"t": made}, include=include)
     except Exception as error:
         return type(error).__name__, str(error), getattr(error, "__notes__", []), state["t"].tolist()
 
 
 @pytest.mark.parametrize("where", ["apply", "transform", "include"])
 def test_code_of_the_user_that_fails_on_one_rank_fails_on_all(ranks: RankPool, tmp_path, where):
-    hf.save({"fragile": {"x": 2}, "t": torch.zeros(2)}, tmp_path / "saved")
+    holdfast.save({"fragile": {"x": 2}, "t": torch.zeros(2)}, tmp_path / "saved")
     for name, text, notes, tensor in ranks(2).run(fails_on_one_rank, str(tmp_path / "saved"), where):
         if where == "transform":
             assert name == "StateMismatchError"
@@ -580,13 +559,12 @@ def test_code_of_the_user_that_fails_on_one_rank_fails_on_all(ranks: RankPool, t
 
 
 def transform_into_shards(place: str) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {
-        "q": distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)]),
-        "k": distribute_tensor(torch.zeros(4, 6), mesh, [Shard(1)]),
-        "turned": distribute_tensor(torch.zeros(6, 8), mesh, [Shard(0)]),
+        "q": sharded(torch.zeros(4, 6)),
+        "k": sharded(torch.zeros(4, 6), 1),
+        "turned": sharded(torch.zeros(6, 8)),
     }
-    report = hf.load(
+    report = holdfast.load(
         state,
         place,
         transform={
@@ -600,7 +578,7 @@ def transform_into_shards(place: str) -> Any:
 
 def test_transforms_fill_sharded_targets(ranks: RankPool, tmp_path):
     stored = torch.rand(8, 6)
-    hf.save({"qk": stored}, tmp_path / "saved")
+    holdfast.save({"qk": stored}, tmp_path / "saved")
     for found, report in ranks(3).run(transform_into_shards, str(tmp_path / "saved")):
         assert torch.equal(found["q"], stored[:4])
         assert torch.equal(found["k"], stored[4:])
@@ -612,11 +590,11 @@ def test_transforms_fill_sharded_targets(ranks: RankPool, tmp_path):
 def load_different_keys(place: str) -> Any:
     keys = ["a", "b"] if dist.get_rank() == 1 else ["b", "c"]
     state = {"m": {key: torch.zeros(1) for key in keys}}
-    return hf.load(state, place, allow_missing="m.c")
+    return holdfast.load(state, place, allow_missing="m.c")
 
 
 def test_ranks_with_different_parts_of_a_state_report_them_together(ranks: RankPool, tmp_path):
-    hf.save({"m": {"a": torch.ones(1), "b": torch.ones(1)}, "rest": 1}, tmp_path / "saved")
+    holdfast.save({"m": {"a": torch.ones(1), "b": torch.ones(1)}, "rest": 1}, tmp_path / "saved")
     first, second = ranks(2).run(load_different_keys, str(tmp_path / "saved"))
     assert first == second
     assert sorted(first.read) == ["m.a", "m.b"]
@@ -624,10 +602,6 @@ def test_ranks_with_different_parts_of_a_state_report_them_together(ranks: RankP
     assert first.unexpected == []
     assert first.not_requested == ["rest"]
     assert first.elements == 3
-
-
-def fsdp1(net: nn.Module) -> nn.Module:
-    return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def fsdp1_passes_on(place: str, copy: str, seed: int | None) -> None:
@@ -639,17 +613,17 @@ def fsdp1_passes_on(place: str, copy: str, seed: int | None) -> None:
             torch.manual_seed(seed)
             state["model"](torch.rand(5, 4)).sum().backward()
             state["optim"].step()
-            hf.save(state, place)
+            holdfast.save(state, place)
         else:
-            hf.load(state, place)
-            hf.save(state, copy)
+            holdfast.load(state, place)
+            holdfast.save(state, copy)
 
 
 def test_models_and_optimizers_of_fsdp1_go_to_other_numbers_of_ranks(ranks: RankPool, tmp_path):
     place, copy = str(tmp_path / "saved"), str(tmp_path / "loaded")
     ranks(3).run(fsdp1_passes_on, place, copy, 4)
     ranks(2).run(fsdp1_passes_on, place, copy, None)
-    saved, loaded = hf.open(place).load(), hf.open(copy).load()
+    saved, loaded = holdfast.open(place).load(), holdfast.open(copy).load()
     assert_same(loaded, saved)
     assert saved["optim"]["state"]["up.weight"]["exp_avg"].count_nonzero() > 0
 
@@ -665,8 +639,8 @@ def fsdp1_with_optimizers_in_a_list(place: str) -> Any:
         saved, loaded = states
         saved["model"](torch.rand(5, 4)).sum().backward()
         saved["optims"][0].step()
-        hf.save(saved, place)
-        report = hf.load(loaded, place)
+        holdfast.save(saved, place)
+        report = holdfast.load(loaded, place)
     (moments,) = loaded["optims"][0].state.values()
     (expected,) = saved["optims"][0].state.values()
     return report.missing, torch.equal(moments["exp_avg"], expected["exp_avg"])
@@ -678,14 +652,14 @@ def test_optimizers_of_fsdp1_may_lie_in_a_list_beside_their_model(ranks: RankPoo
 
 def verify_on_one_rank(place: str) -> Any:
     with pytest.raises(RankDisagreementError) as caught:
-        hf.load({"a": torch.zeros(1)}, place, verify="first" if dist.get_rank() == 1 else True)
-    hf.load({"a": torch.zeros(1)}, place, verify="first")
+        holdfast.load({"a": torch.zeros(1)}, place, verify="first" if dist.get_rank() == 1 else True)
+    holdfast.load({"a": torch.zeros(1)}, place, verify="first")
     return str(caught.value)
 
 
 def test_ranks_that_verify_differently_are_told(ranks: RankPool, tmp_path):
     """They would exchange other messages: who verifies first meets the others once more."""
-    hf.save({"a": torch.ones(1)}, tmp_path / "saved")
+    holdfast.save({"a": torch.ones(1)}, tmp_path / "saved")
     for message in ranks(3).run(verify_on_one_rank, str(tmp_path / "saved")):
         assert "verify=True" in message
         assert "verify='first'" in message

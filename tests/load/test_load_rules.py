@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast as hf
+import holdfast
 from holdfast._watching.progress import size
 from holdfast.errors import DamagedCheckpointError, OptimizerMismatchError, StateMismatchError
 
@@ -25,7 +25,7 @@ STORED = {
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("rules") / "saved"
-    hf.save(STORED, place)
+    holdfast.save(STORED, place)
     return place
 
 
@@ -38,7 +38,7 @@ def blank() -> dict[str, Any]:
 
 
 def saved(state: Any, path: Path, **options: Any) -> Path:
-    hf.save(state, path / "saved", **options)
+    holdfast.save(state, path / "saved", **options)
     return path / "saved"
 
 
@@ -54,7 +54,7 @@ def test_all_problems_are_told_at_once_with_keys_that_may_be_meant(path):
     state["model"]["head.bias"] = torch.zeros(1, dtype=torch.float16)
     state["step"] = torch.zeros(1)
     with pytest.raises(StateMismatchError) as raised:
-        hf.load(state, path)
+        holdfast.load(state, path)
     error = raised.value
     assert error.missing == ["model.body.wieght"]
     assert error.unexpected == ["model.body.weight"]
@@ -80,10 +80,10 @@ def test_missing_and_unexpected_keys_are_allowed_by_pattern_and_reported(path):
     state["model"]["new.weight"] = torch.full((2,), 7.0)
     del state["model"]["head.bias"]
     with pytest.raises(StateMismatchError) as raised:
-        hf.load(state, path, allow_missing="model.other.*", allow_unexpected="model.other")
+        holdfast.load(state, path, allow_missing="model.other.*", allow_unexpected="model.other")
     assert (raised.value.missing, raised.value.unexpected) == (["model.new.weight"], ["model.head.bias"])
     assert is_blank({**state, "model": {key: state["model"][key] for key in ("body.weight", "head.weight")}})
-    report = hf.load(state, path, allow_missing=["model.new"], allow_unexpected=re.compile(r"model\.head\..*"))
+    report = holdfast.load(state, path, allow_missing=["model.new"], allow_unexpected=re.compile(r"model\.head\..*"))
     assert (report.missing, report.unexpected) == (["model.new.weight"], ["model.head.bias"])
     assert state["model"]["new.weight"].tolist() == [7, 7]
     assert state["model"]["body.weight"].sum() == 15
@@ -93,23 +93,23 @@ def test_strict_false_lets_both_pass_but_neither_shapes_nor_kinds(path):
     state = blank()
     state["model"]["new.weight"] = torch.full((2,), 7.0)
     del state["model"]["head.bias"]
-    report = hf.load(state, path, strict=False)
+    report = holdfast.load(state, path, strict=False)
     assert (report.missing, report.unexpected) == (["model.new.weight"], ["model.head.bias"])
     state["model"]["head.weight"] = torch.zeros(5)
     with pytest.raises(StateMismatchError, match=r"head\.weight"):
-        hf.load(state, path, strict=False)
+        holdfast.load(state, path, strict=False)
 
 
 def test_a_load_that_loads_nothing_is_an_error(path):
     with pytest.raises(StateMismatchError, match="gets nothing"):
-        hf.load(blank(), path, include="modle.*")
+        holdfast.load(blank(), path, include="modle.*")
     with pytest.raises(StateMismatchError, match="gets nothing"):
-        hf.load({"wholly": torch.zeros(1), "different": 2}, path, strict=False)
+        holdfast.load({"wholly": torch.zeros(1), "different": 2}, path, strict=False)
 
 
 def test_parts_of_a_checkpoint_that_the_state_does_not_have_are_listed_and_not_read(path):
     model = {"model": blank()["model"]}
-    report = hf.load(model, path)
+    report = holdfast.load(model, path)
     assert report.not_requested == ["optim.lr", "optim.momentum", "step"]
     assert report.unexpected == []
     assert report.elements == 9
@@ -117,7 +117,7 @@ def test_parts_of_a_checkpoint_that_the_state_does_not_have_are_listed_and_not_r
 
 def test_include_and_exclude_choose_what_is_loaded(path):
     state = blank()
-    report = hf.load(state, path, include=["model.*", "step"], exclude=["*.bias"])
+    report = holdfast.load(state, path, include=["model.*", "step"], exclude=["*.bias"])
     assert state["model"]["body.weight"].sum() == 15
     assert state["model"]["head.bias"].item() == 0
     assert state["step"] == 9
@@ -129,13 +129,13 @@ def test_include_and_exclude_choose_what_is_loaded(path):
 
 def test_include_and_exclude_choose_what_empty_places_take(path):
     state: dict[str, Any] = {}
-    report = hf.load(state, path, exclude=["optim", "model.head"])
+    report = holdfast.load(state, path, exclude=["optim", "model.head"])
     assert list(state) == ["model", "step"]
     assert list(state["model"]) == ["body.weight"]
     assert set(report.untouched) == {"optim.lr", "optim.momentum", "model.head.weight", "model.head.bias"}
     assert report.unexpected == []
     state = {"model": None, "optim": {}, "step": None}
-    hf.load(state, path, include=["model.*.weight", "step"])
+    holdfast.load(state, path, include=["model.*.weight", "step"])
     assert list(state["model"]) == ["body.weight", "head.weight"]
     assert state["optim"] == {}
     assert state["step"] == 9
@@ -144,7 +144,7 @@ def test_include_and_exclude_choose_what_empty_places_take(path):
 def test_what_is_excluded_may_have_any_shape(path):
     state = blank()
     state["model"]["head.weight"] = torch.zeros(77)
-    hf.load(state, path, exclude="model.head")
+    holdfast.load(state, path, exclude="model.head")
     assert state["model"]["body.weight"].sum() == 15
 
 
@@ -170,7 +170,7 @@ def test_an_excluded_learning_rate_stays_as_it_is_in_its_own_group(tmp_path, tur
     state = fresh(0.6, turned=turned)
     state["optim"].param_groups[0]["weight_decay"] = 0.77
     before = [group["lr"] for group in state["optim"].param_groups]
-    report = hf.load(state, path, exclude="optim.param_groups.*.lr")
+    report = holdfast.load(state, path, exclude="optim.param_groups.*.lr")
     assert [group["lr"] for group in state["optim"].param_groups] == before
     assert [group["weight_decay"] for group in state["optim"].param_groups] == [0.01, 0.01]
     assert report.untouched == ["optim.param_groups.0.lr", "optim.param_groups.1.lr"]
@@ -183,7 +183,7 @@ def test_excluded_optimizer_state_is_kept_and_never_made_of_unread_memory(tmp_pa
     path = saved(trained(0.1), tmp_path)
     state = trained(0.2) if used else fresh(0.2)
     kept = {name: dict(state["optim"].state[p]) for name, p in state["model"].named_parameters()}
-    hf.load(state, path, exclude="optim.state.*.exp_avg")
+    holdfast.load(state, path, exclude="optim.state.*.exp_avg")
     for name, parameter in state["model"].named_parameters():
         entry = state["optim"].state[parameter]
         assert "exp_avg_sq" in entry
@@ -193,7 +193,7 @@ def test_excluded_optimizer_state_is_kept_and_never_made_of_unread_memory(tmp_pa
 def test_renamed_keys_are_found_under_their_new_names(path):
     state = {"net": {"trunk.weight": torch.zeros(2, 3), "head.weight": torch.zeros(2), "head.bias": torch.zeros(1)}}
     names = {"model": "net", "model.body": "net.trunk"}
-    report = hf.load(state, path, rename=names)
+    report = holdfast.load(state, path, rename=names)
     assert state["net"]["trunk.weight"].sum() == 15
     assert report.renamed == {
         "model.body.weight": "net.trunk.weight",
@@ -214,7 +214,7 @@ def test_renamed_keys_are_found_under_their_new_names(path):
 )
 def test_names_are_given_by_expressions_functions_and_mappings(path, rename):
     state = {"model": {"body.w": torch.zeros(2, 3), "head.w": torch.zeros(2), "head.bias": torch.zeros(1)}}
-    report = hf.load(state, path, rename=rename)
+    report = holdfast.load(state, path, rename=rename)
     assert state["model"]["body.w"].sum() == 15
     assert set(report.renamed) == {"model.body.weight", "model.head.weight"}
     assert set(report.read) == {"model.body.w", "model.head.w", "model.head.bias"}
@@ -223,34 +223,34 @@ def test_names_are_given_by_expressions_functions_and_mappings(path, rename):
 
 def test_an_empty_name_takes_a_prefix_away(path):
     state = {key: torch.zeros_like(value) for key, value in STORED["model"].items()}
-    hf.load(state, path, rename={"model": ""})
+    holdfast.load(state, path, rename={"model": ""})
     assert state["body.weight"].sum() == 15
 
 
 def test_a_key_can_be_moved_into_a_part_that_is_there_already(path):
     state = {"model": {**blank()["model"], "speed": torch.zeros(3)}}
-    hf.load(state, path, rename={"optim.momentum": "model.speed"})
+    holdfast.load(state, path, rename={"optim.momentum": "model.speed"})
     assert state["model"]["speed"].tolist() == [1, 1, 1]
 
 
 def test_two_keys_cannot_get_the_same_name(path):
     state = blank()
     with pytest.raises(ValueError, match=r"both 'model.body.weight' and 'model.head.weight' the key 'model.w'"):
-        hf.load(state, path, rename={re.compile(r"model\.\w+\.weight"): "model.w"})
+        holdfast.load(state, path, rename={re.compile(r"model\.\w+\.weight"): "model.w"})
     with pytest.raises(ValueError, match=r"'step'"):
-        hf.load(state, path, rename={"optim.lr": "step"})
+        holdfast.load(state, path, rename={"optim.lr": "step"})
     assert is_blank(state)
 
 
 def test_two_keys_can_change_places(path):
     state = {"model": {"head.weight": torch.zeros(2, 3), "body.weight": torch.zeros(2), "head.bias": torch.zeros(1)}}
     swap = {"model.body.weight": "model.head.weight", "model.head.weight": "model.body.weight"}
-    hf.load(state, path, rename=swap)
+    holdfast.load(state, path, rename=swap)
     assert state["model"]["head.weight"].sum() == 15
 
 
 def test_a_rename_that_no_key_is_like_is_noted(path):
-    report = hf.load(blank(), path, rename={"modle.body": "model.trunk", re.compile("nothing"): "x"})
+    report = holdfast.load(blank(), path, rename={"modle.body": "model.trunk", re.compile("nothing"): "x"})
     assert report.notes == [
         "rename: no stored key is, or begins with, 'modle.body'",
         "rename: no stored key is, or begins with, 'nothing'",
@@ -260,13 +260,13 @@ def test_a_rename_that_no_key_is_like_is_noted(path):
 @pytest.mark.parametrize("rename", [{3: "x"}, lambda key: 5, lambda key: ""])
 def test_names_that_are_none_are_refused(path, rename):
     with pytest.raises(TypeError, match="rename"):
-        hf.load(blank(), path, rename=rename)
+        holdfast.load(blank(), path, rename=rename)
 
 
 def test_per_rank_values_lists_and_dicts_with_odd_keys_can_be_renamed_as_a_whole(tmp_path):
-    stored = {"old": {"rng": hf.PerRank({"seed": 4}), "list": [torch.ones(1), 2], "odd": {3: "x", None: "y"}}}
-    state: dict[str, Any] = {"new": {"rng": hf.PerRank({"seed": 0}), "list": [], "odd": {}}}
-    report = hf.load(state, saved(stored, tmp_path), rename={"old": "new"})
+    stored = {"old": {"rng": holdfast.PerRank({"seed": 4}), "list": [torch.ones(1), 2], "odd": {3: "x", None: "y"}}}
+    state: dict[str, Any] = {"new": {"rng": holdfast.PerRank({"seed": 0}), "list": [], "odd": {}}}
+    report = holdfast.load(state, saved(stored, tmp_path), rename={"old": "new"})
     assert state["new"]["rng"].value == {"seed": 4}
     assert state["new"]["list"][1] == 2
     assert report.missing == report.unexpected == []
@@ -276,7 +276,7 @@ def test_optimizers_and_their_models_can_be_renamed_as_a_whole(tmp_path):
     source = trained(0.1)
     path = saved({"old": source}, tmp_path)
     state = {"new": fresh(0.3)}
-    hf.load(state, path, rename={"old": "new"})
+    holdfast.load(state, path, rename={"old": "new"})
     assert state["new"]["optim"].param_groups[0]["lr"] == 0.1
     entry = state["new"]["optim"].state[state["new"]["model"].weight]
     assert torch.equal(entry["exp_avg"], source["optim"].state[source["model"].weight]["exp_avg"])
@@ -299,13 +299,13 @@ def test_a_dtype_changes_only_where_that_is_allowed(path):
         state = half()
         if cast == {"*": np.float32, "model": "bfloat16"}:
             cast = {"model": "bfloat16", "*": np.float32}  # the first pattern that fits counts
-        report = hf.load(state, path, cast=cast)
+        report = holdfast.load(state, path, cast=cast)
         assert torch.equal(state["model"]["body.weight"], STORED["model"]["body.weight"].to(torch.bfloat16))
         assert report.cast == {f"model.{key}": ("float32", "bfloat16") for key in STORED["model"]}
     for cast in [False, "optim.*", {"model.*": torch.float16}]:
         state = half()
         with pytest.raises(StateMismatchError) as raised:
-            hf.load(state, path, cast=cast)
+            holdfast.load(state, path, cast=cast)
         assert raised.value.dtypes == {f"model.{key}": ("float32", "bfloat16") for key in STORED["model"]}
         assert is_blank(state)
 
@@ -313,7 +313,7 @@ def test_a_dtype_changes_only_where_that_is_allowed(path):
 def test_what_the_state_has_no_memory_for_is_made_in_the_dtype_that_was_asked_for(tmp_path):
     path = saved({"a": {"w": torch.rand(3), "count": torch.arange(2)}}, tmp_path)
     state: dict[str, Any] = {"a": {}}
-    report = hf.load(state, path, cast={"a.*": torch.float64})
+    report = holdfast.load(state, path, cast={"a.*": torch.float64})
     assert state["a"]["w"].dtype == torch.float64
     assert state["a"]["count"].dtype == torch.int64, "a counter is not a number to be rounded"
     assert report.cast == {"a.w": ("float32", "float64")}
@@ -332,7 +332,7 @@ def test_what_the_state_has_no_memory_for_is_made_in_the_dtype_that_was_asked_fo
 )
 def test_casts_between_torch_and_numpy_give_the_same_numbers(tmp_path, stored, target):
     state = {"x": target}
-    hf.load(state, saved({"x": stored}, tmp_path), cast=True)
+    holdfast.load(state, saved({"x": stored}, tmp_path), cast=True)
     expected = stored.to(torch.float64).numpy() if isinstance(stored, torch.Tensor) else stored.astype(float)
     assert np.array_equal(np.asarray(state["x"]).astype(complex), expected.astype(complex))
 
@@ -340,13 +340,13 @@ def test_casts_between_torch_and_numpy_give_the_same_numbers(tmp_path, stored, t
 def test_what_is_no_number_cannot_be_cast(tmp_path):
     path = saved({"t": np.array(["2020-01-01"], "M8[D]")}, tmp_path)
     with pytest.raises(StateMismatchError) as raised:
-        hf.load({"t": torch.zeros(1)}, path, cast=True)
+        holdfast.load({"t": torch.zeros(1)}, path, cast=True)
     assert list(raised.value.dtypes) == ["t"]
 
 
 def test_a_load_is_one_line_in_the_log(path, caplog):
     with caplog.at_level("INFO", "holdfast"):
-        report = hf.load(blank(), path)
+        report = holdfast.load(blank(), path)
     (record,) = [record for record in caplog.records if record.name.startswith("holdfast.")]
     assert record.getMessage().startswith(f"loaded {size(report.bytes_read)} from {path} in ")
     assert "\n" not in record.getMessage()
@@ -356,11 +356,11 @@ def test_a_load_is_one_line_in_the_log(path, caplog):
 
 def test_wrong_options_are_refused(path):
     with pytest.raises(ValueError, match="verify"):
-        hf.load(blank(), path, verify="last")
+        holdfast.load(blank(), path, verify="last")
     with pytest.raises(TypeError, match="not a dtype"):
-        hf.load(blank(), path, cast={"*": "float33"})
+        holdfast.load(blank(), path, cast={"*": "float33"})
     with pytest.raises(TypeError, match="which keys"):
-        hf.load(blank(), path, include=[3])
+        holdfast.load(blank(), path, include=[3])
 
 
 def test_transforms_split_join_and_turn_stored_tensors(tmp_path):
@@ -382,7 +382,7 @@ def test_transforms_split_join_and_turn_stored_tensors(tmp_path):
         },
         "step": 0,
     }
-    report = hf.load(
+    report = holdfast.load(
         state,
         path,
         transform={
@@ -409,7 +409,7 @@ def test_transforms_split_join_and_turn_stored_tensors(tmp_path):
 def test_transforms_reach_into_optimizers_and_those_for_no_key_are_noted(tmp_path):
     path = saved(trained(0.1), tmp_path)
     state = fresh(0.2)
-    report = hf.load(
+    report = holdfast.load(
         state,
         path,
         transform={
@@ -419,7 +419,7 @@ def test_transforms_reach_into_optimizers_and_those_for_no_key_are_noted(tmp_pat
             "modle.*": lambda c, key: 1,
         },
     )
-    stored = hf.open(path)
+    stored = holdfast.open(path)
     entry = state["optim"].state[state["model"].weight]
     assert entry["step"].item() == 50
     assert torch.equal(entry["exp_avg"], stored["optim.state.weight.exp_avg"][:] * 2)
@@ -432,7 +432,7 @@ def test_transforms_reach_into_optimizers_and_those_for_no_key_are_noted(tmp_pat
 def test_what_a_transform_makes_is_not_changed_by_what_is_read_afterwards(tmp_path, kind):
     path = saved({"a": torch.ones(3)}, tmp_path)
     state = {"a": kind(3, dtype=kind(1).dtype), "before": torch.full((3,), 9.0)}
-    hf.load(state, path, transform={"before": lambda c, key: state["a"]}, cast=True)
+    holdfast.load(state, path, transform={"before": lambda c, key: state["a"]}, cast=True)
     assert state["a"].tolist() == [1, 1, 1]
     assert state["before"].tolist() == [0, 0, 0]
 
@@ -441,11 +441,11 @@ def test_what_a_transform_makes_wrongly_is_told_with_everything_else(tmp_path):
     path = saved({"a": torch.ones(2), "b": torch.ones(2), "gone": 1}, tmp_path)
     state = {name: torch.zeros(2) for name in ["a", "b", "shape", "dtype", "kind", "raises", "lacks"]}
 
-    def divide(checkpoint: hf.Checkpoint, key: str) -> Any:
+    def divide(checkpoint: holdfast.Checkpoint, key: str) -> Any:
         return 1 // 0
 
     with pytest.raises(StateMismatchError) as raised:
-        hf.load(
+        holdfast.load(
             state,
             path,
             transform={
@@ -463,7 +463,9 @@ def test_what_a_transform_makes_wrongly_is_told_with_everything_else(tmp_path):
     assert "ZeroDivisionError" in error.kinds["raises"]
     assert "did you mean" in error.kinds["lacks"] or "there is no 'c'" in error.kinds["lacks"]
     assert all(tensor.sum() == 0 for tensor in state.values())
-    report = hf.load({"dtype": state["dtype"]}, path, transform={"*": lambda c, key: c["a"][:].double()}, cast=True)
+    report = holdfast.load(
+        {"dtype": state["dtype"]}, path, transform={"*": lambda c, key: c["a"][:].double()}, cast=True
+    )
     assert report.cast == {"dtype": ("float64", "float32")}
     assert state["dtype"].tolist() == [1, 1]
 
@@ -473,10 +475,10 @@ def test_stored_keys_that_transforms_never_look_at_are_unexpected(tmp_path):
     state = {"m": {"ab": torch.zeros(4)}}
     join = {"m.ab": lambda c, key: torch.cat([c["m.a"][:], c["m.b"][:]])}
     with pytest.raises(StateMismatchError) as raised:
-        hf.load(state, path, transform=join)
+        holdfast.load(state, path, transform=join)
     assert raised.value.unexpected == ["m.c"]
     whole = {"m.ab": lambda c, key: torch.cat([c.tree()["m"][name][:] for name in "ab"])}
-    report = hf.load(state, path, transform=whole, allow_unexpected="m.c")
+    report = holdfast.load(state, path, transform=whole, allow_unexpected="m.c")
     assert report.unexpected == ["m.c"]
 
 
@@ -488,7 +490,7 @@ def test_damage_that_a_transform_meets_is_told_as_damage(tmp_path):
     file.write_bytes(content)
     state = {"b": torch.zeros(1000)}
     with pytest.raises(DamagedCheckpointError) as raised:
-        hf.load(state, path, transform={"b": lambda c, key: c["a"][:]})
+        holdfast.load(state, path, transform={"b": lambda c, key: c["a"][:]})
     assert "Nothing was changed" in str(raised.value)
     assert state["b"].sum() == 0
 
@@ -498,9 +500,9 @@ def test_an_optimizer_that_does_not_fit_is_told_as_such_or_among_other_problems(
     model = nn.Linear(3, 2)
     state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
     with pytest.raises(OptimizerMismatchError, match="Nothing was changed") as raised:
-        hf.load(state, path)
+        holdfast.load(state, path)
     assert len(raised.value.problems) == 1
     with pytest.raises(StateMismatchError) as both:
-        hf.load({**state, "other": torch.zeros(1)}, path)
+        holdfast.load({**state, "other": torch.zeros(1)}, path)
     assert both.value.missing == ["other"]
     assert list(both.value.kinds) == ["optim"]

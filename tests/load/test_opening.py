@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
 
-import holdfast as hf
+import holdfast
 from holdfast._load.opening import open_source
 from holdfast._stores.places import store_at
 from holdfast.errors import (
@@ -184,4 +184,4 @@ def test_a_safetensors_file_whose_length_looks_like_a_pickle_is_one(tmp_path: Pa
     header = b'{"w":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}'.ljust(640)
     (tmp_path / "model").write_bytes(len(header).to_bytes(8, "little") + header + b"abc")
     assert (tmp_path / "model").read_bytes()[:2] == b"\x80\x02"
-    assert hf.open(tmp_path / "model")["w"][:].tolist() == [97, 98, 99]
+    assert holdfast.open(tmp_path / "model")["w"][:].tolist() == [97, 98, 99]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp as dcp
 from holdfast.errors import OptimizerMismatchError, StateMismatchError
 from tests.state.memory_checkpoint import difference
@@ -45,11 +45,11 @@ def saved(folder: Path, how: str, model: nn.Module, optimizer: torch.optim.Optim
     """A checkpoint of one of the formats. Only the native one knows classes."""
     path = folder / f"saved-{how}"
     if how == "native":
-        hf.save({"model": model, "optim": optimizer}, path)
+        holdfast.save({"model": model, "optim": optimizer}, path)
     elif how == "older native":
         state = {"model": model, "optim": optimizer}
-        hf.save({"model": model.state_dict(), "optim": _plain(state)}, path)
-        assert "optimizers" not in hf.open(path).written
+        holdfast.save({"model": model.state_dict(), "optim": _plain(state)}, path)
+        assert "optimizers" not in holdfast.open(path).written
     elif how == "torch":
         torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, path)
     else:
@@ -75,7 +75,7 @@ def test_the_state_of_adamw_is_not_loaded_into_sgd(tmp_path: Path, how: str):
     again = torch.optim.SGD(model.parameters(), lr=0.5)
     before = copy.deepcopy([dict(model.state_dict()), again.state_dict()])
     with pytest.raises(OptimizerMismatchError, match=r"'exp_avg'.*'momentum_buffer'.*Nothing was changed") as caught:
-        hf.load({"model": model, "optim": again}, path)
+        holdfast.load({"model": model, "optim": again}, path)
     assert ("torch.optim.adamw.AdamW and is loaded into torch.optim.sgd.SGD" in str(caught.value)) == (how == "native")
     assert difference([dict(model.state_dict()), again.state_dict()], before) is None
 
@@ -85,7 +85,7 @@ def test_the_momentum_of_sgd_is_not_loaded_into_adam(tmp_path: Path, how: str):
     path = saved(tmp_path, how, *trained(torch.optim.SGD, lr=0.1, momentum=0.9))
     model = net()
     with pytest.raises(OptimizerMismatchError, match="momentum_buffer"):
-        hf.load({"model": model, "optim": torch.optim.Adam(model.parameters())}, path)
+        holdfast.load({"model": model, "optim": torch.optim.Adam(model.parameters())}, path)
 
 
 @pytest.mark.parametrize("how", FORMATS)
@@ -93,7 +93,7 @@ def test_an_optimizer_that_made_no_step_is_known_by_its_settings(tmp_path: Path,
     model = net()
     path = saved(tmp_path, how, model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(OptimizerMismatchError, match="'betas'"):
-        hf.load({"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.5)}, path)
+        holdfast.load({"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.5)}, path)
 
 
 @pytest.mark.parametrize("how", FORMATS)
@@ -102,7 +102,7 @@ def test_the_same_optimizer_is_loaded_from_every_format_without_a_remark(tmp_pat
     path = saved(tmp_path, how, model, optimizer)
     other = net()
     again = torch.optim.AdamW(other.parameters())
-    report = hf.load({"model": other, "optim": again}, path)
+    report = holdfast.load({"model": other, "optim": again}, path)
     assert not [note for note in report.notes if "position" not in note]
     assert difference(optimizer.state_dict()["state"], again.state_dict()["state"]) is None
 
@@ -114,14 +114,14 @@ def test_every_pair_of_torchs_classes_is_told_apart_and_none_is_refused_for_itse
     model = Net()
     optimizer = OPTIMIZERS[one](list(model.parameters()))
     train_net(model, optimizer)
-    hf.save({"model": model, "optim": optimizer}, tmp_path / "saved")
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "saved")
     for other, make in OPTIMIZERS.items():
         live = Net()
         try:
             again = make(list(live.parameters()))
         except (ValueError, RuntimeError):
             continue
-        answer = hf.explain(tmp_path / "saved", {"model": live, "optim": again})
+        answer = holdfast.explain(tmp_path / "saved", {"model": live, "optim": again})
         if {one, other} & {"Muon"} and one != other:  # has fewer parameters
             assert not answer.ok
         else:
@@ -133,7 +133,7 @@ def test_another_class_may_be_allowed_and_is_in_the_report(tmp_path: Path, on_mi
     path = saved(tmp_path, "native", *trained(torch.optim.Adam))
     model = net()
     again = torch.optim.AdamW(model.parameters())
-    report = hf.load({"model": model, "optim": again}, path, optimizer_mismatch=on_mismatch)
+    report = holdfast.load({"model": model, "optim": again}, path, optimizer_mismatch=on_mismatch)
     assert "saved from torch.optim.adam.Adam and is loaded into torch.optim.adamw.AdamW" in report.notes[0]
     assert len(again.state) == 4
     warned = [str(each.message) for each in recwarn if "optimizer_mismatch" in str(each.message)]
@@ -142,7 +142,7 @@ def test_another_class_may_be_allowed_and_is_in_the_report(tmp_path: Path, on_mi
 
 def test_what_is_to_be_done_must_be_one_of_three(tmp_path: Path):
     with pytest.raises(ValueError, match="'error', 'warn' or 'ignore', not 'off'"):
-        hf.load({}, tmp_path, optimizer_mismatch="off")  # type: ignore[arg-type]
+        holdfast.load({}, tmp_path, optimizer_mismatch="off")  # type: ignore[arg-type]
 
 
 # --- classes that are not torch's ---
@@ -200,7 +200,7 @@ class Lion(torch.optim.Optimizer):
 def test_a_subclass_that_keeps_the_same_is_taken_with_a_note(tmp_path: Path, one: Any, other: Any):
     path = saved(tmp_path, "native", *trained(one))
     model, again = trained(other)
-    report = hf.load({"model": model, "optim": again}, path)
+    report = holdfast.load({"model": model, "optim": again}, path)
     assert "which keeps the same things" in report.notes[0]
 
 
@@ -212,7 +212,7 @@ def test_a_variant_with_the_same_names_is_taken_with_a_note(tmp_path: Path, one:
     again = other(model.parameters())
     if used:
         train(model, again)
-    report = hf.load({"model": model, "optim": again}, path)
+    report = holdfast.load({"model": model, "optim": again}, path)
     assert "which keeps the same things" in report.notes[0]
     train(model, again)
 
@@ -221,7 +221,7 @@ def test_a_subclass_takes_over_what_its_base_class_saved_and_keeps_its_own_setti
     path = saved(tmp_path, "native", *trained())
     model = net()
     again = Decaying(model.parameters(), decay=0.25)
-    hf.load({"model": model, "optim": again}, path)
+    holdfast.load({"model": model, "optim": again}, path)
     assert again.param_groups[0]["decay"] == 0.25
 
 
@@ -230,13 +230,13 @@ def test_a_class_of_another_library_that_keeps_something_else_is_refused(tmp_pat
     path = saved(tmp_path, "native", *trained(one))
     model, again = trained(other)
     with pytest.raises(OptimizerMismatchError, match="is loaded into"):
-        hf.load({"model": model, "optim": again}, path)
+        holdfast.load({"model": model, "optim": again}, path)
 
 
 def test_a_wrapped_optimizer_is_noted_as_what_is_in_the_wrapper(tmp_path: Path):
     model, optimizer = trained()
-    hf.save({"model": model, "optim": AcceleratedOptimizer(optimizer)}, tmp_path / "saved")
-    assert hf.open(tmp_path / "saved").written["optimizers"] == {"optim": "torch.optim.adamw.AdamW"}
+    holdfast.save({"model": model, "optim": AcceleratedOptimizer(optimizer)}, tmp_path / "saved")
+    assert holdfast.open(tmp_path / "saved").written["optimizers"] == {"optim": "torch.optim.adamw.AdamW"}
 
 
 # --- groups ---
@@ -262,9 +262,9 @@ def test_groups_that_were_divided_or_joined_are_refused(tmp_path: Path, stored: 
     again = grouped(other, live, lr=0.5)
     said = r"group 0 are in 2 groups here: 0, 1" if stored < live else r"groups 0, 1 are in one group here: 0"
     with pytest.raises(OptimizerMismatchError, match=said):
-        hf.load({"model": other, "optim": again}, path)
+        holdfast.load({"model": other, "optim": again}, path)
     assert again.param_groups[0]["lr"] == 0.5
-    report = hf.load({"model": other, "optim": again}, path, optimizer_mismatch="ignore")
+    report = holdfast.load({"model": other, "optim": again}, path, optimizer_mismatch="ignore")
     assert any("groups" in note for note in report.notes)
 
 
@@ -272,7 +272,7 @@ def test_a_flat_state_of_dcp_says_nothing_about_groups(tmp_path: Path):
     model, optimizer = trained()
     other = net()
     again = torch.optim.AdamW(other.parameters())
-    hf.load({"model": other, "optim": again}, saved(tmp_path, "flat dcp", model, optimizer))
+    holdfast.load({"model": other, "optim": again}, saved(tmp_path, "flat dcp", model, optimizer))
     assert difference(optimizer.state_dict()["state"], again.state_dict()["state"]) is None
 
 
@@ -282,25 +282,27 @@ def test_a_flat_state_of_dcp_says_nothing_about_groups(tmp_path: Path):
 def test_settings_that_a_load_changes_are_listed(tmp_path: Path):
     model, optimizer = trained(lr=0.5, betas=(0.5, 0.75))
     torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    hf.save({"model": model, "optims": [optimizer]}, tmp_path / "saved")
+    holdfast.save({"model": model, "optims": [optimizer]}, tmp_path / "saved")
     other = net()
-    report = hf.load({"model": other, "optims": [torch.optim.AdamW(other.parameters(), lr=0.25)]}, tmp_path / "saved")
+    report = holdfast.load(
+        {"model": other, "optims": [torch.optim.AdamW(other.parameters(), lr=0.25)]}, tmp_path / "saved"
+    )
     assert report.changed_settings == {
         "optims.0.param_groups.0.lr": (0.25, 0.5),
         "optims.0.param_groups.0.betas": ((0.9, 0.999), (0.5, 0.75)),
         "optims.0.param_groups.0.initial_lr": (None, 0.5),
     }
     assert "optims.0.param_groups.0.lr (0.25 -> 0.5)" in str(report)
-    again = hf.load({"model": other, "optims": [optimizer]}, tmp_path / "saved")
+    again = holdfast.load({"model": other, "optims": [optimizer]}, tmp_path / "saved")
     assert again.changed_settings == {}
 
 
 def test_a_setting_that_is_not_loaded_is_not_listed(tmp_path: Path):
     model, optimizer = trained(lr=0.5)
-    hf.save({"model": model, "optim": optimizer}, tmp_path / "saved")
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "saved")
     other = net()
     again = torch.optim.AdamW(other.parameters(), lr=0.25)
-    report = hf.load({"model": other, "optim": again}, tmp_path / "saved", exclude="optim.param_groups")
+    report = holdfast.load({"model": other, "optim": again}, tmp_path / "saved", exclude="optim.param_groups")
     assert report.changed_settings == {}
     assert again.param_groups[0]["lr"] == 0.25
 
@@ -310,33 +312,33 @@ def test_a_setting_that_is_not_loaded_is_not_listed(tmp_path: Path):
 
 def test_the_note_is_kept_by_conversions_and_follows_renames(tmp_path: Path):
     path = saved(tmp_path, "native", *trained())
-    hf.convert(path, tmp_path / "made", to="native", rename={"optim": "opt.adam"})
-    assert hf.open(tmp_path / "made").written["optimizers"] == {"opt.adam": "torch.optim.adamw.AdamW"}
-    hf.convert(path, tmp_path / "model", to="native", include="model")
-    assert "optimizers" not in hf.open(tmp_path / "model").written
+    holdfast.convert(path, tmp_path / "made", to="native", rename={"optim": "opt.adam"})
+    assert holdfast.open(tmp_path / "made").written["optimizers"] == {"opt.adam": "torch.optim.adamw.AdamW"}
+    holdfast.convert(path, tmp_path / "model", to="native", include="model")
+    assert "optimizers" not in holdfast.open(tmp_path / "model").written
     model = net()
     with pytest.raises(OptimizerMismatchError, match=r"AdamW and is loaded into torch\.optim\.adam\.Adam"):
-        hf.load({"o": torch.optim.Adam(model.parameters()), "model": model}, path, rename={"optim": "o"})
+        holdfast.load({"o": torch.optim.Adam(model.parameters()), "model": model}, path, rename={"optim": "o"})
 
 
 def test_what_is_not_saved_is_not_noted(tmp_path: Path):
     model, optimizer = trained()
-    hf.save({"model": model, "optim": optimizer}, tmp_path / "saved", exclude="optim")
-    assert "optimizers" not in hf.open(tmp_path / "saved").written
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "saved", exclude="optim")
+    assert "optimizers" not in holdfast.open(tmp_path / "saved").written
 
 
 def test_another_optimizer_and_other_problems_are_reported_together(tmp_path: Path):
     path = saved(tmp_path, "native", *trained())
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
     with pytest.raises(StateMismatchError, match=r"has shape[\s\S]*loaded into torch\.optim\.sgd\.SGD"):
-        hf.load({"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}, path)
+        holdfast.load({"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}, path)
 
 
 def test_the_manager_raises_and_does_not_set_a_good_step_aside(tmp_path: Path):
     model, optimizer = trained()
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         manager.save(1, {"model": model, "optim": optimizer}).wait()
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         state = {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
         with pytest.raises(OptimizerMismatchError):
             manager.restore(state)
@@ -358,18 +360,18 @@ def compare_on_ranks(folder: Path, background: bool) -> list[str]:
     train(model, optimizer)
     state = {"model": model, "optim": optimizer}
     if background:
-        hf.async_save(state, folder / "saved").wait()
+        holdfast.async_save(state, folder / "saved").wait()
     else:
-        hf.save(state, folder / "saved")
+        holdfast.save(state, folder / "saved")
     other = fully_shard(net())
     said = []
     for make in (torch.optim.Adam, torch.optim.SGD):
         try:
-            hf.load({"model": other, "optim": make(other.parameters())}, folder / "saved")
+            holdfast.load({"model": other, "optim": make(other.parameters())}, folder / "saved")
         except OptimizerMismatchError as error:
             said.append(str(error).partition(" and is")[0])
     again = torch.optim.AdamW(other.parameters(), lr=0.5)
-    report = hf.load({"model": other, "optim": again}, folder / "saved")
+    report = holdfast.load({"model": other, "optim": again}, folder / "saved")
     assert report.changed_settings == {"optim.param_groups.0.lr": (0.5, 0.001)}
     assert difference(optimizer.state_dict(), again.state_dict()) is None
     return said
@@ -386,8 +388,8 @@ def test_sharded_optimizers_are_compared_alike(ranks, tmp_path: Path, world_size
 def save_different_classes(folder: Path) -> Any:
     model = net()
     kind = torch.optim.Adam if torch.distributed.get_rank() else torch.optim.AdamW
-    hf.save({"model": model, "optim": hf.PerRank(kind(model.parameters()))}, folder / "saved")
-    return dict(hf.open(folder / "saved").written).get("optimizers")
+    holdfast.save({"model": model, "optim": holdfast.PerRank(kind(model.parameters()))}, folder / "saved")
+    return dict(holdfast.open(folder / "saved").written).get("optimizers")
 
 
 def test_classes_that_differ_between_ranks_are_not_noted(ranks, tmp_path: Path):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._formats.native import declared as registry
 from holdfast._formats.native.refs import UndeclaredValue
 from holdfast.errors import StateMismatchError, UnsupportedValueError
@@ -30,8 +30,8 @@ def _declared(monkeypatch):
     """For one test."""
     monkeypatch.setattr(registry, "_by_name", dict(registry._by_name))
     monkeypatch.setattr(registry, "_by_class", dict(registry._by_class))
-    hf.declare(Progress)
-    hf.declare(Span)
+    holdfast.declare(Progress)
+    holdfast.declare(Span)
 
 
 @pytest.mark.usefixtures("_declared")
@@ -39,37 +39,37 @@ def _declared(monkeypatch):
 @pytest.mark.parametrize("options", [{"include": "p.a"}, {"exclude": "p.b"}])
 @pytest.mark.filterwarnings("ignore:.*UndeclaredValue")
 def test_fields_that_are_not_wanted_are_not_stored(tmp_path, cls, options):
-    hf.save({"p": cls(torch.ones(1), "secret")}, tmp_path / "x", **options)
-    assert list(hf.open(tmp_path / "x")) == ["p.a"]
+    holdfast.save({"p": cls(torch.ones(1), "secret")}, tmp_path / "x", **options)
+    assert list(holdfast.open(tmp_path / "x")) == ["p.a"]
     assert not any(b"secret" in file.read_bytes() for file in (tmp_path / "x").rglob("*") if file.is_file())
-    part = hf.open(tmp_path / "x").load()["p"]
+    part = holdfast.open(tmp_path / "x").load()["p"]
     assert isinstance(part, UndeclaredValue)
     assert part.fields == {"a": torch.ones(1)}
     state = {"p": cls(torch.zeros(1), "kept")}
-    report = hf.load(state, tmp_path / "x", allow_missing="p.b")
+    report = holdfast.load(state, tmp_path / "x", allow_missing="p.b")
     assert (state["p"], report.missing) == (cls(torch.ones(1), "kept"), ["p.b"])
     with pytest.raises(StateMismatchError, match="of which only some fields are stored"):
-        hf.load({"p": None}, tmp_path / "x")
+        holdfast.load({"p": None}, tmp_path / "x")
 
 
 @pytest.mark.usefixtures("_declared")
 @pytest.mark.parametrize("cls", [Progress, Span])
 def test_fields_that_are_not_wanted_are_not_loaded(tmp_path, cls):
-    hf.save({"p": cls(1, 2), "list": [torch.ones(1), cls(3, 4)]}, tmp_path / "x")
+    holdfast.save({"p": cls(1, 2), "list": [torch.ones(1), cls(3, 4)]}, tmp_path / "x")
     state = {"p": cls(0, 0), "list": [torch.zeros(1), cls(0, 0)]}
-    hf.load(state, tmp_path / "x", include=["p.a", "list.1.b"])
+    holdfast.load(state, tmp_path / "x", include=["p.a", "list.1.b"])
     assert state == {"p": cls(1, 0), "list": [torch.zeros(1), cls(0, 4)]}
     with pytest.raises(StateMismatchError, match="of which only some fields are stored or to be loaded") as raised:
-        hf.load({"p": None}, tmp_path / "x", include="p.a")
+        holdfast.load({"p": None}, tmp_path / "x", include="p.a")
     assert list(raised.value.kinds) == ["p"]
-    assert hf.open(tmp_path / "x").load("p.a")["p"].fields == {"a": 1}
-    assert hf.open(tmp_path / "x").load("p") == {"p": cls(1, 2)}
+    assert holdfast.open(tmp_path / "x").load("p.a")["p"].fields == {"a": 1}
+    assert holdfast.open(tmp_path / "x").load("p") == {"p": cls(1, 2)}
 
 
 @pytest.mark.parametrize("cls", [Progress, Span])
 @pytest.mark.parametrize("allow_pickle", [False, True])
 def test_a_part_of_an_object_takes_a_declared_class(tmp_path, cls, allow_pickle):
     with pytest.raises(UnsupportedValueError, match=r"only some fields of 'p' .* put @holdfast.declare") as raised:
-        hf.save({"p": cls(1, 2)}, tmp_path / "x", exclude="p.b", allow_pickle=allow_pickle)
+        holdfast.save({"p": cls(1, 2)}, tmp_path / "x", exclude="p.b", allow_pickle=allow_pickle)
     assert raised.value.keys == ["p"]
     assert not (tmp_path / "x").exists()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
-import holdfast as hf
+import holdfast
 from tests.state.memory_checkpoint import difference
 
 
@@ -78,11 +78,11 @@ def test_training_goes_on_bit_for_bit_after_a_part_of_the_model_was_renamed(tmp_
     model = Net()
     optimizer = adamw(model)
     train(model, optimizer)
-    hf.save({"model": model, "optim": optimizer}, tmp_path / "saved")
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "saved")
 
     other = Net("backbone")
     again = adamw(other, lr=7.0)
-    report = hf.load({"model": other, "optim": again}, tmp_path / "saved", rename=rename)
+    report = holdfast.load({"model": other, "optim": again}, tmp_path / "saved", rename=rename)
 
     assert report.renamed["optim.state.encoder.0.weight.exp_avg"] == "optim.state.backbone.0.weight.exp_avg"
     assert not report.missing
@@ -95,12 +95,12 @@ def test_a_part_that_moves_further_in_takes_its_optimizer_state_with_it(tmp_path
     model = Net("encoder")
     optimizer = torch.optim.AdamW(model.encoder.parameters(), lr=0.1)
     train(model, optimizer)
-    hf.save({"model": model, "optim": optimizer}, tmp_path / "saved")
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "saved")
     other = Net("outer", ("encoder",))
     again = torch.optim.AdamW(other.outer.parameters(), lr=7.0)
     if used:
         train(other, again)
-    hf.load({"model": other, "optim": again}, tmp_path / "saved", rename={"model.encoder": "model.outer.encoder"})
+    holdfast.load({"model": other, "optim": again}, tmp_path / "saved", rename={"model.encoder": "model.outer.encoder"})
     assert_goes_on_alike(model, optimizer, other, again)
 
 
@@ -108,11 +108,11 @@ def test_a_part_that_becomes_a_model_of_its_own_is_known_by_its_new_place(tmp_pa
     model = Net()
     optimizer = adamw(model)
     train(model, optimizer)
-    hf.save({"model": model, "optim": optimizer}, tmp_path / "saved")
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "saved")
     other = Net()
     again = adamw(other, lr=7.0)
     state = {"nets": {"first": other.first, "rest": other.encoder}, "optim": again}
-    hf.load(state, tmp_path / "saved", rename={"model.first": "nets.first", "model.encoder": "nets.rest"})
+    holdfast.load(state, tmp_path / "saved", rename={"model.first": "nets.first", "model.encoder": "nets.rest"})
     assert_goes_on_alike(model, optimizer, other, again)
 
 
@@ -120,10 +120,10 @@ def test_one_part_of_a_model_alone_goes_into_a_model_of_another_name(tmp_path: P
     model = Net()
     optimizer = torch.optim.AdamW(model.encoder.parameters(), lr=0.1)
     train(model, optimizer)
-    hf.save({"model": model, "optim": optimizer}, tmp_path / "saved")
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "saved")
     other = Net()
     again = torch.optim.AdamW(other.encoder.parameters(), lr=7.0)
-    hf.load({"backbone": other.encoder, "optim": again}, tmp_path / "saved", rename={"model.encoder": "backbone"})
+    holdfast.load({"backbone": other.encoder, "optim": again}, tmp_path / "saved", rename={"model.encoder": "backbone"})
     assert difference(optimizer.state_dict(), again.state_dict()) is None
 
 
@@ -132,11 +132,11 @@ def test_models_and_optimizers_that_move_as_a_whole_keep_their_names(tmp_path: P
     model = Net()
     optimizer = adamw(model)
     train(model, optimizer)
-    hf.save({"model": model, "optim": optimizer}, tmp_path / "saved")
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "saved")
     other = Net()
     again = adamw(other, lr=7.0)
     state = {rename.get("model", "model"): other, rename.get("optim", "optim"): again}
-    hf.load(state, tmp_path / "saved", rename=rename)
+    holdfast.load(state, tmp_path / "saved", rename=rename)
     assert_goes_on_alike(model, optimizer, other, again)
 
 
@@ -145,10 +145,12 @@ def test_parts_of_several_models_are_renamed_in_the_optimizer_that_they_share(tm
     optimizer = torch.optim.AdamW([p for net in nets for p in net.parameters()], lr=0.1)
     for net in nets:
         train(net, optimizer)
-    hf.save({"a": nets[0], "b": nets[1], "optims": [optimizer]}, tmp_path / "saved")
+    holdfast.save({"a": nets[0], "b": nets[1], "optims": [optimizer]}, tmp_path / "saved")
     others = [Net("backbone"), Net()]
     again = torch.optim.AdamW([p for net in others for p in net.parameters()], lr=7.0)
-    hf.load({"a": others[0], "b": others[1], "optims": [again]}, tmp_path / "saved", rename={"a.encoder": "a.backbone"})
+    holdfast.load(
+        {"a": others[0], "b": others[1], "optims": [again]}, tmp_path / "saved", rename={"a.encoder": "a.backbone"}
+    )
     assert difference(optimizer.state_dict(), again.state_dict()) is None
 
 
@@ -157,11 +159,11 @@ def test_a_copy_of_the_model_may_be_renamed_or_not(tmp_path: Path, renamed: tupl
     model, average = Net(), Net()
     optimizer = adamw(model)
     train(model, optimizer)
-    hf.save({"average": average, "model": model, "optim": optimizer}, tmp_path / "saved")
+    holdfast.save({"average": average, "model": model, "optim": optimizer}, tmp_path / "saved")
     state = {part: Net("backbone" if part in renamed else "encoder") for part in ("average", "model")}
     again = adamw(state["model"], lr=7.0)
     rename = {f"{part}.encoder": f"{part}.backbone" for part in renamed}
-    hf.load({**state, "optim": again}, tmp_path / "saved", rename=rename)
+    holdfast.load({**state, "optim": again}, tmp_path / "saved", rename=rename)
     assert_goes_on_alike(model, optimizer, state["model"], again)
 
 
@@ -169,10 +171,10 @@ def test_names_are_renamed_in_groups_that_hold_tensors(tmp_path: Path):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
     train(model, optimizer)
-    hf.save({"model": model, "optim": optimizer}, tmp_path / "saved")
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "saved")
     other = Net("backbone")
     again = torch.optim.AdamW(other.parameters(), lr=torch.tensor(7.0), foreach=False)
-    hf.load({"model": other, "optim": again}, tmp_path / "saved", rename={"model.encoder": "model.backbone"})
+    holdfast.load({"model": other, "optim": again}, tmp_path / "saved", rename={"model.encoder": "model.backbone"})
     assert_goes_on_alike(model, optimizer, other, again)
 
 
@@ -181,9 +183,11 @@ def test_names_are_swapped_in_one_go(tmp_path: Path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     (model["a"](torch.ones(2)).sum() * 2 + model["b"](torch.ones(2)).sum()).backward()
     optimizer.step()
-    hf.save({"model": model, "optim": optimizer}, tmp_path / "saved")
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "saved")
     again = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    hf.load({"model": model, "optim": again}, tmp_path / "saved", rename={"model.a": "model.b", "model.b": "model.a"})
+    holdfast.load(
+        {"model": model, "optim": again}, tmp_path / "saved", rename={"model.a": "model.b", "model.b": "model.a"}
+    )
     momentum = {name: again.state[value]["momentum_buffer"] for name, value in model.named_parameters()}
     assert momentum["a.bias"].tolist() == [1, 1, 1]
     assert momentum["b.bias"].tolist() == [2, 2, 2]
@@ -193,21 +197,21 @@ def test_names_that_contradict_each_other_are_refused_and_nothing_is_changed(tmp
     model = Net()
     optimizer = adamw(model)
     train(model, optimizer)
-    hf.save({"model": model, "optim": optimizer}, tmp_path / "saved")
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "saved")
     rename = {"model.encoder": "model.backbone", "optim.state.encoder": "optim.state.spine"}
     with pytest.raises(ValueError, match=r"encoder\.0\.weight.*backbone\.0\.weight.*spine\.0\.weight"):
-        hf.load({"model": Net("backbone"), "optim": optimizer}, tmp_path / "saved", rename=rename)
+        holdfast.load({"model": Net("backbone"), "optim": optimizer}, tmp_path / "saved", rename=rename)
 
 
 def test_the_manager_restores_under_new_names(tmp_path: Path):
     model = Net()
     optimizer = adamw(model)
     train(model, optimizer)
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         manager.save(3, {"model": model, "optim": optimizer}).wait()
     other = Net("backbone")
     again = adamw(other, lr=7.0)
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         manager.restore({"model": other, "optim": again}, rename={"model.encoder": "model.backbone"})
     assert_goes_on_alike(model, optimizer, other, again)
 
@@ -217,13 +221,13 @@ def test_a_conversion_renames_in_the_optimizer_too(tmp_path: Path, to: str):
     model = Net()
     optimizer = adamw(model)
     train(model, optimizer)
-    hf.save({"model": model, "optim": optimizer}, tmp_path / "saved")
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "saved")
     made = tmp_path / ("made.pt" if to == "torch" else "made")
-    report = hf.convert(tmp_path / "saved", made, to=to, rename={"model.encoder": "model.backbone"})
+    report = holdfast.convert(tmp_path / "saved", made, to=to, rename={"model.encoder": "model.backbone"})
     assert report.renamed["optim.state.encoder.0.weight.exp_avg"] == "optim.state.backbone.0.weight.exp_avg"
     other = Net("backbone")
     again = adamw(other, lr=7.0)
-    loaded = hf.load({"model": other, "optim": again}, made)
+    loaded = holdfast.load({"model": other, "optim": again}, made)
     assert not loaded.renamed
     assert_goes_on_alike(model, optimizer, other, again)
 
@@ -232,13 +236,13 @@ def test_a_conversion_to_flat_keys_renames_moments_too(tmp_path: Path):
     model = Net()
     optimizer = adamw(model)
     train(model, optimizer)
-    hf.save({"model": model, "optim": optimizer}, tmp_path / "saved")
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "saved")
     made = tmp_path / "made.safetensors"
-    hf.convert(
+    holdfast.convert(
         tmp_path / "saved", made, to="safetensors", rename={"model.encoder": "model.backbone"}, only_tensors=True
     )
     assert torch.equal(
-        hf.open(made)["optim.state.backbone.0.weight.exp_avg"][...],
+        holdfast.open(made)["optim.state.backbone.0.weight.exp_avg"][...],
         optimizer.state[model.encoder[0].weight]["exp_avg"],
     )
 
@@ -248,8 +252,8 @@ def test_a_difference_of_names_alone_is_none_after_renaming(tmp_path: Path):
         model = Net(name)
         optimizer = adamw(model)
         train(model, optimizer)
-        hf.save({"model": model, "optim": optimizer}, tmp_path / name)
-    report = hf.diff(tmp_path / "encoder", tmp_path / "backbone", rename={"model.encoder": "model.backbone"})
+        holdfast.save({"model": model, "optim": optimizer}, tmp_path / name)
+    report = holdfast.diff(tmp_path / "encoder", tmp_path / "backbone", rename={"model.encoder": "model.backbone"})
     assert report.ok
 
 
@@ -266,7 +270,7 @@ def test_checkpoints_of_dcp_are_renamed_alike(tmp_path: Path, flat: bool):
     stock.save(state, checkpoint_id=tmp_path / "saved")
     other = Net("backbone")
     again = adamw(other, lr=7.0)
-    hf.load({"model": other, "optim": again}, tmp_path / "saved", rename={"model.encoder": "model.backbone"})
+    holdfast.load({"model": other, "optim": again}, tmp_path / "saved", rename={"model.encoder": "model.backbone"})
     assert_goes_on_alike(model, optimizer, other, again)
 
 
@@ -284,11 +288,11 @@ def renaming_load_on_ranks(folder: Path, background: bool) -> None:
     train(model, optimizer)
     state = {"model": model, "optim": optimizer}
     if background:
-        hf.async_save(state, folder / "saved", optimizers=optimizer).wait()
+        holdfast.async_save(state, folder / "saved", optimizers=optimizer).wait()
     else:
-        hf.save(state, folder / "saved")
+        holdfast.save(state, folder / "saved")
     other, again = sharded("backbone")
-    hf.load({"model": other, "optim": again}, folder / "saved", rename={"model.encoder": "model.backbone"})
+    holdfast.load({"model": other, "optim": again}, folder / "saved", rename={"model.encoder": "model.backbone"})
     assert difference(optimizer.state_dict(), again.state_dict()) is None
     train(model, optimizer, first=3)
     train(other, again, first=3)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._manager.run_file import RunFile
 from holdfast._manager.steps import StepInfo, folder_of, list_steps
 from holdfast._manager.summaries import noted_metadata
@@ -25,7 +25,7 @@ def save_step(root: Root, step: int, metrics: Mapping[str, Any] | None = None, *
     """A save as the manager makes it: noted before and after."""
     run_file, name = RunFile(root), folder_of(step)
     run = run_file.begin(TOKEN, {name: ""}).run
-    hf.save(state_of(step), root.child(name), metadata=noted_metadata(run, step, metrics), **options)
+    holdfast.save(state_of(step), root.child(name), metadata=noted_metadata(run, step, metrics), **options)
     run_file.end(TOKEN, [name])
 
 
@@ -44,7 +44,7 @@ def steps_in(root: Root) -> dict[int, StepInfo]:
 
 def loads(root: Root, step: int) -> bool:
     """Whether the step is there as it was saved."""
-    loaded = hf.open(root.child(folder_of(step))).load()
+    loaded = holdfast.open(root.child(folder_of(step))).load()
     return bool(torch.equal(loaded["weight"], state_of(step)["weight"])) and loaded["step"] == step
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._manager.steps import folder_of
 from holdfast.stores import LocalRoot, LocalStore
 from tests.manager.small_disks import find_no_space
@@ -24,25 +24,25 @@ def is_state_of(state: dict[str, Any], step: int) -> bool:
     return state["seen"] == step and bool(torch.equal(state["model"]["weight"], torch.full((1000,), float(step))))
 
 
-def train(manager: hf.CheckpointManager, steps: range, **options: Any) -> None:
+def train(manager: holdfast.CheckpointManager, steps: range, **options: Any) -> None:
     for step in steps:
         manager.maybe_save(step, state_of(step), **options)
 
 
 def a_run(root: Any, *steps: int, **options: Any) -> None:
     """A run that has ended, with these steps."""
-    with hf.CheckpointManager(root, async_save=False, save_at_end=False, **options) as manager:
+    with holdfast.CheckpointManager(root, async_save=False, save_at_end=False, **options) as manager:
         for step in steps:
             manager.save(step, state_of(step), metrics={"loss": 1 / step})
 
 
 def steps_in(root: Any) -> list[int]:
-    return [info.step for info in hf.CheckpointManager(root).steps()]
+    return [info.step for info in holdfast.CheckpointManager(root).steps()]
 
 
-def restored_from(root: Any, **options: Any) -> tuple[hf.RestoredStep | None, dict[str, Any]]:
+def restored_from(root: Any, **options: Any) -> tuple[holdfast.RestoredStep | None, dict[str, Any]]:
     state = state_of(0)
-    with hf.CheckpointManager(root) as manager:
+    with holdfast.CheckpointManager(root) as manager:
         return manager.restore(state, **options), state
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import holdfast as hf
+import holdfast
 from holdfast import keep
 from holdfast._formats.native.names import RECORD, SET_ASIDE
 from holdfast._manager.deleting import Deleter, Deletion
@@ -120,7 +120,7 @@ def test_leftovers_of_our_commits_go_with_the_step(disk):
 
 def test_what_this_run_did_not_save_is_refused(root):
     a_run(root, 1)
-    hf.save(state_of(2), root.child(folder_of(2)))
+    holdfast.save(state_of(2), root.child(folder_of(2)))
     with pytest.raises(ValueError, match="not saved by this run"):
         delete(root, 1, 2)
     assert loads(root, 1)
@@ -141,7 +141,7 @@ def test_a_step_that_was_pinned_meanwhile_stays(root):
 def test_a_checkpoint_that_replaced_the_doomed_one_stays(root):
     run_file = a_run(root, 1)
     doomed = list(steps_in(root).values())
-    hf.save(state_of(1), root.child(folder_of(1)), overwrite=True)
+    holdfast.save(state_of(1), root.child(folder_of(1)), overwrite=True)
     (deletion,) = Deleter(run_file, TOKEN).delete(doomed)
     assert deletion.outcome == "kept"
     assert loads(root, 1)
@@ -202,7 +202,7 @@ def prepare(folder: Path) -> Path:
 def opens(folder: Path, step: int) -> bool:
     """Whether there is a checkpoint; if there is, it must be whole."""
     try:
-        checkpoint = hf.open(folder / folder_of(step))
+        checkpoint = holdfast.open(folder / folder_of(step))
     except (CheckpointNotFoundError, NotACheckpointError):
         return False
     checkpoint.verify()
@@ -540,7 +540,7 @@ assert root.is_stuck.wait(60)
 """
     environment = {**os.environ, "HOLDFAST_DRAIN_SECONDS": "0.2"}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=50)
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         assert [info.step for info in manager.steps()] == [2]
     assert LocalRoot(tmp_path).children() == [folder_of(2)]
 
@@ -567,13 +567,13 @@ BackgroundJobs.wait = lambda self, seconds: (root.go_on.set(), wait(self, second
 def test_a_manager_that_closes_leaves_a_deletion_that_does_not_end_to_the_next_one(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("HOLDFAST_DRAIN_SECONDS", "0.1")
     root = Stuck(tmp_path)
-    with hf.CheckpointManager(root, keep_last=1) as manager:
+    with holdfast.CheckpointManager(root, keep_last=1) as manager:
         for step in (1, 2):
             manager.save(step, state_of(step), wait=True)
         assert root.is_stuck.wait(60)
     assert "still being deleted after 0.1 s" in caplog.text
     assert (tmp_path / folder_of(1)).exists()
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         assert [info.step for info in manager.steps()] == [2]
         assert not (tmp_path / folder_of(1)).exists()
     root.go_on.set()
@@ -660,17 +660,17 @@ def taken_from(root: Root, before: Owner) -> None:
 def test_what_a_job_that_may_be_alive_has_begun_is_left_to_it(root, is_seen):
     rival = Owner.this_process("a rival", root.marks())
     taken_from(root, rival if is_seen else replace(rival, place="another machine"))
-    with hf.CheckpointManager(root, take_over=is_seen, save_at_end=False):
+    with holdfast.CheckpointManager(root, take_over=is_seen, save_at_end=False):
         assert root.child(folder_of(2)).size(DATA) is not None
         assert list(RunFile(root).read().unfinished) == [folder_of(2)]
-    with hf.CheckpointManager(root, save_at_end=False):
+    with holdfast.CheckpointManager(root, save_at_end=False):
         assert root.child(folder_of(2)).size(DATA) is None
         assert RunFile(root).read().unfinished == {}
 
 
 def test_when_its_step_is_saved_what_such_a_job_has_begun_is_removed(root):
     taken_from(root, replace(Owner.this_process("a rival", root.marks()), place="another machine"))
-    with hf.CheckpointManager(root) as manager:
+    with holdfast.CheckpointManager(root) as manager:
         manager.save(2, state_of(2), wait=True)
     assert root.child(folder_of(2)).size(DATA) is None
     assert loads(root, 2)
@@ -710,12 +710,12 @@ def test_what_replaces_a_checkpoint_at_the_last_moment_is_not_swept(tmp_path):
     (tmp_path / "run").mkdir()
     run_file = a_run(LocalRoot(tmp_path / "run"), 1)
     run_file.begin(TOKEN, {folder_of(1): ""})
-    hf.save(state_of(7), tmp_path / "new")
+    holdfast.save(state_of(7), tmp_path / "new")
     for file in (tmp_path / "new").iterdir():
         if file.name != RECORD:
             shutil.copy(file, tmp_path / "run" / folder_of(1))
     Deleter(RunFile(Late(tmp_path / "run")), TOKEN).sweep()
-    assert hf.verify(tmp_path / "run" / folder_of(1)).ok
+    assert holdfast.verify(tmp_path / "run" / folder_of(1)).ok
     assert files_in(tmp_path / "run" / folder_of(1)) == files_in(tmp_path / "new")
 
 
@@ -786,7 +786,7 @@ def test_a_name_in_the_run_file_that_is_no_step_is_not_touched(disk):
 
 def test_a_failed_save_of_this_process_is_swept_when_it_has_ended(disk):
     run_file = a_run(disk, 1)
-    with pytest.raises(hf.errors.UnsupportedValueError):
+    with pytest.raises(holdfast.errors.UnsupportedValueError):
         save_unsavable(disk)
     assert Deleter(run_file, TOKEN).sweep() == [folder_of(2)]
     assert os.listdir(disk.folder / folder_of(1))
@@ -796,7 +796,7 @@ def test_a_failed_save_of_this_process_is_swept_when_it_has_ended(disk):
 def save_unsavable(root: Root) -> None:
     RunFile(root).begin(TOKEN, {folder_of(2): ""})
     (LocalRoot(root.location).folder / folder_of(2)).mkdir()
-    hf.save({"value": object()}, root.child(folder_of(2)))
+    holdfast.save({"value": object()}, root.child(folder_of(2)))
 
 
 def test_deletions_of_set_aside_steps_are_possible_when_asked_for(root):

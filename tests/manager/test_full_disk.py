@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import holdfast as hf
+import holdfast
 from holdfast._manager.full_disk import WhenFull, is_full, next_to_go, save_despite_full_disk
 from holdfast._manager.measuring import checkpoint_size, plain_options
 from holdfast._ranks.collectives import Collectives
@@ -43,14 +43,14 @@ def state_of(megabytes: int, value: float = 1.0) -> dict[str, Any]:
 
 
 def value_at(path: Path) -> float:
-    loaded = hf.open(path).load()["w"]
+    loaded = holdfast.open(path).load()["w"]
     assert (loaded == loaded[0]).all()
     return float(loaded[0])
 
 
 def save_step(
     root: Path, name: str, state: Any, when_full: WhenFull, options: dict[str, Any] | None = None
-) -> hf.SaveReport:
+) -> holdfast.SaveReport:
     """As a run saves: into a folder of its root, with what it takes to say how much is needed."""
     place = LocalRoot(root)
     complete = WhenFull(
@@ -61,7 +61,7 @@ def save_step(
         }
     )
     return save_despite_full_disk(
-        lambda: hf.save(state, root / name, **(options or {})),
+        lambda: holdfast.save(state, root / name, **(options or {})),
         str(root / name),
         complete,
         needed=lambda ranks: checkpoint_size(state, ranks).nbytes,
@@ -72,7 +72,7 @@ def save_step(
 
 
 def test_the_last_good_checkpoint_stays_and_the_error_tells_how_much_is_missing(disk):
-    hf.save(state_of(4, 7.0), disk / "step-1")
+    holdfast.save(state_of(4, 7.0), disk / "step-1")
     free = shutil.disk_usage(disk).free
     with pytest.raises(StorageFullError) as raised:
         save_step(disk, "step-2", state_of(6), WhenFull("raise"))
@@ -119,7 +119,7 @@ def pruner(root: Path, pinned: set[int] = frozenset()) -> Callable[[], str | Non
 
 def test_pruning_deletes_the_oldest_until_the_new_one_fits_and_no_more(disk):
     for number in (1, 2, 3):
-        hf.save(state_of(2, number), disk / f"step-{number}")
+        holdfast.save(state_of(2, number), disk / f"step-{number}")
     save_step(disk, "step-4", state_of(3, 4.0), WhenFull("prune", prune=pruner(disk)))
     assert sorted(os.listdir(disk)) == ["step-2", "step-3", "step-4"]
     assert [value_at(disk / f"step-{number}") for number in (2, 3, 4)] == [2, 3, 4]
@@ -127,12 +127,12 @@ def test_pruning_deletes_the_oldest_until_the_new_one_fits_and_no_more(disk):
 
 def test_pruning_leaves_pinned_ones_alone_and_takes_several_if_it_has_to(disk):
     for number in (1, 2, 3, 4):
-        hf.save(state_of(1, number), disk / f"step-{number}")
+        holdfast.save(state_of(1, number), disk / f"step-{number}")
     attempts = []
 
-    def save() -> hf.SaveReport:
+    def save() -> holdfast.SaveReport:
         attempts.append(sorted(os.listdir(disk)))
-        return hf.save(state_of(5, 5.0), disk / "step-5")
+        return holdfast.save(state_of(5, 5.0), disk / "step-5")
 
     when_full = WhenFull("prune", prune=pruner(disk, {2}), free_bytes=LocalRoot(disk).free_bytes)
     size = checkpoint_size(state_of(5), Collectives(None, False, 0)).nbytes
@@ -142,8 +142,8 @@ def test_pruning_leaves_pinned_ones_alone_and_takes_several_if_it_has_to(disk):
 
 
 def test_pruning_never_takes_the_newest_and_says_so(disk):
-    hf.save(state_of(1, 1.0), disk / "step-1")
-    hf.save(state_of(4, 2.0), disk / "step-2")
+    holdfast.save(state_of(1, 1.0), disk / "step-1")
+    holdfast.save(state_of(4, 2.0), disk / "step-2")
     with pytest.raises(StorageFullError, match="no checkpoint left that may be deleted") as raised:
         save_step(disk, "step-3", state_of(6), WhenFull("prune", prune=pruner(disk)))
     assert raised.value.deleted == ["step-1"]
@@ -184,7 +184,7 @@ def test_waiting_writes_nothing_before_there_is_room(disk, caplog):
 
     def save() -> None:
         attempts.append(clock.now)
-        hf.save(state_of(4), disk / "step-1")
+        holdfast.save(state_of(4), disk / "step-1")
 
     when_full = WhenFull(**{**vars(clock.waiting(10)), "free_bytes": LocalRoot(disk).free_bytes})
     with pytest.raises(StorageFullError, match="Nobody made room within 10 s") as raised:
@@ -377,7 +377,7 @@ def test_what_must_stay_stays_however_often_something_goes(steps, spare):
 
 
 def own_state(megabytes: int) -> dict[str, Any]:
-    return {"own": hf.PerRank(torch.full((megabytes * MB // 4,), float(dist.get_rank())))}
+    return {"own": holdfast.PerRank(torch.full((megabytes * MB // 4,), float(dist.get_rank())))}
 
 
 def outcome_of_full_disk(root: Path, megabytes: int, when_full: WhenFull | None = None) -> dict[str, Any]:
@@ -392,7 +392,7 @@ def outcome_of_full_disk(root: Path, megabytes: int, when_full: WhenFull | None 
 
 
 def test_all_ranks_get_the_same_error_and_nothing_is_left(ranks: RankPool, disk):
-    hf.save(state_of(3, 5.0), disk / "step-1")
+    holdfast.save(state_of(3, 5.0), disk / "step-1")
     errors = ranks(3).run(outcome_of_full_disk, disk, 2)
     assert errors[0] == errors[1] == errors[2]
     assert errors[0]["path"] == str(disk / "step-9")
@@ -414,14 +414,14 @@ def prune_and_count(root: Path) -> int:
     assert outcome_of_full_disk(root, 2, WhenFull("prune", prune=prune)) == {}
     restored = own_state(2)
     restored["own"].value.zero_()
-    hf.load(restored, root / "step-9")
+    holdfast.load(restored, root / "step-9")
     assert (restored["own"].value == dist.get_rank()).all()
     return len(calls)
 
 
 def test_one_rank_prunes_for_all(ranks: RankPool, disk):
     for number in (1, 2, 3):
-        hf.save(state_of(1, number), disk / f"step-{number}")
+        holdfast.save(state_of(1, number), disk / f"step-{number}")
     assert ranks(3).run(prune_and_count, disk) == [2, 0, 0]
     assert sorted(os.listdir(disk)) == ["step-3", "step-9"]
 
@@ -429,7 +429,7 @@ def test_one_rank_prunes_for_all(ranks: RankPool, disk):
 def full_for_one(path: Path, full_rank: int) -> dict[str, Any]:
     store = FullForData(path) if dist.get_rank() == full_rank else path
     try:
-        save_despite_full_disk(lambda: hf.save(own_state(1), store), str(path), WhenFull())
+        save_despite_full_disk(lambda: holdfast.save(own_state(1), store), str(path), WhenFull())
     except StorageFullError as error:
         return error.fields | {"message": str(error)}
     return {}
@@ -452,7 +452,7 @@ def wait_for_room(root: Path) -> tuple[list[float], float]:
 def test_ranks_wait_by_one_clock(ranks: RankPool, disk):
     (disk / "somebody's").write_bytes(bytes(4 * MB))
     assert ranks(3).run(wait_for_room, disk) == [[4.0, 4.0], [], []]
-    assert hf.open(disk / "step-9")
+    assert holdfast.open(disk / "step-9")
 
 
 def save_within_a_call(places: list[Path]) -> tuple[int, list[str]]:
@@ -507,7 +507,7 @@ def save_in_background(root: Path) -> tuple[int, str, str]:
 
 def test_a_save_in_the_background_makes_room_or_fails_with_the_same_error(ranks: RankPool, disk):
     for number in (1, 2):
-        hf.save(state_of(3, number), disk / f"step-{number}")
+        holdfast.save(state_of(3, number), disk / f"step-{number}")
     outcomes = ranks(2).run(save_in_background, disk)
     assert outcomes[0] == outcomes[1]
     written, kind, message = outcomes[0]

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast as hf
+import holdfast
 from holdfast._manager.owners import Owner
 from holdfast._manager.run_file import RunFile
 from holdfast._manager.steps import folder_of
@@ -34,7 +34,7 @@ def try_to_restore(root, **options):
     """What was restored and what was raised: one of the two is None."""
     state = state_of(0)
     try:
-        with hf.CheckpointManager(root, **options) as manager:
+        with holdfast.CheckpointManager(root, **options) as manager:
             restored = manager.restore(state)
     except OSError as error:
         return None, error
@@ -105,7 +105,7 @@ def test_a_step_that_another_user_may_not_read_is_not_passed_over(tmp_path, opti
         assert (error.step, error.path) == (2, str(tmp_path / folder_of(2)))
         assert "Permission denied" in error.reason
         assert "restore(state, step=" in str(error)
-        with hf.CheckpointManager(tmp_path, read_only=True) as manager:
+        with holdfast.CheckpointManager(tmp_path, read_only=True) as manager:
             assert [info.unreadable is None for info in manager.steps()] == [True, False]
             assert [info.is_usable for info in manager.steps()] == [True, False]
             with pytest.raises(UnreadableCheckpointError):
@@ -118,7 +118,7 @@ def test_an_older_step_that_cannot_be_read_does_not_matter(tmp_path, caplog):
     a_run(tmp_path, 1, 2, 3)
     with unreadable(tmp_path, 1).on_disk():
         assert try_to_restore(tmp_path)[0].step == 3
-        with hf.CheckpointManager(tmp_path, read_only=True) as manager:
+        with holdfast.CheckpointManager(tmp_path, read_only=True) as manager:
             assert manager.latest().step == 3
             assert manager.best("loss", "max").step == 2
     assert "step 1 at" in caplog.text
@@ -128,7 +128,7 @@ def test_an_older_step_that_cannot_be_read_does_not_matter(tmp_path, caplog):
 def test_one_can_go_back_on_purpose_and_the_log_names_what_is_left_behind(tmp_path, caplog):
     a_run(tmp_path, 1, 2)
     state = state_of(0)
-    with unreadable(tmp_path, 2).on_disk(), hf.CheckpointManager(tmp_path) as manager:
+    with unreadable(tmp_path, 2).on_disk(), holdfast.CheckpointManager(tmp_path) as manager:
         assert manager.restore(state, step=1).step == 1
     assert is_state_of(state, 1)
     assert "newer ones" in caplog.text
@@ -176,7 +176,7 @@ def losses(step):
     ids=lambda options: next(iter(options)),
 )
 def test_what_cannot_be_read_is_not_deleted_and_has_no_other_deleted(tmp_path, hidden, options):
-    with hf.CheckpointManager(tmp_path / "run", async_save=False) as manager:
+    with holdfast.CheckpointManager(tmp_path / "run", async_save=False) as manager:
         for step in (1, 2, 3, 4):
             manager.save(step, state_of(step), metrics=losses(step))
     left = {}
@@ -184,7 +184,7 @@ def test_what_cannot_be_read_is_not_deleted_and_has_no_other_deleted(tmp_path, h
         root = shutil.copytree(tmp_path / "run", tmp_path / name)
         faults, run = (
             unreadable(root, *steps, always=bool(steps)),
-            hf.CheckpointManager(root, async_save=False, **options),
+            holdfast.CheckpointManager(root, async_save=False, **options),
         )
         with faults.on_disk(), run as manager:
             manager.save(5, state_of(5), metrics=losses(5))
@@ -195,7 +195,7 @@ def test_what_cannot_be_read_is_not_deleted_and_has_no_other_deleted(tmp_path, h
 
 def test_a_full_disk_is_not_made_room_on_by_what_cannot_be_read(tmp_path):
     a_run(tmp_path, 1, 2, 3)
-    with hf.CheckpointManager(tmp_path) as manager, unreadable(tmp_path, 1).on_disk():
+    with holdfast.CheckpointManager(tmp_path) as manager, unreadable(tmp_path, 1).on_disk():
         assert manager._run.prune() == folder_of(2)
         assert manager._run.prune() is None
     assert steps_in(tmp_path) == [1, 3]
@@ -204,18 +204,18 @@ def test_a_full_disk_is_not_made_room_on_by_what_cannot_be_read(tmp_path):
 def test_what_cannot_be_read_is_not_deleted_by_its_number_either(tmp_path):
     a_run(tmp_path, 1, 2)
     refused = pytest.raises(NotDeletedError, match="Permission denied")
-    with hf.CheckpointManager(tmp_path) as manager, unreadable(tmp_path, 1).on_disk(), refused:
+    with holdfast.CheckpointManager(tmp_path) as manager, unreadable(tmp_path, 1).on_disk(), refused:
         manager.delete(1)
     assert steps_in(tmp_path) == [1, 2]
 
 
 def test_what_cannot_be_read_is_not_replaced_if_it_may_be_somebody_elses(tmp_path):
     a_run(tmp_path, 1)
-    hf.save(state_of(7), tmp_path / folder_of(2))
+    holdfast.save(state_of(7), tmp_path / folder_of(2))
     refused = pytest.raises(UnreadableCheckpointError, match=r"step 2 is not saved.*Permission denied")
-    with hf.CheckpointManager(tmp_path, async_save=False) as manager, unreadable(tmp_path, 2).on_disk(), refused:
+    with holdfast.CheckpointManager(tmp_path, async_save=False) as manager, unreadable(tmp_path, 2).on_disk(), refused:
         manager.save(2, state_of(2))
-    assert hf.open(tmp_path / folder_of(2)).load()["seen"] == 7
+    assert holdfast.open(tmp_path / folder_of(2)).load()["seen"] == 7
 
 
 def test_a_listing_shows_it_with_the_reason(tmp_path):
@@ -233,8 +233,8 @@ def test_a_listing_shows_it_with_the_reason(tmp_path):
 @pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
 def test_a_listing_has_files_that_cannot_be_read(tmp_path, number):
     torch.save(state_of(1), tmp_path / "model.pt")
-    hf.save(state_of(1), tmp_path / "native")
-    hf.convert(tmp_path / "native", tmp_path / "model.safetensors", to="safetensors", include="model.weight")
+    holdfast.save(state_of(1), tmp_path / "native")
+    holdfast.convert(tmp_path / "native", tmp_path / "model.safetensors", to="safetensors", include="model.weight")
     faults = IoFaults(
         tmp_path, number_of_error=number, names=lambda call, name: call == "open" and "model." in name, always=True
     )
@@ -301,7 +301,7 @@ def restore_with_a_fault(root, rank, at, number):
         state = state_of(0)
         with faults.on_disk():
             try:
-                with hf.CheckpointManager(root) as manager:
+                with holdfast.CheckpointManager(root) as manager:
                     restored = manager.restore(state)
             except Exception as error:
                 return type(error).__name__, len(faults.calls)

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast import keep
 from holdfast._base import environment
 from holdfast._manager import deleting as deleting_module
@@ -30,7 +30,7 @@ LOSSES = {1: 9.0, 2: 3.0, 3: 5.0, 4: 2.0, 5: float("nan"), 6: 8.0, 7: 7.0}
 
 def run_with_losses(root, **options) -> list[int]:
     """The steps that are there after each save."""
-    with hf.CheckpointManager(root, every_steps=1, **options) as manager:
+    with holdfast.CheckpointManager(root, every_steps=1, **options) as manager:
         for step, loss in LOSSES.items():
             manager.maybe_save(step, state_of(step), metrics={"loss": torch.tensor(loss), "gain": -loss})
             manager.wait()
@@ -59,7 +59,7 @@ def test_policies_in_a_run(tmp_path, options, kept):
 
 def test_metrics_are_numbers_again_and_the_best_is_found(tmp_path):
     run_with_losses(tmp_path)
-    manager = hf.CheckpointManager(tmp_path)
+    manager = holdfast.CheckpointManager(tmp_path)
     metrics = {info.step: info.metrics for info in manager.steps()}
     assert metrics[2] == {"loss": 3.0, "gain": -3.0}
     assert metrics[5]["loss"] != metrics[5]["loss"]  # not a number, and no reason not to save
@@ -69,7 +69,7 @@ def test_metrics_are_numbers_again_and_the_best_is_found(tmp_path):
 
 
 def test_metrics_that_are_no_numbers_are_refused_and_nothing_is_saved(tmp_path):
-    with hf.CheckpointManager(tmp_path, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(tmp_path, save_at_end=False) as manager:
         for wrong in ("low", torch.ones(2), None, 10**400):
             with pytest.raises(TypeError, match="the metric 'loss' must be a number"):
                 manager.save(1, state_of(1), metrics={"loss": wrong})
@@ -79,7 +79,7 @@ def test_metrics_that_are_no_numbers_are_refused_and_nothing_is_saved(tmp_path):
 
 
 def test_a_better_one_that_comes_later_takes_the_place(tmp_path):
-    with hf.CheckpointManager(tmp_path, keep_best=(1, "loss"), keep_last=1) as manager:
+    with holdfast.CheckpointManager(tmp_path, keep_best=(1, "loss"), keep_last=1) as manager:
         seen = []
         for step, loss in enumerate([5.0, 4.0, 6.0, 3.0, 9.0], start=1):
             manager.save(step, state_of(step), metrics={"loss": loss})
@@ -89,10 +89,10 @@ def test_a_better_one_that_comes_later_takes_the_place(tmp_path):
 
 
 def test_pinned_steps_stay_until_they_are_unpinned(tmp_path):
-    with hf.CheckpointManager(tmp_path, keep_last=1, every_steps=1) as manager:
+    with holdfast.CheckpointManager(tmp_path, keep_last=1, every_steps=1) as manager:
         manager.maybe_save(1, state_of(1))
         manager.wait()
-        hf.CheckpointManager(tmp_path).pin(1)  # as from another program: nothing else is touched
+        holdfast.CheckpointManager(tmp_path).pin(1)  # as from another program: nothing else is touched
         manager.maybe_save(2, state_of(2))
         manager.maybe_save(3, state_of(3))
         manager.wait()
@@ -107,8 +107,8 @@ def test_pinned_steps_stay_until_they_are_unpinned(tmp_path):
 
 def test_delete_deletes_pinned_ones_too_and_only_what_the_run_saved(tmp_path):
     a_run(tmp_path, 1, 2, 3)
-    hf.save(state_of(5), tmp_path / folder_of(5))
-    with hf.CheckpointManager(tmp_path) as manager:
+    holdfast.save(state_of(5), tmp_path / folder_of(5))
+    with holdfast.CheckpointManager(tmp_path) as manager:
         manager.pin(2)
         manager.delete(2)
         assert [info.step for info in manager.steps()] == [1, 3, 5]
@@ -126,7 +126,7 @@ def test_what_could_not_be_deleted_is_told(tmp_path, moody, monkeypatch):
     def refuse(self, names):
         raise PermissionError(13, "Permission denied", "a file")
 
-    with hf.CheckpointManager(moody) as manager:
+    with holdfast.CheckpointManager(moody) as manager:
         monkeypatch.setattr("holdfast.stores.LocalStore.delete", refuse)
         with pytest.raises(NotDeletedError, match=r"step-00000001 was not deleted: .*Permission denied") as raised:
             manager.delete(1)
@@ -138,7 +138,7 @@ def test_what_could_not_be_deleted_is_told(tmp_path, moody, monkeypatch):
 
 def test_a_dry_run_tells_and_deletes_nothing_but_by_hand(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    with hf.CheckpointManager(tmp_path, keep_last=1, every_steps=1, dry_run=True) as manager:
+    with holdfast.CheckpointManager(tmp_path, keep_last=1, every_steps=1, dry_run=True) as manager:
         for step in (1, 2, 3):
             manager.maybe_save(step, state_of(step))
         manager.wait()
@@ -153,7 +153,7 @@ def test_a_dry_run_tells_and_deletes_nothing_but_by_hand(tmp_path, caplog):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_deletions_are_told_to_the_last_one(tmp_path, monkeypatch, fails):
-    events: list[hf.Event] = []
+    events: list[holdfast.Event] = []
     delete = Deleter.delete
 
     def delete_late(self, doomed):
@@ -163,7 +163,7 @@ def test_deletions_are_told_to_the_last_one(tmp_path, monkeypatch, fails):
     monkeypatch.setattr(Deleter, "delete", delete_late)
 
     def program() -> None:
-        with hf.CheckpointManager(tmp_path, keep_last=1, every_steps=1, on_event=events.append) as manager:
+        with holdfast.CheckpointManager(tmp_path, keep_last=1, every_steps=1, on_event=events.append) as manager:
             for step in (1, 2):
                 manager.maybe_save(step, state_of(step))
             if fails:
@@ -191,7 +191,7 @@ def damage_what_is_committed(root, monkeypatch, *steps) -> None:
 def test_nothing_is_deleted_for_a_checkpoint_that_turns_out_to_be_damaged(tmp_path, monkeypatch, async_save):
     a_run(tmp_path, 1)
     damage_what_is_committed(tmp_path, monkeypatch, 2)
-    manager = hf.CheckpointManager(tmp_path, keep_last=1, verify_before_delete=True, async_save=async_save)
+    manager = holdfast.CheckpointManager(tmp_path, keep_last=1, verify_before_delete=True, async_save=async_save)
     with manager:
         manager.save(2, state_of(2))
         with pytest.raises(DamagedCheckpointError, match="step-00000002"):
@@ -206,7 +206,7 @@ def test_nothing_is_deleted_for_a_checkpoint_that_turns_out_to_be_damaged(tmp_pa
 def test_damage_that_is_found_before_a_deletion_is_told_by_the_next_save(tmp_path, monkeypatch):
     a_run(tmp_path, 1)
     damage_what_is_committed(tmp_path, monkeypatch, 2)
-    with hf.CheckpointManager(tmp_path, keep_last=1, verify_before_delete=True, async_save=False) as manager:
+    with holdfast.CheckpointManager(tmp_path, keep_last=1, verify_before_delete=True, async_save=False) as manager:
         manager.save(2, state_of(2))
         manager._run.wait_for_deletions()
         with pytest.raises(DamagedCheckpointError, match="step-00000002"):
@@ -218,30 +218,30 @@ def test_damage_that_is_found_before_a_deletion_is_told_by_the_next_save(tmp_pat
 def test_damage_that_is_found_before_a_deletion_may_be_a_warning(tmp_path, monkeypatch):
     a_run(tmp_path, 1)
     damage_what_is_committed(tmp_path, monkeypatch, 2)
-    manager = hf.CheckpointManager(tmp_path, keep_last=1, verify_before_delete=True, on_failure="warn")
+    manager = holdfast.CheckpointManager(tmp_path, keep_last=1, verify_before_delete=True, on_failure="warn")
     with pytest.warns(RuntimeWarning, match="step 2 was not saved: DamagedCheckpointError"), manager:
         manager.save(2, state_of(2))
     assert steps_in(tmp_path) == [1, 2]
 
 
 def test_a_checkpoint_that_this_run_did_not_save_is_not_replaced(tmp_path):
-    hf.save({"weight": torch.ones(2)}, tmp_path / folder_of(2), metadata={"by": "hand"})
-    with hf.CheckpointManager(tmp_path, save_at_end=False, async_save=False) as manager:
+    holdfast.save({"weight": torch.ones(2)}, tmp_path / folder_of(2), metadata={"by": "hand"})
+    with holdfast.CheckpointManager(tmp_path, save_at_end=False, async_save=False) as manager:
         manager.save(1, state_of(1))
         with pytest.raises(CheckpointExistsError, match=r"was not saved by this run .*Move it away"):
             manager.save(2, state_of(2))
         assert RunFile(manager.root).read().unfinished == {}  # or a restart would tidy up there
         manager.save(3, state_of(3))
-    assert hf.open(tmp_path / folder_of(2)).metadata == {"by": "hand"}
+    assert holdfast.open(tmp_path / folder_of(2)).metadata == {"by": "hand"}
     assert steps_in(tmp_path) == [1, 2, 3]
 
 
 def test_a_damaged_checkpoint_of_others_is_not_replaced_and_one_of_ours_is(tmp_path):
     a_run(tmp_path, 1)
-    hf.save({"weight": torch.ones(2)}, tmp_path / folder_of(2))
+    holdfast.save({"weight": torch.ones(2)}, tmp_path / folder_of(2))
     for step in (1, 2):
         (tmp_path / folder_of(step) / "holdfast.json").write_text("{}")
-    with hf.CheckpointManager(tmp_path, save_at_end=False, async_save=False) as manager:
+    with holdfast.CheckpointManager(tmp_path, save_at_end=False, async_save=False) as manager:
         manager.save(1, state_of(1))
         with pytest.raises(CheckpointExistsError, match="cannot be read"):
             manager.save(2, state_of(2))
@@ -251,15 +251,15 @@ def test_a_damaged_checkpoint_of_others_is_not_replaced_and_one_of_ours_is(tmp_p
 def test_a_set_aside_step_stays_and_does_not_count(tmp_path):
     a_run(tmp_path, 1, 2, 3)
     damage_data(tmp_path, 3)
-    with hf.CheckpointManager(tmp_path, keep_last=2, every_steps=1) as manager:
+    with holdfast.CheckpointManager(tmp_path, keep_last=2, every_steps=1) as manager:
         assert manager.restore(state_of(0)).step == 2
         manager.maybe_save(4, state_of(4))
     assert steps_in(tmp_path) == [2, 3, 4]
-    assert hf.CheckpointManager(tmp_path).latest().step == 4
+    assert holdfast.CheckpointManager(tmp_path).latest().step == 4
 
 
 def test_after_going_back_to_an_older_step_what_is_saved_then_stays(tmp_path):
-    with hf.CheckpointManager(tmp_path, keep_last=2, every_steps=10) as manager:
+    with holdfast.CheckpointManager(tmp_path, keep_last=2, every_steps=10) as manager:
         for step in (10, 20, 30):
             manager.maybe_save(step, state_of(step))
         manager.wait()
@@ -283,7 +283,7 @@ def test_what_was_saved_just_now_stays_though_neither_its_number_nor_its_clock_i
 ):
     a_run(tmp_path, 10, 20, 30)
     monkeypatch.setattr(environment, "datetime", ClockThatIsWrong(hours))
-    with hf.CheckpointManager(tmp_path, keep_last=2, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(tmp_path, keep_last=2, save_at_end=False) as manager:
         manager.restore(state_of(0), step=10)
         manager.save(11, state_of(11))
         manager.wait()
@@ -296,7 +296,7 @@ def test_what_was_saved_just_now_stays_though_neither_its_number_nor_its_clock_i
 
 def test_without_a_rule_a_save_does_not_look_at_all_that_were_saved_before(moody):
     a_run(moody, 1, 2, 3, 4, 5)
-    with hf.CheckpointManager(moody, async_save=False) as manager:
+    with holdfast.CheckpointManager(moody, async_save=False) as manager:
         moody.bytes_read.clear()
         manager.save(6, state_of(6))
         read_by_one = dict(moody.bytes_read)
@@ -309,14 +309,14 @@ def test_without_a_rule_a_save_does_not_look_at_all_that_were_saved_before(moody
 
 def test_a_pin_of_what_was_removed_by_hand_can_be_undone(tmp_path):
     a_run(tmp_path, 1, 2)
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         manager.pin(1)
         shutil.rmtree(tmp_path / folder_of(1))
         manager.unpin(1)
         with pytest.raises(CheckpointNotFoundError):
             manager.unpin(1)
     a_run(tmp_path, 1)
-    assert [info.pinned for info in hf.CheckpointManager(tmp_path).steps()] == [False, False]
+    assert [info.pinned for info in holdfast.CheckpointManager(tmp_path).steps()] == [False, False]
 
 
 @pytest.mark.parametrize("by_another_process", [False, True])
@@ -330,11 +330,11 @@ def test_a_step_that_is_just_being_deleted_cannot_be_pinned(tmp_path, monkeypatc
         return invalidate(store)
 
     monkeypatch.setattr(deleting_module, "_invalidate", slowly)
-    with hf.CheckpointManager(tmp_path, keep_last=1, async_save=False) as manager:
+    with holdfast.CheckpointManager(tmp_path, keep_last=1, async_save=False) as manager:
         manager.save(2, state_of(2))
         assert deleting.wait(30)
         with pytest.raises(CheckpointNotFoundError, match="step 1"):
-            (hf.CheckpointManager(tmp_path) if by_another_process else manager).pin(1)
+            (holdfast.CheckpointManager(tmp_path) if by_another_process else manager).pin(1)
     assert RunFile(manager.root).read().pinned == frozenset()
 
 
@@ -351,7 +351,7 @@ def test_a_pin_does_not_wait_for_ever_for_a_deletion_that_was_given_up(tmp_path,
     run_file.claim("a job that will be killed")
     run_file.begin("a job that will be killed", {folder_of(1): "0123456789abcdef"})
     monkeypatch.setattr(run_module, "_LONGEST_DELETION", 0.05)
-    hf.CheckpointManager(tmp_path).pin(1)
+    holdfast.CheckpointManager(tmp_path).pin(1)
     assert run_file.read().pinned == {1}
 
 
@@ -371,6 +371,6 @@ def test_one_save_with_a_clock_a_year_ahead_deletes_nothing(tmp_path, monkeypatc
             ahead.setattr(f"holdfast.{module}.datetime", ClockAhead)
         a_run(tmp_path, 4, **options)
     assert steps_in(tmp_path) == [1, 2, 3, 4]
-    assert hf.CheckpointManager(tmp_path).steps()[-1].saved_at > datetime.now(timezone.utc) + timedelta(days=300)
+    assert holdfast.CheckpointManager(tmp_path).steps()[-1].saved_at > datetime.now(timezone.utc) + timedelta(days=300)
     a_run(tmp_path, 5, 6, 7, **options)
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7]

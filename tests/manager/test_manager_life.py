@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast as hf
+import holdfast
 from holdfast.errors import RunInUseError, RunTakenError
 from holdfast.stores import LocalStore, Root
 from tests.manager.managed import MoodyRoot, a_run, damage_data, is_state_of, restored_from, state_of, steps_in, train
@@ -24,7 +24,7 @@ from tests.manager.managed import MoodyRoot, a_run, damage_data, is_state_of, re
 
 
 def hold_the_run(root, opened, end) -> None:
-    with hf.CheckpointManager(root):
+    with holdfast.CheckpointManager(root):
         opened.set()
         end.wait(60)
 
@@ -35,22 +35,22 @@ def test_a_second_job_is_told_that_the_run_is_in_use(tmp_path):
     job = context.Process(target=hold_the_run, args=(tmp_path, opened, end))
     job.start()
     assert opened.wait(60)
-    with pytest.raises(RunInUseError, match="take_over=True") as raised, hf.CheckpointManager(tmp_path):
+    with pytest.raises(RunInUseError, match="take_over=True") as raised, holdfast.CheckpointManager(tmp_path):
         pass
     assert raised.value.pid == job.pid
     end.set()
     job.join()
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         assert manager.run_id
 
 
 def test_after_a_take_over_the_old_job_saves_no_more(tmp_path):
-    with hf.CheckpointManager(tmp_path, every_steps=1) as old:
+    with holdfast.CheckpointManager(tmp_path, every_steps=1) as old:
         old.maybe_save(1, state_of(1))
         old.wait()
-        with pytest.raises(RunInUseError, match="not closed"), hf.CheckpointManager(tmp_path):
+        with pytest.raises(RunInUseError, match="not closed"), holdfast.CheckpointManager(tmp_path):
             pass
-        with hf.CheckpointManager(tmp_path, take_over=True) as new:
+        with holdfast.CheckpointManager(tmp_path, take_over=True) as new:
             assert new.run_id == old.run_id
             assert new.restore(state_of(0)).step == 1
             pending = old.save(2, state_of(2))
@@ -68,9 +68,12 @@ def test_after_a_take_over_the_old_job_saves_no_more(tmp_path):
 
 
 def test_the_run_has_an_id_that_can_be_asked_for(tmp_path):
-    with hf.CheckpointManager(tmp_path, run="experiment-7") as manager:
+    with holdfast.CheckpointManager(tmp_path, run="experiment-7") as manager:
         assert manager.run_id == "experiment-7"
-    with pytest.raises(ValueError, match="holds the run 'experiment-7'"), hf.CheckpointManager(tmp_path, run="other"):
+    with (
+        pytest.raises(ValueError, match="holds the run 'experiment-7'"),
+        holdfast.CheckpointManager(tmp_path, run="other"),
+    ):
         pass
 
 
@@ -80,7 +83,7 @@ def test_the_run_has_an_id_that_can_be_asked_for(tmp_path):
 @pytest.mark.parametrize("async_save", [True, False])
 def test_runs_in_memory(tmp_path, async_save):
     place = f"memory://{tmp_path}"
-    with hf.CheckpointManager(place, every_steps=1, keep_last=2, async_save=async_save) as manager:
+    with holdfast.CheckpointManager(place, every_steps=1, keep_last=2, async_save=async_save) as manager:
         train(manager, range(1, 5))
     assert steps_in(place) == [3, 4]
     assert is_state_of(restored_from(place)[1], 4)
@@ -115,7 +118,7 @@ class Shelf(Root):
 
 def test_a_root_of_ones_own(tmp_path):
     root = Shelf(tmp_path)
-    with hf.CheckpointManager(root, every_steps=1, keep_last=2) as manager:
+    with holdfast.CheckpointManager(root, every_steps=1, keep_last=2) as manager:
         train(manager, range(1, 5))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["box step-00000003", "box step-00000004", "shelf"]
     assert is_state_of(restored_from(root)[1], 4)
@@ -126,7 +129,7 @@ def test_a_root_of_ones_own(tmp_path):
 
 def test_nothing_is_touched_before_it_is_opened(tmp_path):
     root = tmp_path / "run"
-    manager = hf.CheckpointManager(root)
+    manager = holdfast.CheckpointManager(root)
     assert (manager.steps(), manager.latest(), manager.best("loss"), manager.would_delete()) == ([], None, None, [])
     assert not manager.should_stop
     manager.close()
@@ -136,7 +139,7 @@ def test_nothing_is_touched_before_it_is_opened(tmp_path):
 
 
 def test_use_without_a_with_block(tmp_path):
-    manager = hf.CheckpointManager(tmp_path, every_steps=2)
+    manager = holdfast.CheckpointManager(tmp_path, every_steps=2)
     assert manager.restore(state_of(0)) is None
     train(manager, range(1, 4))
     manager.close()
@@ -146,20 +149,20 @@ def test_use_without_a_with_block(tmp_path):
 
 def test_a_program_that_forgets_to_close_has_its_pending_saves(tmp_path):
     program = (
-        "import holdfast as hf, torch\n"
-        f"manager = hf.CheckpointManager({str(tmp_path)!r}, every_steps=1)\n"
+        "import holdfast, torch\n"
+        f"manager = holdfast.CheckpointManager({str(tmp_path)!r}, every_steps=1)\n"
         "for step in range(1, 4):\n"
         "    manager.maybe_save(step, {'w': torch.ones(1000) * step})\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert steps_in(tmp_path) == [1, 2, 3]
-    with hf.CheckpointManager(tmp_path) as manager:  # that job has ended, so it is not in the way
+    with holdfast.CheckpointManager(tmp_path) as manager:  # that job has ended, so it is not in the way
         assert manager.restore({"w": torch.zeros(1000)}).step == 3
 
 
 def test_after_closing_it_can_only_look(tmp_path):
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         manager.save(1, state_of(1))
     uses = [
         lambda: manager.maybe_save(2, state_of(2)),
@@ -177,31 +180,31 @@ def test_after_closing_it_can_only_look(tmp_path):
 
 def test_if_opening_fails_the_run_is_free_and_handlers_are_as_before(tmp_path):
     (tmp_path / "file").touch()
-    manager = hf.CheckpointManager(tmp_path / "run", trace=tmp_path / "file" / "trace.json")
+    manager = holdfast.CheckpointManager(tmp_path / "run", trace=tmp_path / "file" / "trace.json")
     with pytest.raises(OSError, match="file"):
         manager.restore(state_of(0))
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    with hf.CheckpointManager(tmp_path / "run"):
+    with holdfast.CheckpointManager(tmp_path / "run"):
         pass
 
 
 def test_handlers_of_signals_are_as_before_also_after_an_exception(tmp_path):
     def program() -> None:
-        with hf.CheckpointManager(tmp_path):
+        with holdfast.CheckpointManager(tmp_path):
             assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         program()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    with hf.CheckpointManager(tmp_path, signals=()):
+    with holdfast.CheckpointManager(tmp_path, signals=()):
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_process_group_that_goes_away_is_noticed_before_ranks_save_on_their_own(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        manager = hf.CheckpointManager(tmp_path, save_at_end=False)
+        manager = holdfast.CheckpointManager(tmp_path, save_at_end=False)
         manager._open()
         manager._place_at_opening = (0, 2)  # as in a job of two ranks
         with pytest.raises(RuntimeError, match=r"rank 0 of 2, and now this is rank 0 of 1.*Nothing was saved"):
@@ -216,14 +219,14 @@ def test_a_process_group_that_goes_away_is_noticed_before_ranks_save_on_their_ow
 
 
 def test_events_and_a_trace(tmp_path):
-    events: list[hf.Event] = []
+    events: list[holdfast.Event] = []
     trace = tmp_path / "trace.json"
-    with hf.CheckpointManager(tmp_path / "run", every_steps=1, on_event=events.append, trace=trace) as manager:
+    with holdfast.CheckpointManager(tmp_path / "run", every_steps=1, on_event=events.append, trace=trace) as manager:
         manager.restore(state_of(0))
         manager.maybe_save(1, state_of(1))
         manager.wait()
         manager.restore(state_of(0))
-    hf.save(state_of(1), tmp_path / "elsewhere")  # nobody listens any more
+    holdfast.save(state_of(1), tmp_path / "elsewhere")  # nobody listens any more
     assert [(event.name, event.step) for event in events if event.is_whole] == [
         ("save", 1),
         ("load", 1),
@@ -242,7 +245,7 @@ def test_a_callback_that_fails_does_no_harm(tmp_path):
     def fail(event) -> None:
         raise ZeroDivisionError
 
-    with hf.CheckpointManager(tmp_path, on_event=fail) as manager:
+    with holdfast.CheckpointManager(tmp_path, on_event=fail) as manager:
         manager.save(1, state_of(1))
     assert steps_in(tmp_path) == [1]
 
@@ -255,13 +258,13 @@ def contents(folder) -> dict[str, bytes]:
 
 
 def test_a_read_only_manager_restores_beside_the_job_that_trains(tmp_path):
-    with hf.CheckpointManager(tmp_path, every_steps=1) as training:
+    with holdfast.CheckpointManager(tmp_path, every_steps=1) as training:
         train(training, range(1, 4))
         training.wait()
         damage_data(tmp_path, 3)
         before = contents(tmp_path)
         state = state_of(0)
-        with hf.CheckpointManager(tmp_path, read_only=True, keep_last=1) as manager:
+        with holdfast.CheckpointManager(tmp_path, read_only=True, keep_last=1) as manager:
             assert manager.run_id == training.run_id
             restored = manager.restore(state)
             assert (restored.step, restored.lost_steps, [info.step for info in restored.set_aside]) == (2, 1, [3])
@@ -285,11 +288,11 @@ def test_a_read_only_manager_restores_beside_the_job_that_trains(tmp_path):
 def test_a_read_only_manager_needs_no_right_to_write(tmp_path):
     a_run(tmp_path / "run", 1)
     before = contents(tmp_path)
-    with hf.CheckpointManager(tmp_path / "run", read_only=True) as manager:
+    with holdfast.CheckpointManager(tmp_path / "run", read_only=True) as manager:
         handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
         assert handlers == [signal.SIG_DFL, signal.SIG_DFL]
         assert manager.restore(state_of(0)).step == 1
-    with hf.CheckpointManager(tmp_path / "nothing", read_only=True) as manager:
+    with holdfast.CheckpointManager(tmp_path / "nothing", read_only=True) as manager:
         assert (manager.run_id, manager.restore(state_of(0))) == ("", None)
     assert contents(tmp_path) == before
     assert os.listdir(tmp_path) == ["run"]
@@ -328,7 +331,7 @@ def test_a_read_only_manager_needs_no_right_to_write(tmp_path):
 )
 def test_arguments_that_make_no_sense_are_refused_at_once(tmp_path, arguments, error, told):
     with pytest.raises(error, match=told):
-        hf.CheckpointManager(tmp_path / "run", **arguments)
+        holdfast.CheckpointManager(tmp_path / "run", **arguments)
     assert not (tmp_path / "run").exists()
 
 
@@ -338,7 +341,7 @@ def test_in_another_thread_it_works_without_signals(tmp_path):
     def body() -> None:
         with (
             pytest.warns(RuntimeWarning, match="will not be noticed") as seen,
-            hf.CheckpointManager(tmp_path) as manager,
+            holdfast.CheckpointManager(tmp_path) as manager,
         ):
             manager.save(1, state_of(1))
         warned.extend(str(each.message) for each in seen)
@@ -369,7 +372,7 @@ def in_a_forked_process(body) -> str:
 
 
 def test_a_forked_process_can_look_and_does_no_harm(tmp_path):
-    with hf.CheckpointManager(tmp_path, async_save=False, every_steps=10) as manager:
+    with holdfast.CheckpointManager(tmp_path, async_save=False, every_steps=10) as manager:
         manager.save(1, state_of(1))
         manager.maybe_save(2, state_of(2))
         assert in_a_forked_process(lambda: [info.step for info in manager.steps()]) == "[1]"

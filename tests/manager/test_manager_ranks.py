@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-import holdfast as hf
+import holdfast
 from holdfast._manager import manager as module
 from holdfast._manager.pending import PendingSaves, _View
 from holdfast._manager.pulse import Pulse
@@ -23,14 +22,14 @@ from holdfast._manager.run import Run
 from holdfast._manager.steps import folder_of
 from holdfast.errors import NoUsableCheckpointError, RankDisagreementError, RunInUseError, StorageFullError
 from tests.manager.managed import MoodyRoot, damage_data, steps_in
+from tests.sharding import sharded
 
 SIZE = 64
 
 
-def sharded(step: float) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    weight = distribute_tensor(torch.arange(float(SIZE)) + step, mesh, [Shard(0)])
-    return {"model": {"weight": weight}, "seen": int(step), "mine": hf.PerRank({"rank": dist.get_rank()})}
+def sharded_state(step: float) -> dict[str, Any]:
+    weight = sharded(torch.arange(float(SIZE)) + step)
+    return {"model": {"weight": weight}, "seen": int(step), "mine": holdfast.PerRank({"rank": dist.get_rank()})}
 
 
 def is_sharded_of(state: dict[str, Any], step: int) -> bool:
@@ -44,14 +43,14 @@ def is_sharded_of(state: dict[str, Any], step: int) -> bool:
 
 
 def train_and_restore(root, async_save) -> tuple:
-    with hf.CheckpointManager(root, every_steps=2, keep_last=2, async_save=async_save) as manager:
-        assert manager.restore(sharded(0)) is None
+    with holdfast.CheckpointManager(root, every_steps=2, keep_last=2, async_save=async_save) as manager:
+        assert manager.restore(sharded_state(0)) is None
         for step in range(1, 8):
-            manager.maybe_save(step, sharded(step), metrics={"loss": step + dist.get_rank()})
+            manager.maybe_save(step, sharded_state(step), metrics={"loss": step + dist.get_rank()})
         run = manager.run_id
     dist.barrier()
-    state = sharded(0)
-    with hf.CheckpointManager(root) as manager:
+    state = sharded_state(0)
+    with holdfast.CheckpointManager(root) as manager:
         restored = manager.restore(state)
         assert is_sharded_of(state, 7)
         assert manager.run_id == run
@@ -62,11 +61,11 @@ def save_with_clocks_of_their_own(root) -> list[int]:
     clock = [1000.0 * dist.get_rank()]
     module.Pulse = functools.partial(Pulse, clock=lambda: clock[0])
     try:
-        with hf.CheckpointManager(root, every_minutes=1, save_at_end=False) as manager:
+        with holdfast.CheckpointManager(root, every_minutes=1, save_at_end=False) as manager:
             saved = []
             for step in range(1, 30):
                 clock[0] += 11 * (1 + 3 * dist.get_rank())  # rank 1's clock is faster, and counts for nothing
-                if manager.maybe_save(step, sharded(step)) is not None:
+                if manager.maybe_save(step, sharded_state(step)) is not None:
                     saved.append(step)
         return saved
     finally:
@@ -74,53 +73,56 @@ def save_with_clocks_of_their_own(root) -> list[int]:
 
 
 def stop_by_a_signal_to_one(root, who) -> tuple:
-    with hf.CheckpointManager(root) as manager:
+    with holdfast.CheckpointManager(root) as manager:
         for step in range(1, 10_000):
             if step == 20 and dist.get_rank() == who:
                 os.kill(os.getpid(), signal.SIGTERM)
-            saved = manager.maybe_save(step, sharded(step))
+            saved = manager.maybe_save(step, sharded_state(step))
             if manager.should_stop:
                 there = [info.step for info in manager.steps()]
-                return step, there, isinstance(saved, hf.SaveReport)
+                return step, there, isinstance(saved, holdfast.SaveReport)
     raise AssertionError("nobody stopped")
 
 
 def restore_over_damage(root) -> tuple:
-    with hf.CheckpointManager(root) as manager:
-        state = sharded(0)
+    with holdfast.CheckpointManager(root) as manager:
+        state = sharded_state(0)
         restored = manager.restore(state)
         assert is_sharded_of(state, restored.step)
         return restored.step, restored.lost_steps, [info.step for info in restored.set_aside]
 
 
 def save_steps(root, *steps) -> None:
-    with hf.CheckpointManager(root, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(root, save_at_end=False) as manager:
         for step in steps:
-            manager.save(step, sharded(step))
+            manager.save(step, sharded_state(step))
 
 
 def watch_ranks(root, async_save) -> list[tuple]:
-    events: list[hf.Event] = []
-    with hf.CheckpointManager(
+    events: list[holdfast.Event] = []
+    with holdfast.CheckpointManager(
         root, every_steps=1, keep_last=1, async_save=async_save, on_event=events.append
     ) as manager:
         for step in (1, 2):
-            manager.maybe_save(step, sharded(step))
+            manager.maybe_save(step, sharded_state(step))
     return sorted({(event.verb, event.rank, event.world_size) for event in events})
 
 
 def fail_the_last_step(root, who) -> tuple:
     """As rank ``who`` sees it: ranks may have different views of what became of a save."""
     moody = MoodyRoot(root)
-    with warnings.catch_warnings(record=True), hf.CheckpointManager(moody, every_steps=2, on_failure="warn") as manager:
+    with (
+        warnings.catch_warnings(record=True),
+        holdfast.CheckpointManager(moody, every_steps=2, on_failure="warn") as manager,
+    ):
         warnings.simplefilter("always")
-        manager.maybe_save(1, sharded(1))
-        pending = manager.maybe_save(2, sharded(2))
+        manager.maybe_save(1, sharded_state(1))
+        pending = manager.maybe_save(2, sharded_state(2))
         pending.committed.exception()
         if dist.get_rank() == who:
             manager._saver.pending._newest = manager._saver.pending._newest._replace(committed=None)
-        events: list[hf.Event] = []
-        with hf.subscribe(events.append):
+        events: list[holdfast.Event] = []
+        with holdfast.subscribe(events.append):
             manager.close()
     return [event.detail.get("reason") for event in events if event.name == "save"], steps_in(root)
 
@@ -137,7 +139,7 @@ class FailingOnRank1(MoodyRoot):
 def go_on_after_a_failure(root, on_failure) -> list[str]:
     """Whatever fails is caught: the ranks must stay in step with each other."""
     told = []
-    with hf.CheckpointManager(FailingOnRank1(root), on_failure=on_failure, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(FailingOnRank1(root), on_failure=on_failure, save_at_end=False) as manager:
         for step in range(1, 7):
             pending, view = manager._saver.pending, PendingSaves._view
             if step == 3 and dist.get_rank() == 0:  # ranks do not learn of the end of a save at the same moment
@@ -147,7 +149,7 @@ def go_on_after_a_failure(root, on_failure) -> list[str]:
             try:
                 with warnings.catch_warnings(record=True) as seen:
                     warnings.simplefilter("always")
-                    manager.save(step, sharded(step))
+                    manager.save(step, sharded_state(step))
             except OSError as error:
                 told.append(f"step {step} raised {type(error).__name__}")
             pending._view = functools.partial(view, pending)
@@ -163,9 +165,9 @@ def save_where_rank_1_is_full(root) -> tuple:
                 self.full = {2}
             return super().child(name)
 
-    with hf.CheckpointManager(Full(root)) as manager:
-        manager.save(1, sharded(1))
-        manager.save(2, sharded(2))
+    with holdfast.CheckpointManager(Full(root)) as manager:
+        manager.save(1, sharded_state(1))
+        manager.save(2, sharded_state(2))
         try:
             manager.wait()
         except StorageFullError as error:
@@ -174,16 +176,16 @@ def save_where_rank_1_is_full(root) -> tuple:
 
 
 def raise_on_one_rank(root) -> None:
-    with hf.CheckpointManager(root, every_steps=2) as manager:
+    with holdfast.CheckpointManager(root, every_steps=2) as manager:
         for step in range(1, 6):
-            manager.maybe_save(step, sharded(step))
+            manager.maybe_save(step, sharded_state(step))
             if step == 3 and dist.get_rank() == 1:
                 raise ZeroDivisionError
 
 
 def refuse_state_on_one_rank(root, async_save) -> str:
-    with hf.CheckpointManager(root, parts=["model", "seen", "mine"], async_save=async_save) as manager:
-        state = sharded(1)
+    with holdfast.CheckpointManager(root, parts=["model", "seen", "mine"], async_save=async_save) as manager:
+        state = sharded_state(1)
         if dist.get_rank() == 1:
             del state["seen"]
         try:
@@ -191,16 +193,16 @@ def refuse_state_on_one_rank(root, async_save) -> str:
             manager.wait()
         except ValueError as error:
             told = str(error)
-        manager.save(2, sharded(2))
-        manager.save(3, sharded(3))
+        manager.save(2, sharded_state(2))
+        manager.save(3, sharded_state(3))
         manager.wait()
     return told
 
 
 def open_what_is_in_use(root) -> str:
-    with hf.CheckpointManager(root):
+    with holdfast.CheckpointManager(root):
         try:
-            hf.CheckpointManager(root).__enter__()
+            holdfast.CheckpointManager(root).__enter__()
         except RunInUseError as error:
             return type(error).__name__
     return "nobody was told"
@@ -208,7 +210,7 @@ def open_what_is_in_use(root) -> str:
 
 def open_different_roots(root) -> str:
     try:
-        hf.CheckpointManager(f"{root}/{dist.get_rank()}").__enter__()
+        holdfast.CheckpointManager(f"{root}/{dist.get_rank()}").__enter__()
     except RankDisagreementError:
         return "told"
     return "not told"
@@ -219,11 +221,11 @@ def fail_to_trace_on_one_rank(root) -> str:
     if trace is not None:
         open(f"{root}/no", "w").close()
     try:
-        with hf.CheckpointManager(f"{root}/run", trace=trace):
+        with holdfast.CheckpointManager(f"{root}/run", trace=trace):
             return "opened"
     except OSError:
         pass
-    with hf.CheckpointManager(f"{root}/run"):
+    with holdfast.CheckpointManager(f"{root}/run"):
         return "told, and the run is free"
 
 
@@ -231,12 +233,12 @@ def train_in_two_groups(root) -> list[int]:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = groups[dist.get_rank() % 2]
     place = f"{root}/{dist.get_rank() % 2}"
-    with hf.CheckpointManager(place, every_steps=2, process_group=mine) as manager:
+    with holdfast.CheckpointManager(place, every_steps=2, process_group=mine) as manager:
         for step in range(1, 4 + dist.get_rank() % 2):  # one group goes on for longer
             manager.maybe_save(step, {"w": torch.full((5,), float(step)), "group": dist.get_rank() % 2})
     dist.barrier()
     state = {"w": torch.zeros(5), "group": None}
-    with hf.CheckpointManager(place, process_group=mine) as manager:
+    with holdfast.CheckpointManager(place, process_group=mine) as manager:
         assert manager.restore(state).step == state["w"][0]
         assert state["group"] == dist.get_rank() % 2
         return [info.step for info in manager.steps()]
@@ -244,34 +246,34 @@ def train_in_two_groups(root) -> list[int]:
 
 def restore_nothing_usable(root) -> str:
     try:
-        with hf.CheckpointManager(root) as manager:
-            manager.restore(sharded(0))
+        with holdfast.CheckpointManager(root) as manager:
+            manager.restore(sharded_state(0))
     except NoUsableCheckpointError as error:
         return str(error.steps)
     return "a fresh start"
 
 
 def open_with_options_of_its_own(root, options) -> str:
-    manager = hf.CheckpointManager(root, **(options if dist.get_rank() else {}))
+    manager = holdfast.CheckpointManager(root, **(options if dist.get_rank() else {}))
     with pytest.raises(RankDisagreementError, match="with different options") as raised:
         manager.__enter__()
     return str(raised.value.views)
 
 
 def open_in_memory() -> str:
-    manager = hf.CheckpointManager("memory://of-several-ranks")
+    manager = holdfast.CheckpointManager("memory://of-several-ranks")
     with pytest.raises(ValueError, match="in the memory of one process, and this run has 2 ranks"):
         manager.save(1, {"w": torch.ones(2)})
     return "told"
 
 
-class Odd(hf.keep.Policy):
+class Odd(holdfast.keep.Policy):
     def choose(self, steps, now):
         return {info.step: "odd" for info in steps if info.step % 2}
 
 
 def open_with_a_policy_of_its_own(root) -> str:
-    with hf.CheckpointManager(root, keep=Odd() | hf.keep.last(2), signals=iter(["SIGTERM"]), every_steps=2):
+    with holdfast.CheckpointManager(root, keep=Odd() | holdfast.keep.last(2), signals=iter(["SIGTERM"]), every_steps=2):
         return "opened"
 
 
@@ -285,7 +287,7 @@ def save_what_is_damaged_at_once(root) -> str:
 
     Run._note = damaged_meanwhile
     try:
-        with hf.CheckpointManager(root, keep_last=1, verify_before_delete=True) as manager:
+        with holdfast.CheckpointManager(root, keep_last=1, verify_before_delete=True) as manager:
             for step in (1, 2, 3, 4):
                 try:
                     manager.save(step, {"model": {"weight": torch.ones(10)}}, wait=True)
@@ -311,7 +313,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks, tmp_path):
 
     ranks(3).run(save_steps, tmp_path, 1, 2)
     state = weights_only(0)
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         assert manager.restore(state).step == 2
         assert torch.equal(state["model"]["weight"], weights_only(2)["model"]["weight"])
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import xxhash
 
-import holdfast as hf
+import holdfast
 from holdfast._manager.steps import folder_of
 from holdfast.errors import (
     CheckpointNotFoundError,
@@ -70,13 +70,13 @@ def test_damage_is_walked_back_over_and_set_aside(tmp_path, damage):
     assert is_state_of(state, 10)
     assert (restored.step, restored.lost_steps) == (10, 30)
     assert [info.step for info in restored.set_aside] == [40, 25]
-    found = {info.step: info for info in hf.CheckpointManager(tmp_path).steps()}
+    found = {info.step: info for info in holdfast.CheckpointManager(tmp_path).steps()}
     assert found[10].set_aside is None
     for step in (25, 40):
         assert folder_of(step) in found[step].set_aside
         note = json.loads((tmp_path / folder_of(step) / "set-aside.json").read_text())
         assert note["reason"] == found[step].set_aside
-    assert hf.CheckpointManager(tmp_path).latest().step == 10
+    assert holdfast.CheckpointManager(tmp_path).latest().step == 10
     again, _ = restored_from(tmp_path)
     assert (again.step, list(again.set_aside)) == (10, [])
 
@@ -117,7 +117,7 @@ def test_damage_of_the_step_that_was_asked_for_is_an_error(tmp_path):
     damage_data(tmp_path, 2)
     with pytest.raises(DamagedCheckpointError):
         restored_from(tmp_path, step=2)
-    assert [info.set_aside for info in hf.CheckpointManager(tmp_path).steps()] == [None, None]
+    assert [info.set_aside for info in holdfast.CheckpointManager(tmp_path).steps()] == [None, None]
 
 
 def test_a_step_that_was_set_aside_can_be_asked_for_when_its_files_are_back(tmp_path):
@@ -133,7 +133,7 @@ def test_a_step_that_was_set_aside_can_be_asked_for_when_its_files_are_back(tmp_
 def test_a_step_that_was_set_aside_counts_again_when_it_is_saved_again(tmp_path):
     a_run(tmp_path, 1, 2)
     damage_data(tmp_path, 2)
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         assert manager.restore(state_of(0)).step == 1
         manager.maybe_save(2, state_of(2))
     assert manager.latest().step == 2
@@ -143,7 +143,7 @@ def test_a_step_that_was_set_aside_counts_again_when_it_is_saved_again(tmp_path)
 
 def test_what_another_checkpoint_would_not_help_against_is_raised(tmp_path):
     a_run(tmp_path, 1, 2)
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         for wrong in ({"model": {"weight": torch.zeros(3)}, "seen": 0}, {"model": {}, "seen": 0, "more": 1}):
             with pytest.raises(StateMismatchError):
                 manager.restore(wrong)
@@ -162,11 +162,11 @@ def test_a_checkpoint_of_a_newer_version_is_not_taken_for_damage(tmp_path):
 
 def test_a_part_reads_only_its_bytes(tmp_path):
     state = {"model": {"w": torch.ones(10_000)}, "optim": {"m": torch.ones(500_000)}, "data": {"position": 7}}
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         manager.save(1, state)
     root = MoodyRoot(tmp_path)
     template = {"model": {"w": torch.zeros(10_000)}, "optim": {"m": torch.zeros(500_000)}, "data": {"position": 0}}
-    with hf.CheckpointManager(root) as manager:
+    with holdfast.CheckpointManager(root) as manager:
         restored = manager.restore(template, parts=["model", "data"])
     assert restored.report.read == ["model.w", "data.position"]
     assert template["data"] == {"position": 7}
@@ -174,7 +174,7 @@ def test_a_part_reads_only_its_bytes(tmp_path):
     assert template["optim"]["m"].sum() == 0
     assert 40_000 <= root.bytes_read["data"] < 40_000 + 2 * 65_536
     root.bytes_read.clear()
-    with hf.CheckpointManager(root) as manager:
+    with holdfast.CheckpointManager(root) as manager:
         manager.restore(template)
     assert root.bytes_read["data"] >= 2_040_000
 
@@ -185,26 +185,26 @@ def test_parts_that_are_no_list_or_not_there_are_refused(tmp_path):
         restored_from(tmp_path, parts="model")
     with pytest.raises(ValueError, match=r"no part 'modle'\. Its parts are: 'model', 'seen'\."):
         restored_from(tmp_path, parts=["seen", "modle"])
-    with hf.CheckpointManager(tmp_path) as manager, pytest.raises(TypeError, match="the state is a Linear"):
+    with holdfast.CheckpointManager(tmp_path) as manager, pytest.raises(TypeError, match="the state is a Linear"):
         manager.restore(torch.nn.Linear(1, 1), parts=["weight"])
 
 
 def test_options_of_load_are_passed_on(tmp_path):
     a_run(tmp_path, 1)
     state = {"model": {"weight": torch.zeros(1000, dtype=torch.float64)}, "seen": 0}
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         manager.restore(state, cast=True)
     assert state["model"]["weight"].sum() == 1000
 
 
 def test_what_an_older_step_does_not_have_is_not_left_over_from_a_damaged_newer_one(tmp_path):
     size = 300_000
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         manager.save(1, {"late": torch.full((size,), 1.0)})
         manager.save(2, {"early": torch.full((size,), 2.0), "late": torch.full((size,), 2.0)})
     damage_data(tmp_path, 2)  # at the end, when the rest has been read
     state = {"early": torch.full((size,), 5.0), "late": torch.zeros(size)}
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         restored = manager.restore(state, allow_missing="early")
     assert (restored.step, restored.report.missing) == (1, ["early"])
     assert (state["early"].unique().tolist(), state["late"].unique().tolist()) == ([5.0], [1.0])
@@ -212,7 +212,7 @@ def test_what_an_older_step_does_not_have_is_not_left_over_from_a_damaged_newer_
 
 def test_checkpoints_that_others_put_there_are_restored_too(tmp_path):
     for step in (1, 2):
-        hf.save(state_of(step), tmp_path / f"step-{step}")
+        holdfast.save(state_of(step), tmp_path / f"step-{step}")
     restored, state = restored_from(tmp_path)
     assert (restored.step, restored.path) == (2, str(tmp_path / "step-2"))
     assert is_state_of(state, 2)
@@ -220,7 +220,7 @@ def test_checkpoints_that_others_put_there_are_restored_too(tmp_path):
 
 def test_a_killed_save_is_no_step_and_leaves_nothing(tmp_path):
     a_run(tmp_path, 1)
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         manager._run.begin(2)  # as far as a save gets that is killed while it writes
         shutil.copytree(tmp_path / folder_of(1), tmp_path / folder_of(2))
         (tmp_path / folder_of(2) / "holdfast.json").unlink()
@@ -238,7 +238,7 @@ class Vanishing(MoodyRoot):
 
         def reader(name_of_object):
             if name_of_object.startswith("data-") and name == folder_of(1):
-                hf.save(state_of(2), self.folder / folder_of(2))
+                holdfast.save(state_of(2), self.folder / folder_of(2))
                 shutil.rmtree(self.folder / name)
             return open_object(name_of_object)
 
@@ -249,7 +249,7 @@ class Vanishing(MoodyRoot):
 def test_a_step_that_is_deleted_while_it_is_read_is_neither_damaged_nor_the_end(tmp_path):
     a_run(tmp_path, 1)
     root, state = Vanishing(tmp_path), state_of(0)
-    with hf.CheckpointManager(root, read_only=True) as manager:
+    with holdfast.CheckpointManager(root, read_only=True) as manager:
         restored = manager.restore(state)
     assert (restored.step, restored.lost_steps, list(restored.set_aside)) == (2, 0, [])
     assert is_state_of(state, 2)
@@ -263,7 +263,7 @@ def test_what_is_excluded_stays_as_the_program_has_it(tmp_path) -> None:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     state = {"model": model, "optim": optimizer}
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         manager.save(1, state, wait=True)
         optimizer.param_groups[0].update(lr=0.5, eps=0.25)
         manager.restore(state, exclude="optim.param_groups.*.lr")

@@ -13,7 +13,7 @@ import warnings
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._background.futures import forget_failures, take_untold_failures
 from holdfast._manager.run_file import RunFile
 from holdfast._manager.steps import folder_of
@@ -41,20 +41,20 @@ def train_step(training) -> None:
 
 
 def test_metadata_of_the_manager_and_of_the_call(tmp_path):
-    with hf.CheckpointManager(tmp_path, metadata={"git": "1a2b3c", "who": "all"}) as manager:
+    with holdfast.CheckpointManager(tmp_path, metadata={"git": "1a2b3c", "who": "all"}) as manager:
         manager.save(1, state_of(1), metadata={"who": "me"})
     (info,) = manager.steps()
     assert info.metadata == {"git": "1a2b3c", "who": "me"}
     with pytest.raises(ValueError, match="belongs to the manager"):
-        hf.CheckpointManager(tmp_path, metadata={"holdfast": 1})
+        holdfast.CheckpointManager(tmp_path, metadata={"holdfast": 1})
 
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_save_options(tmp_path, async_save):
     options = {"exclude": "*.frozen", "cast": {"model.*": torch.bfloat16}, "max_file_size": 4096}
-    with hf.CheckpointManager(tmp_path, async_save=async_save, save_options=options) as manager:
+    with holdfast.CheckpointManager(tmp_path, async_save=async_save, save_options=options) as manager:
         manager.save(1, {"model": {"w": torch.ones(8000), "frozen": torch.ones(5)}, "step": 1})
-    saved = hf.open(tmp_path / folder_of(1))
+    saved = holdfast.open(tmp_path / folder_of(1))
     assert sorted(saved.keys()) == ["model.w", "step"]
     assert saved["model.w"].dtype == torch.bfloat16
     assert len(list((tmp_path / folder_of(1)).glob("data-*"))) == 4
@@ -62,7 +62,7 @@ def test_save_options(tmp_path, async_save):
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_a_set_of_parts_is_saved_whole_or_not_at_all(tmp_path, async_save):
-    with hf.CheckpointManager(tmp_path, parts=["model", "seen"], async_save=async_save) as manager:
+    with holdfast.CheckpointManager(tmp_path, parts=["model", "seen"], async_save=async_save) as manager:
         manager.save(1, state_of(1))
         for wrong in ({"model": {}}, {**state_of(2), "more": 1}, [1, 2]):
             with pytest.raises(ValueError, match=r"has the parts \['model', 'seen'\].*Nothing was saved"):
@@ -75,7 +75,7 @@ def test_a_set_of_parts_is_saved_whole_or_not_at_all(tmp_path, async_save):
 
 def test_the_state_is_that_of_the_call(tmp_path):
     state = state_of(1)
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         manager.save(1, state)
         state["model"]["weight"].zero_()
     assert is_state_of(restored_from(tmp_path)[1], 1)
@@ -90,18 +90,18 @@ def test_with_overlap_the_optimizers_are_found_and_their_steps_wait(tmp_path, mo
 
     monkeypatch.setattr("holdfast._manager.saver.begin_save", begin)
     expected = {}
-    with hf.CheckpointManager(tmp_path, every_steps=1, overlap=True, when_busy="copy") as manager:
+    with holdfast.CheckpointManager(tmp_path, every_steps=1, overlap=True, when_busy="copy") as manager:
         for step in range(1, 6):
             train_step(training)
             expected[step] = training["model"].weight.detach().clone()
             manager.maybe_save(step, training)
     assert given == [[training["parts"][0]["optim"]]] * 5
     for step, weight in expected.items():
-        assert torch.equal(hf.open(tmp_path / folder_of(step))["model.weight"][:], weight)
+        assert torch.equal(holdfast.open(tmp_path / folder_of(step))["model.weight"][:], weight)
 
 
 def test_overlap_without_an_optimizer_is_warned_of_once(tmp_path):
-    with hf.CheckpointManager(tmp_path, every_steps=1, overlap=True) as manager:
+    with holdfast.CheckpointManager(tmp_path, every_steps=1, overlap=True) as manager:
         with pytest.warns(RuntimeWarning, match="no torch.optim.Optimizer in the state") as told:
             train(manager, range(1, 4))
         assert len(told) == 1
@@ -118,22 +118,22 @@ def test_how_to_copy_is_passed_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr("holdfast._manager.saver.begin_save", begin)
     options = {"memory_budget": 100_000_000}
-    with hf.CheckpointManager(tmp_path, check_tearing=True, save_options=options) as manager:
+    with holdfast.CheckpointManager(tmp_path, check_tearing=True, save_options=options) as manager:
         manager.save(1, state_of(1))
     assert given == [(True, 100_000_000)]
 
 
 def test_without_overlap_all_is_copied_in_the_call(tmp_path):
     training = a_training()
-    with hf.CheckpointManager(tmp_path) as manager:
+    with holdfast.CheckpointManager(tmp_path) as manager:
         pending = manager.save(1, training)
         assert pending.staged.done()
         assert not training["parts"][0]["optim"]._optimizer_step_pre_hooks
 
 
 def test_a_writer_process_saves_and_the_run_is_kept_in_order(tmp_path):
-    events: list[hf.Event] = []
-    with hf.CheckpointManager(
+    events: list[holdfast.Event] = []
+    with holdfast.CheckpointManager(
         tmp_path, every_steps=1, keep_last=2, writer="process", on_event=events.append
     ) as manager:
         train(manager, range(1, 4))
@@ -143,7 +143,7 @@ def test_a_writer_process_saves_and_the_run_is_kept_in_order(tmp_path):
 
 
 def test_a_writer_process_cannot_save_to_memory(tmp_path):
-    manager = hf.CheckpointManager(f"memory://{tmp_path}", writer="process")
+    manager = holdfast.CheckpointManager(f"memory://{tmp_path}", writer="process")
     with pytest.raises(ValueError, match="memory of this process"):
         manager.save(1, state_of(1))
     manager.close()
@@ -164,7 +164,7 @@ class SlowRoot(MoodyRoot):
 
 def test_when_busy(tmp_path):
     root = SlowRoot(tmp_path)
-    with hf.CheckpointManager(root, when_busy="raise") as manager:
+    with holdfast.CheckpointManager(root, when_busy="raise") as manager:
         manager.maybe_save(1, state_of(1))
         first = manager.save(1, state_of(1))
         with pytest.raises(SaveInProgressError):
@@ -177,7 +177,7 @@ def test_when_busy(tmp_path):
 
 def test_a_save_now_comes_after_those_that_are_pending(tmp_path):
     root = SlowRoot(tmp_path)
-    with hf.CheckpointManager(root) as manager:
+    with holdfast.CheckpointManager(root) as manager:
         manager.save(1, state_of(1))
         threading.Timer(0.2, root.go_on.set).start()
         manager.save(2, state_of(2), wait=True)
@@ -186,7 +186,7 @@ def test_a_save_now_comes_after_those_that_are_pending(tmp_path):
 
 def test_wait_returns_when_all_is_committed(tmp_path):
     root = SlowRoot(tmp_path)
-    with hf.CheckpointManager(root) as manager:
+    with holdfast.CheckpointManager(root) as manager:
         pending = manager.save(1, state_of(1))
         assert not pending.done()
         assert manager.steps() == []
@@ -201,7 +201,7 @@ def test_wait_returns_when_all_is_committed(tmp_path):
 
 def test_a_failed_save_is_raised_by_the_next_one_and_the_run_goes_on_after_that(tmp_path, moody):
     moody.failing = {1}
-    with hf.CheckpointManager(moody) as manager:
+    with holdfast.CheckpointManager(moody) as manager:
         failed = manager.save(1, state_of(1))
         with pytest.raises(OSError, match="Input/output"):
             failed.wait()
@@ -216,7 +216,7 @@ def test_a_failed_save_is_raised_by_the_next_one_and_the_run_goes_on_after_that(
 
 def test_a_failed_save_is_raised_by_wait_once(moody):
     moody.failing = {1}
-    with hf.CheckpointManager(moody) as manager:
+    with holdfast.CheckpointManager(moody) as manager:
         manager.save(1, state_of(1))
         with pytest.raises(OSError, match="Input/output"):
             manager.wait()
@@ -227,7 +227,7 @@ def test_a_failed_save_is_raised_by_wait_once(moody):
 
 def test_a_failed_save_is_raised_at_the_end_and_the_last_step_is_saved(tmp_path, moody):
     moody.failing = {2}
-    with pytest.raises(OSError, match="Input/output"), hf.CheckpointManager(moody, every_steps=2) as manager:
+    with pytest.raises(OSError, match="Input/output"), holdfast.CheckpointManager(moody, every_steps=2) as manager:
         train(manager, range(1, 4))
     assert steps_in(tmp_path) == [3]
     assert restored_from(tmp_path)[0].step == 3  # and the run is free for others
@@ -239,7 +239,7 @@ def test_a_last_step_whose_own_save_failed_is_saved_at_the_end(tmp_path, moody, 
     if on_failure == "warn":
         told = pytest.warns(RuntimeWarning, match="step 4 was saved at the second attempt only: OSError")
     moody.failing = {4}
-    with told, hf.CheckpointManager(moody, every_steps=2, on_failure=on_failure) as manager:
+    with told, holdfast.CheckpointManager(moody, every_steps=2, on_failure=on_failure) as manager:
         train(manager, range(1, 4))
         manager.maybe_save(4, state_of(4), metrics={"loss": 0.25}).committed.exception()
         moody.failing = set()
@@ -252,7 +252,7 @@ def test_a_last_step_that_fails_twice_is_told_as_the_first_failure(tmp_path, moo
     moody.failing = {2}
     with (
         pytest.warns(RuntimeWarning, match="step 2 was not saved: OSError"),
-        hf.CheckpointManager(moody, every_steps=2, on_failure="warn") as manager,
+        holdfast.CheckpointManager(moody, every_steps=2, on_failure="warn") as manager,
     ):
         train(manager, range(1, 3))
     assert moody.failures == 2
@@ -263,7 +263,7 @@ def test_a_last_step_that_fails_twice_is_told_as_the_first_failure(tmp_path, moo
 @pytest.mark.parametrize("go_back", [True, False])
 def test_a_step_that_failed_is_not_saved_again_if_the_state_may_be_another_by_now(tmp_path, moody, go_back):
     moody.failing = {2}
-    manager = hf.CheckpointManager(moody, on_failure="warn", every_steps=2)
+    manager = holdfast.CheckpointManager(moody, on_failure="warn", every_steps=2)
     manager.save(1, state_of(1), wait=True)
     if go_back:
         manager.maybe_save(2, state_of(2)).committed.exception()
@@ -278,7 +278,7 @@ def test_a_step_that_failed_is_not_saved_again_if_the_state_may_be_another_by_no
 
 def test_several_failures_are_all_told(moody, caplog):
     moody.failing = {1, 2}
-    manager = hf.CheckpointManager(moody, when_busy="copy")
+    manager = holdfast.CheckpointManager(moody, when_busy="copy")
     manager.save(1, state_of(1))
     manager._saver.pending.raise_failures = lambda: None  # as if it had not ended yet
     manager.save(2, state_of(2))
@@ -289,7 +289,7 @@ def test_several_failures_are_all_told(moody, caplog):
 
 def test_failures_can_be_warnings(tmp_path, moody):
     moody.failing = {1, 3}
-    with hf.CheckpointManager(moody, on_failure="warn") as manager:
+    with holdfast.CheckpointManager(moody, on_failure="warn") as manager:
         manager.save(1, state_of(1)).committed.exception()
         with pytest.warns(RuntimeWarning, match="step 1 was not saved: OSError: .*Input/output"):
             manager.save(2, state_of(2))
@@ -307,7 +307,7 @@ def test_the_programs_own_error_is_not_masked_by_that_of_a_save(moody):
     moody.failing = {1}
 
     def program() -> None:
-        with hf.CheckpointManager(moody) as manager:
+        with holdfast.CheckpointManager(moody) as manager:
             manager.save(1, state_of(1))
             raise ZeroDivisionError
 
@@ -320,7 +320,7 @@ def test_the_programs_own_error_is_not_masked_by_that_of_a_save(moody):
 
 def test_a_failed_save_now_is_raised_now(tmp_path, moody):
     moody.failing = {1}
-    with hf.CheckpointManager(moody, async_save=False, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(moody, async_save=False, save_at_end=False) as manager:
         with pytest.raises(OSError, match="Input/output"):
             manager.save(1, state_of(1))
         assert not (tmp_path / folder_of(1)).exists()
@@ -331,7 +331,7 @@ def test_a_failed_save_now_is_raised_now(tmp_path, moody):
 def test_a_failed_replacement_leaves_the_old_one(tmp_path, moody):
     a_run(tmp_path, 1)
     moody.failing = {1}
-    manager = hf.CheckpointManager(moody, async_save=False)
+    manager = holdfast.CheckpointManager(moody, async_save=False)
     with pytest.raises(OSError, match="Input/output"):
         manager.save(1, state_of(99))
     manager.close()
@@ -347,7 +347,7 @@ def test_on_a_full_disk_the_last_checkpoint_stays(tmp_path, moody, async_save):
     moody.full = {3}
 
     def program() -> None:
-        with hf.CheckpointManager(moody, async_save=async_save) as manager:
+        with holdfast.CheckpointManager(moody, async_save=async_save) as manager:
             manager.save(3, state_of(3))
 
     with pytest.raises(StorageFullError, match=r"no space for .*step-00000003") as raised:
@@ -374,7 +374,7 @@ class FreedByDeletion(MoodyRoot):
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_on_a_full_disk_it_is_told_how_much_the_save_before_needed(moody, async_save):
-    with hf.CheckpointManager(moody, async_save=async_save, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(moody, async_save=async_save, save_at_end=False) as manager:
         saved = manager.save(1, state_of(1))
         needed = (saved.wait() if async_save else saved).bytes_written
         moody.full = {2}
@@ -389,7 +389,7 @@ def test_on_a_full_disk_the_oldest_goes_if_that_is_wanted(tmp_path, async_save, 
     root = FreedByDeletion(tmp_path)
     with (
         caplog.at_level(logging.WARNING),
-        hf.CheckpointManager(root, async_save=async_save, on_full="prune") as manager,
+        holdfast.CheckpointManager(root, async_save=async_save, on_full="prune") as manager,
     ):
         manager.save(3, state_of(3))
     assert root.failures == 1
@@ -398,13 +398,13 @@ def test_on_a_full_disk_the_oldest_goes_if_that_is_wanted(tmp_path, async_save, 
 
 
 def test_on_a_full_disk_the_best_is_the_last_to_go(tmp_path):
-    with hf.CheckpointManager(tmp_path, async_save=False) as manager:
+    with holdfast.CheckpointManager(tmp_path, async_save=False) as manager:
         for step, loss in ((1, 0.1), (2, 0.9)):
             manager.save(step, state_of(step), metrics={"loss": loss})
         manager.save(4, state_of(4))
     root = FreedByDeletion(tmp_path, room_for=3)
     options = {"keep_last": 10, "keep_best": (1, "loss"), "on_full": "prune", "async_save": False}
-    with hf.CheckpointManager(root, **options) as manager:
+    with holdfast.CheckpointManager(root, **options) as manager:
         manager.save(3, state_of(3))
     assert steps_in(tmp_path) == [1, 3, 4]
 
@@ -412,7 +412,7 @@ def test_on_a_full_disk_the_best_is_the_last_to_go(tmp_path):
 def test_on_a_full_disk_the_one_that_was_saved_last_stays(tmp_path):
     a_run(tmp_path, 10, 20, 30)
     root = FreedByDeletion(tmp_path, room_for=3)
-    with hf.CheckpointManager(root, on_full="prune", async_save=False) as manager:
+    with holdfast.CheckpointManager(root, on_full="prune", async_save=False) as manager:
         manager.restore(state_of(0), step=10)
         manager.delete(10)
         manager.save(2, state_of(2))
@@ -431,7 +431,7 @@ def test_on_a_full_disk_a_deletion_that_failed_earlier_does_not_count(tmp_path, 
 
     monkeypatch.setattr(LocalRoot, "remove", no_removal)
     root = FreedByDeletion(tmp_path)  # of step 1 only an empty folder is left
-    with hf.CheckpointManager(root, on_full="prune", async_save=False) as manager:
+    with holdfast.CheckpointManager(root, on_full="prune", async_save=False) as manager:
         with pytest.raises(NotDeletedError):
             manager.delete(1)
         manager.save(3, state_of(3))
@@ -441,7 +441,7 @@ def test_on_a_full_disk_a_deletion_that_failed_earlier_does_not_count(tmp_path, 
 
 def test_a_dry_run_prunes_nothing(tmp_path):
     a_run(tmp_path, 1, 2)
-    manager = hf.CheckpointManager(FreedByDeletion(tmp_path), async_save=False, on_full="prune", dry_run=True)
+    manager = holdfast.CheckpointManager(FreedByDeletion(tmp_path), async_save=False, on_full="prune", dry_run=True)
     with pytest.raises(StorageFullError):
         manager.save(3, state_of(3))
     manager.close()
@@ -449,7 +449,7 @@ def test_a_dry_run_prunes_nothing(tmp_path):
 
 
 def test_preflight_tells_of_this_manager(tmp_path, capsys):
-    with hf.CheckpointManager(tmp_path, keep_last=2, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(tmp_path, keep_last=2, save_at_end=False) as manager:
         report = manager.preflight(state_of(1))
     assert report.tensor_count == 1
     assert capsys.readouterr().out == f"{report}\n"
@@ -460,7 +460,7 @@ def test_preflight_tells_of_this_manager(tmp_path, capsys):
 
 def test_a_preflight_is_told_to_those_who_watch(tmp_path):
     events = []
-    with hf.CheckpointManager(tmp_path, on_event=events.append) as manager:
+    with holdfast.CheckpointManager(tmp_path, on_event=events.append) as manager:
         manager.preflight(state_of(1))
         with pytest.raises(PreflightError):
             manager.preflight({"no": object()})
@@ -473,10 +473,10 @@ def test_a_preflight_is_told_to_those_who_watch(tmp_path):
 def test_what_a_killed_preflight_left_is_removed_by_the_next_job_and_nothing_else(tmp_path):
     program = f"""
 import os, signal
-import holdfast as hf
+import holdfast
 from holdfast._manager import preflight
 preflight._Preflight._start_writer = lambda self: os.kill(os.getpid(), signal.SIGKILL)
-with hf.CheckpointManager({str(tmp_path)!r}) as manager:
+with holdfast.CheckpointManager({str(tmp_path)!r}) as manager:
     manager.preflight({{}})
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
@@ -485,6 +485,6 @@ with hf.CheckpointManager({str(tmp_path)!r}) as manager:
     other = tmp_path / "preflight-0123456789ab"
     other.mkdir()
     (other / "rank-0").write_text("not by this run")
-    with hf.CheckpointManager(tmp_path):
+    with holdfast.CheckpointManager(tmp_path):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["holdfast-run.json", other.name]
     assert [path.name for path in other.iterdir()] == ["rank-0"]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast as hf
+import holdfast
 from holdfast._background import writer_process
 from holdfast._manager import preflight
 from holdfast._manager.measuring import (
@@ -84,7 +84,7 @@ def test_all_is_well_and_nothing_is_left(tmp_path):
 
 
 def test_what_is_at_the_place_stays_as_it_is(tmp_path):
-    hf.save(weights(), tmp_path / "step-1")
+    holdfast.save(weights(), tmp_path / "step-1")
     (tmp_path / "notes.txt").write_text("mine")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     run_preflight(weights(), tmp_path)
@@ -163,7 +163,7 @@ def test_space_is_needed_for_all_that_are_kept_and_one_more(disk):
 
 
 def test_space_that_old_checkpoints_of_the_run_give_back_counts(disk):
-    saved = hf.save(weights(2), disk / "step-1")
+    saved = holdfast.save(weights(2), disk / "step-1")
     assert problems_of(weights(2), disk, kept=3)[0][0] == "space"
     assert run_preflight(weights(2), disk, kept=2, stored_bytes=lambda: saved.bytes_written).problems == ()
     assert problems_of(weights(7), disk, kept=1, stored_bytes=lambda: 100 * MB)[0][0] == "space", (
@@ -195,7 +195,7 @@ STATES = [
 @pytest.mark.parametrize("state", STATES, ids=["large", "small", "mixed", "tied"])
 def test_the_size_is_that_of_the_checkpoint(tmp_path, state):
     size = checkpoint_size(state, Collectives(None, False, 0))
-    report = hf.save(state, tmp_path / "x")
+    report = holdfast.save(state, tmp_path / "x")
     real = sum(path.stat().st_size for path in (tmp_path / "x").iterdir())
     assert abs(size.nbytes - real) < 0.05 * real + 16_384
     assert size.tensor_count == report.tensor_count
@@ -433,7 +433,7 @@ def find_problems(root: Any, state: Any = None, **options: Any) -> Any:
 
 
 def sharded_and_replicated(root: Path) -> PreflightReport:
-    own = hf.PerRank(torch.ones(MB // 4))
+    own = holdfast.PerRank(torch.ones(MB // 4))
     return find_problems(root, {"own": own, "same": torch.ones(MB // 2)}, kept=2, async_save=True)
 
 
@@ -531,7 +531,7 @@ def test_a_rank_without_permission_is_named(ranks: RankPool, tmp_path, mode):
 
 def everything_at_once(folder: Path) -> Any:
     rank = dist.get_rank()
-    state = {**weights(3), "own": hf.PerRank(torch.ones(10))}
+    state = {**weights(3), "own": holdfast.PerRank(torch.ones(10))}
     root = folder.parent / "other" if rank == 2 else folder
     with as_nobody(rank == 1):
         return find_problems(root, state, kept=9, async_save=True, memory_budget=MB)
@@ -636,7 +636,7 @@ def test_the_report_reads_well():
 
 def managed_problems(root: Any, state: Any = None, **options: Any) -> Any:
     """What a manager that is not open yet finds."""
-    manager = hf.CheckpointManager(root, **options)
+    manager = holdfast.CheckpointManager(root, **options)
     try:
         with pytest.raises(PreflightError) as raised:
             manager.preflight(weights() if state is None else state)
@@ -657,7 +657,7 @@ def managed_elsewhere(folder: Path) -> Any:
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="such a path is to be had on Linux")
 def test_a_disk_that_is_not_shared_is_told_also_if_one_machine_has_older_steps(ranks: RankPool, tmp_path):
     for rank in range(2):
-        with hf.CheckpointManager(tmp_path / str(rank) / "run", save_at_end=False) as manager:
+        with holdfast.CheckpointManager(tmp_path / str(rank) / "run", save_at_end=False) as manager:
             for step in range(rank):
                 manager.save(step, weights(), wait=True)
     assert ranks(2).run(managed_elsewhere, tmp_path) == [[("shared", (1,))]] * 2
@@ -721,7 +721,7 @@ def test_a_run_that_cannot_be_opened_for_another_reason_is_that_error(tmp_path, 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(hf.CheckpointManager, "_claim", fail)
+    monkeypatch.setattr(holdfast.CheckpointManager, "_claim", fail)
     with pytest.raises(OSError, match="Input/output error"):
-        hf.CheckpointManager(tmp_path).preflight(weights())
+        holdfast.CheckpointManager(tmp_path).preflight(weights())
     assert os.listdir(tmp_path) == []

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._formats.native.names import RECORD, SET_ASIDE
 from holdfast._manager.run_file import RunFile, RunState
 from holdfast._manager.steps import (
@@ -53,7 +53,7 @@ def test_steps_are_listed_with_what_was_noted(root):
 def test_a_step_is_an_ordinary_checkpoint(tmp_path):
     a_run(LocalRoot(tmp_path), 500)
     state = {"weight": torch.zeros(4), "step": 0}
-    hf.load(state, tmp_path / "step-00000500")
+    holdfast.load(state, tmp_path / "step-00000500")
     assert state["step"] == 500
     assert torch.equal(state["weight"], state_of(500)["weight"])
 
@@ -61,7 +61,7 @@ def test_a_step_is_an_ordinary_checkpoint(tmp_path):
 def test_metadata_of_the_user_is_apart_from_the_managers(root):
     run = a_run(root).read().run
     noted = noted_metadata(run, 1, {"loss": 1}, "signal", {"git": "1a2b3c"})
-    hf.save({"step": 1}, root.child(folder_of(1)), metadata=noted)
+    holdfast.save({"step": 1}, root.child(folder_of(1)), metadata=noted)
     assert steps_in(root)[1].metadata == {"git": "1a2b3c"}
     with pytest.raises(ValueError, match="'holdfast'"):
         noted_metadata(run, 1, metadata={"holdfast": "mine"})
@@ -96,10 +96,10 @@ def test_an_empty_place_has_no_steps(tmp_path):
 
 def test_checkpoints_of_others_are_listed_but_are_not_ours(root):
     a_run(root, 1)
-    hf.save(state_of(2), root.child(folder_of(2)))
-    hf.save(state_of(3), root.child("step-3"), metadata={"holdfast": "my own note"})
-    hf.save(state_of(4), root.child(folder_of(4)), metadata=noted_metadata("another run", 4, {"loss": 1.0}))
-    hf.save(state_of(5), root.child("best-model"))
+    holdfast.save(state_of(2), root.child(folder_of(2)))
+    holdfast.save(state_of(3), root.child("step-3"), metadata={"holdfast": "my own note"})
+    holdfast.save(state_of(4), root.child(folder_of(4)), metadata=noted_metadata("another run", 4, {"loss": 1.0}))
+    holdfast.save(state_of(5), root.child("best-model"))
     found = steps_in(root)
     assert {step: info.is_ours for step, info in found.items()} == {1: True, 2: False, 3: False, 4: False}
     assert found[3].metadata == {"holdfast": "my own note"}
@@ -115,14 +115,14 @@ def test_a_copy_of_our_checkpoint_is_not_ours(tmp_path):
 
 
 def test_without_a_run_nothing_is_ours(root):
-    hf.save(state_of(1), root.child(folder_of(1)), metadata=noted_metadata("", 1))
+    holdfast.save(state_of(1), root.child(folder_of(1)), metadata=noted_metadata("", 1))
     assert [info.is_ours for info in list_steps(root, RunState())] == [False]
 
 
 def test_of_two_folders_for_one_step_the_managers_name_counts(root):
     a_run(root, 500)
-    hf.save(state_of(1), root.child("step-500"))
-    hf.save(state_of(1), root.child("step-0000000500"))
+    holdfast.save(state_of(1), root.child("step-500"))
+    holdfast.save(state_of(1), root.child("step-0000000500"))
     assert [(info.name, info.is_ours) for info in steps_in(root).values()] == [("step-00000500", True)]
 
 

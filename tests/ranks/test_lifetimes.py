@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp as dcp
 from holdfast._ranks.collectives import Collectives
 from holdfast._ranks.meeting import meeting
@@ -138,8 +138,8 @@ def fail_in_verbs(folder: Path) -> dict[str, str]:
 
     with no_collector():
         return {
-            "save": is_let_go(with_tensor(lambda state: hf.save(state, folder))),
-            "load": is_let_go(with_tensor(lambda state: hf.load(state, folder / "missing"))),
+            "save": is_let_go(with_tensor(lambda state: holdfast.save(state, folder))),
+            "load": is_let_go(with_tensor(lambda state: holdfast.load(state, folder / "missing"))),
             "dcp.load": is_let_go(with_tensor(lambda state: dcp.load(state, checkpoint_id=folder / "missing"))),
         }
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import holdfast as hf
+import holdfast
 from holdfast._load.opening import open_source
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, UncommittedCheckpointError
 from tests.formats.native.specified_reader import SpecifiedReader
@@ -51,13 +51,13 @@ def state(number: int) -> dict[str, Any]:
             "scale": torch.tensor(float(number), dtype=torch.bfloat16),
         },
         "step": number,
-        "own": hf.PerRank({"rank": rank, "number": torch.tensor([number])}, on_resize="first"),
+        "own": holdfast.PerRank({"rank": rank, "number": torch.tensor([number])}, on_resize="first"),
     }
 
 
 def number_of(loaded: dict[str, Any]) -> int | str:
     """The number that everything in a state is; or a text that says that it is not one."""
-    own = loaded["own"].value if isinstance(loaded["own"], hf.PerRank) else loaded["own"]
+    own = loaded["own"].value if isinstance(loaded["own"], holdfast.PerRank) else loaded["own"]
     tensors = [*loaded["model"].values(), own["number"]]
     numbers = {int(value) for tensor in tensors for value in tensor.flatten().tolist()} | {loaded["step"]}
     return numbers.pop() if len(numbers) == 1 else f"a mix of {sorted(numbers)}"
@@ -65,14 +65,14 @@ def number_of(loaded: dict[str, Any]) -> int | str:
 
 def save(number: int, folder: Path, *, overwrite: bool = True, **options: Any) -> None:
     """Save `state(number)`."""
-    hf.save(state(number), folder, overwrite=overwrite, **options)
+    holdfast.save(state(number), folder, overwrite=overwrite, **options)
 
 
 def loaded_from(folder: Path) -> int | str:
     """The number of the state that a load gives, `NOTHING`, `CUT_OFF`, or what is wrong with it."""
     loaded = state(-1)
     try:
-        hf.load(loaded, folder)
+        holdfast.load(loaded, folder)
     except UncommittedCheckpointError:
         return CUT_OFF
     except CheckpointNotFoundError:
@@ -89,7 +89,7 @@ def found_in(folder: Path) -> int | str:
         return found
     with open_source(folder) as source:
         source.verify()
-    steps = {SpecifiedReader(folder).state["step"], hf.open(folder)["step"], found}
+    steps = {SpecifiedReader(folder).state["step"], holdfast.open(folder)["step"], found}
     return found if steps == {found} else f"a mix of {steps}"
 
 

@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as stock
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast.dcp as dcp
 from holdfast import _settings as settings
 from holdfast.dcp import CheckpointException, FileSystemReader, FileSystemWriter
 from holdfast.errors import DamagedCheckpointError
 from tests.rank_pool import RankPool
+from tests.sharding import sharded
 
 
 def original() -> dict[str, Any]:
@@ -294,18 +293,17 @@ def test_a_file_of_another_save_is_reported(tmp_path):
     assert (damage.file, damage.key) == (str(right), "weight")
 
 
-def sharded(fill: float) -> dict[str, Any]:
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+def sharded_state(fill: float) -> dict[str, Any]:
     full = torch.arange(1.0, 9.0) if fill else torch.zeros(8)
-    return {"weight": distribute_tensor(full, mesh, [Shard(0)])}
+    return {"weight": sharded(full)}
 
 
 def save_sharded(folder: Path) -> None:
-    dcp.save(sharded(1.0), checkpoint_id=folder)
+    dcp.save(sharded_state(1.0), checkpoint_id=folder)
 
 
 def load_sharded(folder: Path) -> tuple[list[int], list[str], list[float]]:
-    state = sharded(0.0)
+    state = sharded_state(0.0)
     try:
         dcp.load(state, checkpoint_id=folder)
     except CheckpointException as error:

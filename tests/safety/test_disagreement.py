@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as stock
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast.dcp as dcp
 from holdfast.dcp import CheckpointException
 from holdfast.errors import CheckpointNotFoundError, RankDisagreementError, StateMismatchError
 from tests.rank_pool import RankPool
 from tests.safety.checkpoints import number_of, save, state
+from tests.sharding import sharded
 
 
 def load_each_its_own(folders: list[Path]) -> tuple[Any, dict[int, tuple[str, str]]]:
@@ -91,17 +91,16 @@ def test_a_rank_that_sees_no_checkpoint_fails_all(ranks: RankPool, tmp_path, use
     assert "not mounted: the path does not exist" in text
 
 
-def sharded(number: int) -> dict[str, Any]:
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    return {"weight": distribute_tensor(torch.full((8,), float(number)), mesh, [Shard(0)]), "step": number}
+def sharded_state(number: int) -> dict[str, Any]:
+    return {"weight": sharded(torch.full((8,), float(number))), "step": number}
 
 
 def save_sharded(number: int, folder: Path) -> None:
-    dcp.save(sharded(number), checkpoint_id=folder, use_collectives=False)
+    dcp.save(sharded_state(number), checkpoint_id=folder, use_collectives=False)
 
 
 def load_sharded(folder: Path) -> tuple[list[float], int, list[str]]:
-    loaded = sharded(0)
+    loaded = sharded_state(0)
     errors: list[str] = []
     try:
         dcp.load(loaded, checkpoint_id=folder)

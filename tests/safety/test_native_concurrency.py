@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import holdfast as hf
+import holdfast
 from holdfast._save import files as native_files
 from holdfast._save.files import look_before
 from holdfast._stores.local_store import LocalStore
@@ -220,7 +220,7 @@ def test_what_was_there_before_is_looked_at_record_first(tmp_path):
 
 def test_readers_of_a_replaced_checkpoint_get_what_they_opened_or_an_error(tmp_path):
     save(1, tmp_path)
-    opened = hf.open(tmp_path)
+    opened = holdfast.open(tmp_path)
     save(2, tmp_path)
     assert opened["step"] == 1
     with pytest.raises(ReplacedCheckpointError, match="open it again") as caught:

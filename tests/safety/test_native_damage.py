@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-import holdfast as hf
+import holdfast
 from holdfast._load.opening import open_source
 from holdfast.errors import DamagedCheckpointError, HoldfastError, ReplacedCheckpointError, UnsupportedVersionError
 from tests.exact import assert_same
 from tests.formats.native.specified_reader import SpecifiedReader
 from tests.rank_pool import RankPool
-from tests.sharding import dtensor_of
+from tests.sharding import dtensor_of, mesh_of_all_ranks
 
 BLOCK = 65536
 
@@ -72,14 +71,14 @@ def verify(folder: Path) -> None:
 
 
 def load_everything(folder: Path, state: dict[str, Any]) -> None:
-    hf.load(
+    holdfast.load(
         {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()},
         folder,
     )
 
 
 def open_everything(folder: Path) -> None:
-    hf.open(folder).load()
+    holdfast.open(folder).load()
 
 
 def bits_to_flip(path: Path, every_bit: bool) -> Iterator[tuple[int, int]]:
@@ -90,7 +89,7 @@ def bits_to_flip(path: Path, every_bit: bool) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("every_bit", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["holdfast.json", "index-*.safetensors"])
 def test_a_flipped_bit_at_every_byte_of_the_record_and_the_columns_is_found(tmp_path, name, every_bit):
-    hf.save(small_state(), tmp_path)
+    holdfast.save(small_state(), tmp_path)
     path = only(tmp_path, name)
     content = path.read_bytes()
     for position, bit in bits_to_flip(path, every_bit):
@@ -104,7 +103,7 @@ def test_a_flipped_bit_at_every_byte_of_the_record_and_the_columns_is_found(tmp_
 
 @pytest.mark.parametrize("name", ["holdfast.json", "index-*.safetensors"])
 def test_a_load_and_a_slice_notice_damage_of_the_record_and_the_columns(tmp_path, name):
-    hf.save(small_state(), tmp_path)
+    holdfast.save(small_state(), tmp_path)
     path = only(tmp_path, name)
     content = path.read_bytes()
     for position in range(0, len(content), 97):
@@ -112,7 +111,7 @@ def test_a_load_and_a_slice_notice_damage_of_the_record_and_the_columns(tmp_path
             with pytest.raises((DamagedCheckpointError, UnsupportedVersionError)):
                 load_everything(tmp_path, small_state())
             with pytest.raises((DamagedCheckpointError, UnsupportedVersionError)):
-                hf.open(tmp_path)["weight"][1:2]
+                holdfast.open(tmp_path)["weight"][1:2]
 
 
 class Layout:
@@ -157,7 +156,7 @@ def positions_of(layout: Layout, count: int) -> list[int]:
 @pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.long)])
 def test_a_flipped_bit_in_a_data_file_is_found_by_all_who_read_that_block_and_by_nobody_else(tmp_path, count):
     state = large_state()
-    hf.save(state, tmp_path)
+    holdfast.save(state, tmp_path)
     layout = Layout(tmp_path)
     assert len(layout.content) > 5 * BLOCK
     for position in positions_of(layout, count):
@@ -169,11 +168,11 @@ def test_a_flipped_bit_in_a_data_file_is_found_by_all_who_read_that_block_and_by
             for key, value in state.items():
                 target = {key: torch.zeros_like(value)}
                 if key not in affected:
-                    hf.load(target, tmp_path)
+                    holdfast.load(target, tmp_path)
                     assert_same(target, {key: value})
                     continue
                 with pytest.raises(DamagedCheckpointError) as caught:
-                    hf.load(target, tmp_path)
+                    holdfast.load(target, tmp_path)
                 assert caught.value.file == str(layout.path)
                 assert caught.value.key == key
                 assert layout.path.name in str(caught.value)
@@ -183,7 +182,7 @@ def test_a_flipped_bit_in_a_data_file_is_found_by_all_who_read_that_block_and_by
 @pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.long)])
 def test_a_slice_notices_damage_in_the_blocks_that_it_takes_and_in_no_others(tmp_path, count):
     state = large_state()
-    hf.save(state, tmp_path)
+    holdfast.save(state, tmp_path)
     layout = Layout(tmp_path)
     begin, _ = layout.places["third"]
     header = layout.blocks(0, layout.header_end)
@@ -191,7 +190,7 @@ def test_a_slice_notices_damage_in_the_blocks_that_it_takes_and_in_no_others(tmp
         with changed(layout.path, flipped(layout.content, position, position % 8)):
             for rows in (slice(0, 1), slice(100, 200), slice(299, 300)):
                 needed = layout.blocks(begin + rows.start * 600, begin + rows.stop * 600) | header
-                handle = hf.open(tmp_path)["third"]
+                handle = holdfast.open(tmp_path)["third"]
                 if position // BLOCK in needed:
                     with pytest.raises(DamagedCheckpointError) as caught:
                         handle[rows, 5:7]
@@ -228,15 +227,15 @@ def damaged_ways(folder: Path) -> dict[str, Callable[[Path], None]]:
 )
 def test_a_data_file_that_is_not_as_it_was(tmp_path, way):
     state = large_state()
-    hf.save(state, tmp_path)
+    holdfast.save(state, tmp_path)
     path = only(tmp_path, "data-*")
     damaged_ways(tmp_path)[way](path)
     # Of the two tensors one lies in the blocks that were exchanged.
     for key in ("first", "third") if way != "blocks exchanged" else ("first",):
         for read in (
-            lambda key=key: hf.load({key: torch.zeros_like(state[key])}, tmp_path),
-            lambda key=key: hf.open(tmp_path)[key][50:60],
-            lambda key=key: hf.open(tmp_path).load(key),
+            lambda key=key: holdfast.load({key: torch.zeros_like(state[key])}, tmp_path),
+            lambda key=key: holdfast.open(tmp_path)[key][50:60],
+            lambda key=key: holdfast.open(tmp_path).load(key),
         ):
             with pytest.raises(DamagedCheckpointError) as caught:
                 read()
@@ -249,7 +248,7 @@ def test_a_data_file_that_is_not_as_it_was(tmp_path, way):
 
 @pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"\0", lambda data: b"", None])
 def test_a_columns_file_that_is_not_as_it_was(tmp_path, change):
-    hf.save(small_state(), tmp_path)
+    holdfast.save(small_state(), tmp_path)
     path = only(tmp_path, "index-*")
     with changed(path, change and change(path.read_bytes())):
         for read in (open_everything, verify):
@@ -260,16 +259,16 @@ def test_a_columns_file_that_is_not_as_it_was(tmp_path, change):
 
 @pytest.mark.parametrize("cut", [0, 1, 20, 300])
 def test_a_record_that_is_cut_off(tmp_path, cut):
-    hf.save(small_state(), tmp_path)
+    holdfast.save(small_state(), tmp_path)
     path = tmp_path / "holdfast.json"
     content = path.read_bytes()
     with changed(path, content[: cut and -cut]), pytest.raises(DamagedCheckpointError, match="cut off"):
-        hf.open(tmp_path)
+        holdfast.open(tmp_path)
 
 
 def test_data_files_that_changed_places(tmp_path):
     state = {"one": torch.arange(100), "two": torch.arange(100, 200)}
-    hf.save(state, tmp_path, max_file_size=800)
+    holdfast.save(state, tmp_path, max_file_size=800)
     one, two = sorted(tmp_path.glob("data-*"))
     assert one.stat().st_size == two.stat().st_size
     one_content, two_content = one.read_bytes(), two.read_bytes()
@@ -277,7 +276,7 @@ def test_data_files_that_changed_places(tmp_path):
     two.write_bytes(one_content)
     for key in state:
         with pytest.raises(DamagedCheckpointError, match=f"'{key}'"):
-            hf.load({key: torch.zeros(100, dtype=torch.int64)}, tmp_path)
+            holdfast.load({key: torch.zeros(100, dtype=torch.int64)}, tmp_path)
     with pytest.raises(DamagedCheckpointError):
         verify(tmp_path)
 
@@ -285,30 +284,30 @@ def test_data_files_that_changed_places(tmp_path):
 @pytest.mark.parametrize("kind", ["data", "index"])
 def test_files_of_another_save_under_the_names_of_this_one(tmp_path, kind):
     """As after a copy that was interrupted: same sizes, same layout, other content."""
-    hf.save({"weight": torch.zeros(1000)}, tmp_path / "old")
-    hf.save({"weight": torch.ones(1000)}, tmp_path / "new")
+    holdfast.save({"weight": torch.zeros(1000)}, tmp_path / "old")
+    holdfast.save({"weight": torch.ones(1000)}, tmp_path / "new")
     shutil.copy(only(tmp_path / "old", f"{kind}-*"), only(tmp_path / "new", f"{kind}-*"))
     target = {"weight": torch.full((1000,), 5.0)}
     with pytest.raises(DamagedCheckpointError):
-        hf.load(target, tmp_path / "new")
+        holdfast.load(target, tmp_path / "new")
     with pytest.raises(DamagedCheckpointError):
         verify(tmp_path / "new")
     with pytest.raises(DamagedCheckpointError):
-        hf.open(tmp_path / "new")["weight"][3:4]
+        holdfast.open(tmp_path / "new")["weight"][3:4]
 
 
 def test_a_record_among_the_files_of_another_save(tmp_path):
-    hf.save(small_state(), tmp_path / "old")
-    hf.save(small_state(), tmp_path / "new")
+    holdfast.save(small_state(), tmp_path / "old")
+    holdfast.save(small_state(), tmp_path / "new")
     shutil.copy(tmp_path / "old" / "holdfast.json", tmp_path / "new")
     with pytest.raises(DamagedCheckpointError, match="is missing"):
-        hf.open(tmp_path / "new").load()
+        holdfast.open(tmp_path / "new").load()
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read_says_so(tmp_path):
-    hf.save(small_state(), tmp_path)
-    opened = hf.open(tmp_path)
-    hf.save(small_state(), tmp_path, overwrite=True)
+    holdfast.save(small_state(), tmp_path)
+    opened = holdfast.open(tmp_path)
+    holdfast.save(small_state(), tmp_path, overwrite=True)
     with pytest.raises(ReplacedCheckpointError, match="another save has replaced the checkpoint"):
         opened["weight"][0]
 
@@ -316,24 +315,24 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_says_so(tmp_path):
 @pytest.mark.parametrize("what", ["flip", "cut", "missing"])
 def test_damage_found_first_leaves_the_state_as_it_was(tmp_path, what):
     state = large_state()
-    hf.save({**state, "step": 7}, tmp_path)
+    holdfast.save({**state, "step": 7}, tmp_path)
     layout = Layout(tmp_path)
     last = len(layout.content) - 1
     content = {"flip": flipped(layout.content, last, 0), "cut": layout.content[:-1], "missing": None}[what]
     target = {**{key: torch.full_like(value, 9) for key, value in state.items()}, "step": 0}
     with changed(layout.path, content), pytest.raises(DamagedCheckpointError) as caught:
-        hf.load(target, tmp_path, verify="first")
+        holdfast.load(target, tmp_path, verify="first")
     assert "partly loaded" not in str(caught.value)
     assert_same(target, {**{key: torch.full_like(value, 9) for key, value in state.items()}, "step": 0})
 
 
 def test_damage_found_while_the_state_is_filled_says_that_it_is_partly_loaded(tmp_path):
-    hf.save(large_state(), tmp_path)
+    holdfast.save(large_state(), tmp_path)
     layout = Layout(tmp_path)
     target = {key: torch.zeros_like(value) for key, value in large_state().items()}
     partly = pytest.raises(DamagedCheckpointError, match="partly loaded now and must not be used")
     with changed(layout.path, flipped(layout.content, len(layout.content) - 1, 0)), partly:
-        hf.load(target, tmp_path)
+        holdfast.load(target, tmp_path)
 
 
 def whole() -> torch.Tensor:
@@ -341,17 +340,17 @@ def whole() -> torch.Tensor:
 
 
 def save_rows(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    hf.save({"weight": dtensor_of(whole(), mesh, [Shard(0)]), "step": 5}, folder)
+    mesh = mesh_of_all_ranks()
+    holdfast.save({"weight": dtensor_of(whole(), mesh, [Shard(0)]), "step": 5}, folder)
 
 
 def load_columns(folder: Path, verify: Any) -> tuple[str, str | None, str, bool]:
     """What the load said, and whether the state is as before."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all_ranks()
     target: DTensor = dtensor_of(torch.full((200, 200), -1, dtype=torch.int32), mesh, [Shard(1)])
     state = {"weight": target, "step": 0}
     try:
-        hf.load(state, folder, verify=verify)
+        holdfast.load(state, folder, verify=verify)
     except HoldfastError as error:
         untouched = bool((target.to_local() == -1).all()) and state["step"] == 0
         return type(error).__name__, getattr(error, "key", None), str(error), untouched
@@ -389,10 +388,10 @@ def test_a_load_by_another_number_of_ranks_and_another_layout_finds_it_on_all_ra
 
 def load_rows(folder: Path, position: int, name: str) -> tuple[str, bool]:
     """The damage is in the part of one rank alone."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all_ranks()
     target: DTensor = dtensor_of(torch.full((200, 200), -1, dtype=torch.int32), mesh, [Shard(0)])
     try:
-        hf.load({"weight": target}, folder, verify="first")
+        holdfast.load({"weight": target}, folder, verify="first")
     except DamagedCheckpointError as error:
         return str(error), bool((target.to_local() == -1).all())
     return "loaded", False

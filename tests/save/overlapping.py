@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._background.copying import Copies
 from holdfast._stores.local_store import LocalStore
 from tests.exact import assert_same
@@ -82,7 +82,7 @@ class GatedStore(LocalStore):
 
 def assert_same_content(path: Any, expected: Any) -> None:
     """Fail unless two checkpoints have the same in them, bit by bit."""
-    assert_same(hf.open(path).load(), hf.open(expected).load())
+    assert_same(holdfast.open(path).load(), holdfast.open(expected).load())
 
 
 def scribble(value: Any) -> None:

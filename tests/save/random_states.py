@@ -17,23 +17,23 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-import holdfast as hf
+import holdfast
 from tests.dcp.states import bits, of_bytes
 
 
-@hf.declare
+@holdfast.declare
 class Color(enum.Enum):
     RED = 1
     BLUE = 2
 
 
-@hf.declare
+@holdfast.declare
 class Pair(NamedTuple):
     first: Any
     second: Any
 
 
-@hf.declare
+@holdfast.declare
 @dataclasses.dataclass
 class Settings:
     rate: Any

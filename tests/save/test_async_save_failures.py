@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast as hf
+import holdfast
 from holdfast._background.futures import forget_failures
 from holdfast._stores.local_store import LocalStore
 from holdfast.errors import RankDisagreementError, UnsupportedValueError, WriterProcessError
@@ -67,9 +67,9 @@ def state() -> dict[str, Any]:
 
 
 def test_a_full_disk_fails_the_save_and_leaves_the_earlier_checkpoint(tmp_path) -> None:
-    hf.save({"earlier": 1}, tmp_path)
+    holdfast.save({"earlier": 1}, tmp_path)
     files = sorted(tmp_path.iterdir())
-    pending = hf.async_save(state(), FullStore(tmp_path), overwrite=True)
+    pending = holdfast.async_save(state(), FullStore(tmp_path), overwrite=True)
     with pytest.raises(OSError, match="No space left") as caught:
         pending.wait()
     assert caught.value.errno == errno.ENOSPC
@@ -77,15 +77,15 @@ def test_a_full_disk_fails_the_save_and_leaves_the_earlier_checkpoint(tmp_path) 
     assert pending.progress().phase == "failed"
     assert "failed" in repr(pending)
     assert sorted(tmp_path.iterdir()) == files
-    assert hf.open(tmp_path).load() == {"earlier": 1}
+    assert holdfast.open(tmp_path).load() == {"earlier": 1}
 
 
 @pytest.mark.parametrize("verb", ["save", "async_save"])
 def test_a_failure_that_nobody_saw_is_told_by_the_next_call(tmp_path, verb: str) -> None:
-    failed = hf.async_save(state(), FullStore(tmp_path / "full"))
+    failed = holdfast.async_save(state(), FullStore(tmp_path / "full"))
     concurrent.futures.wait([failed.committed], PATIENCE)  # to wait is not to look
     with pytest.warns(RuntimeWarning, match=r"the background save to .*full failed: OSError.*No space left") as told:
-        getattr(hf, verb)(state(), tmp_path / "x")
+        getattr(holdfast, verb)(state(), tmp_path / "x")
     assert told[0].filename == __file__
     assert len(told) == 1
     with pytest.raises(OSError, match="No space left"):
@@ -93,23 +93,23 @@ def test_a_failure_that_nobody_saw_is_told_by_the_next_call(tmp_path, verb: str)
 
 
 def test_a_failure_that_was_seen_is_not_told_again(tmp_path, recwarn) -> None:
-    failed = hf.async_save(state(), FullStore(tmp_path / "full"))
+    failed = holdfast.async_save(state(), FullStore(tmp_path / "full"))
     assert isinstance(failed.committed.exception(PATIENCE), OSError)
-    hf.save(state(), tmp_path / "x")
+    holdfast.save(state(), tmp_path / "x")
     assert not recwarn.list
 
 
 def test_saves_after_a_failed_one_go_on(tmp_path) -> None:
     gated, full = GatedStore(tmp_path / "0"), FullStore(tmp_path / "1")
-    pending = [hf.async_save(state(), store, when_busy="copy") for store in (gated, full)]
+    pending = [holdfast.async_save(state(), store, when_busy="copy") for store in (gated, full)]
     gated.gate.set()
-    pending.append(hf.async_save(state(), tmp_path / "2"))
+    pending.append(holdfast.async_save(state(), tmp_path / "2"))
     assert [type(each.committed.exception(PATIENCE)) for each in pending] == [type(None), OSError, type(None)]
 
 
 def test_a_wait_ends_in_time_and_the_save_goes_on(tmp_path) -> None:
     store = GatedStore(tmp_path / "x")
-    pending = hf.async_save(state(), store)
+    pending = holdfast.async_save(state(), store)
     with pytest.raises(
         TimeoutError, match=r"after 0.01 s the save has not ended: <PendingSave to .*x: .*> *\. It goes"
     ):
@@ -126,12 +126,12 @@ def save_what_rank_1_cannot(path: str) -> str:
     bad = {"value": (lambda: None) if dist.get_rank() == 1 else 1}
     if dist.get_rank() == 1:
         with pytest.raises(UnsupportedValueError) as caught:
-            hf.async_save(bad, path)
+            holdfast.async_save(bad, path)
     else:
-        pending = hf.async_save(bad, path)
+        pending = holdfast.async_save(bad, path)
         with pytest.raises(UnsupportedValueError) as caught:
             pending.wait(PATIENCE)
-    again = hf.async_save({"value": 2}, path).wait(PATIENCE)
+    again = holdfast.async_save({"value": 2}, path).wait(PATIENCE)
     return f"{caught.value} {again.world_size}"
 
 
@@ -139,22 +139,22 @@ def test_a_rank_whose_state_cannot_be_saved_does_not_keep_others_waiting(ranks: 
     told = ranks(3).run(save_what_rank_1_cannot, str(tmp_path / "x"))
     assert all("value: values of type" in each for each in told)
     assert all(each.endswith("[on rank 1] 3") for each in (told[0], told[2]))
-    assert hf.open(tmp_path / "x").load() == {"value": 2}
+    assert holdfast.open(tmp_path / "x").load() == {"value": 2}
 
 
 def warn_rank_1_of_a_failure_that_the_others_saw(path: str) -> str:
-    failed = hf.async_save({"value": 1}, f"{path}/file")
+    failed = holdfast.async_save({"value": 1}, f"{path}/file")
     if dist.get_rank() == 1:
         concurrent.futures.wait([failed.committed], PATIENCE)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises(RuntimeWarning) as caught:
-                hf.async_save({"value": 2}, f"{path}/x")
+                holdfast.async_save({"value": 2}, f"{path}/x")
         failed.committed.exception()
     else:
         assert failed.committed.exception(PATIENCE) is not None
         with pytest.raises(RuntimeWarning) as caught:
-            hf.async_save({"value": 2}, f"{path}/x").wait(PATIENCE)
+            holdfast.async_save({"value": 2}, f"{path}/x").wait(PATIENCE)
     return str(caught.value)
 
 
@@ -173,7 +173,7 @@ def save_to_different_places(path: str) -> list[str]:
         (f"{path}/x", {"overwrite": rank == 1}),
         (f"{path}/x", {"check_replicas": rank == 1}),
     ):
-        pending = hf.async_save({"w": torch.ones(3)}, place, **options)
+        pending = holdfast.async_save({"w": torch.ones(3)}, place, **options)
         with pytest.raises(RankDisagreementError) as caught:
             pending.wait(PATIENCE)
         told.append(str(caught.value))
@@ -190,8 +190,10 @@ def test_ranks_that_disagree_about_the_call_are_told_so(ranks: RankPool, tmp_pat
 
 
 def save_to_a_disk_full_for_rank_1(path: str) -> str:
-    hf.save({"earlier": 1}, path)
-    pending = hf.async_save({"own": hf.PerRank(torch.ones(1000))}, FullStore(Path(path), (1,)), overwrite=True)
+    holdfast.save({"earlier": 1}, path)
+    pending = holdfast.async_save(
+        {"own": holdfast.PerRank(torch.ones(1000))}, FullStore(Path(path), (1,)), overwrite=True
+    )
     error = pending.committed.exception(PATIENCE)
     return f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
 
@@ -200,7 +202,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(ranks: RankPool, tmp_path
     for told in ranks(2).run(save_to_a_disk_full_for_rank_1, str(tmp_path / "x")):
         assert told.startswith("OSError: [Errno 28] No space left on device")
         assert "on rank 1" in told
-    assert hf.open(tmp_path / "x").load() == {"earlier": 1}
+    assert holdfast.open(tmp_path / "x").load() == {"earlier": 1}
     assert len(list((tmp_path / "x").iterdir())) <= 2
 
 
@@ -208,26 +210,26 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(ranks: RankPool, tmp_path
 
 
 def test_a_killed_writer_process_is_told_and_replaced(tmp_path) -> None:
-    hf.save({"earlier": 1}, tmp_path)
-    pending = hf.async_save(state(), DeadlyStore(tmp_path), overwrite=True, writer="process")
+    holdfast.save({"earlier": 1}, tmp_path)
+    pending = holdfast.async_save(state(), DeadlyStore(tmp_path), overwrite=True, writer="process")
     with pytest.raises(WriterProcessError, match=f"killed by signal 9 while it saved to {tmp_path}") as caught:
         pending.wait(PATIENCE)
     assert caught.value.exit_code == -signal.SIGKILL
-    assert hf.open(tmp_path).load() == {"earlier": 1}
-    hf.async_save(state(), tmp_path, overwrite=True, writer="process").wait(PATIENCE)
-    assert hf.open(tmp_path)["w"][:].eq(1).all()
+    assert holdfast.open(tmp_path).load() == {"earlier": 1}
+    holdfast.async_save(state(), tmp_path, overwrite=True, writer="process").wait(PATIENCE)
+    assert holdfast.open(tmp_path)["w"][:].eq(1).all()
 
 
 def test_what_a_writer_process_cannot_have_is_refused_in_the_call(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"memory://x is in the memory of this process"):
-        hf.async_save(state(), "memory://x", writer="process")
+        holdfast.async_save(state(), "memory://x", writer="process")
     with pytest.raises(ValueError, match=r"GatedStore\(.*\) cannot be sent to a writer process .*writer='thread'"):
-        hf.async_save(state(), GatedStore(tmp_path / "x"), writer="process")
+        holdfast.async_save(state(), GatedStore(tmp_path / "x"), writer="process")
     assert not (tmp_path / "x").exists()
 
 
 def test_an_error_in_a_writer_process_is_the_error_of_the_save(tmp_path) -> None:
-    pending = hf.async_save(state(), FullStore(tmp_path / "x"), writer="process")
+    pending = holdfast.async_save(state(), FullStore(tmp_path / "x"), writer="process")
     with pytest.raises(OSError, match="No space left") as caught:
         pending.wait(PATIENCE)
     assert caught.value.errno == errno.ENOSPC
@@ -235,14 +237,14 @@ def test_an_error_in_a_writer_process_is_the_error_of_the_save(tmp_path) -> None
 
 
 def test_a_writer_whose_answer_was_not_awaited_is_not_asked_again(tmp_path) -> None:
-    def leave(event: hf.Event) -> None:
+    def leave(event: holdfast.Event) -> None:
         if event.name == "save.write":
             raise SystemExit("a callback that ends the thread it is called in")
 
-    with hf.subscribe(leave):
-        first = hf.async_save({"w": torch.ones(2)}, tmp_path / "first", writer="process")
+    with holdfast.subscribe(leave):
+        first = holdfast.async_save({"w": torch.ones(2)}, tmp_path / "first", writer="process")
         with pytest.raises(SystemExit):
             first.wait()
-    second = hf.async_save({"w": torch.ones(2)}, tmp_path / "second", writer="process")
+    second = holdfast.async_save({"w": torch.ones(2)}, tmp_path / "second", writer="process")
     assert second.wait().path == str(tmp_path / "second")
-    assert hf.open(tmp_path / "second").verify()
+    assert holdfast.open(tmp_path / "second").verify()

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast as hf
+import holdfast
 from holdfast._background import step_hooks
 from holdfast._background.arenas import ArenaPool
 from holdfast._background.copying import Copies, Copy
@@ -72,7 +72,7 @@ def waits(monkeypatch) -> list[Any]:
 def test_memory_is_used_again(tmp_path, lent: list[int], writer: Any) -> None:
     model = nn.Linear(500, 500)
     for step in range(4):
-        hf.async_save({"model": model}, tmp_path / str(step), writer=writer).wait()
+        holdfast.async_save({"model": model}, tmp_path / str(step), writer=writer).wait()
     assert len(lent) == 4
     assert len(set(lent)) == 1
 
@@ -96,33 +96,33 @@ def test_memory_of_a_save_in_flight_is_left_alone(tmp_path, lent: list[int], wri
     store = GatedStore(tmp_path / "first")
     with gated_writer_process(store.gate):
         place = store if writer == "thread" else tmp_path / "first"
-        first = hf.async_save(state, place, writer=writer)
+        first = holdfast.async_save(state, place, writer=writer)
         state["w"].fill_(2)
         state["array"].fill(2)
         gc.collect()
-        second = hf.async_save(state, tmp_path / "second", writer=writer, when_busy="copy")
+        second = holdfast.async_save(state, tmp_path / "second", writer=writer, when_busy="copy")
         assert len(set(lent)) == 2
         assert not first.done()
         store.gate.set()
         first.wait()
     second.wait()
     state["w"].fill_(3)
-    third = hf.async_save(state, tmp_path / "third", writer=writer)  # the memory of either is free by now
+    third = holdfast.async_save(state, tmp_path / "third", writer=writer)  # the memory of either is free by now
     third.wait()
     assert lent[2] in lent[:2]
     for number, name in enumerate(("first", "second"), start=1):
-        assert hf.open(tmp_path / name)["w"][:].eq(number).all()
-        assert (hf.open(tmp_path / name).load()["array"] == number).all()
+        assert holdfast.open(tmp_path / name)["w"][:].eq(number).all()
+        assert (holdfast.open(tmp_path / name).load()["array"] == number).all()
 
 
 def test_a_busy_call_waits(tmp_path, lent: list[int], waits: list[Any]) -> None:
     state = {"w": torch.full((SIZE,), 1.0)}
     store = GatedStore(tmp_path / "first")
-    first = hf.async_save(state, store)
+    first = holdfast.async_save(state, store)
     assert store.reached.wait(PATIENCE)
     assert not waits
     waits.append(store.gate)
-    second = hf.async_save(state, tmp_path / "second", when_busy="wait")
+    second = holdfast.async_save(state, tmp_path / "second", when_busy="wait")
     assert waits[1:] == [1]
     assert first.done()
     second.wait()
@@ -132,10 +132,10 @@ def test_a_busy_call_waits(tmp_path, lent: list[int], waits: list[Any]) -> None:
 def test_a_third_copy_waits_for_the_first(tmp_path, lent: list[int], waits: list[Any]) -> None:
     state = {"w": torch.full((SIZE,), 1.0)}
     stores = [GatedStore(tmp_path / str(number)) for number in range(2)]
-    pending = [hf.async_save(state, store, when_busy="copy") for store in stores]
+    pending = [holdfast.async_save(state, store, when_busy="copy") for store in stores]
     assert not waits
     waits.append(stores[0].gate)
-    pending.append(hf.async_save(state, tmp_path / "2", when_busy="copy"))
+    pending.append(holdfast.async_save(state, tmp_path / "2", when_busy="copy"))
     assert waits[1:] == [1]
     assert pending[0].done()
     assert not pending[1].done()
@@ -148,22 +148,22 @@ def test_a_third_copy_waits_for_the_first(tmp_path, lent: list[int], waits: list
 def test_a_busy_call_raises_if_that_is_wanted(tmp_path) -> None:
     state = {"w": torch.ones(3)}
     store = GatedStore(tmp_path / "first")
-    first = hf.async_save(state, store, when_busy="raise")
+    first = holdfast.async_save(state, store, when_busy="raise")
     with pytest.raises(SaveInProgressError, match="when_busy='wait'") as caught:
-        hf.async_save(state, tmp_path / "second", when_busy="raise")
+        holdfast.async_save(state, tmp_path / "second", when_busy="raise")
     assert caught.value.pending == 1
     store.gate.set()
     first.wait()
     assert not (tmp_path / "second").exists()
-    hf.async_save(state, tmp_path / "second", when_busy="raise").wait()
+    holdfast.async_save(state, tmp_path / "second", when_busy="raise").wait()
 
 
 def test_unknown_wishes_are_refused(tmp_path) -> None:
     for wish in ({"when_busy": "never"}, {"writer": "pigeon"}):
         with pytest.raises(ValueError, match=f"{next(iter(wish))} must be '.*', not '{next(iter(wish.values()))}'"):
-            hf.async_save({}, tmp_path / "x", **wish)
+            holdfast.async_save({}, tmp_path / "x", **wish)
     with pytest.raises(TypeError, match=r"optimizers must be .* objects, not 3"):
-        hf.async_save({}, tmp_path / "x", optimizers=[3])
+        holdfast.async_save({}, tmp_path / "x", optimizers=[3])
     assert not (tmp_path / "x").exists()
 
 
@@ -175,8 +175,8 @@ def test_a_budget_that_is_too_small_is_refused_with_what_it_takes(tmp_path, kind
     value = torch.ones(16_000) if kind == "tensor" else np.ones(16_000, np.float32)
     needed = 64_000 + SMALLEST_BUDGET
     with pytest.raises(ValueError, match=f"needs 64,000 for a copy .* and {SMALLEST_BUDGET:,} to write"):
-        hf.async_save({"w": value}, tmp_path / "x", memory_budget=needed - 1)
-    assert hf.async_save({"w": value}, tmp_path / "x", memory_budget=needed).wait().tensor_count == 1
+        holdfast.async_save({"w": value}, tmp_path / "x", memory_budget=needed - 1)
+    assert holdfast.async_save({"w": value}, tmp_path / "x", memory_budget=needed).wait().tensor_count == 1
 
 
 @pytest.mark.parametrize("kind", ["tensor", "array"])
@@ -187,9 +187,9 @@ def test_a_second_copy_is_taken_only_within_the_budget(tmp_path, waits: list[Any
         [(2 * size + SMALLEST_BUDGET, False), (2 * size + SMALLEST_BUDGET - 1, True), (None, False)]
     ):
         store = GatedStore(tmp_path / f"first-{number}")
-        first = hf.async_save(state, store, memory_budget=budget)
+        first = holdfast.async_save(state, store, memory_budget=budget)
         waits[:] = [store.gate]
-        second = hf.async_save(state, tmp_path / f"{number}", when_busy="copy", memory_budget=budget)
+        second = holdfast.async_save(state, tmp_path / f"{number}", when_busy="copy", memory_budget=budget)
         assert waits[1:] == [1] * must_wait, budget
         assert first.done() == must_wait
         store.gate.set()
@@ -224,7 +224,9 @@ def test_many_saves_leave_nothing_behind(fast_path, writer: Any) -> None:
     def save(times: int) -> list[Any]:
         pending = []
         for _ in range(times):
-            pending.append(hf.async_save({"m": model}, fast_path, overwrite=True, optimizers=optimizer, writer=writer))
+            pending.append(
+                holdfast.async_save({"m": model}, fast_path, overwrite=True, optimizers=optimizer, writer=writer)
+            )
             model(torch.randn(2, 1000)).sum().backward()
             optimizer.step()
         pending[-1].wait()
@@ -247,7 +249,7 @@ def test_many_saves_leave_nothing_behind(fast_path, writer: Any) -> None:
 def test_an_optimizer_that_is_gone_leaves_nothing_behind(tmp_path) -> None:
     model = nn.Linear(10, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hf.async_save({"m": model}, tmp_path / "x", optimizers=optimizer).wait()
+    holdfast.async_save({"m": model}, tmp_path / "x", optimizers=optimizer).wait()
     gone = weakref.ref(optimizer)
     assert optimizer in step_hooks._awaited
     del optimizer

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp as dcp
 from holdfast._background import step_hooks
 from holdfast._background.copying import finish_copies
@@ -67,12 +67,12 @@ def test_a_step_waits_for_the_copy(tmp_path, make: Callable[..., Any]) -> None:
     model = Net()
     optimizer = make(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    state = {"model": model, "optim": optimizer, "schedule": schedule, "rng": hf.RngState(), "step": [1]}
+    state = {"model": model, "optim": optimizer, "schedule": schedule, "rng": holdfast.RngState(), "step": [1]}
     backward(model)
     optimizer.step()
-    hf.save(state, tmp_path / "now")
+    holdfast.save(state, tmp_path / "now")
     with held_back() as held:
-        pending = hf.async_save(state, tmp_path / "later", optimizers=optimizer)
+        pending = holdfast.async_save(state, tmp_path / "later", optimizers=optimizer)
         optimizer.zero_grad()
         backward(model, times=2)  # gradients are accumulated
         state["step"].append(2)
@@ -90,7 +90,7 @@ def test_steps_after_the_first_do_not_wait(tmp_path) -> None:
     model = Net()
     optimizer = adam(model)
     with held_back() as held:
-        pending = hf.async_save({"model": model}, tmp_path / "x", optimizers=optimizer)
+        pending = holdfast.async_save({"model": model}, tmp_path / "x", optimizers=optimizer)
         backward(model)
         for _ in range(3):
             optimizer.step()
@@ -103,33 +103,33 @@ def test_the_first_step_of_several_optimizers_waits_for_all_parameters(tmp_path)
     model = Net()
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (model.inner, model.outer)]
     state = {"model": model, "optim": optimizers}
-    hf.save(state, tmp_path / "now")
+    holdfast.save(state, tmp_path / "now")
     for first in (0, 1):
         before = {name: value.clone() for name, value in model.state_dict().items()}
         with held_back() as held:
-            pending = hf.async_save(state, tmp_path / str(first), optimizers=iter(optimizers))
+            pending = holdfast.async_save(state, tmp_path / str(first), optimizers=iter(optimizers))
             backward(model)
             optimizers[first].step()
             assert held.waits == 1
             optimizers[1 - first].step()
         pending.wait()
-        assert_same(hf.open(tmp_path / str(first)).load()["model"], before)
+        assert_same(holdfast.open(tmp_path / str(first)).load()["model"], before)
 
 
 def test_a_step_waits_for_all_saves_that_copy(tmp_path) -> None:
     model = Net()
     optimizer = adam(model)
     state = {"model": model, "optim": optimizer}
-    hf.save(state, tmp_path / "now")
+    holdfast.save(state, tmp_path / "now")
     with held_back() as held:
         options = {"optimizers": optimizer, "when_busy": "copy"}
-        pending = [hf.async_save(state, tmp_path / name, **options) for name in ("first", "second")]
+        pending = [holdfast.async_save(state, tmp_path / name, **options) for name in ("first", "second")]
         backward(model)
         optimizer.step()
         assert held.waits == 2
     for name, each in zip(("first", "second"), pending, strict=True):
         each.wait()
-        found, expected = (hf.open(tmp_path / one).load()["model"] for one in (name, "now"))
+        found, expected = (holdfast.open(tmp_path / one).load()["model"] for one in (name, "now"))
         weights = {key: value for key, value in expected.items() if "running" not in key and "num_" not in key}
         assert_same({key: found[key] for key in weights}, weights)
 
@@ -146,9 +146,9 @@ def test_closures_and_histories_of_an_optimizer(tmp_path) -> None:
         return loss
 
     optimizer.step(closure)
-    hf.save(state, tmp_path / "now")
+    holdfast.save(state, tmp_path / "now")
     with held_back() as held:
-        pending = hf.async_save(state, tmp_path / "later", optimizers=optimizer)
+        pending = holdfast.async_save(state, tmp_path / "later", optimizers=optimizer)
         optimizer.step(closure)
         assert held.waits == 1
     pending.wait()
@@ -168,9 +168,9 @@ def test_what_no_optimizer_owns_is_copied_in_the_call(tmp_path) -> None:
     }
     backward(model)
     optimizer.step()
-    hf.save(state, tmp_path / "now")
+    holdfast.save(state, tmp_path / "now")
     with held_back():
-        pending = hf.async_save(state, tmp_path / "later", optimizers=[optimizer])
+        pending = holdfast.async_save(state, tmp_path / "later", optimizers=[optimizer])
         average.update_parameters(model)
         model(torch.randn(8, 200))  # changes the buffers of the norm
         scribble([state["frozen"], state["array"]])
@@ -187,9 +187,9 @@ def test_parts_of_a_parameters_memory_that_are_something_else_are_copied_in_the_
     optimizer = torch.optim.SGD([weight], lr=0.1)
     with held_back():
         state = {"weight": weight, "beside": beside, "around": around}
-        pending = hf.async_save(state, tmp_path / "x", optimizers=optimizer)
+        pending = holdfast.async_save(state, tmp_path / "x", optimizers=optimizer)
         memory[LARGE:] = 2  # what torch counts as a change of all of them would be called a torn copy
-    with pytest.raises(hf.errors.TornSnapshotError, match="'weight' was changed"):
+    with pytest.raises(holdfast.errors.TornSnapshotError, match="'weight' was changed"):
         pending.wait()
     beside, around = beside.data, around.data
     memory.fill_(1)
@@ -197,19 +197,19 @@ def test_parts_of_a_parameters_memory_that_are_something_else_are_copied_in_the_
     optimizer = torch.optim.SGD([weight], lr=0.1)
     with held_back():
         state = {"weight": weight, "beside": beside, "around": around}
-        pending = hf.async_save(state, tmp_path / "x", optimizers=optimizer)
+        pending = holdfast.async_save(state, tmp_path / "x", optimizers=optimizer)
         beside.fill_(2)
         weight.grad = torch.ones(LARGE, 200)
         optimizer.step()
     pending.wait()
-    assert {float(value.sum()) for value in hf.open(tmp_path / "x").load().values()} == {LARGE * 200.0}
+    assert {float(value.sum()) for value in holdfast.open(tmp_path / "x").load().values()} == {LARGE * 200.0}
 
 
 def test_code_that_changes_parameters_can_wait_for_the_copy(tmp_path) -> None:
     model = Net().eval()
     optimizer = adam(model)
-    hf.save({"model": model}, tmp_path / "now")
-    pending = hf.async_save({"model": model}, tmp_path / "later", optimizers=optimizer)
+    holdfast.save({"model": model}, tmp_path / "now")
+    pending = holdfast.async_save({"model": model}, tmp_path / "later", optimizers=optimizer)
     pending.staged.result(60)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -224,12 +224,12 @@ def test_an_optimizer_with_odd_entries_in_its_state_is_taken(tmp_path) -> None:
     optimizer.state["steps"] = 3  # some optimizers note such things beside the states of parameters
     optimizer.state[weight]["nested"] = {"average": torch.ones(LARGE, 200)}
     with held_back() as held:
-        pending = hf.async_save({"weight": weight}, tmp_path / "x", optimizers=optimizer)
+        pending = holdfast.async_save({"weight": weight}, tmp_path / "x", optimizers=optimizer)
         weight.grad = torch.ones(LARGE, 200)
         optimizer.step()
         assert held.waits == 1
     pending.wait()
-    assert hf.open(tmp_path / "x")["weight"][:].eq(1).all()
+    assert holdfast.open(tmp_path / "x")["weight"][:].eq(1).all()
 
 
 # --- without ---------------------------------------------------------------------------------------------------------
@@ -263,8 +263,8 @@ def odd_tensors() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("check_tearing", [False, True])
 def test_every_kind_of_tensor_is_copied_in_the_call(tmp_path, writer: Any, check_tearing: bool) -> None:
     state = odd_tensors()
-    hf.save(state, tmp_path / "now")
-    pending = hf.async_save(state, tmp_path / "later", writer=writer, check_tearing=check_tearing)
+    holdfast.save(state, tmp_path / "now")
+    pending = holdfast.async_save(state, tmp_path / "later", writer=writer, check_tearing=check_tearing)
     assert pending.staged.done()
     scribble({name: tensor for name, tensor in state.items() if name != "expanded"})
     state["expanded"][0].zero_()
@@ -274,8 +274,8 @@ def test_every_kind_of_tensor_is_copied_in_the_call(tmp_path, writer: Any, check
 
 def test_quantized_tensors_are_refused_in_the_call(tmp_path) -> None:
     state = {"q": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)}
-    with pytest.raises(hf.errors.UnsupportedTensorError, match=r"'q' .*int_repr"):
-        hf.async_save(state, tmp_path / "x")
+    with pytest.raises(holdfast.errors.UnsupportedTensorError, match=r"'q' .*int_repr"):
+        holdfast.async_save(state, tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
@@ -289,14 +289,14 @@ def test_values_are_those_of_the_call(tmp_path, writer: Any) -> None:
         "counter": collections.Counter("aab"),
         "set": {1, 2},
         "arrays": arrays,
-        "own": hf.PerRank({"position": [1], "buffer": torch.ones(3)}),
-        "rng": hf.RngState(),
+        "own": holdfast.PerRank({"position": [1], "buffer": torch.ones(3)}),
+        "rng": holdfast.RngState(),
     }
     random.seed(3)
     np.random.seed(3)
     torch.manual_seed(3)
-    hf.save(state, tmp_path / "now")
-    pending = hf.async_save(state, tmp_path / "later", writer=writer)
+    holdfast.save(state, tmp_path / "now")
+    pending = holdfast.async_save(state, tmp_path / "later", writer=writer)
     state["list"][1].append(3)
     state["bytes"][0] = 0
     state["deque"].append(3)
@@ -315,16 +315,16 @@ def test_tied_weights_are_copied_once_and_stay_tied(tmp_path, optimizers: bool) 
     model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200))
     model[1].weight = model[0].weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hf.save({"model": model}, tmp_path / "now")
+    holdfast.save({"model": model}, tmp_path / "now")
     with held_back() as held:
-        pending = hf.async_save({"model": model}, tmp_path / "later", optimizers=optimizer if optimizers else ())
+        pending = holdfast.async_save({"model": model}, tmp_path / "later", optimizers=optimizer if optimizers else ())
         assert pending.progress().total_bytes < 1.1 * 200 * 200 * 4
         model(torch.randn(8, 200)).sum().backward()
         optimizer.step()
         assert held.waits == optimizers
     pending.wait()
     assert_same_content(tmp_path / "later", tmp_path / "now")
-    loaded = hf.open(tmp_path / "later").load()["model"]
+    loaded = holdfast.open(tmp_path / "later").load()["model"]
     assert loaded["0.weight"] is loaded["1.weight"]
 
 
@@ -337,11 +337,11 @@ def test_options_of_save_are_those_of_async_save(tmp_path) -> None:
         "metadata": {"note": 1},
         "max_file_size": 100_000,
     }
-    hf.save({"model": model, "other": 1}, tmp_path / "now", **options)
+    holdfast.save({"model": model, "other": 1}, tmp_path / "now", **options)
     for writer in ("thread", "process"):
-        hf.async_save({"model": model, "other": 1}, tmp_path / writer, writer=writer, **options).wait()
+        holdfast.async_save({"model": model, "other": 1}, tmp_path / writer, writer=writer, **options).wait()
         assert_same_content(tmp_path / writer, tmp_path / "now")
-        assert hf.open(tmp_path / writer).metadata["note"] == 1
+        assert holdfast.open(tmp_path / writer).metadata["note"] == 1
         assert len(list((tmp_path / writer).iterdir())) == len(list((tmp_path / "now").iterdir()))
 
 
@@ -349,7 +349,7 @@ def test_options_of_save_are_those_of_async_save(tmp_path) -> None:
 
 
 def load_natively(state: Any, path: Any) -> None:
-    hf.load(state, path)
+    holdfast.load(state, path)
 
 
 def load_like_dcp(state: Any, path: Any) -> None:
@@ -362,14 +362,14 @@ def test_a_load_waits_for_the_copy_of_what_it_overwrites(tmp_path, load: Callabl
     optimizer = adam(model)
     before = {"m": model}
     if load is load_natively:
-        hf.save(before, tmp_path / "before")
+        holdfast.save(before, tmp_path / "before")
     else:
         dcp.save({"m": model.state_dict()}, checkpoint_id=tmp_path / "before")
     backward(model)
     optimizer.step()
-    hf.save(before, tmp_path / "now")
+    holdfast.save(before, tmp_path / "now")
     with held_back() as held:
-        pending = hf.async_save(before, tmp_path / "later", optimizers=optimizer)
+        pending = holdfast.async_save(before, tmp_path / "later", optimizers=optimizer)
         load(before, tmp_path / "before")
         assert held.waits == 1
     pending.wait()
@@ -381,7 +381,7 @@ def test_a_forked_child_does_not_wait_for_the_copies_of_its_parent(tmp_path) -> 
     optimizer = adam(model)
     backward(model)
     with held_back():
-        pending = hf.async_save({"m": model}, tmp_path / "x", optimizers=optimizer)
+        pending = holdfast.async_save({"m": model}, tmp_path / "x", optimizers=optimizer)
         child = os.fork()
         if child == 0:
             gc.freeze()

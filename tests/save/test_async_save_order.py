@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast as hf
+import holdfast
 from holdfast._background.queues import SaveQueue
 from holdfast._watching.calls import Call
 from tests.save.overlapping import PATIENCE, GatedStore, held_back
@@ -20,8 +20,8 @@ from tests.save.overlapping import PATIENCE, GatedStore, held_back
 
 def test_saves_to_one_path_are_carried_out_in_the_order_of_the_calls(tmp_path) -> None:
     store = GatedStore(tmp_path / "x")
-    pending = [hf.async_save({"n": 0}, store, overwrite=True)]
-    pending += [hf.async_save({"n": n}, tmp_path / "x", overwrite=True, when_busy="copy") for n in (1, 2)]
+    pending = [holdfast.async_save({"n": 0}, store, overwrite=True)]
+    pending += [holdfast.async_save({"n": n}, tmp_path / "x", overwrite=True, when_busy="copy") for n in (1, 2)]
     ended: list[int] = []
     for number, each in enumerate(pending):
         each.committed.add_done_callback(lambda _, number=number: ended.append(number))
@@ -30,13 +30,13 @@ def test_saves_to_one_path_are_carried_out_in_the_order_of_the_calls(tmp_path) -
     store.gate.set()
     identities = [each.wait(PATIENCE).identity for each in pending]
     assert ended == [0, 1, 2]
-    assert hf.open(tmp_path / "x").load() == {"n": 2}
+    assert holdfast.open(tmp_path / "x").load() == {"n": 2}
     assert len(set(identities)) == 3
 
 
 def test_a_save_waits_for_background_saves_to_the_same_path(tmp_path, monkeypatch) -> None:
     store = GatedStore(tmp_path / "x")
-    pending = hf.async_save({"n": torch.ones(3)}, store)
+    pending = holdfast.async_save({"n": torch.ones(3)}, store)
     wait_for = SaveQueue.wait_for
 
     def open_the_gate_and_wait(queue: SaveQueue, claim: Any) -> None:
@@ -45,19 +45,19 @@ def test_a_save_waits_for_background_saves_to_the_same_path(tmp_path, monkeypatc
         wait_for(queue, claim)
 
     monkeypatch.setattr(SaveQueue, "wait_for", open_the_gate_and_wait)
-    hf.save({"n": 2}, tmp_path / "x", overwrite=True)
+    holdfast.save({"n": 2}, tmp_path / "x", overwrite=True)
     assert pending.done()
-    assert hf.open(tmp_path / "x").load() == {"n": 2}
+    assert holdfast.open(tmp_path / "x").load() == {"n": 2}
 
 
 def test_a_load_waits_for_background_saves_to_the_same_path(tmp_path, monkeypatch) -> None:
     store = GatedStore(tmp_path / "x")
-    pending = hf.async_save({"w": torch.arange(4.0)}, store)
+    pending = holdfast.async_save({"w": torch.arange(4.0)}, store)
     loading = threading.Event()
     wait_for = SaveQueue.wait_for
     monkeypatch.setattr(SaveQueue, "wait_for", lambda *given: (loading.set(), wait_for(*given))[1])
     into = {"w": torch.zeros(4)}
-    thread = threading.Thread(target=hf.load, args=(into, tmp_path / "x"))
+    thread = threading.Thread(target=holdfast.load, args=(into, tmp_path / "x"))
     thread.start()
     assert loading.wait(PATIENCE)
     store.gate.set()
@@ -67,15 +67,15 @@ def test_a_load_waits_for_background_saves_to_the_same_path(tmp_path, monkeypatc
 
 
 def load_again(path: str) -> None:
-    hf.load({"w": torch.zeros(2)}, path)
+    holdfast.load({"w": torch.zeros(2)}, path)
 
 
 def save_again(path: str) -> None:
-    hf.save({"w": torch.ones(2)}, path, overwrite=True)
+    holdfast.save({"w": torch.ones(2)}, path, overwrite=True)
 
 
 def save_a_copy(path: str) -> None:
-    hf.async_save({"w": torch.ones(2)}, f"{path}-copy")
+    holdfast.async_save({"w": torch.ones(2)}, f"{path}-copy")
 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
@@ -83,34 +83,34 @@ def save_a_copy(path: str) -> None:
 def test_a_callback_does_not_wait_for_the_save_that_calls_it(tmp_path, act: Any, writer: Any) -> None:
     done = []
 
-    def on_event(event: hf.Event) -> None:
+    def on_event(event: holdfast.Event) -> None:
         if event.is_whole and event.path == str(tmp_path / "x"):
             act(event.path)
             done.append(event.name)
 
-    with hf.subscribe(on_event):
-        pending = hf.async_save({"w": torch.ones(2)}, tmp_path / "x", writer=writer)
+    with holdfast.subscribe(on_event):
+        pending = holdfast.async_save({"w": torch.ones(2)}, tmp_path / "x", writer=writer)
         pending.wait(PATIENCE)
-        hf.async_save({"w": torch.ones(2)}, tmp_path / "last").wait(PATIENCE)
+        holdfast.async_save({"w": torch.ones(2)}, tmp_path / "last").wait(PATIENCE)
     assert done == ["save"]
-    assert all(hf.open(folder).verify() for folder in tmp_path.iterdir())
+    assert all(holdfast.open(folder).verify() for folder in tmp_path.iterdir())
     assert (tmp_path / "x-copy").exists() == (act is save_a_copy)
 
 
 def test_a_save_elsewhere_does_not_wait(tmp_path) -> None:
     store = GatedStore(tmp_path / "x")
-    pending = hf.async_save({"n": torch.ones(3)}, store)
-    hf.save({"n": 2}, tmp_path / "y")
+    pending = holdfast.async_save({"n": torch.ones(3)}, store)
+    holdfast.save({"n": 2}, tmp_path / "y")
     assert not pending.done()
     store.gate.set()
     pending.wait(PATIENCE)
 
 
 def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path) -> None:
-    hf.save({"n": 1}, tmp_path)
-    with pytest.raises(hf.errors.CheckpointExistsError):
-        hf.async_save({"n": 2}, tmp_path).wait()
-    assert hf.open(tmp_path).load() == {"n": 1}
+    holdfast.save({"n": 1}, tmp_path)
+    with pytest.raises(holdfast.errors.CheckpointExistsError):
+        holdfast.async_save({"n": 2}, tmp_path).wait()
+    assert holdfast.open(tmp_path).load() == {"n": 1}
 
 
 def test_a_relative_path_is_that_of_the_call(tmp_path, monkeypatch) -> None:
@@ -119,11 +119,11 @@ def test_a_relative_path_is_that_of_the_call(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path / "here")
     with held_back():
         weight = nn.Parameter(torch.ones(3))
-        pending = hf.async_save({"w": weight}, "x", optimizers=torch.optim.SGD([weight]))
+        pending = holdfast.async_save({"w": weight}, "x", optimizers=torch.optim.SGD([weight]))
         monkeypatch.chdir(tmp_path / "there")
     pending.wait(PATIENCE)
     assert pending.path == str(tmp_path / "here" / "x")
-    assert hf.open(tmp_path / "here" / "x").load()["w"].tolist() == [1, 1, 1]
+    assert holdfast.open(tmp_path / "here" / "x").load()["w"].tolist() == [1, 1, 1]
 
 
 # --- progress --------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Watched(GatedStore):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.gate.set()
-        self.pending: list[hf.PendingSave] = []
+        self.pending: list[holdfast.PendingSave] = []
         self.is_known = threading.Event()
         self.seen: list[tuple[str, Any]] = []
 
@@ -166,7 +166,7 @@ def test_progress_in_every_phase(tmp_path) -> None:
     store = Watched(tmp_path / "x")
     with held_back() as held:
         state = {"w": weight, "small": torch.ones(3)}
-        pending = hf.async_save(state, store, optimizers=torch.optim.SGD([weight]))
+        pending = holdfast.async_save(state, store, optimizers=torch.optim.SGD([weight]))
         store.pending.append(pending)
         store.is_known.set()
         assert pending.progress() == ("copying", 0, pending.progress().total_bytes)
@@ -196,7 +196,7 @@ def test_a_writer_tells_how_far_it_is(tmp_path, monkeypatch, writer: Any) -> Non
     # In a thread it is the call itself that counts, and in a process one there, of which this one hears.
     monkeypatch.setattr(Call, "_send", lambda self, event: (note(self), send(self, event)))
     monkeypatch.setattr(Call, "receive", lambda self, update: (receive(self, update), note(self)))
-    hf.async_save({"w": torch.ones(1000)}, tmp_path / "x", writer=writer).wait(PATIENCE)
+    holdfast.async_save({"w": torch.ones(1000)}, tmp_path / "x", writer=writer).wait(PATIENCE)
     names = [name for name, _ in told]
     assert list(dict.fromkeys(names)) == ["capture", "stage", "compare", "plan", "write", "commit"]
     done = [nbytes for name, nbytes in told if name == "write"]
@@ -211,7 +211,7 @@ PREAMBLE = """
 import sys, threading
 from pathlib import Path
 import torch
-import holdfast as hf
+import holdfast
 from holdfast._stores.local_store import LocalStore
 
 folder = Path(sys.argv[1])
@@ -231,12 +231,12 @@ optimizer = torch.optim.SGD([weight])
 
 SCRIPTS = {
     "pending": """
-hf.async_save({"w": weight}, Slow(folder), optimizers=optimizer)
-hf.async_save({"w": 2 * weight}, folder, overwrite=True, when_busy="copy", writer="process")
+holdfast.async_save({"w": weight}, Slow(folder), optimizers=optimizer)
+holdfast.async_save({"w": 2 * weight}, folder, overwrite=True, when_busy="copy", writer="process")
 sys.exit(3)
 """,
     "failed": """
-pending = hf.async_save({"w": weight}, Failing(folder))
+pending = holdfast.async_save({"w": weight}, Failing(folder))
 """,
 }
 
@@ -260,7 +260,7 @@ def ended(tmp_path_factory) -> dict[str, tuple[Path, int, str]]:
 def test_the_end_of_a_program_waits_for_saves(ended: Any) -> None:
     saved, code, told = ended["pending"]
     assert code == 3, told
-    assert hf.open(saved)["w"][:].eq(2).all()
+    assert holdfast.open(saved)["w"][:].eq(2).all()
     assert "holdfast" not in told
 
 

@@ -7,55 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
-import holdfast as hf
+import holdfast
+from tests.models import Net, ddp, fsdp1, fsdp2, fsdp2_over_tensor_parallel, hsdp
 from tests.rank_pool import RankPool
 from tests.save.overlapping import assert_same_content, held_back
 
 
-class Net(nn.Module):
+def large_net() -> Net:
     """Of its sizes few divide evenly by ranks. Its large matrix is copied in another way than what is small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(200, 334)
-        self.down = nn.Linear(334, 7)
-        self.norm = nn.LayerNorm(7)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
-        return self.norm(self.down(torch.relu(self.up(x))))
-
-
-def ddp(net: nn.Module) -> nn.Module:
-    return DistributedDataParallel(net)
-
-
-def fsdp1(net: nn.Module) -> nn.Module:
-    return FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
-
-
-def fsdp2(net: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(net.up, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
-
-
-def fsdp2_and_tp(net: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-    parallelize_module(net, mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return fully_shard(net, mesh=mesh["data"])
-
-
-def hsdp(net: nn.Module) -> nn.Module:
-    return fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
+    return Net(200, 334, 7)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -68,7 +30,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 def train_on(path: str, wrap: Any, make: Any, writer: Any, overlap: bool) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = wrap(Net())
+    model = wrap(large_net())
     optimizer = make(model.parameters())
 
     def backward() -> None:
@@ -77,12 +39,12 @@ def train_on(path: str, wrap: Any, make: Any, writer: Any, overlap: bool) -> dic
 
     backward()
     optimizer.step()
-    own = hf.PerRank({"position": torch.full((3,), dist.get_rank())})
-    state = {"model": model, "optim": optimizer, "own": own, "rng": hf.RngState()}
+    own = holdfast.PerRank({"position": torch.full((3,), dist.get_rank())})
+    state = {"model": model, "optim": optimizer, "own": own, "rng": holdfast.RngState()}
     torch.manual_seed(dist.get_rank())
-    hf.save(state, f"{path}/now")
+    holdfast.save(state, f"{path}/now")
     with held_back() as held:
-        pending = hf.async_save(state, f"{path}/later", optimizers=optimizer if overlap else (), writer=writer)
+        pending = holdfast.async_save(state, f"{path}/later", optimizers=optimizer if overlap else (), writer=writer)
         early = pending.staged.done()
         own.value["position"].zero_()
         backward()
@@ -107,7 +69,7 @@ def train_on(path: str, wrap: Any, make: Any, writer: Any, overlap: bool) -> dic
         (ddp, adam, 2, "thread"),
         (fsdp2, adam, 3, "thread"),
         (fsdp2, sgd, 2, "process"),
-        (fsdp2_and_tp, adam, 4, "thread"),
+        (fsdp2_over_tensor_parallel, adam, 4, "thread"),
         (hsdp, sgd, 4, "thread"),
     ],
 )
@@ -128,7 +90,7 @@ def test_what_fsdp1_says_of_its_state_is_copied_in_the_call(ranks: RankPool, tmp
     assert_same_content(tmp_path / "later", tmp_path / "now")
 
 
-@pytest.mark.parametrize(("wrap", "size"), [(ddp, 2), (fsdp2_and_tp, 4)])
+@pytest.mark.parametrize(("wrap", "size"), [(ddp, 2), (fsdp2_over_tensor_parallel, 4)])
 def test_without_optimizers_all_is_copied_in_the_call(ranks: RankPool, tmp_path, wrap, size) -> None:
     for told in ranks(size).run(train_on, str(tmp_path), wrap, adam, "thread", False):
         assert told["early"]
@@ -137,12 +99,12 @@ def test_without_optimizers_all_is_copied_in_the_call(ranks: RankPool, tmp_path,
 
 
 def train_with_zero(path: str) -> list[int]:
-    model = DistributedDataParallel(Net())
+    model = ddp(large_net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1, momentum=0.9)
     state = {"model": model}
-    hf.save(state, f"{path}/now")
+    holdfast.save(state, f"{path}/now")
     with held_back() as held:
-        pending = hf.async_save(state, f"{path}/later", optimizers=optimizer, exclude="*.seen")
+        pending = holdfast.async_save(state, f"{path}/later", optimizers=optimizer, exclude="*.seen")
         model(torch.randn(4, 200)).square().sum().backward()
         before = held.waits
         optimizer.step()
@@ -153,7 +115,7 @@ def train_with_zero(path: str) -> list[int]:
 
 def test_an_optimizer_whose_ranks_send_parameters_to_each_other_waits(ranks: RankPool, tmp_path) -> None:
     assert ranks(2).run(train_with_zero, str(tmp_path)) == [[0, 1]] * 2
-    found, expected = (hf.open(tmp_path / name).load()["model"] for name in ("later", "now"))
+    found, expected = (holdfast.open(tmp_path / name).load()["model"] for name in ("later", "now"))
     assert all(torch.equal(found[key], expected[key]) for key in expected if "seen" not in key)
 
 
@@ -161,19 +123,19 @@ def save_in_parts(path: str) -> list[Any]:
     """Half of the ranks each, in a group of their own, at the same time, and all ranks alone in between."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    state = {"rank": hf.PerRank(rank), "w": torch.full((1000,), float(rank // 2))}
-    pending = [hf.async_save(state, f"{path}/{rank // 2}", process_group=groups[rank // 2])]
-    pending.append(hf.async_save({"all": torch.ones(3)}, f"{path}/all"))
+    state = {"rank": holdfast.PerRank(rank), "w": torch.full((1000,), float(rank // 2))}
+    pending = [holdfast.async_save(state, f"{path}/{rank // 2}", process_group=groups[rank // 2])]
+    pending.append(holdfast.async_save({"all": torch.ones(3)}, f"{path}/all"))
     state["w"].fill_(-1)
     with pytest.raises(ValueError, match=f"rank {rank} is not in the process group"):
-        hf.async_save(state, f"{path}/no", process_group=groups[1 - rank // 2])
+        holdfast.async_save(state, f"{path}/no", process_group=groups[1 - rank // 2])
     return [each.wait().world_size for each in pending]
 
 
 def test_groups_save_for_themselves(ranks: RankPool, tmp_path) -> None:
     assert ranks(4).run(save_in_parts, str(tmp_path)) == [[2, 4]] * 4
     for half in (0, 1):
-        found = hf.open(tmp_path / str(half)).load()
+        found = holdfast.open(tmp_path / str(half)).load()
         assert found["w"].eq(half).all()
         assert found["rank"] == [2 * half, 2 * half + 1]
     assert not (tmp_path / "no").exists()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp as dcp
 from holdfast._background.arenas import ArenaPool
 from holdfast._background.copying import Copies, finish_copies
@@ -53,15 +53,15 @@ def save_without_threads(folder: Path) -> None:
     torch.set_num_threads(1)
     model, optimizer = model_and_optimizer()
     state = {"model": model, "optimizer": optimizer}
-    hf.save(state, folder / "now")
+    holdfast.save(state, folder / "now")
     with no_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
         threading.Thread(target=int).start()
     with no_threads():
-        pending = hf.async_save(state, folder / "later", optimizers=optimizer)
+        pending = holdfast.async_save(state, folder / "later", optimizers=optimizer)
         optimizer.step()
-        hf.load(state, folder / "now")
+        holdfast.load(state, folder / "now")
         pending.wait(PATIENCE)
-    hf.load(state, folder / "later")
+    holdfast.load(state, folder / "later")
     assert_same_content(folder / "later", folder / "now")
 
 
@@ -124,7 +124,7 @@ def ask_in_children(folder: Path) -> dict[str, str]:
     store = GatedStore(folder / "native")
     model, optimizer = model_and_optimizer()
     with held_back() as held:
-        pending = hf.async_save({"m": model}, store, optimizers=optimizer)
+        pending = holdfast.async_save({"m": model}, store, optimizers=optimizer)
         asked: dict[str, Callable[[], Any]] = {
             "wait": pending.wait,
             "wait, for a second": lambda: pending.wait(1),
@@ -157,7 +157,7 @@ def test_in_a_forked_process_a_save_of_its_parent_is_an_error_at_once_and_not_a_
 
 def ask_managers_in_children(folder: Path) -> list[str]:
     model, optimizer = model_and_optimizer()
-    with hf.CheckpointManager(folder / "run", overlap=True) as manager, held_back() as held:
+    with holdfast.CheckpointManager(folder / "run", overlap=True) as manager, held_back() as held:
         manager.save(1, {"m": model, "o": optimizer})
         found = [in_a_child(manager.wait)]
         held.let_go()

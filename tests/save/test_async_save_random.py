@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import holdfast as hf
+import holdfast
 from tests.save.overlapping import held_back, scribble
 from tests.save.random_states import Drawn, Settings, difference, states, ties_are_kept
 
@@ -31,17 +31,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(vars(value))
 
 
-def saved_both_ways(state: Any, **options: Any) -> tuple[Any, hf.PendingSave]:
+def saved_both_ways(state: Any, **options: Any) -> tuple[Any, holdfast.PendingSave]:
     """What a save stores now, and a background save that has begun now."""
-    hf.save(state, "memory://random/now", overwrite=True)
-    return hf.open("memory://random/now").load(), hf.async_save(
+    holdfast.save(state, "memory://random/now", overwrite=True)
+    return holdfast.open("memory://random/now").load(), holdfast.async_save(
         state, "memory://random/later", overwrite=True, **options
     )
 
 
-def assert_stored(pending: hf.PendingSave, expected: Any, state: Any) -> None:
+def assert_stored(pending: holdfast.PendingSave, expected: Any, state: Any) -> None:
     pending.wait(60)
-    found = hf.open("memory://random/later").load()
+    found = holdfast.open("memory://random/later").load()
     assert difference(found, expected) is None
     assert ties_are_kept(found, state)
 

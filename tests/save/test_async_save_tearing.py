@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import holdfast as hf
+import holdfast
 from holdfast.errors import TornSnapshotError
 from tests.rank_pool import RankPool
 from tests.save.overlapping import held_back
@@ -58,10 +58,10 @@ def test_a_change_during_the_copy_ends_the_save(
     tmp_path, number: int, change: Callable[..., None], check: bool
 ) -> None:
     state, optimizer = make()
-    hf.save({"earlier": 1}, tmp_path)
+    holdfast.save({"earlier": 1}, tmp_path)
     files = sorted(tmp_path.iterdir())
     with held_back():
-        pending = hf.async_save(state, tmp_path, optimizers=optimizer, check_tearing=check, overwrite=True)
+        pending = holdfast.async_save(state, tmp_path, optimizers=optimizer, check_tearing=check, overwrite=True)
         change(state["model"][number].weight)
     for ask in (pending.staged.result, pending.wait):
         with pytest.raises(
@@ -71,38 +71,38 @@ def test_a_change_during_the_copy_ends_the_save(
         assert caught.value.key == f"model.{number}.weight"
     assert pending.progress().phase == "failed"
     assert sorted(tmp_path.iterdir()) == files
-    assert hf.open(tmp_path).load() == {"earlier": 1}
+    assert holdfast.open(tmp_path).load() == {"earlier": 1}
 
 
 def test_a_step_goes_on_after_a_torn_copy(tmp_path) -> None:
     state, optimizer = make()
     weight = state["model"][0].weight
     with held_back() as held:
-        pending = hf.async_save(state, tmp_path / "x", optimizers=optimizer)
+        pending = holdfast.async_save(state, tmp_path / "x", optimizers=optimizer)
         change_in_place(weight)
         weight.grad = torch.ones_like(weight)
         optimizer.step()
         assert held.waits == 1
     with pytest.raises(TornSnapshotError):
         pending.wait()
-    assert hf.async_save(state, tmp_path / "x", optimizers=optimizer).wait().tensor_count == 4
+    assert holdfast.async_save(state, tmp_path / "x", optimizers=optimizer).wait().tensor_count == 4
 
 
 def test_new_memory_for_a_parameter_is_no_change_of_what_is_copied(tmp_path) -> None:
     state, optimizer = make()
     before = state["model"][0].weight.detach().clone()
     with held_back():
-        pending = hf.async_save(state, tmp_path / "x", optimizers=optimizer)
+        pending = holdfast.async_save(state, tmp_path / "x", optimizers=optimizer)
         state["model"][0].weight.data = torch.zeros(100, 200)
     pending.wait()
-    assert torch.equal(hf.open(tmp_path / "x")["model.0.weight"][:], before)
+    assert torch.equal(holdfast.open(tmp_path / "x")["model.0.weight"][:], before)
 
 
 def test_unchanged_states_of_all_kinds_pass_the_check(tmp_path) -> None:
     state, optimizer = make()
     model = state["model"]
     for step in range(3):
-        pending = hf.async_save(state, tmp_path / str(step), optimizers=optimizer, check_tearing=True)
+        pending = holdfast.async_save(state, tmp_path / str(step), optimizers=optimizer, check_tearing=True)
         model(torch.randn(4, 200)).sum().backward()
         optimizer.step()
         pending.wait()
@@ -110,14 +110,14 @@ def test_unchanged_states_of_all_kinds_pass_the_check(tmp_path) -> None:
 
 def tear_on_rank_1(path: str) -> tuple[str, str]:
     state, optimizer = make()
-    hf.save({"earlier": 1}, path)
+    holdfast.save({"earlier": 1}, path)
     with held_back():
-        pending = hf.async_save(state, path, optimizers=optimizer, overwrite=True, check_replicas=False)
+        pending = holdfast.async_save(state, path, optimizers=optimizer, overwrite=True, check_replicas=False)
         if dist.get_rank() == 1:
             change_in_place(state["model"][0].weight)
     with pytest.raises(TornSnapshotError) as caught:
         pending.wait()
-    hf.save({"later": 1}, f"{path}-later")  # the ranks are in step again
+    holdfast.save({"later": 1}, f"{path}-later")  # the ranks are in step again
     return caught.value.key, str(caught.value)
 
 
@@ -125,5 +125,5 @@ def test_a_torn_copy_on_one_rank_ends_the_save_on_all(ranks: RankPool, tmp_path)
     told = ranks(3).run(tear_on_rank_1, str(tmp_path / "x"))
     assert [key for key, _ in told] == ["model.0.weight"] * 3
     assert all("on rank 1" in message for _, message in (told[0], told[2]))
-    assert hf.open(tmp_path / "x").load() == {"earlier": 1}
-    assert not any("model" in name for name in map(str, hf.open(tmp_path / "x").keys()))
+    assert holdfast.open(tmp_path / "x").load() == {"earlier": 1}
+    assert not any("model" in name for name in map(str, holdfast.open(tmp_path / "x").keys()))

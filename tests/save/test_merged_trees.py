@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import holdfast as hf
+import holdfast
 from holdfast._formats.native.refs import PerRankValues, Slot
 from holdfast._formats.native.values import Encoder
 from holdfast._save.agreement import Differing
@@ -152,5 +152,5 @@ def test_places_that_differ_are_told_by_the_keys_of_the_checkpoint(tmp_path):
         return {"a": {5: {"b": value}, ("x", 1): value}, "deeper": {True: {None: value}}, "[": value}
 
     _, differing = merge_trees([encoded(state(1)), encoded(state(2))])
-    hf.save(state(1), tmp_path / "x")
-    assert [one.key for one in differing] == list(hf.open(tmp_path / "x"))
+    holdfast.save(state(1), tmp_path / "x")
+    assert [one.key for one in differing] == list(holdfast.open(tmp_path / "x"))

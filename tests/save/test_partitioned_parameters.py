@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp as dcp
 from holdfast.errors import CheckpointException, PartitionedParameterError, StateMismatchError
 from tests.state.trainer_wrappers import DeepSpeedEngine
@@ -64,18 +64,18 @@ STATES: dict[str, Any] = {
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_partitioned_parameters_are_all_named_and_nothing_is_written(tmp_path: Path, state: Any):
     with pytest.raises(PartitionedParameterError, match=r"GatheredParameters.*save_16bit_model") as caught:
-        hf.save(state(), tmp_path / "saved")
+        holdfast.save(state(), tmp_path / "saved")
     assert list(caught.value.keys) == KEYS
     assert all(repr(key) in str(caught.value) for key in KEYS)
     with pytest.raises(PartitionedParameterError) as caught:
-        hf.async_save(state(), tmp_path / "saved").wait()
+        holdfast.async_save(state(), tmp_path / "saved").wait()
     assert list(caught.value.keys) == KEYS
     assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_manager_refuses_them_too(tmp_path: Path, wait: bool):
-    with hf.CheckpointManager(tmp_path, on_failure="raise") as manager:
+    with holdfast.CheckpointManager(tmp_path, on_failure="raise") as manager:
         with pytest.raises(PartitionedParameterError) as caught:
             manager.save(1, {"model": partition(net())}, wait=wait)
         assert list(caught.value.keys) == KEYS
@@ -97,25 +97,25 @@ def test_the_drop_in_refuses_them_too(tmp_path: Path, state: Any, background: bo
 
 def test_gathered_parameters_are_saved_and_loaded(tmp_path: Path):
     model = gather(partition(net()))
-    hf.save({"model": model}, tmp_path / "saved")
+    holdfast.save({"model": model}, tmp_path / "saved")
     other = gather(partition(net()))
-    hf.load({"model": other}, tmp_path / "saved")
+    holdfast.load({"model": other}, tmp_path / "saved")
     assert all(map(torch.equal, model.parameters(), other.parameters()))
     dcp.save({"model": model}, checkpoint_id=tmp_path / "dcp", no_dist=True)
 
 
 def test_what_is_not_saved_may_be_partitioned_and_an_empty_parameter_is_no_part(tmp_path: Path):
     state = {"model": partition(net()), "empty": nn.Parameter(torch.empty(0)), "step": 3}
-    assert hf.save(state, tmp_path / "saved", exclude="model").tensor_count == 1
+    assert holdfast.save(state, tmp_path / "saved", exclude="model").tensor_count == 1
 
 
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_nothing_is_loaded_into_them(tmp_path: Path, state: Any):
     model = net()
-    hf.save({"model": model, "step": 3}, tmp_path / "saved")
+    holdfast.save({"model": model, "step": 3}, tmp_path / "saved")
     given = {**state(), "step": 0}
     with pytest.raises(StateMismatchError, match=r"GatheredParameters.*load_checkpoint") as caught:
-        hf.load(given, tmp_path / "saved")
+        holdfast.load(given, tmp_path / "saved")
     assert list(caught.value.kinds) == KEYS
     assert not caught.value.shapes
     assert given["step"] == 0
@@ -134,8 +134,8 @@ def save_on_ranks(folder: Path) -> list[Any]:
     found = []
     state = {"model": partition(net()) if torch.distributed.get_rank() else net()}
     for save in (
-        lambda: hf.save(state, folder / "saved"),
-        lambda: hf.async_save(state, folder / "saved").wait(),
+        lambda: holdfast.save(state, folder / "saved"),
+        lambda: holdfast.async_save(state, folder / "saved").wait(),
         lambda: dcp.save(state, checkpoint_id=folder / "dcp"),
     ):
         try:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast as hf
+import holdfast
 from holdfast.errors import (
     CheckpointExistsError,
     IncompleteSaveError,
@@ -34,13 +34,13 @@ def files_in(folder: Path) -> list[str]:
 def outcome(path: str, state: Any, given: Any = ..., **options: Any) -> tuple[str, str]:
     """How a save to a path (or what is given instead) failed here; then all ranks save again, with success."""
     try:
-        hf.save(state, path if given is ... else given, **options)
+        holdfast.save(state, path if given is ... else given, **options)
         found = ("", "")
     except BaseException as error:
         notes = " ".join(getattr(error, "__notes__", []))
         found = (type(error).__name__, f"{error} {notes}")
-    hf.save({"again": torch.ones(2)}, f"{path}-again")
-    assert hf.open(f"{path}-again").load()["again"].tolist() == [1, 1]
+    holdfast.save({"again": torch.ones(2)}, f"{path}-again")
+    assert holdfast.open(f"{path}-again").load()["again"].tolist() == [1, 1]
     return found
 
 
@@ -135,8 +135,8 @@ def test_an_interruption_ends_the_call_on_the_other_ranks_as_an_error(ranks: Ran
 
 
 def save_or_load(path: str) -> str:
-    hf.save({"w": torch.ones(2)}, path)
-    call = hf.save if dist.get_rank() == 0 else hf.load
+    holdfast.save({"w": torch.ones(2)}, path)
+    call = holdfast.save if dist.get_rank() == 0 else holdfast.load
     with pytest.raises(RankDisagreementError) as caught:
         call({"w": torch.zeros(2)}, path)
     assert sorted(caught.value.views) == [0, 1]
@@ -147,7 +147,7 @@ def test_saving_and_loading_at_once_is_told(ranks: RankPool, tmp_path):
     for told in ranks(2).run(save_or_load, str(tmp_path / "x")):
         assert "holdfast.save to" in told
         assert "holdfast.load from" in told
-    assert hf.open(tmp_path / "x").load()["w"].tolist() == [1, 1]
+    assert holdfast.open(tmp_path / "x").load()["w"].tolist() == [1, 1]
 
 
 def save_relative(folder: str) -> str:
@@ -156,7 +156,7 @@ def save_relative(folder: str) -> str:
     os.chdir(f"{folder}/{dist.get_rank()}")
     try:
         with pytest.raises(RankDisagreementError) as caught:
-            hf.save({"w": torch.ones(2)}, "x")
+            holdfast.save({"w": torch.ones(2)}, "x")
     finally:
         os.chdir(before)
     return str(caught.value)
@@ -195,19 +195,19 @@ def test_all_tensors_that_cannot_be_stored_are_named_at_once(tmp_path):
         "deep": torch.zeros([1] * 65),
     }
     with pytest.raises(UnsupportedTensorError) as caught:
-        hf.save({"good": torch.ones(2), "bad": bad}, tmp_path / "x")
+        holdfast.save({"good": torch.ones(2), "bad": bad}, tmp_path / "x")
     assert caught.value.keys == [f"bad.{name}" for name in bad]
     assert caught.value.key == "bad.sparse"
     assert all(f"'bad.{name}'" in str(caught.value) for name in bad)
     with pytest.raises(UnsupportedTensorError, match="'meta' is a tensor on the meta device"):
-        hf.save({"meta": bad["meta"]}, tmp_path / "x")
+        holdfast.save({"meta": bad["meta"]}, tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
 def test_all_values_that_cannot_be_stored_are_named_at_once(tmp_path):
     state = {"a": object(), "b": [1, {"c": lambda: 0}], 3: {"d": {torch.ones(1)}}, "fine": 1}
     with pytest.raises(UnsupportedValueError) as caught:
-        hf.save(state, tmp_path / "x")
+        holdfast.save(state, tmp_path / "x")
     assert caught.value.keys == ["a", "b.1.c", "3.d.0"]
     assert not (tmp_path / "x").exists()
 
@@ -216,7 +216,7 @@ def test_a_state_that_contains_itself_is_refused_in_no_time(tmp_path):
     state: dict[str, Any] = {}
     state.update(one=state, two=[state, state], three=(state,))
     with pytest.raises(UnsupportedValueError, match="contains itself"):
-        hf.save(state, tmp_path / "x")
+        holdfast.save(state, tmp_path / "x")
 
 
 def test_a_state_that_is_too_deep_is_refused(tmp_path):
@@ -224,16 +224,16 @@ def test_a_state_that_is_too_deep_is_refused(tmp_path):
     for _ in range(500):
         state = [state]
     with pytest.raises(UnsupportedValueError, match="less deep"):
-        hf.save(state, tmp_path / "x")
+        holdfast.save(state, tmp_path / "x")
 
 
 def test_pickles_need_permission(tmp_path):
     state = {"path": complex, "w": torch.ones(1)}
     with pytest.raises(UnsupportedValueError, match="allow_pickle=True"):
-        hf.save(state, tmp_path / "x")
-    hf.save(state, tmp_path / "x", allow_pickle=True)
-    assert hf.open(tmp_path / "x", allow_pickle=True)["path"] is complex
-    assert hf.open(tmp_path / "x")["w"].torch().tolist() == [1]
+        holdfast.save(state, tmp_path / "x")
+    holdfast.save(state, tmp_path / "x", allow_pickle=True)
+    assert holdfast.open(tmp_path / "x", allow_pickle=True)["path"] is complex
+    assert holdfast.open(tmp_path / "x")["w"].torch().tolist() == [1]
 
 
 # --- disks -----------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def save_to_full_disk(path: str, rank: int, file: str) -> tuple[str, str]:
 
     os.write = write if dist.get_rank() == rank else original
     try:
-        hf.save({"own": hf.PerRank(torch.zeros(300))}, path, overwrite=True, max_file_size=400)
+        holdfast.save({"own": holdfast.PerRank(torch.zeros(300))}, path, overwrite=True, max_file_size=400)
     except OSError as error:
         return f"{type(error).__name__} {error.errno}", f"{error} {' '.join(getattr(error, '__notes__', []))}"
     finally:
@@ -264,7 +264,7 @@ def save_to_full_disk(path: str, rank: int, file: str) -> tuple[str, str]:
 )
 def test_a_full_disk_ends_the_save_on_all_ranks_and_leaves_what_was_there(ranks: RankPool, tmp_path, rank, file):
     path = tmp_path / "x"
-    hf.save({"old": torch.arange(5)}, path)
+    holdfast.save({"old": torch.arange(5)}, path)
     before = {name: (path / name).read_bytes() for name in files_in(path)}
     outcomes = ranks(2).run(save_to_full_disk, str(path), rank, file)
     assert [kind for kind, _ in outcomes] == [f"OSError {errno.ENOSPC}"] * 2
@@ -276,7 +276,7 @@ def test_a_file_in_the_way_is_an_error(tmp_path):
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(NotAFolderError, match=f"a checkpoint is a folder, and {tmp_path}/file is a file") as caught:
-            hf.save({"w": torch.ones(2)}, path)
+            holdfast.save({"w": torch.ones(2)}, path)
         assert caught.value.path == str(tmp_path / "file")
         assert isinstance(caught.value, NotADirectoryError)
     assert (tmp_path / "file").read_text() == "mine"
@@ -286,25 +286,25 @@ def test_a_file_in_the_way_is_an_error(tmp_path):
 def test_a_folder_that_may_not_be_written_is_an_error(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(PermissionError):
-        hf.save({"w": torch.ones(2)}, tmp_path / "x")
+        holdfast.save({"w": torch.ones(2)}, tmp_path / "x")
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to")
 def test_a_folder_that_nobody_can_write_to_is_an_error():
     with pytest.raises(OSError, match="/proc/self/x"):
-        hf.save({"w": torch.ones(2)}, "/proc/self/x")
+        holdfast.save({"w": torch.ones(2)}, "/proc/self/x")
 
 
 def test_a_checkpoint_in_the_way_is_an_error_unless_it_shall_be_replaced(tmp_path):
     path = tmp_path / "x"
-    hf.save({"step": 1, "w": torch.ones(5)}, path)
+    holdfast.save({"step": 1, "w": torch.ones(5)}, path)
     old = files_in(path)
     with pytest.raises(CheckpointExistsError, match="overwrite=True") as caught:
-        hf.save({"step": 2}, path)
+        holdfast.save({"step": 2}, path)
     assert caught.value.path == str(path)
     assert files_in(path) == old
-    hf.save({"step": 2}, path, overwrite=True)
-    assert hf.open(path).load() == {"step": 2}
+    holdfast.save({"step": 2}, path, overwrite=True)
+    assert holdfast.open(path).load() == {"step": 2}
     assert not set(files_in(path)) & (set(old) - {"holdfast.json"})
 
 
@@ -313,7 +313,7 @@ def save_where_there_is_one(path: str) -> tuple[str, str]:
 
 
 def test_all_ranks_hear_of_a_checkpoint_in_the_way(ranks: RankPool, tmp_path):
-    hf.save({"w": torch.ones(2)}, tmp_path / "x")
+    holdfast.save({"w": torch.ones(2)}, tmp_path / "x")
     outcomes = ranks(2).run(save_where_there_is_one, str(tmp_path / "x"))
     assert [kind for kind, _ in outcomes] == [CheckpointExistsError.__name__] * 2
 
@@ -328,7 +328,7 @@ def lose_a_file(path: str) -> tuple[str, str]:
                 for file in Path(path).glob("data-*-1-0.safetensors"):
                     file.unlink()
 
-    return outcome(path, {"own": hf.PerRank(torch.ones(3))}, given=Forgetful(path))
+    return outcome(path, {"own": holdfast.PerRank(torch.ones(3))}, given=Forgetful(path))
 
 
 def test_a_file_that_is_not_there_any_more_prevents_the_commit(ranks: RankPool, tmp_path):
@@ -342,13 +342,13 @@ def test_a_file_that_is_not_there_any_more_prevents_the_commit(ranks: RankPool, 
 
 def all_but_one(path: str, calls_before: int) -> Any:
     for number in range(calls_before):
-        hf.save({"w": torch.ones(2)}, f"{path}-{number}")
+        holdfast.save({"w": torch.ones(2)}, f"{path}-{number}")
     if dist.get_rank() == 1:
         return None
     with pytest.raises(MissingRanksError) as caught:
-        hf.save({"w": torch.ones(2)}, path)
-    with pytest.raises(hf.errors.ConnectionLostError):
-        hf.save({"w": torch.ones(2)}, path)
+        holdfast.save({"w": torch.ones(2)}, path)
+    with pytest.raises(holdfast.errors.ConnectionLostError):
+        holdfast.save({"w": torch.ones(2)}, path)
     return caught.value.ranks, str(caught.value)
 
 
@@ -378,7 +378,7 @@ class Deadly:
 
 def die(path: str, rank: int) -> Any:
     with pytest.raises(MissingRanksError) as caught:
-        hf.save({"w": torch.ones(2), "deadly": Deadly(rank)}, path)
+        holdfast.save({"w": torch.ones(2), "deadly": Deadly(rank)}, path)
     return caught.value.ranks, str(caught.value)
 
 

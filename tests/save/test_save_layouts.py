@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-import holdfast as hf
+import holdfast
 from holdfast._layout.placements import local_pieces
 from tests.dcp.states import blank, of_bytes, same_bits, same_parts, sharded_tensor
 from tests.rank_pool import RankPool
@@ -115,13 +115,13 @@ def state_on_ranks(seed: int, layout_seed: int, *, empty: bool = False) -> dict[
 
 
 def save_layouts(path: str, seed: int, layout_seed: int) -> tuple[int, int]:
-    saved = hf.save({"tensors": state_on_ranks(seed, layout_seed)}, path)
+    saved = holdfast.save({"tensors": state_on_ranks(seed, layout_seed)}, path)
     return saved.tensor_count, saved.bytes_written
 
 
 def load_layouts(path: str, seed: int, layout_seed: int) -> list[str]:
     state = state_on_ranks(seed, layout_seed, empty=True)
-    hf.load({"tensors": state}, path)
+    holdfast.load({"tensors": state}, path)
     expected = state_on_ranks(seed, layout_seed)
     return [key for key in state if not same_parts(state[key], expected[key])]
 
@@ -135,7 +135,7 @@ def test_random_layouts_on_n_ranks_load_into_others_on_m(ranks: RankPool, tmp_pa
     assert tensors == COUNT
     content = sum(tensor.numel() * tensor.dtype.itemsize for tensor in full.values())
     assert content <= nbytes <= content + 40_000 * saving  # headers; nothing is stored twice
-    found = hf.open(path).load()["tensors"]
+    found = holdfast.open(path).load()["tensors"]
     assert [key for key in full if not same_bits(found[key], full[key])] == []
     for loading in (1, 2, 3, 4):
         lost = ranks(loading).run(load_layouts, path, seed, seed + 2 + loading)
@@ -156,7 +156,7 @@ def save_strided_by_torch(path: str) -> torch.Tensor:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(3, 6)).sum().backward()
     optimizer.step()
-    hf.save({"model": model, "optimizer": optimizer}, path)
+    holdfast.save({"model": model, "optimizer": optimizer}, path)
     state = {f"model.{key}": tensor.full_tensor() for key, tensor in model.state_dict().items()}
     for number, (name, _) in enumerate(model.named_parameters()):
         entry = optimizer.state_dict()["state"][number]
@@ -167,7 +167,7 @@ def save_strided_by_torch(path: str) -> torch.Tensor:
 
 def test_strided_shards_as_torch_makes_them(ranks: RankPool, tmp_path):
     expected, *_ = ranks(4).run(save_strided_by_torch, str(tmp_path / "x"))
-    checkpoint = hf.open(tmp_path / "x")
+    checkpoint = holdfast.open(tmp_path / "x")
     for key, tensor in expected.items():
         assert torch.equal(checkpoint[key].torch(), tensor), key
     assert len(expected) == 4 + 8
@@ -181,7 +181,7 @@ def save_hsdp_in_halves(path: str) -> dict[str, Any]:
 
     mesh = init_device_mesh("cpu", (2, 2))
     full = torch.arange(40_000.0).reshape(200, 200)
-    hf.save({f"w{n}": distributed(full + n, mesh, [Replicate(), Shard(0)]) for n in range(4)}, path)
+    holdfast.save({f"w{n}": distributed(full + n, mesh, [Replicate(), Shard(0)]) for n in range(4)}, path)
     return {}
 
 
@@ -191,7 +191,7 @@ def test_ranks_share_the_writing_of_what_several_hold(ranks: RankPool, tmp_path)
     assert len(sizes) == 4
     assert max(sizes) < 1.1 * min(sizes)
     full = torch.arange(40_000.0).reshape(200, 200)
-    found = hf.open(tmp_path / "x").load()
+    found = holdfast.open(tmp_path / "x").load()
     assert all(torch.equal(found[f"w{n}"], full + n) for n in range(4))
 
 
@@ -204,8 +204,8 @@ def save_a_part(path: str, members: list[int]) -> str:
     weight = distributed(torch.arange(8.0), init_device_mesh("cpu", (2,)), [Shard(0)])
     if dist.get_rank() not in members:
         return ""
-    with pytest.raises(hf.errors.InvalidPlanError) as caught:
-        hf.save({"weight": weight}, path, process_group=group)
+    with pytest.raises(holdfast.errors.InvalidPlanError) as caught:
+        holdfast.save({"weight": weight}, path, process_group=group)
     assert caught.value.problems
     return str(caught.value)
 

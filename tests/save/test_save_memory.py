@@ -22,14 +22,14 @@ MEASURING = """
     import numpy as np
     import torch
 
-    import holdfast as hf
+    import holdfast
 
     def in_use(name):
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name + ":"))
 
     path = sys.argv[1]
-    hf.save({"w": torch.zeros(9, 9).T, "array": np.zeros((3, 3)).T}, path + "/first", cast={"w": "bfloat16"})
+    holdfast.save({"w": torch.zeros(9, 9).T, "array": np.zeros((3, 3)).T}, path + "/first", cast={"w": "bfloat16"})
 """
 
 
@@ -45,7 +45,7 @@ PEAKS = """
     def peak(budget, state, cast=None):
         Path("/proc/self/clear_refs").write_text("5")
         before = in_use("VmRSS")
-        hf.save(state, path + "/saved", cast=cast, memory_budget=budget, overwrite=True)
+        holdfast.save(state, path + "/saved", cast=cast, memory_budget=budget, overwrite=True)
         print(in_use("VmHWM") - before)
 
     n = 32 << 20
@@ -73,7 +73,7 @@ SAVING_AGAIN_AND_AGAIN = """
     for number in range(120):
         if number == 20:
             before = in_use("VmRSS")
-        hf.save(state, path + "/again", overwrite=True)
+        holdfast.save(state, path + "/again", overwrite=True)
     print(in_use("VmRSS") - before)
 """
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from tests.save.random_states import difference
 from tests.torches import dtypes
 
@@ -25,8 +25,8 @@ from tests.torches import dtypes
 
 
 def chosen(tmp_path: Path, state: object, **options: object) -> object:
-    hf.save(state, tmp_path / "x", overwrite=True, **options)
-    return hf.open(tmp_path / "x").load()
+    holdfast.save(state, tmp_path / "x", overwrite=True, **options)
+    return holdfast.open(tmp_path / "x").load()
 
 
 STATE = {
@@ -66,16 +66,16 @@ KEYS = [
     ],
 )
 def test_only_included_keys_are_saved(tmp_path, include, keys):
-    hf.save(STATE, tmp_path / "x", include=include)
-    checkpoint = hf.open(tmp_path / "x")
+    holdfast.save(STATE, tmp_path / "x", include=include)
+    checkpoint = holdfast.open(tmp_path / "x")
     found = {key: checkpoint[key] for key in checkpoint if checkpoint[key] is not None}
     assert list(found) == keys
 
 
 def test_functions_are_asked_for_the_keys_of_the_checkpoint_once_each(tmp_path):
     asked = []
-    hf.save(STATE, tmp_path / "x", include=lambda key: asked.append(key) or key != "unsupported")
-    assert list(hf.open(tmp_path / "x")) == KEYS
+    holdfast.save(STATE, tmp_path / "x", include=lambda key: asked.append(key) or key != "unsupported")
+    assert list(holdfast.open(tmp_path / "x")) == KEYS
     assert [key for key in asked if key != "unsupported"] == KEYS
 
 
@@ -96,7 +96,7 @@ def test_what_is_excluded_wins(tmp_path):
 
 
 def test_values_per_rank_are_chosen_by_their_keys(tmp_path):
-    state = {"own": hf.PerRank({"a": torch.ones(1), "b": 2}), "rng": hf.RngState(), "step": 1}
+    state = {"own": holdfast.PerRank({"a": torch.ones(1), "b": 2}), "rng": holdfast.RngState(), "step": 1}
     assert chosen(tmp_path, state, include="own") == {"own": [{"a": torch.ones(1), "b": 2}]}
     assert chosen(tmp_path, state, exclude=["own.*.a", "rng"]) == {"own": [{"b": 2}], "step": 1}
     assert chosen(tmp_path, state, include=re.compile(r"own\.0\.b|step")) == {"own": [{"b": 2}], "step": 1}
@@ -153,12 +153,12 @@ def test_floating_tensors_are_cast_by_pattern(tmp_path):
 @pytest.mark.parametrize("dtype", ["int8", torch.int64, torch.complex64, *dtypes("float4_e2m1fn_x2")])
 def test_a_cast_must_be_to_a_floating_point_type(tmp_path, dtype):
     with pytest.raises(ValueError, match="from one floating point type to another"):
-        hf.save({"w": torch.ones(2)}, tmp_path / "x", cast={"*": dtype})
+        holdfast.save({"w": torch.ones(2)}, tmp_path / "x", cast={"*": dtype})
 
 
 def test_a_cast_to_no_dtype_at_all_is_told(tmp_path):
     with pytest.raises(TypeError, match="'float99' is not a dtype"):
-        hf.save({"w": torch.ones(2)}, tmp_path / "x", cast={"*": "float99"})
+        holdfast.save({"w": torch.ones(2)}, tmp_path / "x", cast={"*": "float99"})
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_a_cast_to_no_dtype_at_all_is_told(tmp_path):
 @pytest.mark.parametrize("limit", [1, 100, 4096, 100_000])
 def test_files_have_the_size_that_was_asked_for(tmp_path, limit):
     state = {"large": torch.arange(30 if limit == 1 else 5000), "small": torch.ones(3), "t": torch.randn(6, 5).T}
-    hf.save(state, tmp_path / "x", max_file_size=limit)
+    holdfast.save(state, tmp_path / "x", max_file_size=limit)
     files = list((tmp_path / "x").glob("data-*"))
     for file in files:
         with open(file, "rb") as opened:
@@ -175,25 +175,25 @@ def test_files_have_the_size_that_was_asked_for(tmp_path, limit):
         assert file.stat().st_size - header <= max(limit, 8)
     total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.values())
     assert len(files) >= total / max(limit, 8)
-    assert difference(hf.open(tmp_path / "x").load(), state) is None
+    assert difference(holdfast.open(tmp_path / "x").load(), state) is None
 
 
 @pytest.mark.parametrize("name", ["max_file_size", "memory_budget"])
 @pytest.mark.parametrize("number", [0, -1, 1.5, "2 GB", True])
 def test_sizes_must_be_numbers_of_bytes(tmp_path, name, number):
     with pytest.raises(ValueError, match=f"{name} must be a number of bytes"):
-        hf.save({"w": torch.ones(2)}, tmp_path / "x", **{name: number})
+        holdfast.save({"w": torch.ones(2)}, tmp_path / "x", **{name: number})
 
 
 def test_a_budget_too_small_for_any_buffer_is_refused(tmp_path):
     with pytest.raises(ValueError, match="memory_budget must be 262144 bytes at least, not 262143"):
-        hf.save({"w": torch.ones(2)}, tmp_path / "x", memory_budget=(256 << 10) - 1)
-    hf.save({"w": torch.arange(600_000).reshape(600, 1000).T}, tmp_path / "x", memory_budget=256 << 10)
-    assert torch.equal(hf.open(tmp_path / "x")["w"][:], torch.arange(600_000).reshape(600, 1000).T)
+        holdfast.save({"w": torch.ones(2)}, tmp_path / "x", memory_budget=(256 << 10) - 1)
+    holdfast.save({"w": torch.arange(600_000).reshape(600, 1000).T}, tmp_path / "x", memory_budget=256 << 10)
+    assert torch.equal(holdfast.open(tmp_path / "x")["w"][:], torch.arange(600_000).reshape(600, 1000).T)
 
 
 def test_many_tensors_are_few_files(tmp_path):
-    hf.save({f"w{n}": torch.ones(2) for n in range(300)}, tmp_path / "x")
+    holdfast.save({f"w{n}": torch.ones(2) for n in range(300)}, tmp_path / "x")
     assert len(os.listdir(tmp_path / "x")) == 3
 
 
@@ -201,7 +201,7 @@ def test_many_tensors_are_few_files(tmp_path):
 def test_files_are_as_readable_as_all_that_the_user_makes(tmp_path, umask):
     before = os.umask(umask)
     try:
-        hf.save({"w": torch.ones(2)}, tmp_path / "new" / "x")
+        holdfast.save({"w": torch.ones(2)}, tmp_path / "new" / "x")
     finally:
         os.umask(before)
     files = list((tmp_path / "new" / "x").iterdir())
@@ -210,13 +210,13 @@ def test_files_are_as_readable_as_all_that_the_user_makes(tmp_path, umask):
 
 
 def test_a_copy_of_the_folder_is_a_checkpoint(tmp_path):
-    state = {"w": torch.randn(3), "own": hf.PerRank(4)}
-    hf.save(state, tmp_path / "x")
+    state = {"w": torch.randn(3), "own": holdfast.PerRank(4)}
+    holdfast.save(state, tmp_path / "x")
     subprocess.run(["cp", "-r", tmp_path / "x", tmp_path / "copy"], check=True)
     shutil.rmtree(tmp_path / "x")
-    assert torch.equal(hf.open(tmp_path / "copy").load()["w"], state["w"])
-    target = {"w": torch.zeros(3), "own": hf.PerRank(0)}
-    hf.load(target, tmp_path / "copy")
+    assert torch.equal(holdfast.open(tmp_path / "copy").load()["w"], state["w"])
+    target = {"w": torch.zeros(3), "own": holdfast.PerRank(0)}
+    holdfast.load(target, tmp_path / "copy")
     assert torch.equal(target["w"], state["w"])
 
 
@@ -226,26 +226,26 @@ def test_a_copy_of_the_folder_is_a_checkpoint(tmp_path):
 def test_metadata_and_a_stamp_are_in_the_record(tmp_path):
     metadata = {"loss": 0.25, "config": {"layers": [1, 2]}, "name": "läuft"}
     before = datetime.now(timezone.utc).replace(microsecond=0)
-    hf.save({"w": torch.ones(1)}, tmp_path / "x", metadata=metadata)
-    checkpoint = hf.open(tmp_path / "x")
+    holdfast.save({"w": torch.ones(1)}, tmp_path / "x", metadata=metadata)
+    checkpoint = holdfast.open(tmp_path / "x")
     assert checkpoint.metadata == metadata
     written = checkpoint.written
     assert before <= datetime.fromisoformat(written["time"]) <= datetime.now(timezone.utc)
     assert written["world_size"] == 1
     assert (written["torch"], written["numpy"]) == (torch.__version__, np.__version__)
-    assert written["by"] == f"holdfast {hf.__version__}"
+    assert written["by"] == f"holdfast {holdfast.__version__}"
     assert json.loads((tmp_path / "x" / "holdfast.json").read_text())["metadata"] == metadata
 
 
 @pytest.mark.parametrize("metadata", [{"a": object()}, {"a": float("nan")}, {"a": torch.ones(1)}])
 def test_metadata_that_json_cannot_hold_is_refused(tmp_path, metadata):
     with pytest.raises(ValueError, match="what JSON can hold"):
-        hf.save({}, tmp_path / "x", metadata=metadata)
+        holdfast.save({}, tmp_path / "x", metadata=metadata)
     assert not (tmp_path / "x").exists()
 
 
 def test_a_result_tells_what_was_done(tmp_path):
-    saved = hf.save({"a": torch.ones(10), "b": 1}, tmp_path / "x")
+    saved = holdfast.save({"a": torch.ones(10), "b": 1}, tmp_path / "x")
     files = list((tmp_path / "x").glob("data-*"))
     assert (saved.path, saved.tensor_count) == (str(tmp_path / "x"), 1)
     assert saved.bytes_written == sum(file.stat().st_size for file in files)
@@ -253,20 +253,20 @@ def test_a_result_tells_what_was_done(tmp_path):
     assert saved.world_size == 1
     assert str(saved).startswith(f"saved 1 tensor to {tmp_path / 'x'}\n  {saved.bytes_written:,} bytes written in ")
     target = {"a": torch.zeros(10), "b": 0}
-    assert hf.load(target, tmp_path / "x").identity == saved.identity
+    assert holdfast.load(target, tmp_path / "x").identity == saved.identity
 
 
 @pytest.mark.parametrize("check", ["error", None, 1, "off"])
 def test_an_unknown_way_to_check_replicas_is_refused(tmp_path, check):
     with pytest.raises(ValueError, match="check_replicas must be True, False or 'warn'"):
-        hf.save({}, tmp_path / "x", check_replicas=check)
+        holdfast.save({}, tmp_path / "x", check_replicas=check)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 MEMORY = """
     import resource, sys, torch
-    import holdfast as hf
+    import holdfast
 
     def peak():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
@@ -275,9 +275,9 @@ MEMORY = """
     base = torch.ones(2048, 12288, dtype=torch.float32)  # 96 MB
     tensor = {"transposed": base.T, "sliced": base[:, 1:], "cast and transposed": base.T}[kind]
     cast = {"*": torch.float64} if "cast" in kind else None
-    hf.save({"w": tensor[:64, :64]}, path + "-warm", cast=cast)
+    holdfast.save({"w": tensor[:64, :64]}, path + "-warm", cast=cast)
     before = peak()
-    hf.save({"w": tensor, "tied": tensor}, path, cast=cast, memory_budget=budget or None)
+    holdfast.save({"w": tensor, "tied": tensor}, path, cast=cast, memory_budget=budget or None)
     print(peak() - before)
 """
 

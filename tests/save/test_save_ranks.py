@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-import holdfast as hf
+import holdfast
 from holdfast.errors import ReplicaMismatchError
 from tests.dcp.states import distributed
 from tests.rank_pool import RankPool
@@ -33,15 +33,21 @@ def save_own_values(path: str) -> dict[str, Any]:
     random.seed(rank)
     np.random.seed(rank)
     torch.manual_seed(rank)
-    loader = hf.PerRank({"position": 100 + rank, "buffer": torch.full((rank + 1,), rank), "array": np.arange(rank)})
-    state = {"step": 7, "loader": loader, "rng": hf.RngState(), "list": [hf.PerRank(rank), torch.ones(2)]}
-    hf.save(state, path)
+    loader = holdfast.PerRank(
+        {"position": 100 + rank, "buffer": torch.full((rank + 1,), rank), "array": np.arange(rank)}
+    )
+    state = {"step": 7, "loader": loader, "rng": holdfast.RngState(), "list": [holdfast.PerRank(rank), torch.ones(2)]}
+    holdfast.save(state, path)
     return {"after": [random.random(), float(np.random.rand()), float(torch.rand(1))]}
 
 
 def load_own_values(path: str) -> dict[str, Any]:
-    state = {"loader": hf.PerRank(None), "rng": hf.RngState(), "list": [hf.PerRank(None), torch.zeros(2)]}
-    hf.load(state, path)
+    state = {
+        "loader": holdfast.PerRank(None),
+        "rng": holdfast.RngState(),
+        "list": [holdfast.PerRank(None), torch.zeros(2)],
+    }
+    holdfast.load(state, path)
     return {
         "position": state["loader"].value["position"],
         "buffer": state["loader"].value["buffer"].tolist(),
@@ -62,7 +68,7 @@ def test_every_rank_gets_its_own_values_and_random_streams_back(ranks: RankPool,
             "own": rank,
             "after": saved[rank]["after"],
         }
-    checkpoint = hf.open(path)
+    checkpoint = holdfast.open(path)
     assert [checkpoint[f"loader.{rank}.position"] for rank in range(3)] == [100, 101, 102]
     assert checkpoint["loader.2.buffer"].kind == "per_rank"
     assert [len(array) for array in (one["array"] for one in checkpoint.load("loader")["loader"])] == [0, 1, 2]
@@ -70,8 +76,8 @@ def test_every_rank_gets_its_own_values_and_random_streams_back(ranks: RankPool,
 
 def save_sharded_as_own(path: str) -> str:
     weight = distributed(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)])
-    with pytest.raises(hf.errors.UnsupportedTensorError) as caught:
-        hf.save({"w": hf.PerRank(weight)}, path)
+    with pytest.raises(holdfast.errors.UnsupportedTensorError) as caught:
+        holdfast.save({"w": holdfast.PerRank(weight)}, path)
     return str(caught.value)
 
 
@@ -83,29 +89,31 @@ def test_a_sharded_tensor_is_not_per_rank(ranks: RankPool, tmp_path):
 
 def test_per_rank_in_per_rank_is_refused(tmp_path):
     with pytest.raises(ValueError, match="per rank again"):
-        hf.save({"a": hf.PerRank({"b": hf.PerRank(1)})}, tmp_path / "x")
+        holdfast.save({"a": holdfast.PerRank({"b": holdfast.PerRank(1)})}, tmp_path / "x")
 
 
 def save_some_own(path: str) -> None:
     rank = dist.get_rank()
-    hf.save({"all": 1, **({"some": hf.PerRank(rank)} if rank != 1 else {})}, path)
+    holdfast.save({"all": 1, **({"some": holdfast.PerRank(rank)} if rank != 1 else {})}, path)
 
 
 def test_a_rank_without_a_value_of_its_own_has_none(ranks: RankPool, tmp_path):
     ranks(3).run(save_some_own, str(tmp_path / "x"))
-    assert hf.open(tmp_path / "x").load() == {"all": 1, "some": [0, None, 2]}
+    assert holdfast.open(tmp_path / "x").load() == {"all": 1, "some": [0, None, 2]}
 
 
 def test_two_tensors_never_share_a_key(tmp_path):
-    state = {"a": hf.PerRank({"w": torch.ones(1)}), "a.0.w": torch.zeros(1)}
-    with pytest.raises(hf.errors.UnsupportedValueError, match=r"'a.0.w' is the key of tensors at two different places"):
-        hf.save(state, tmp_path / "x")
+    state = {"a": holdfast.PerRank({"w": torch.ones(1)}), "a.0.w": torch.zeros(1)}
+    with pytest.raises(
+        holdfast.errors.UnsupportedValueError, match=r"'a.0.w' is the key of tensors at two different places"
+    ):
+        holdfast.save(state, tmp_path / "x")
 
 
 def save_colliding(path: str) -> str:
     state = {"a.b": torch.zeros(1)} if dist.get_rank() == 0 else {"a": {"b": torch.zeros(1)}}
-    with pytest.raises(hf.errors.UnsupportedValueError) as caught:
-        hf.save(state, path, check_replicas=False)
+    with pytest.raises(holdfast.errors.UnsupportedValueError) as caught:
+        holdfast.save(state, path, check_replicas=False)
     return caught.value.key
 
 
@@ -138,7 +146,7 @@ def save_differing(path: str, check: Any) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            hf.save(differing_state(), path, check_replicas=check)
+            holdfast.save(differing_state(), path, check_replicas=check)
         except ReplicaMismatchError as error:
             return error.keys, str(error)
     return [(str(warning.message), Path(warning.filename).name) for warning in caught]
@@ -164,7 +172,7 @@ def test_copies_that_differ_are_an_error_on_all_ranks_that_names_them(ranks: Ran
 
 
 def check_lowest_ranks_copies(path: Path) -> None:
-    found = hf.open(path).load()
+    found = holdfast.open(path).load()
     assert found["tensor"].tolist() == [0, 0]
     assert found["array"].tolist() == [0, 0]
     assert found["replicated"].tolist() == [1, 1, 1]
@@ -172,7 +180,7 @@ def check_lowest_ranks_copies(path: Path) -> None:
     assert found["nested"] == [{"lr": 0.1, "eps": 1e-8}]
     assert len(found["structure"]) == 1
     assert found["tensor or not"] == 5
-    assert set(hf.open(path)) == {*found, "structure.0"} - {"structure"}
+    assert set(holdfast.open(path)) == {*found, "structure.0"} - {"structure"}
     stored = [entry["key"] for entry in json.loads((path / "holdfast.json").read_text())["tensors"]]
     assert stored == ["same", "tensor", "array", "replicated", "structure.0"]  # nothing that has no place in the state
 
@@ -189,7 +197,7 @@ def test_copies_that_differ_can_be_a_warning(ranks: RankPool, tmp_path):
 
 def test_copies_can_be_taken_for_equal(ranks: RankPool, tmp_path):
     assert ranks(3).run(save_differing, str(tmp_path / "x"), False) == [[]] * 3
-    found = hf.open(tmp_path / "x").load()
+    found = holdfast.open(tmp_path / "x").load()
     assert found["tensor"].tolist() in ([0, 0], [1, 1])
     assert (found["value"], found["tensor or not"]) == (1.0, 5)
 
@@ -202,7 +210,7 @@ def save_different_kinds(path: str, check: Any) -> Any:
         "numpy": np.zeros(2, np.float32) if rank else torch.zeros(2),
     }
     with pytest.raises(ReplicaMismatchError) as caught:
-        hf.save(state, path, check_replicas=check)
+        holdfast.save(state, path, check_replicas=check)
     return sorted(caught.value.keys)
 
 
@@ -217,14 +225,14 @@ def save_batch_norm(path: str) -> tuple[float, float]:
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     torch.manual_seed(dist.get_rank())
     wrapped(torch.randn(8, 2)).sum().backward()
-    hf.save({"model": wrapped}, path)
+    holdfast.save({"model": wrapped}, path)
     return model[1].running_mean[0].item(), model[1].running_mean[1].item()
 
 
 def test_buffers_of_data_parallel_models_are_those_of_the_first_rank(ranks: RankPool, tmp_path):
     means = ranks(3).run(save_batch_norm, str(tmp_path / "x"))
     assert len(set(means)) == 3
-    assert tuple(hf.open(tmp_path / "x")["model.1.running_mean"].torch().tolist()) == means[0]
+    assert tuple(holdfast.open(tmp_path / "x")["model.1.running_mean"].torch().tolist()) == means[0]
 
 
 # --- ranks with different parts --------------------------------------------------------------------------------------
@@ -256,7 +264,7 @@ def trained_stage() -> tuple[Stage, torch.optim.Optimizer]:
 
 def save_pipeline(path: str) -> None:
     stage, optimizer = trained_stage()
-    hf.save({"model": stage, "optimizer": optimizer, "step": 3}, path)
+    holdfast.save({"model": stage, "optimizer": optimizer, "step": 3}, path)
 
 
 def load_pipeline(path: str) -> list[str]:
@@ -267,7 +275,7 @@ def load_pipeline(path: str) -> list[str]:
     weights = [parameter for name, parameter in stage.named_parameters() if name.endswith("weight")]
     biases = [parameter for name, parameter in stage.named_parameters() if name.endswith("bias")]
     optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases}], lr=0.5)
-    hf.load({"model": stage, "optimizer": optimizer}, path, allow_unexpected="*")
+    holdfast.load({"model": stage, "optimizer": optimizer}, path, allow_unexpected="*")
     wrong = [name for name, tensor in stage.state_dict().items() if not tensor.equal(expected_stage.state_dict()[name])]
     mine, theirs = optimizer.state_dict(), expected.state_dict()
     for number, entry in theirs["state"].items():
@@ -279,7 +287,7 @@ def load_pipeline(path: str) -> list[str]:
 def test_stages_of_a_pipeline_are_one_checkpoint(ranks: RankPool, tmp_path):
     path = str(tmp_path / "x")
     ranks(3).run(save_pipeline, path)
-    found = hf.open(path).load()
+    found = holdfast.open(path).load()
     assert sorted(found["model"]) == sorted(f"layers.{n}.{kind}" for n in range(3) for kind in ("weight", "bias"))
     groups = found["optimizer"]["param_groups"]
     assert [group["params"] for group in groups] == [
@@ -293,7 +301,7 @@ def test_stages_of_a_pipeline_are_one_checkpoint(ranks: RankPool, tmp_path):
 def save_unnamed_optimizers(path: str) -> Any:
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(dist.get_rank() + 1)]
     with pytest.raises(ReplicaMismatchError) as caught:
-        hf.save({"optimizer": torch.optim.SGD(parameters)}, path)
+        holdfast.save({"optimizer": torch.optim.SGD(parameters)}, path)
     return sorted(caught.value.keys)
 
 
@@ -310,18 +318,18 @@ def save_in_subgroups(folder: str) -> Any:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
     mine = groups[rank % 2]
-    state = {"own": hf.PerRank(rank), "parity": rank % 2, "w": torch.full((2,), rank % 2)}
-    hf.save(state, f"{folder}/{rank % 2}", process_group=mine)
+    state = {"own": holdfast.PerRank(rank), "parity": rank % 2, "w": torch.full((2,), rank % 2)}
+    holdfast.save(state, f"{folder}/{rank % 2}", process_group=mine)
     if rank == 1:
         with pytest.raises(ValueError, match="rank 1 is not in the process group"):
-            hf.save(state, f"{folder}/outside", process_group=groups[0])
-    return hf.open(f"{folder}/{rank % 2}").load()["own"]
+            holdfast.save(state, f"{folder}/outside", process_group=groups[0])
+    return holdfast.open(f"{folder}/{rank % 2}").load()["own"]
 
 
 def test_groups_of_ranks_save_for_themselves(ranks: RankPool, tmp_path):
     assert ranks(3).run(save_in_subgroups, str(tmp_path)) == [[0, 2], [1], [0, 2]]
     assert sorted(os.listdir(tmp_path)) == ["0", "1"]
-    assert hf.open(tmp_path / "0").written["world_size"] == 2
+    assert holdfast.open(tmp_path / "0").written["world_size"] == 2
 
 
 def save_slowly_on_one_rank(path: str) -> Any:
@@ -333,7 +341,7 @@ def save_slowly_on_one_rank(path: str) -> Any:
         return real() + next(jumps)
 
     with mock.patch.object(time, "perf_counter", clock):
-        return hf.save({"own": hf.PerRank(torch.ones(dist.get_rank()))}, path)
+        return holdfast.save({"own": holdfast.PerRank(torch.ones(dist.get_rank()))}, path)
 
 
 def test_all_ranks_report_the_same_with_the_seconds_of_the_slowest(ranks: RankPool, tmp_path):
@@ -348,26 +356,26 @@ def save_with_gaps(path: str) -> None:
     dtype = np.dtype([("flag", "u1"), ("number", "<i8")], align=True)
     array = np.full(3 * dtype.itemsize, dist.get_rank(), np.uint8).view(dtype)
     array["flag"], array["number"] = 1, [1, 2, 3]
-    hf.save({"array": array, "element": array[0], "closed": collections.deque([array])}, path)
+    holdfast.save({"array": array, "element": array[0], "closed": collections.deque([array])}, path)
 
 
 def test_bytes_that_belong_to_no_field_do_not_make_copies_differ(ranks: RankPool, tmp_path):
     ranks(2).run(save_with_gaps, str(tmp_path / "x"))
-    found = hf.open(tmp_path / "x").load()
+    found = holdfast.open(tmp_path / "x").load()
     assert found["array"]["number"].tolist() == [1, 2, 3]
     assert (found["element"]["flag"], found["element"]["number"]) == (1, 1)
     assert found["closed"][0]["number"].tolist() == [1, 2, 3]
 
 
 def save_alone(path: str) -> int:
-    saved = hf.save({"model": torch.nn.Linear(2, 2), "own": hf.PerRank(5)}, path)
+    saved = holdfast.save({"model": torch.nn.Linear(2, 2), "own": holdfast.PerRank(5)}, path)
     return saved.tensor_count
 
 
 @pytest.mark.parametrize("process_group", [True, False])
 def test_a_single_process_saves_with_and_without_a_group(ranks: RankPool, tmp_path, process_group):
     assert ranks(1).run(save_alone, str(tmp_path / "x"), process_group=process_group) == [2]
-    assert hf.open(tmp_path / "x").load("own") == {"own": [5]}
+    assert holdfast.open(tmp_path / "x").load("own") == {"own": [5]}
 
 
 def save_fully_sharded(path: str) -> dict[str, torch.Tensor]:
@@ -381,7 +389,7 @@ def save_fully_sharded(path: str) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    hf.save({"model": model, "optimizer": optimizer, "step": 1}, path)
+    holdfast.save({"model": model, "optimizer": optimizer, "step": 1}, path)
     return {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
 
 
@@ -389,7 +397,7 @@ def test_a_fully_sharded_model_is_saved_by_the_object_itself(ranks: RankPool, tm
     expected, *_ = ranks(3).run(save_fully_sharded, str(tmp_path / "x"))
     single = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
     optimizer = torch.optim.Adam(single.parameters(), lr=0.5)
-    hf.load({"model": single, "optimizer": optimizer, "step": None}, tmp_path / "x")
+    holdfast.load({"model": single, "optimizer": optimizer, "step": None}, tmp_path / "x")
     assert all(tensor.equal(expected[name]) for name, tensor in single.state_dict().items())
     assert optimizer.param_groups[0]["lr"] == 0.01
-    assert hf.open(tmp_path / "x")["model.0.weight"].kind == "sharded"
+    assert holdfast.open(tmp_path / "x")["model.0.weight"].kind == "sharded"

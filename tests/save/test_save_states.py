@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-import holdfast as hf
+import holdfast
 from tests.save.random_states import (
     TORCH_DTYPES,
     Drawn,
@@ -35,13 +35,13 @@ def folder(tmp_path_factory):
 def test_any_state_comes_back_exactly(folder, drawn):
     state = drawn.state
     path = folder / str(next(numbers))
-    hf.save(state, path)
-    with hf.open(path) as checkpoint:
+    holdfast.save(state, path)
+    with holdfast.open(path) as checkpoint:
         found = checkpoint.load()
     assert difference(found, state) is None
     assert ties_are_kept(found, state)
     untouched = dict.fromkeys(state)
-    hf.load(untouched, path)
+    holdfast.load(untouched, path)
     assert difference(untouched, state) is None
 
 
@@ -50,9 +50,9 @@ def test_any_state_comes_back_exactly(folder, drawn):
 def test_any_state_loads_into_blank_memory_of_the_same_form(folder, drawn):
     state = drawn.state
     path = folder / str(next(numbers))
-    hf.save(state, path)
+    holdfast.save(state, path)
     fresh = blank_copy(state, {})
-    hf.load(fresh, path)
+    holdfast.load(fresh, path)
     assert difference(fresh, state) is None
     assert ties_are_kept(fresh, state)
 
@@ -66,7 +66,7 @@ def test_files_hold_every_tensor_under_its_key_for_safetensors_to_read(folder, d
     tensor = drawn.state["tensor"]
 
     path = folder / str(next(numbers))
-    hf.save({"some": {"key": tensor}}, path)
+    holdfast.save({"some": {"key": tensor}}, path)
     data = sorted(path.glob("data-*.safetensors"))
     assert len(data) == (1 if tensor.numel() else 0)
     for file in data:
@@ -100,9 +100,9 @@ ROOTS = {
 
 @pytest.mark.parametrize("name", ROOTS)
 def test_a_state_may_be_anything(tmp_path, name):
-    hf.save(ROOTS[name], tmp_path / "x")
+    holdfast.save(ROOTS[name], tmp_path / "x")
     expected = dict(ROOTS[name].state_dict()) if name == "a model" else ROOTS[name]
-    assert difference(hf.open(tmp_path / "x").load(), expected) is None
+    assert difference(holdfast.open(tmp_path / "x").load(), expected) is None
 
 
 def test_views_that_only_overlap_are_not_tied(tmp_path):
@@ -125,8 +125,8 @@ def test_views_that_only_overlap_are_not_tied(tmp_path):
         "reversed": array[::-1],
         "of torch": torch.from_numpy(array),
     }
-    hf.save(state, tmp_path / "x")
-    found = hf.open(tmp_path / "x").load()
+    holdfast.save(state, tmp_path / "x")
+    found = holdfast.open(tmp_path / "x").load()
     assert difference(found, state) is None
     assert tied_places(found) == {
         frozenset({"state['base']", "state['same']"}),
@@ -136,15 +136,15 @@ def test_views_that_only_overlap_are_not_tied(tmp_path):
 
 def test_tied_tensors_are_stored_once(tmp_path):
     weight = torch.randn(1000)
-    saved = hf.save({"one": weight, "two": weight, "own": hf.PerRank([weight, weight])}, tmp_path / "x")
+    saved = holdfast.save({"one": weight, "two": weight, "own": holdfast.PerRank([weight, weight])}, tmp_path / "x")
     assert saved.tensor_count == 2
     assert saved.bytes_written < 3 * 4000 + 5000
 
 
 def test_a_cast_of_one_name_unties_it(tmp_path):
     weight = torch.randn(10)
-    hf.save({"a": weight, "b": weight, "c": weight}, tmp_path / "x", cast={"a": "float16"})
-    found = hf.open(tmp_path / "x").load()
+    holdfast.save({"a": weight, "b": weight, "c": weight}, tmp_path / "x", cast={"a": "float16"})
+    found = holdfast.open(tmp_path / "x").load()
     assert (found["a"].dtype, found["b"].dtype) == (torch.float16, torch.float32)
     assert found["b"] is found["c"]
 
@@ -162,7 +162,7 @@ def test_saving_changes_nothing(tmp_path):
         "optimizer": optimizer,
         "fresh": fresh,
         "scheduler": scheduler,
-        "rng": hf.RngState(),
+        "rng": holdfast.RngState(),
         "needs grad": torch.randn(3, requires_grad=True),
         "table": {"steps": [1, 2], "array": np.arange(3)},
     }
@@ -188,15 +188,15 @@ def test_saving_changes_nothing(tmp_path):
 
     before = snapshot()
     identities = [id(part) for part in [*state.values(), *model.parameters(), *optimizer.state.values()]]
-    hf.save(state, tmp_path / "x", cast={"model": "bfloat16"}, exclude="table.steps")
+    holdfast.save(state, tmp_path / "x", cast={"model": "bfloat16"}, exclude="table.steps")
     assert difference(snapshot(), before) is None
     assert identities == [id(part) for part in [*state.values(), *model.parameters(), *optimizer.state.values()]]
     assert fresh.state_dict()["state"] == {}
-    assert list(hf.open(tmp_path / "x").load("fresh")["fresh"]["state"]) == []
+    assert list(holdfast.open(tmp_path / "x").load("fresh")["fresh"]["state"]) == []
 
 
 def test_what_is_stored_is_what_was_there_during_the_save(tmp_path):
     weight = torch.zeros(10)
-    hf.save({"w": weight}, tmp_path / "x")
+    holdfast.save({"w": weight}, tmp_path / "x")
     weight.add_(1)
-    assert hf.open(tmp_path / "x").load()["w"].sum() == 0
+    assert holdfast.open(tmp_path / "x").load()["w"].sum() == 0

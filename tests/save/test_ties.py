@@ -14,14 +14,15 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast as hf
+import holdfast
 from holdfast._load.tensor_handles import TensorHandle
+from tests.models import Tied
 from tests.rank_pool import RankPool
+from tests.sharding import mesh_of_all_ranks
 
 PATIENCE = 60.0
 WAYS = ["now", "thread", "process"]
@@ -29,22 +30,22 @@ WAYS = ["now", "thread", "process"]
 
 def save(way: str, state: Any, path: Any, **options: Any) -> None:
     if way == "now":
-        hf.save(state, path, **options)
+        holdfast.save(state, path, **options)
     else:
-        hf.async_save(state, path, writer=way, **options).wait(PATIENCE)  # type: ignore[arg-type]
+        holdfast.async_save(state, path, writer=way, **options).wait(PATIENCE)  # type: ignore[arg-type]
 
 
 def outcome_of(way: str, state: Any, path: Any, **options: Any) -> str:
     try:
         save(way, state, path, **options)
-    except hf.errors.ReplicaMismatchError as error:
+    except holdfast.errors.ReplicaMismatchError as error:
         return f"{type(error).__name__} {sorted(error.keys)}"
     return "saved"
 
 
 def stored_in(path: Any) -> dict[str, str]:
     """Every key, and under which one its tensor is stored."""
-    checkpoint = hf.open(path)
+    checkpoint = holdfast.open(path)
     return {name: checkpoint[name].key for name in checkpoint if isinstance(checkpoint[name], TensorHandle)}
 
 
@@ -54,7 +55,7 @@ def rows(count: int, width: int, first: float) -> torch.Tensor:
 
 def sharded(values: torch.Tensor) -> DTensor:
     """Rows over ranks as FSDP2 has them: the last ranks may have none."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all_ranks()
     parts = values.chunk(dist.get_world_size())
     rank = dist.get_rank()
     local = parts[rank].clone() if rank < len(parts) else values[:0].clone()
@@ -64,22 +65,14 @@ def sharded(values: torch.Tensor) -> DTensor:
 # --- ranks without elements ------------------------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(tokens, 4)
-        self.head = nn.Linear(4, tokens, bias=False)
-        self.head.weight = self.embed.weight
-
-
 def save_tied_model(path: str, way: str) -> list[int]:
     torch.manual_seed(0)
-    model = fully_shard(Tied(9), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = fully_shard(Tied(9, 4), mesh=mesh_of_all_ranks())
     expected = model.embed.weight.full_tensor().clone()
     save(way, {"model": model}, path)
     with torch.no_grad():
         model.embed.weight.zero_()
-    hf.load({"model": model}, path)
+    holdfast.load({"model": model}, path)
     assert torch.equal(model.head.weight.full_tensor(), expected)
     assert model.head.weight.to_local().data_ptr() == model.embed.weight.to_local().data_ptr()
     return [model.embed.weight.to_local().numel()]
@@ -97,8 +90,8 @@ def test_tied_weights_of_which_a_rank_has_no_rows_are_stored_once(ranks: RankPoo
 
 
 def load_one_name(path: str, strict: bool) -> tuple[list[str], list[str]]:
-    model = fully_shard(Tied(9), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    report = hf.load({"model": model}, path, strict=strict)
+    model = fully_shard(Tied(9, 4), mesh=mesh_of_all_ranks())
+    report = holdfast.load({"model": model}, path, strict=strict)
     assert torch.equal(model.head.weight.full_tensor(), rows(9, 4, 0.0))
     return list(report.read), list(report.missing)
 
@@ -108,26 +101,26 @@ def load_one_name(path: str, strict: bool) -> tuple[list[str], list[str]]:
 def test_one_stored_name_is_enough_for_tied_weights_of_which_a_rank_has_no_rows(
     ranks: RankPool, tmp_path, strict, world_size
 ):
-    hf.save({"model": {"embed.weight": rows(9, 4, 0.0)}}, tmp_path / "x")
+    holdfast.save({"model": {"embed.weight": rows(9, 4, 0.0)}}, tmp_path / "x")
     found = ranks(world_size).run(load_one_name, str(tmp_path / "x"), strict)
     assert found == [(["model.embed.weight", "model.head.weight"], [])] * world_size
 
 
 def load_untied_without_rows(path: str) -> list[str]:
     weights = [sharded(rows(9, 4, 0.0)) for _ in range(2)]
-    with pytest.raises(hf.errors.StateMismatchError) as raised:
-        hf.load({"embed": weights[0], "head": weights[1]}, path)
+    with pytest.raises(holdfast.errors.StateMismatchError) as raised:
+        holdfast.load({"embed": weights[0], "head": weights[1]}, path)
     return list(raised.value.missing)
 
 
 def test_a_name_that_is_missing_everywhere_is_missing_on_ranks_without_rows_too(ranks: RankPool, tmp_path):
-    hf.save({"embed": rows(9, 4, 0.0)}, tmp_path / "x")
+    holdfast.save({"embed": rows(9, 4, 0.0)}, tmp_path / "x")
     assert ranks(4).run(load_untied_without_rows, str(tmp_path / "x")) == [["head"]] * 4
 
 
 def save_with_manager(path: str) -> int:
-    model = fully_shard(Tied(9), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    with hf.CheckpointManager(path) as manager:
+    model = fully_shard(Tied(9, 4), mesh=mesh_of_all_ranks())
+    with holdfast.CheckpointManager(path) as manager:
         manager.save(1, {"model": model})
         manager.wait()
         return len(manager.steps())
@@ -155,7 +148,7 @@ def save_buffer_twice(path: str, way: str) -> str:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_buffer_of_ddp_may_have_another_name_in_the_state(ranks: RankPool, tmp_path, way):
     assert ranks(2).run(save_buffer_twice, str(tmp_path / "x"), way) == ["saved"] * 2
-    found = hf.open(tmp_path / "x").load()
+    found = holdfast.open(tmp_path / "x").load()
     assert torch.equal(found["alias"], torch.full((5,), 7.0))
     assert torch.equal(found["model"]["seen"], torch.full((5,), 7.0))
 
@@ -174,7 +167,7 @@ def test_a_tie_of_one_rank_hides_no_value_of_another(ranks: RankPool, tmp_path, 
     assert ranks(2).run(save_tied_on_one_rank, str(tmp_path / "y"), way, tied_rank, 1.0, True) == ["saved"] * 2
     assert stored_in(tmp_path / "y") == {"a": "a", "b": "b"}
     assert ranks(2).run(save_tied_on_one_rank, str(tmp_path / "z"), way, tied_rank, 2.0, False) == ["saved"] * 2
-    assert hf.open(tmp_path / "z")["b"][:].tolist() in ([1.0] * 6, [2.0] * 6)
+    assert holdfast.open(tmp_path / "z")["b"][:].tolist() in ([1.0] * 6, [2.0] * 6)
 
 
 def save_where_the_first_name_is_no_tensor(path: str, way: str, check: Any) -> str:
@@ -188,7 +181,7 @@ def test_the_first_name_of_a_tensor_may_be_something_else_on_another_rank(ranks:
     found = ranks(2).run(save_where_the_first_name_is_no_tensor, str(tmp_path / "x"), way, True)
     assert found == ["ReplicaMismatchError ['embed']"] * 2
     assert ranks(2).run(save_where_the_first_name_is_no_tensor, str(tmp_path / "y"), way, False) == ["saved"] * 2
-    loaded = hf.open(tmp_path / "y").load()
+    loaded = holdfast.open(tmp_path / "y").load()
     assert loaded["embed"] is None
     assert loaded["head"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
@@ -295,7 +288,7 @@ def assert_loads(path: str, state: dict[str, Any], target: dict[str, Any]) -> No
     for value in target.values():
         if value is not None:
             local_of(value).zero_()
-    hf.load(target, path, allow_unexpected="*")
+    holdfast.load(target, path, allow_unexpected="*")
     for name, value in state.items():
         assert value is target[name] is None or torch.equal(local_of(value), local_of(target[name])), name
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast as hf
+import holdfast
 from holdfast._formats.native.names import RECORD
 from holdfast._stores.local_store import LocalStore
 from holdfast.errors import CommitConflictError
@@ -87,7 +87,7 @@ class CommitsLate(LocalStore):
 
 def state_of(number: int) -> dict[str, Any]:
     """Something that every rank writes a file for."""
-    return {"step": number, "own": hf.PerRank(torch.full((50,), float(number)))}
+    return {"step": number, "own": holdfast.PerRank(torch.full((50,), float(number)))}
 
 
 def cause_of(call: Any) -> str:
@@ -100,22 +100,22 @@ def cause_of(call: Any) -> str:
 
 def save(way: str, path: Any, number: int, overwrite: bool) -> None:
     if way == "now":
-        hf.save(state_of(number), path, overwrite=overwrite)
+        holdfast.save(state_of(number), path, overwrite=overwrite)
     else:
-        hf.async_save(state_of(number), path, overwrite=overwrite, writer=way).wait(PATIENCE)  # type: ignore[arg-type]
+        holdfast.async_save(state_of(number), path, overwrite=overwrite, writer=way).wait(PATIENCE)  # type: ignore[arg-type]
 
 
 def assert_holds(path: Any, number: int, world_size: int) -> None:
-    found = hf.open(path).load()
+    found = holdfast.open(path).load()
     assert found["step"] == number
-    assert hf.verify(path).ok
+    assert holdfast.verify(path).ok
     for own in range(world_size):
-        assert torch.equal(hf.open(path)[f"own.{own}"][:], torch.full((50,), float(number)))
+        assert torch.equal(holdfast.open(path)[f"own.{own}"][:], torch.full((50,), float(number)))
 
 
 def save_and_fail_once_committed(path: str, way: str, overwrite: bool) -> str:
     if overwrite:
-        hf.save(state_of(1), path)
+        holdfast.save(state_of(1), path)
     store = FailsOnceCommitted(path, dist.get_rank())
     dist.barrier()
     return cause_of(lambda: save(way, store, 2, overwrite))
@@ -134,7 +134,7 @@ def test_a_rank_that_sees_an_old_record_removes_nothing_of_what_is_committed(
 
 
 def save_with_lost_words(path: str) -> str:
-    return cause_of(lambda: hf.save(state_of(2), AnswersInItsOwnWords(path)))
+    return cause_of(lambda: holdfast.save(state_of(2), AnswersInItsOwnWords(path)))
 
 
 def test_an_error_that_cannot_be_sent_takes_nothing_from_what_is_committed(ranks: RankPool, tmp_path):
@@ -144,15 +144,15 @@ def test_an_error_that_cannot_be_sent_takes_nothing_from_what_is_committed(ranks
 
 def test_a_process_alone_gets_the_very_error(tmp_path):
     with pytest.raises(Exception, match="no answer") as caught:
-        hf.save(state_of(2), AnswersInItsOwnWords(tmp_path / "x"))
+        holdfast.save(state_of(2), AnswersInItsOwnWords(tmp_path / "x"))
     assert caught.type.__name__ == "LostError"
     assert_holds(tmp_path / "x", 2, 1)
 
 
 def save_refused(path: str, error: BaseException) -> str:
-    hf.save(state_of(1), path)
+    holdfast.save(state_of(1), path)
     dist.barrier()
-    return cause_of(lambda: hf.save(state_of(2), Refuses(path, error), overwrite=True))
+    return cause_of(lambda: holdfast.save(state_of(2), Refuses(path, error), overwrite=True))
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,10 @@ def test_all_ranks_remove_what_was_surely_not_committed(ranks: RankPool, tmp_pat
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_commit_that_arrives_after_its_error_finds_all_its_files(tmp_path, error, overwrite):
     if overwrite:
-        hf.save(state_of(1), tmp_path / "x")
+        holdfast.save(state_of(1), tmp_path / "x")
     store = CommitsLate(tmp_path / "x", error)
     with pytest.raises(type(error)):
-        hf.save(state_of(2), store, overwrite=overwrite)
+        holdfast.save(state_of(2), store, overwrite=overwrite)
     if overwrite:
         assert_holds(tmp_path / "x", 1, 1)
     store.arrive()
@@ -194,19 +194,19 @@ def test_a_commit_that_arrives_after_its_error_finds_all_its_files(tmp_path, err
 
 
 def test_what_an_unsure_commit_left_goes_with_the_next_save(tmp_path):
-    hf.save(state_of(1), tmp_path / "x")
+    holdfast.save(state_of(1), tmp_path / "x")
     with pytest.raises(TimeoutError):
-        hf.save(state_of(2), CommitsLate(tmp_path / "x", TimeoutError("no answer")), overwrite=True)
+        holdfast.save(state_of(2), CommitsLate(tmp_path / "x", TimeoutError("no answer")), overwrite=True)
     assert len(os.listdir(tmp_path / "x")) == 5
-    hf.save(state_of(3), tmp_path / "x", overwrite=True)
+    holdfast.save(state_of(3), tmp_path / "x", overwrite=True)
     assert_holds(tmp_path / "x", 3, 1)
     assert len(os.listdir(tmp_path / "x")) == 3
 
 
 def test_a_conversion_that_is_committed_keeps_its_files_whatever_it_raises(tmp_path):
-    hf.save(state_of(1), tmp_path / "x")
-    hf.save(state_of(2), tmp_path / "source")
+    holdfast.save(state_of(1), tmp_path / "x")
+    holdfast.save(state_of(2), tmp_path / "source")
     store = FailsOnceCommitted(tmp_path / "x", 0)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        hf.convert(tmp_path / "source", store, to="native", overwrite=True)
+        holdfast.convert(tmp_path / "source", store, to="native", overwrite=True)
     assert_holds(tmp_path / "x", 2, 1)

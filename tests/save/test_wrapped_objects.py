@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast as hf
+import holdfast
 from holdfast._background import step_hooks
 from holdfast.errors import UnsupportedStateError
 from tests.state.memory_checkpoint import difference
@@ -62,12 +62,12 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> None:
 @pytest.mark.parametrize("wrap", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_wrapped_optimizer_comes_back_and_goes_on(tmp_path: Path, wrap: Callable[[Any], Any], used: bool):
     model, optimizer = trained()
-    hf.save({"model": model, "optim": wrap(optimizer)}, tmp_path / "saved")
-    assert hf.open(tmp_path / "saved")["optim.state.0.weight.step"][...] == 2  # by its name in the model
+    holdfast.save({"model": model, "optim": wrap(optimizer)}, tmp_path / "saved")
+    assert holdfast.open(tmp_path / "saved")["optim.state.0.weight.step"][...] == 2  # by its name in the model
 
     other, again = trained(seed=5, steps=3 if used else 0)
     wrapped = wrap(again)
-    hf.load({"model": other, "optim": wrapped}, tmp_path / "saved")
+    holdfast.load({"model": other, "optim": wrapped}, tmp_path / "saved")
     assert difference(optimizer.state_dict(), again.state_dict()) is None
     assert difference(optimizer.state_dict(), wrapped.state_dict()) is None
     assert wrapped.param_groups is again.param_groups
@@ -80,9 +80,9 @@ def test_a_wrapped_optimizer_comes_back_and_goes_on(tmp_path: Path, wrap: Callab
 @pytest.mark.parametrize("wrap", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_what_a_wrapped_optimizer_saved_is_what_the_optimizer_would_have_saved(tmp_path: Path, wrap: Any):
     model, optimizer = trained()
-    hf.save({"model": model, "optim": wrap(optimizer)}, tmp_path / "wrapped")
-    hf.save({"model": model, "optim": optimizer}, tmp_path / "bare")
-    assert hf.diff(tmp_path / "wrapped", tmp_path / "bare").ok
+    holdfast.save({"model": model, "optim": wrap(optimizer)}, tmp_path / "wrapped")
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "bare")
+    assert holdfast.diff(tmp_path / "wrapped", tmp_path / "bare").ok
 
 
 @pytest.mark.parametrize("wrap", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -93,7 +93,7 @@ def test_steps_of_a_wrapped_optimizer_wait_for_an_overlapped_save(tmp_path: Path
     state = {"model": model, "optim": wrapped}
     expected = []
     if managed:
-        with hf.CheckpointManager(tmp_path, overlap=True, check_tearing=True) as manager:
+        with holdfast.CheckpointManager(tmp_path, overlap=True, check_tearing=True) as manager:
             for step in range(1, 4):
                 expected.append(copy.deepcopy(dict(model.state_dict())))
                 manager.save(step, state)
@@ -103,12 +103,12 @@ def test_steps_of_a_wrapped_optimizer_wait_for_an_overlapped_save(tmp_path: Path
         places = [tmp_path / str(step) for step in range(3)]
         for place in places:
             expected.append(copy.deepcopy(dict(model.state_dict())))
-            pending = hf.async_save(state, place, optimizers=wrapped, check_tearing=True)
+            pending = holdfast.async_save(state, place, optimizers=wrapped, check_tearing=True)
             train_without_buffers(model, wrapped)
             pending.wait()
     for place, values in zip(places, expected, strict=True):
         found, _ = trained(seed=9)
-        hf.load({"model": found}, place)
+        holdfast.load({"model": found}, place)
         assert difference(dict(found.state_dict()), values) is None
 
 
@@ -122,12 +122,12 @@ def train_without_buffers(model: nn.Module, optimizer: Any) -> None:
 @pytest.mark.parametrize("wrap", MODELS.values(), ids=MODELS)
 def test_a_wrapped_model_has_the_names_of_the_model(tmp_path: Path, wrap: Callable[[nn.Module], nn.Module]):
     model, optimizer = trained()
-    hf.save({"model": wrap(model), "optim": AcceleratedOptimizer(optimizer)}, tmp_path / "wrapped")
-    hf.save({"model": model, "optim": optimizer}, tmp_path / "bare")
-    assert hf.diff(tmp_path / "wrapped", tmp_path / "bare").ok
+    holdfast.save({"model": wrap(model), "optim": AcceleratedOptimizer(optimizer)}, tmp_path / "wrapped")
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "bare")
+    assert holdfast.diff(tmp_path / "wrapped", tmp_path / "bare").ok
     for place in ("wrapped", "bare"):
         other, again = trained(seed=5, steps=0)
-        hf.load({"model": wrap(other), "optim": _FabricOptimizer(again)}, tmp_path / place)
+        holdfast.load({"model": wrap(other), "optim": _FabricOptimizer(again)}, tmp_path / place)
         assert difference(dict(model.state_dict()), dict(other.state_dict())) is None
         assert difference(optimizer.state_dict(), again.state_dict()) is None
 
@@ -137,7 +137,7 @@ def test_keys_that_fabric_lengthened_are_found(tmp_path: Path):
     stored = {f"_forward_module.{name}": value for name, value in model.state_dict().items()}
     torch.save({"model": stored}, tmp_path / "saved.pt")
     other, _ = trained(seed=5)
-    hf.load({"model": other}, tmp_path / "saved.pt")
+    holdfast.load({"model": other}, tmp_path / "saved.pt")
     assert difference(dict(model.state_dict()), dict(other.state_dict())) is None
 
 
@@ -145,21 +145,21 @@ def test_a_wrapper_with_a_state_of_its_own_is_not_taken_off(tmp_path: Path):
     model, optimizer = trained()
     ahead = Lookahead(optimizer)
     train(model, optimizer, 1)
-    hf.save({"model": model, "optim": ahead}, tmp_path / "saved")
+    holdfast.save({"model": model, "optim": ahead}, tmp_path / "saved")
     other, again = trained(seed=5, steps=0)
     loaded = Lookahead(again)
-    hf.load({"model": other, "optim": loaded}, tmp_path / "saved")
+    holdfast.load({"model": other, "optim": loaded}, tmp_path / "saved")
     assert all(map(torch.equal, loaded.slow, ahead.slow))
     assert difference(optimizer.state_dict(), again.state_dict()) is None
 
 
 def test_an_optimizer_that_cannot_be_loaded_is_refused_before_anything_is_changed(tmp_path: Path):
     model = nn.Linear(2, 2)
-    hf.save({"model": model, "optim": Unfinished(model.parameters())}, tmp_path / "saved")
+    holdfast.save({"model": model, "optim": Unfinished(model.parameters())}, tmp_path / "saved")
     other = nn.Linear(2, 2)
     before = copy.deepcopy(dict(other.state_dict()))
     with pytest.raises(UnsupportedStateError, match=r"Unfinished .* does not call its constr.*Nothing was changed"):
-        hf.load({"model": other, "optim": Unfinished(other.parameters())}, tmp_path / "saved")
+        holdfast.load({"model": other, "optim": Unfinished(other.parameters())}, tmp_path / "saved")
     assert difference(dict(other.state_dict()), before) is None
 
 
@@ -168,10 +168,10 @@ def test_an_optimizer_that_takes_no_hook_is_refused_and_later_saves_are_not_torn
     ahead = Lookahead(optimizer)
     for _ in range(2):  # the second time as well
         with pytest.raises(UnsupportedStateError, match=r"no hook .* Lookahead .*Leave it out of `optimizers`"):
-            hf.async_save({"model": model, "optim": ahead}, tmp_path / "refused", optimizers=ahead)
+            holdfast.async_save({"model": model, "optim": ahead}, tmp_path / "refused", optimizers=ahead)
     assert ahead not in step_hooks._awaited
     assert not (tmp_path / "refused").exists()
-    pending = hf.async_save({"model": model, "optim": ahead}, tmp_path / "saved", check_tearing=True)
+    pending = holdfast.async_save({"model": model, "optim": ahead}, tmp_path / "saved", check_tearing=True)
     train(model, optimizer, 1)
     pending.wait()
 
@@ -181,9 +181,9 @@ def save_in_ddp(folder: Path) -> list[float]:
     model, optimizer = trained()
     ddp = DistributedDataParallel(model)
     model[1].running_mean += rank  # DDP's are those of rank 0
-    hf.save({"model": _FabricModule(ddp, model), "optim": _FabricOptimizer(optimizer)}, folder / "saved")
+    holdfast.save({"model": _FabricModule(ddp, model), "optim": _FabricOptimizer(optimizer)}, folder / "saved")
     other, again = trained(seed=5, steps=0)
-    hf.load({"model": _FabricModule(DistributedDataParallel(other), other), "optim": again}, folder / "saved")
+    holdfast.load({"model": _FabricModule(DistributedDataParallel(other), other), "optim": again}, folder / "saved")
     assert difference(optimizer.state_dict(), again.state_dict()) is None
     return (model[1].running_mean - other[1].running_mean).tolist()
 

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast._state.expanding import Context, adapter_for
 from holdfast.errors import UnsupportedStateError
+from tests.models import ddp, fsdp2, plain, tensor_parallel
 from tests.rank_pool import RankPool
+from tests.sharding import mesh_of_all_ranks
 from tests.state.memory_checkpoint import MemoryCheckpoint, difference, load, save
 
 
@@ -34,33 +33,14 @@ class Net(nn.Module):
         return self.norm(self.down(torch.relu(self.up(x)))) * self.frozen.sum()
 
 
-def plain(net: nn.Module) -> nn.Module:
-    return net
-
-
-def ddp(net: nn.Module) -> nn.Module:
-    return DistributedDataParallel(net)
-
-
 def compiled_ddp(net: nn.Module) -> nn.Module:
     net.up = checkpoint_wrapper(net.up)
     return torch.compile(DistributedDataParallel(torch.compile(net, backend="eager")), backend="eager")
 
 
-def fsdp2(net: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(net.up, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
-
-
 def wrapped_fsdp2(net: nn.Module) -> nn.Module:
     net.up = checkpoint_wrapper(net.up)
     return torch.compile(fsdp2(net), backend="eager")
-
-
-def tensor_parallel(net: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 LAYOUTS = [plain, ddp, compiled_ddp, fsdp2, wrapped_fsdp2, tensor_parallel]
@@ -218,7 +198,7 @@ def fsdp1_with_views(net: nn.Module) -> nn.Module:
 
 
 def fsdp1_with_mesh(net: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all_ranks()
     return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True, device_mesh=mesh)
 
 

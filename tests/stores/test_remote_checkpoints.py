@@ -10,16 +10,15 @@ from uuid import uuid4
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-import holdfast as hf
+import holdfast
 from holdfast._manager.steps import folder_of
 from holdfast._stores.fsspec_store import FsspecStore
 from holdfast._stores.s3_upload import S3Upload
 from holdfast.errors import CommitConflictError
 from tests import s3_server
 from tests.s3_server import Bucket
+from tests.sharding import sharded
 
 pytestmark = pytest.mark.skipif(bool(s3_server.MISSING), reason=s3_server.WHY_SKIPPED)
 
@@ -47,23 +46,19 @@ def numbers(seed: int, rows: int = ROWS) -> torch.Tensor:
     return torch.arange(rows * ROW, dtype=torch.float32).reshape(rows, ROW) + seed
 
 
-def sharded(whole: torch.Tensor) -> DTensor:
-    return distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
-
-
 def state_of(seed: int, rows: int = ROWS) -> dict[str, Any]:
     return {"sharded": sharded(numbers(seed, rows)), "whole": numbers(seed)[0].clone(), "seed": seed}
 
 
 def save(bucket: Bucket, url: str, seed: int) -> None:
     with bucket.in_environment():
-        hf.save(state_of(seed), url, overwrite=True)
+        holdfast.save(state_of(seed), url, overwrite=True)
 
 
 def load(bucket: Bucket, url: str) -> tuple[torch.Tensor, torch.Tensor, int]:
     state = state_of(-1)
     with bucket.in_environment():
-        hf.load(state, url)
+        holdfast.load(state, url)
     return state["sharded"].full_tensor(), state["whole"], state["seed"]
 
 
@@ -98,7 +93,7 @@ def save_and_die_in_the_upload(bucket: Bucket, url: str) -> None:
     S3Upload._next_room = next_room  # type: ignore[method-assign]
     try:
         with bucket.in_environment():
-            hf.save(state_of(2, rows=2 * PARTS * (8 << 20) // (4 * ROW)), url, overwrite=True)
+            holdfast.save(state_of(2, rows=2 * PARTS * (8 << 20) // (4 * ROW)), url, overwrite=True)
     finally:
         S3Upload._next_room = real  # type: ignore[method-assign]
 
@@ -112,52 +107,52 @@ def test_a_rank_that_is_killed_while_it_uploads_leaves_the_old_checkpoint(ranks,
     assert len(bucket.unfinished_uploads()) == 1  # it was in the middle of it
     assert names(bucket, url) >= before
     assert_all_loaded(ranks(2).run(load, bucket, url), 1)
-    assert hf.open(url)["seed"] == 1
+    assert holdfast.open(url)["seed"] == 1
     ranks(2).run(save, bucket, url, 3)
     assert_all_loaded(ranks(2).run(load, bucket, url), 3)
 
 
 def test_of_two_saves_that_commit_at_once_one_wins(bucket, url, monkeypatch):
     """The second one begins when the first has written everything but its record."""
-    hf.save({"seed": 0}, url)
+    holdfast.save({"seed": 0}, url)
     real, commits = FsspecStore.commit, []
 
     def commit(store: FsspecStore, name: str, content: bytes, *, replaces: bytes | None) -> None:
         commits.append(name)
         if len(commits) == 1:
-            hf.save({"seed": 2}, url, overwrite=True)
+            holdfast.save({"seed": 2}, url, overwrite=True)
         real(store, name, content, replaces=replaces)
 
     monkeypatch.setattr(FsspecStore, "commit", commit)
     with pytest.raises(CommitConflictError):
-        hf.save({"seed": 1}, url, overwrite=True)
-    assert hf.open(url)["seed"] == 2
+        holdfast.save({"seed": 1}, url, overwrite=True)
+    assert holdfast.open(url)["seed"] == 2
 
 
 @pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.long)])
 def test_saves_go_on_in_the_background(bucket, url, writer):
     state = {"w": torch.zeros(1000), "step": 0}
-    hf.async_save(state, url, writer=writer).wait()
-    assert hf.open(url)["step"] == 0
-    assert hf.verify(url).ok
+    holdfast.async_save(state, url, writer=writer).wait()
+    assert holdfast.open(url)["step"] == 0
+    assert holdfast.verify(url).ok
 
 
 # --- runs --------------------------------------------------------------------------------------------------------
 
 
 def train(bucket: Bucket, url: str, steps: range, **options: Any) -> None:
-    with bucket.in_environment(), hf.CheckpointManager(url, keep_last=2, every_steps=1, **options) as manager:
+    with bucket.in_environment(), holdfast.CheckpointManager(url, keep_last=2, every_steps=1, **options) as manager:
         for step in steps:
             manager.maybe_save(step, state_of(step), metrics={"loss": 1 / step})
 
 
 def steps_in(url: str) -> list[int]:
-    return [info.step for info in hf.CheckpointManager(url).steps()]
+    return [info.step for info in holdfast.CheckpointManager(url).steps()]
 
 
 def restore(bucket: Bucket, url: str) -> tuple[int | None, torch.Tensor, int]:
     state = state_of(-1)
-    with bucket.in_environment(), hf.CheckpointManager(url) as manager:
+    with bucket.in_environment(), holdfast.CheckpointManager(url) as manager:
         restored = manager.restore(state)
         return None if restored is None else restored.step, state["sharded"].full_tensor(), state["seed"]
 
@@ -176,7 +171,7 @@ def test_a_run_keeps_its_last_checkpoints_and_goes_on(ranks, bucket, url, async_
 
 
 def test_a_damaged_checkpoint_of_a_run_is_passed_over(bucket, url):
-    with hf.CheckpointManager(url, async_save=False, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(url, async_save=False, save_at_end=False) as manager:
         for step in (1, 2):
             manager.save(step, {"w": torch.full((1000,), float(step))})
     client = bucket.client()
@@ -185,7 +180,7 @@ def test_a_damaged_checkpoint_of_a_run_is_passed_over(bucket, url):
     content[-1] ^= 1
     client.pipe_file(data, bytes(content))
     state = {"w": torch.zeros(1000)}
-    with hf.CheckpointManager(url) as manager:
+    with holdfast.CheckpointManager(url) as manager:
         restored = manager.restore(state)
     assert restored is not None
     assert restored.step == 1
@@ -193,7 +188,7 @@ def test_a_damaged_checkpoint_of_a_run_is_passed_over(bucket, url):
 
 
 def test_a_run_is_checked_before_it_begins(url):
-    with hf.CheckpointManager(url, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(url, save_at_end=False) as manager:
         report = manager.preflight({"w": torch.ones(10_000)})
     assert report.problems == ()
     assert report.write_rate is not None

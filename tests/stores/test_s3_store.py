@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast as hf
+import holdfast
 from holdfast._base.tuning import MIB, REMOTE_READ_BYTES, REMOTE_START_BYTES, REMOTE_WINDOW_BYTES, ROOM_BYTES, UPLOADS
 from holdfast._stores.fsspec_store import FsspecStore
 from holdfast._stores.s3_upload import S3Upload
@@ -209,10 +209,10 @@ def test_a_load_asks_for_large_ranges_and_opens_each_file_once(store, requests):
     """Tensors lie side by side, and their edges share blocks, but they are no requests of their own."""
     state = {f"w{number}": torch.full((900_000,), float(number)) for number in range(5)}  # 18 MB
     state["large"] = torch.arange(5_000_000.0)
-    hf.save(state, store)
+    holdfast.save(state, store)
     requests.made.clear()
     loaded = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
-    hf.load(loaded, store)
+    holdfast.load(loaded, store)
     assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
     (data,) = [listed for listed in store.list() if listed.name.startswith("data-")]
     ranges = requests.ranges(data.name)
@@ -222,10 +222,10 @@ def test_a_load_asks_for_large_ranges_and_opens_each_file_once(store, requests):
 
 def test_a_load_with_little_memory_reads_small_things_in_small_ranges(store, requests):
     state = {f"w{number}": torch.full((50_000,), float(number)) for number in range(20)}
-    hf.save(state, store)
+    holdfast.save(state, store)
     requests.made.clear()
     loaded = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
-    hf.load(loaded, store, memory_budget=1 << 20)
+    holdfast.load(loaded, store, memory_budget=1 << 20)
     assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
     assert max(last - first + 1 for first, last in requests.ranges("-0-0.safetensors")) <= 1 << 19
 
@@ -432,7 +432,7 @@ def test_a_bucket_that_is_not_there_is_told_and_not_taken_for_an_empty_folder(bu
     with pytest.raises(FileNotFoundError, match="there is no such bucket: 's3://no-such-bucket-anywhere/run'"):
         nowhere.list()
     with pytest.raises(FileNotFoundError, match="there is no such bucket: 's3://no-such-bucket-anywhere/run'"):
-        hf.open(nowhere)
+        holdfast.open(nowhere)
 
 
 def test_a_url_without_a_bucket_is_refused(bucket):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._stores.store import Store
 from tests import s3_server
 
@@ -38,9 +38,9 @@ def test_what_the_page_does_at_urls_works():
     bucket = s3_server.new_bucket()
     code = code_of_the_page("python no-run").replace("http://minio:9000", bucket.options["endpoint_url"])
     code = code.replace("s3://bucket/", bucket.url(""))
-    code = code.replace("hf.save(state, Fsspec", "hf.save(state, overwrite=True, path=Fsspec")
+    code = code.replace("holdfast.save(state, Fsspec", "holdfast.save(state, overwrite=True, path=Fsspec")
     with bucket.in_environment():
-        run(code, hf=hf, state={"model": {"embedding": {"weight": torch.arange(40.0).reshape(20, 2)}}})
+        run(code, holdfast=holdfast, state={"model": {"embedding": {"weight": torch.arange(40.0).reshape(20, 2)}}})
     assert "holdfast.json" in bucket.names("run/step-100")
 
 

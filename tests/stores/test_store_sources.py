@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
 
-import holdfast as hf
+import holdfast
 from holdfast._formats.source import Request
 from holdfast._load.opening import open_source
 from holdfast._stores.fsspec_store import FsspecStore
@@ -48,12 +48,12 @@ def of_stock(folder: Path) -> str:
 
 
 def of_dcp(folder: Path) -> str:
-    hf.dcp.save({**STATE, "step": 7}, checkpoint_id=folder)
+    holdfast.dcp.save({**STATE, "step": 7}, checkpoint_id=folder)
     return "dcp"
 
 
 def of_native(folder: Path) -> str:
-    hf.save({**STATE, "step": 7}, folder)
+    holdfast.save({**STATE, "step": 7}, folder)
     return "native"
 
 
@@ -252,7 +252,7 @@ def test_a_slice_reads_ranges_and_not_files(bucket, client, monkeypatch, tmp_pat
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
     requests = Requests(monkeypatch)
-    checkpoint = hf.open(place.url)
+    checkpoint = holdfast.open(place.url)
     assert checkpoint["model.w"][1500:1502, 7].tolist() == [1500 * 2000 + 7, 1501 * 2000 + 7]
     assert sum(last - first + 1 for first, last in requests.ranges()) < 16_000_000 / 20
     assert len(requests.made) < 20
@@ -267,7 +267,7 @@ def test_a_file_of_many_small_tensors_takes_few_requests(bucket, client, monkeyp
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
     requests = Requests(monkeypatch)
-    checkpoint = hf.open(f"{place.url}/model.pt")
+    checkpoint = holdfast.open(f"{place.url}/model.pt")
     for key, tensor in state.items():
         assert torch.equal(checkpoint[key][...], tensor)
     assert len(requests.made) < 30
@@ -311,5 +311,5 @@ def test_options_are_for_one_store(bucket, tmp_path):
     if s3_server.MISSING:
         pytest.skip(s3_server.WHY_SKIPPED)
     url = bucket.url(uuid4().hex)
-    hf.save({**STATE, "step": 7}, FsspecStore(url, **bucket.options))
+    holdfast.save({**STATE, "step": 7}, FsspecStore(url, **bucket.options))
     assert_all_there(FsspecStore(url, **bucket.options))

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast as hf
+import holdfast
 from holdfast._load import load as load_module
 from holdfast._watching import calls as calls_module
 from holdfast.errors import StateMismatchError
@@ -23,14 +23,14 @@ from holdfast.watching import Event, about, subscribe, trace_to
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     path = str(tmp_path / "step-1")
-    hf.save({"w": torch.ones(1000), "step": 1}, path)
+    holdfast.save({"w": torch.ones(1000), "step": 1}, path)
     return path
 
 
 def test_a_load_tells_its_phases_and_what_it_read(path: str) -> None:
     events: list[Event] = []
     with subscribe(events.append), about(step=1):
-        report = hf.load({"w": torch.zeros(1000), "step": 0}, path)
+        report = holdfast.load({"w": torch.zeros(1000), "step": 0}, path)
 
     assert [event.name for event in events] == ["load.plan", "load.read", "load.apply", "load"]
     assert {(event.path, event.step, event.rank, event.world_size) for event in events} == {(path, 1, 0, 1)}
@@ -44,7 +44,7 @@ def test_a_load_tells_its_phases_and_what_it_read(path: str) -> None:
 def test_verifying_first_is_a_phase(path: str) -> None:
     events: list[Event] = []
     with subscribe(events.append):
-        hf.load({"w": torch.zeros(1000)}, path, verify="first")
+        holdfast.load({"w": torch.zeros(1000)}, path, verify="first")
 
     assert [event.phase for event in events] == ["plan", "verify", "read", "apply", ""]
 
@@ -52,7 +52,7 @@ def test_verifying_first_is_a_phase(path: str) -> None:
 def test_a_load_that_fails_tells_the_error_that_it_raises(path: str) -> None:
     events: list[Event] = []
     with subscribe(events.append), pytest.raises(StateMismatchError) as raised:
-        hf.load({"w": torch.zeros(3)}, path)
+        holdfast.load({"w": torch.zeros(3)}, path)
 
     assert [event.name for event in events] == ["load.plan", "load"]
     assert events[-1].error == f"StateMismatchError: {raised.value}"
@@ -61,7 +61,7 @@ def test_a_load_that_fails_tells_the_error_that_it_raises(path: str) -> None:
 def test_a_subscriber_that_fails_leaves_the_load_alone(path: str, caplog: pytest.LogCaptureFixture) -> None:
     state = {"w": torch.zeros(1000)}
     with subscribe(lambda event: 1 / 0):
-        hf.load(state, path)
+        holdfast.load(state, path)
 
     assert torch.equal(state["w"], torch.ones(1000))
     assert sum("a subscriber failed" in record.getMessage() for record in caplog.records) == 1
@@ -80,7 +80,7 @@ def load_with_one_slow_rank(path: str, trace: str) -> tuple[list[Event], int]:
     with pytest.MonkeyPatch.context() as patch, subscribe(events.append), trace_to(trace):
         patch.setattr(load_module, "read_regions", read_slowly)
         patch.setattr(calls_module, "time", clock)
-        report = hf.load({"w": torch.zeros(1000)}, path)
+        report = holdfast.load({"w": torch.zeros(1000)}, path)
     return events, report.slowest_rank
 
 
@@ -105,7 +105,7 @@ def fail_on_rank_1(path: str) -> list[str | None]:
     events: list[Event] = []
     state = {"w": torch.zeros(1000 if dist.get_rank() == 0 else 3)}
     with subscribe(events.append), pytest.raises(StateMismatchError):
-        hf.load(state, path)
+        holdfast.load(state, path)
     return [(events[-1].error or "").partition(":")[0], str(events[-1].rank), os.path.basename(events[-1].path)]
 
 

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import holdfast as hf
+import holdfast
 from holdfast._watching import trace_file as trace_appending
 from holdfast._watching.trace_file import TraceFile
 from holdfast.watching import Call, Event, trace_to
@@ -321,7 +321,7 @@ def test_a_kill_while_writing_loses_one_event_at_most_and_the_file_is_continued(
 
 def test_the_environment_may_name_a_folder_that_is_not_there_yet(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HOLDFAST_TRACE", str(tmp_path / "new" / "trace.json"))
-    hf.save({"w": torch.ones(2)}, tmp_path / "x")
+    holdfast.save({"w": torch.ones(2)}, tmp_path / "x")
     assert json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
 
 
@@ -330,9 +330,9 @@ def test_a_trace_that_has_no_place_breaks_no_save(tmp_path, monkeypatch, caplog)
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     monkeypatch.setenv("HOLDFAST_TRACE", "trace-without-a-place.json")
-    hf.save({"w": torch.ones(2)}, tmp_path / "x")
+    holdfast.save({"w": torch.ones(2)}, tmp_path / "x")
     assert caplog.text.count("a subscriber failed") == 1
-    assert hf.open(tmp_path / "x").verify()
+    assert holdfast.open(tmp_path / "x").verify()
 
 
 def test_a_child_that_is_forked_while_an_event_is_written_does_not_keep_the_lock(tmp_path, monkeypatch) -> None:

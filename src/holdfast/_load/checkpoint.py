@@ -40,10 +40,10 @@ def open_checkpoint(path: str | os.PathLike[str] | Store, *, allow_pickle: bool 
 
     Example:
         >>> import tempfile, torch
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> path = tempfile.mkdtemp() + "/step-100"
-        >>> saved = hf.save({"model": torch.nn.Linear(4, 2), "step": 100}, path, metadata={"loss": 0.25})
-        >>> checkpoint = hf.open(path)
+        >>> saved = holdfast.save({"model": torch.nn.Linear(4, 2), "step": 100}, path, metadata={"loss": 0.25})
+        >>> checkpoint = holdfast.open(path)
         >>> list(checkpoint), checkpoint["step"], checkpoint.metadata["loss"]
         (['model.weight', 'model.bias', 'step'], 100, 0.25)
         >>> checkpoint["model.weight"].shape, checkpoint["model.weight"][0:1].shape
@@ -169,10 +169,10 @@ class Checkpoint(Mapping[str, Any]):
 
         Example:
             >>> import tempfile, torch
-            >>> import holdfast as hf
+            >>> import holdfast
             >>> path = tempfile.mkdtemp() + "/step-100"
-            >>> saved = hf.save({"w": torch.ones(4, 2)}, path)
-            >>> [(chunk.offsets, chunk.sizes, chunk.rank) for chunk in hf.open(path).layout("w")]
+            >>> saved = holdfast.save({"w": torch.ones(4, 2)}, path)
+            >>> [(chunk.offsets, chunk.sizes, chunk.rank) for chunk in holdfast.open(path).layout("w")]
             [((0, 0), (4, 2), 0)]
         """
         leaf = self._leaves.get(key)
@@ -201,10 +201,10 @@ class Checkpoint(Mapping[str, Any]):
 
         Example:
             >>> import tempfile, torch
-            >>> import holdfast as hf
+            >>> import holdfast
             >>> path = tempfile.mkdtemp() + "/step-100"
-            >>> saved = hf.save({"w": torch.tensor([0.0, 1, 2, float("nan")])}, path)
-            >>> found = hf.open(path).statistics("w", bins=2)
+            >>> saved = holdfast.save({"w": torch.tensor([0.0, 1, 2, float("nan")])}, path)
+            >>> found = holdfast.open(path).statistics("w", bins=2)
             >>> found.minimum, found.maximum, found.mean, found.nan, found.histogram
             (0.0, 2.0, 1.0, 1, (1, 2))
         """

@@ -91,11 +91,11 @@ def load(
 
     Example:
         >>> import tempfile, torch
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> path = tempfile.mkdtemp() + "/step-100"
-        >>> saved = hf.save({"model": torch.nn.Linear(4, 2), "step": 100}, path)
+        >>> saved = holdfast.save({"model": torch.nn.Linear(4, 2), "step": 100}, path)
         >>> state = {"model": torch.nn.Linear(4, 2), "step": 0}
-        >>> report = hf.load(state, path)
+        >>> report = holdfast.load(state, path)
         >>> state["step"], report.read
         (100, ['model.weight', 'model.bias', 'step'])
     """

@@ -134,13 +134,13 @@ class CheckpointManager:
 
         Example:
             >>> import tempfile, torch
-            >>> import holdfast as hf
+            >>> import holdfast
             >>> root, state = tempfile.mkdtemp(), {"weights": torch.zeros(2)}
-            >>> with hf.CheckpointManager(root, every_steps=10, keep_last=2) as manager:
+            >>> with holdfast.CheckpointManager(root, every_steps=10, keep_last=2) as manager:
             ...     for step in range(1, 36):
             ...         state["weights"] += 1
             ...         saved = manager.maybe_save(step, state, metrics={"loss": 1 / step})
-            >>> with hf.CheckpointManager(root) as manager:
+            >>> with holdfast.CheckpointManager(root) as manager:
             ...     restored = manager.restore(state)
             ...     [info.step for info in manager.steps()], restored.step
             ([30, 35], 35)

@@ -346,7 +346,7 @@ def joined_policy(
     'last 3, best 1 by loss'
     """
     if keep is not None and not isinstance(keep, Policy):
-        raise TypeError(f"keep is a policy of holdfast.keep, as in keep=hf.keep.last(3), not {keep!r}")
+        raise TypeError(f"keep is a policy of holdfast.keep, as in keep=holdfast.keep.last(3), not {keep!r}")
     wanted: object = keep_best
     if wanted is not None and not (isinstance(wanted, (tuple, list)) and len(wanted) in (2, 3)):
         raise TypeError(

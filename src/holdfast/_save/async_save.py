@@ -96,14 +96,14 @@ def async_save(
 
     Example:
         >>> import tempfile, torch
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> path = tempfile.mkdtemp() + "/step-100"
         >>> state = {"weights": torch.ones(4)}
-        >>> pending = hf.async_save(state, path)
+        >>> pending = holdfast.async_save(state, path)
         >>> _ = state["weights"].zero_()                  # training goes on
         >>> pending.wait().tensor_count                   # before it matters
         1
-        >>> hf.open(path)["weights"][:]
+        >>> holdfast.open(path)["weights"][:]
         tensor([1., 1., 1., 1.])
     """
     options = functools.partial(

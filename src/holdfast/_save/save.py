@@ -262,12 +262,12 @@ def save(
 
     Example:
         >>> import tempfile, torch
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> path = tempfile.mkdtemp() + "/step-100"
-        >>> saved = hf.save({"model": torch.nn.Linear(4, 2), "step": 100}, path)
+        >>> saved = holdfast.save({"model": torch.nn.Linear(4, 2), "step": 100}, path)
         >>> saved.tensor_count
         2
-        >>> hf.open(path)["step"]
+        >>> holdfast.open(path)["step"]
         100
     """
     make_options = functools.partial(

@@ -71,11 +71,11 @@ def subscribe(callback: Callback) -> Subscription:
 
     Example:
         >>> import tempfile, torch
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> path = tempfile.mkdtemp() + "/step-100"
-        >>> saved = hf.save({"w": torch.ones(4)}, path)
-        >>> with hf.subscribe(lambda event: print(event.name)):
-        ...     loaded = hf.load({"w": torch.zeros(4)}, path)
+        >>> saved = holdfast.save({"w": torch.ones(4)}, path)
+        >>> with holdfast.subscribe(lambda event: print(event.name)):
+        ...     loaded = holdfast.load({"w": torch.zeros(4)}, path)
         load.plan
         load.read
         load.apply

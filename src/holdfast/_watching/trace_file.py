@@ -142,11 +142,11 @@ def trace_to(path: str | os.PathLike[str]) -> Subscription:
 
     Example:
         >>> import json, tempfile, torch
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> folder = tempfile.mkdtemp()
-        >>> saved = hf.save({"w": torch.ones(4)}, folder + "/step-100")
-        >>> with hf.trace_to(folder + "/trace.json"):
-        ...     loaded = hf.load({"w": torch.zeros(4)}, folder + "/step-100")
+        >>> saved = holdfast.save({"w": torch.ones(4)}, folder + "/step-100")
+        >>> with holdfast.trace_to(folder + "/trace.json"):
+        ...     loaded = holdfast.load({"w": torch.zeros(4)}, folder + "/step-100")
         >>> [event["name"] for event in json.load(open(folder + "/trace.json"))["traceEvents"] if event["ph"] == "X"]
         ['load.plan', 'load.read', 'load.apply', 'load']
     """

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp as dcp
 from holdfast._formats.dcp.index import decode_index, encode_index
 from holdfast.errors import (
@@ -143,7 +143,7 @@ def renamed(folder: Path, old: bytes, new: bytes) -> None:
 )
 def test_a_class_or_a_dtype_that_nobody_knows_is_of_a_newer_torch(saved, old, new):
     renamed(saved, old, new)
-    for read in (decoded, hf.open, hf.verify):
+    for read in (decoded, holdfast.open, holdfast.verify):
         with pytest.raises(NewerFormatError, match=new.decode()) as raised:
             read(saved)
         assert new.decode() in raised.value.global_name

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import holdfast as hf
+import holdfast
 from holdfast._formats.native.record import BLOCK_BYTES as BLOCK
 from holdfast._formats.native.source import NativeSource
 from holdfast._formats.source import Request, WholeReads
@@ -30,7 +30,7 @@ NARROW = torch.arange(300_000 * 8, dtype=torch.int32).reshape(300_000, 8)
 @pytest.fixture(scope="module")
 def place() -> CountingMemoryStore:
     place = new_store()
-    hf.save({"before": torch.zeros(5), "wide": CONTENT, "narrow": NARROW}, place)
+    holdfast.save({"before": torch.zeros(5), "wide": CONTENT, "narrow": NARROW}, place)
     return place
 
 
@@ -105,7 +105,7 @@ def test_a_load_of_several_parts_of_a_tensor_reads_no_byte_twice(place):
     """As one rank has them that holds several columns of a tensor, converted or not."""
     place.reads.clear()
     state = {"wide": torch.zeros(ROWS, COLUMNS, dtype=torch.float64), "narrow": torch.zeros(8, 300_000).int().T}
-    hf.load(state, place, cast=True)
+    holdfast.load(state, place, cast=True)
     assert torch.equal(state["wide"], CONTENT.double())
     assert torch.equal(state["narrow"], NARROW)
     assert bytes_twice(place.data_reads()) == 0
@@ -121,7 +121,7 @@ def test_a_load_of_several_parts_of_a_tensor_reads_no_byte_twice(place):
 def test_whole_tensors_that_all_ranks_want_stay_in_the_page_cache(wholes, rows, several_ranks, left_for_others):
     """Of tensors that are spread over ranks each reads its own part, which would only fill the cache."""
     store = new_store()
-    hf.save({f"t{number}": CONTENT[:20].clone() for number in range(2)} | {"spread": CONTENT}, store)
+    holdfast.save({f"t{number}": CONTENT[:20].clone() for number in range(2)} | {"spread": CONTENT}, store)
     source = NativeSource(store)
     memory = {f"t{number}": np.empty((20, COLUMNS), "<u4") for number in range(wholes)}
     parts = [Request("spread", (row, 0), (1, COLUMNS), np.empty((1, COLUMNS), "<u4")) for row in range(rows)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast.errors import DamagedCheckpointError
 
 STATE = {f"t{number:03}": torch.full((16,), float(number)) for number in range(300)}
@@ -19,7 +19,7 @@ STATE = {f"t{number:03}": torch.full((16,), float(number)) for number in range(3
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("many") / "a"
-    hf.save(STATE, folder, max_file_size=64)
+    holdfast.save(STATE, folder, max_file_size=64)
     assert len(list(folder.glob("data-*"))) == 300
     return folder
 
@@ -34,15 +34,15 @@ def few_descriptors() -> Iterator[None]:
 
 def test_all_of_them_are_read(folder, few_descriptors):
     state = {key: torch.zeros(16) for key in STATE}
-    hf.load(state, folder)
+    holdfast.load(state, folder)
     assert all(torch.equal(state[key], value) for key, value in STATE.items())
-    with hf.open(folder) as checkpoint:
+    with holdfast.open(folder) as checkpoint:
         checkpoint.verify()
 
 
 def test_none_stays_open(folder):
     before = os.listdir("/proc/self/fd")
-    hf.load({key: torch.zeros(16) for key in STATE}, folder)
+    holdfast.load({key: torch.zeros(16) for key in STATE}, folder)
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
@@ -53,7 +53,7 @@ def test_a_file_that_is_missing_is_found_before_anything_is_changed(folder):
     state = {key: torch.zeros(16) for key in STATE}
     try:
         with pytest.raises(DamagedCheckpointError, match=gone.name):
-            hf.load(state, folder)
+            holdfast.load(state, folder)
     finally:
         gone.write_bytes(content)
     assert not any(tensor.any() for tensor in state.values())

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import holdfast as hf
+import holdfast
 from tests.exact import assert_same, bits_of
 from tests.formats.native import specified_reader
 from tests.formats.native.specified_reader import Other, SpecifiedReader, Tensor
@@ -87,7 +87,7 @@ def test_the_reader_needs_nothing_but_the_standard_library_numpy_and_a_hash_func
 
 def test_one_rank_with_every_dtype_and_every_type_of_value(tmp_path):
     state = contents.everything()
-    hf.save(state, tmp_path / "step", metadata=contents.METADATA, allow_pickle=True)
+    holdfast.save(state, tmp_path / "step", metadata=contents.METADATA, allow_pickle=True)
     reader = SpecifiedReader(tmp_path / "step")
     found = as_in_python(reader.state)
     assert_same(found, state)
@@ -98,7 +98,7 @@ def test_one_rank_with_every_dtype_and_every_type_of_value(tmp_path):
 
 
 def test_the_keys_are_those_of_the_page(tmp_path):
-    hf.save(contents.everything(), tmp_path / "step", allow_pickle=True)
+    holdfast.save(contents.everything(), tmp_path / "step", allow_pickle=True)
     keys = SpecifiedReader(tmp_path / "step").tensors.keys()
     assert keys >= {"tensors.float32", "tied.0", "values.dataclass.layers.1.t", '["a.b"]', '["a"]["b"]'}
     assert "tied.1.again" not in keys
@@ -106,7 +106,7 @@ def test_the_keys_are_those_of_the_page(tmp_path):
 
 def test_files_of_a_limited_size(tmp_path):
     state = contents.in_many_files()
-    hf.save(state, tmp_path / "step", max_file_size=contents.MOST_BYTES_IN_A_FILE)
+    holdfast.save(state, tmp_path / "step", max_file_size=contents.MOST_BYTES_IN_A_FILE)
     reader = SpecifiedReader(tmp_path / "step")
     assert_same(as_in_python(reader.state), state)
     assert len(reader.files) >= 4
@@ -114,19 +114,19 @@ def test_files_of_a_limited_size(tmp_path):
 
 def test_a_tensor_over_many_blocks(tmp_path):
     state = {"large": torch.arange(70_001, dtype=torch.int32), "other": torch.arange(9)}
-    hf.save(state, tmp_path / "step")
+    holdfast.save(state, tmp_path / "step")
     reader = SpecifiedReader(tmp_path / "step")
     assert len(reader.columns["digests"]) == 5
     assert_same(as_in_python(reader.state), state)
 
 
 def test_nothing_at_all(tmp_path):
-    hf.save({}, tmp_path / "step")
+    holdfast.save({}, tmp_path / "step")
     assert SpecifiedReader(tmp_path / "step").state == {}
 
 
 def save_sharded(folder: Path) -> None:
-    hf.save(contents.sharded(torch.distributed.get_rank()), folder)
+    holdfast.save(contents.sharded(torch.distributed.get_rank()), folder)
 
 
 def test_four_ranks_with_sharded_replicated_tied_and_own_state(ranks: RankPool, tmp_path):
@@ -150,7 +150,7 @@ def save_fsdp2(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    hf.save({"model": model, "optimizer": optimizer}, folder)
+    holdfast.save({"model": model, "optimizer": optimizer}, folder)
     whole = {f"model.{name}": parameter.full_tensor() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         for part in ("exp_avg", "exp_avg_sq"):
@@ -170,7 +170,7 @@ def test_a_model_and_optimizer_of_fsdp2(ranks: RankPool, tmp_path):
 
 def test_a_copy_of_the_folder_is_a_checkpoint(tmp_path):
     state = contents.in_many_files()
-    hf.save(state, tmp_path / "step")
+    holdfast.save(state, tmp_path / "step")
     shutil.copytree(tmp_path / "step", tmp_path / "copy")
     shutil.rmtree(tmp_path / "step")
     assert_same(as_in_python(SpecifiedReader(tmp_path / "copy").state), state)
@@ -182,7 +182,7 @@ def test_the_safetensors_library_opens_every_file_with_the_names_of_the_page(tmp
     tensors = {name: contents.tensors()[name] for name in plain}
     odd = contents.tensors()["complex32"]
     structured = np.zeros(3, [("a", "u1"), ("b", "<f8"), ("c", "<u2"), ("d", "u1")])
-    hf.save({**tensors, "odd": odd, "raw": structured}, tmp_path, max_file_size=limit)
+    holdfast.save({**tensors, "odd": odd, "raw": structured}, tmp_path, max_file_size=limit)
     found: dict[str, torch.Tensor] = {}
     for path in files_of(tmp_path, "data"):
         found.update(load_file(path))
@@ -201,14 +201,14 @@ def test_the_safetensors_library_opens_every_file_with_the_names_of_the_page(tmp
 
 
 def test_parts_of_a_tensor_are_named_by_their_region(tmp_path):
-    hf.save({"weight": torch.arange(32.0).reshape(4, 8)}, tmp_path, max_file_size=64)
+    holdfast.save({"weight": torch.arange(32.0).reshape(4, 8)}, tmp_path, max_file_size=64)
     names = [list(load_file(path)) for path in files_of(tmp_path, "data")]
     assert names == [["weight[0:2,0:8]"], ["weight[2:4,0:8]"]]
 
 
 def test_names_that_a_safetensors_file_cannot_have_are_replaced(tmp_path):
     state = {"__metadata__": torch.ones(2), "\ud800": torch.zeros(3), "w[0:1]": torch.zeros(1), "": torch.ones(1)}
-    hf.save(state, tmp_path)
+    holdfast.save(state, tmp_path)
     (path,) = files_of(tmp_path, "data")
     assert len(load_file(path)) == 4
     found = as_in_python(SpecifiedReader(tmp_path).state)

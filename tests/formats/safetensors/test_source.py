@@ -238,9 +238,9 @@ def test_files_and_folders_are_read_without_torch(file: Path, folder: Path) -> N
     program = f"""
 import sys
 sys.modules["torch"] = None
-import numpy as np, holdfast as hf
+import numpy as np, holdfast
 for place in ({str(file)!r}, {str(folder)!r}):
-    checkpoint = hf.open(place)
+    checkpoint = holdfast.open(place)
     print(len(checkpoint), checkpoint["float32.5x3"].numpy().sum() == {KINDS["float32.5x3"].sum().item()!r})
     print(checkpoint.verify() > 0, checkpoint["bfloat16.5x3"][1:].dtype, checkpoint.layout("bfloat16.5x3")[0].nbytes)
 """

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, init_device_mesh
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp as dcp
 from tests.exact import assert_same
 from tests.golden.dcp import contents
@@ -67,10 +67,10 @@ def test_the_files_are_those_that_the_version_wrote(version: str):
 @folders("dtensor-1d", "dtensor-2d")
 def test_dtensors_are_joined(folder: Path):
     full = contents.one_dimension() if folder.name == "dtensor-1d" else contents.two_dimensions()
-    found = hf.open(folder).load()
+    found = holdfast.open(folder).load()
     assert_same({key: found["model"][key] for key in full}, full)
     assert found["step"] == 12
-    for load in (lambda state: dcp.load(state, checkpoint_id=folder), lambda state: hf.load(state, folder)):
+    for load in (lambda state: dcp.load(state, checkpoint_id=folder), lambda state: holdfast.load(state, folder)):
         state = {"model": emptied(full), "step": 0}
         load(state)
         assert_same(state, {"model": full, "step": 12})
@@ -78,7 +78,7 @@ def test_dtensors_are_joined(folder: Path):
 
 def load_by_columns(folder: Path) -> dict[str, torch.Tensor]:
     full = {**contents.one_dimension(), **contents.two_dimensions()}
-    names = hf.open(folder).load("model.*")["model"]
+    names = holdfast.open(folder).load("model.*")["model"]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = {name: dtensor_of(emptied(full[name]), mesh, [Shard(full[name].ndim - 1)]) for name in names}
     dcp.load({"model": model}, checkpoint_id=folder)
@@ -95,7 +95,7 @@ def test_dtensors_are_loaded_by_three_ranks_in_another_layout(ranks: RankPool, f
 
 @folders("fsdp1", "fsdp2")
 def test_models_and_optimizers_of_fsdp_are_joined(folder: Path):
-    found = hf.open(folder).load()
+    found = holdfast.open(folder).load()
     assert_same({key: found["model"][key] for key in contents.MODEL_SHAPES}, contents.model())
     state = found["optim"]["state"]
     assert_same(
@@ -109,7 +109,7 @@ def test_models_and_optimizers_of_fsdp_are_joined(folder: Path):
 def test_a_model_and_its_optimizer_take_the_state_of_fsdp(folder: Path):
     model = contents.Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=1.0)
-    hf.load({"model": model, "optim": optimizer}, folder)
+    holdfast.load({"model": model, "optim": optimizer}, folder)
     assert_same(dict(model.state_dict()), contents.model())
     found = optimizer.state[model.up.bias]
     assert_same({kind: found[kind] for kind in contents.moments()["up.bias"]}, contents.moments()["up.bias"])
@@ -118,7 +118,7 @@ def test_a_model_and_its_optimizer_take_the_state_of_fsdp(folder: Path):
 
 @folders("one-process", "a-file-per-item", "zstd")
 def test_tensors_and_values_of_one_process(folder: Path):
-    found = hf.open(folder).load()
+    found = holdfast.open(folder).load()
     tensors = {key: tensor.detach() for key, tensor in contents.odd_tensors().items()}
     assert_same({key: found["tensors"][key].detach() for key in tensors}, tensors)
     state = {"tensors": emptied(tensors), "values": dict.fromkeys(contents.values())}
@@ -131,7 +131,7 @@ def test_tensors_and_values_of_one_process(folder: Path):
 
 @folders("own-keys")
 def test_keys_of_single_ranks(folder: Path):
-    found = hf.open(folder).load()
+    found = holdfast.open(folder).load()
     assert_same(found["shared"], contents.numbers(5))
     for rank in range(3):
         assert_same(found["own"][f"rank {rank}"], contents.own_of(rank)[f"rank {rank}"])
@@ -146,7 +146,7 @@ def test_checkpoints_without_collectives(folder: Path):
 
 @folders("hugging-face", "hugging-face-shards")
 def test_hugging_face_folders(folder: Path):
-    found = hf.open(folder).load()
+    found = holdfast.open(folder).load()
     assert_same({key: found[key] for key in contents.MODEL_SHAPES}, contents.model())
     state = emptied(contents.model())
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
@@ -155,5 +155,5 @@ def test_hugging_face_folders(folder: Path):
 
 @folders(*ALWAYS, *LATER)
 def test_they_are_intact(folder: Path):
-    report = hf.verify(folder)
+    report = holdfast.verify(folder)
     assert report.ok, report

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-import holdfast as hf
+import holdfast
 from holdfast._base.boxes import Box, cut
 from tests.dcp.cut_tensors import CutTensor
 from tests.torches import ALONE
@@ -27,7 +27,7 @@ def write(format_: str, state: Mapping[str, Any], folder: Path, *, most: int = 6
     """Save a state, cut into parts of ``most`` bytes where the format can."""
     path = folder / {"safetensors": "source.safetensors", "torch": "source.pt"}.get(format_, "source")
     if format_ == "native":
-        hf.save(state, path, max_file_size=most)
+        holdfast.save(state, path, max_file_size=most)
     elif format_ == "dcp":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -42,7 +42,7 @@ def write(format_: str, state: Mapping[str, Any], folder: Path, *, most: int = 6
 def read(target: str, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors and values by their keys."""
     if target == "native":
-        loaded = hf.open(path).load()
+        loaded = holdfast.open(path).load()
     elif target == "torch":
         loaded = torch.load(path, weights_only=True)
     elif target == "dcp":

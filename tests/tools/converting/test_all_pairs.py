@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import holdfast as hf
+import holdfast
 from holdfast._tools.converting import outgoing
 from tests.exact import assert_same
 from tests.formats.regions import random_tensor
@@ -81,7 +81,7 @@ def test_every_element_and_value_arrives(source: str, target: str, state: dict[s
         only_tensors = to == "safetensors" and bool(values_in(state))
         with in_small_pieces(piece):
             shards = {"max_shard_size": piece} if target == "safetensors folder" else {}
-            report = hf.convert(path, place, to=to, only_tensors=only_tensors, **shards)
+            report = holdfast.convert(path, place, to=to, only_tensors=only_tensors, **shards)
         found, found_values = read(target, place)
         expected = tensors_in(state)
         assert_same(dict(sorted(found.items())), dict(sorted(expected.items())))
@@ -101,5 +101,5 @@ def test_the_digest_is_that_of_the_content_in_every_format(state: dict[str, Any]
             path = write(source, state, Path(folder))
             for number, (to, name) in enumerate([("native", "n"), ("torch", "t"), ("safetensors", "s.safetensors")]):
                 place = Path(folder) / f"{source}-{number}-{name}"
-                digests.add(hf.convert(path, place, to=to, only_tensors=True, check=False).digest)
+                digests.add(holdfast.convert(path, place, to=to, only_tensors=True, check=False).digest)
         assert len(digests) == 1

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 
-import holdfast as hf
+import holdfast
 from holdfast._base.boxes import Box
 from tests.dcp.cut_tensors import CutTensor
 
@@ -31,7 +31,7 @@ CONVERTING = """
 
     import torch
 
-    import holdfast as hf
+    import holdfast
 
     def in_use(name):
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -40,13 +40,13 @@ CONVERTING = """
     def peak(source, target, to, budget):
         Path("/proc/self/clear_refs").write_text("5")
         before = in_use("VmRSS")
-        hf.convert(path + source, path + target, to=to, memory_budget=budget)
+        holdfast.convert(path + source, path + target, to=to, memory_budget=budget)
         print(target, in_use("VmHWM") - before)
 
     path = sys.argv[1] + "/"
     torch.save({"w": torch.ones(9, 9)}, path + "first.pt")
-    hf.convert(path + "first.pt", path + "first", to="dcp")
-    hf.convert(path + "first", path + "first again.pt", to="torch")
+    holdfast.convert(path + "first.pt", path + "first", to="dcp")
+    holdfast.convert(path + "first", path + "first again.pt", to="torch")
 """
 
 
@@ -104,13 +104,13 @@ def test_many_tensors_take_no_more_memory_than_their_objects(tmp_path: Path) -> 
 KILLED = """
     import os, signal, sys
 
-    import holdfast as hf
+    import holdfast
 
     def die_halfway(done, total):
         if done > total * float(sys.argv[4]):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    hf.convert(
+    holdfast.convert(
         sys.argv[1], sys.argv[2], to=sys.argv[3], overwrite=True, memory_budget=1 << 20, on_progress=die_halfway
     )
 """
@@ -123,18 +123,18 @@ def killed(folder: Path, to: str, when: float) -> None:
 
 
 def test_a_killed_conversion_leaves_nothing_under_the_final_name(tmp_path: Path) -> None:
-    hf.save({"w": torch.arange(1_000_000)}, tmp_path / "native")
+    holdfast.save({"w": torch.arange(1_000_000)}, tmp_path / "native")
 
     killed(tmp_path, "dcp", when=0.2)
 
     assert not (tmp_path / "out").exists()
-    hf.convert(tmp_path / "native", tmp_path / "out", to="dcp")
+    holdfast.convert(tmp_path / "native", tmp_path / "out", to="dcp")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["native", "out"]
-    assert torch.equal(hf.open(tmp_path / "out").load()["w"], torch.arange(1_000_000))
+    assert torch.equal(holdfast.open(tmp_path / "out").load()["w"], torch.arange(1_000_000))
 
 
 def test_a_killed_overwrite_leaves_the_old_result(tmp_path: Path) -> None:
-    hf.save({"w": torch.arange(1_000_000)}, tmp_path / "native")
+    holdfast.save({"w": torch.arange(1_000_000)}, tmp_path / "native")
     torch.save({"old": torch.ones(3)}, tmp_path / "out")
 
     killed(tmp_path, "torch", when=0.8)

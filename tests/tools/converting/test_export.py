@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import holdfast as hf
+import holdfast
 from holdfast._stores.file_sink import FileSink
 from holdfast.errors import StateMismatchError, UnknownKeyError
 from tests.exact import assert_same
@@ -30,7 +30,7 @@ class Net(torch.nn.Module):
 
 def save_training(path, tied=False):
     model = Net(tied)
-    hf.save({"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "step": 3}, path)
+    holdfast.save({"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "step": 3}, path)
     return model
 
 
@@ -46,20 +46,20 @@ def save_sharded(path):
         for dim in (0, 1)
         for key, tensor in {f"d{dim}.w": torch.randn(10, 7), f"d{dim}.b": torch.randn(5)}.items()
     }
-    hf.save({"model": state, "optim": {"lr": 0.1}}, path)
+    holdfast.save({"model": state, "optim": {"lr": 0.1}}, path)
     return {key: (value.full_tensor() if hasattr(value, "full_tensor") else value) for key, value in state.items()}
 
 
 def test_a_loader_takes_the_folder_with_every_weight(tmp_path):
     model = save_training(tmp_path / "saved")
-    report = hf.export(tmp_path / "saved", tmp_path / "hf", max_shard_size=300)
+    report = holdfast.export(tmp_path / "saved", tmp_path / "hf", max_shard_size=300)
 
     state = load_like_transformers(tmp_path / "hf")
     fresh = Net()
     fresh.load_state_dict(state, strict=True)
     assert_same(dict(fresh.state_dict()), dict(model.state_dict()))
     assert report.part == "model"
-    assert set(report.left_out) == {key for key in hf.open(tmp_path / "saved") if not key.startswith("model.")}
+    assert set(report.left_out) == {key for key in holdfast.open(tmp_path / "saved") if not key.startswith("model.")}
     sizes = [(tmp_path / "hf" / name).stat().st_size for name in report.files]
     assert len(sizes) > 3
     assert report.bytes_written == sum(sizes)
@@ -67,25 +67,25 @@ def test_a_loader_takes_the_folder_with_every_weight(tmp_path):
 
 def test_one_file_needs_no_index(tmp_path):
     save_training(tmp_path / "saved")
-    report = hf.export(tmp_path / "saved", tmp_path / "hf")
+    report = holdfast.export(tmp_path / "saved", tmp_path / "hf")
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["model.safetensors"] == list(report.files)
 
 
 def test_a_checkpoint_of_several_ranks_comes_together(ranks, tmp_path):
     expected = ranks(4).run(save_sharded, tmp_path / "saved")[0]
-    hf.export(tmp_path / "saved", tmp_path / "hf", max_shard_size="200B")
+    holdfast.export(tmp_path / "saved", tmp_path / "hf", max_shard_size="200B")
     assert_same(dict(sorted(load_like_transformers(tmp_path / "hf").items())), dict(sorted(expected.items())))
 
 
 def test_tied_weights_are_there_under_every_name_unless_the_original_has_one_only(tmp_path):
     save_training(tmp_path / "saved", tied=True)
-    hf.export(tmp_path / "saved", tmp_path / "both")
+    holdfast.export(tmp_path / "saved", tmp_path / "both")
     both = load_like_transformers(tmp_path / "both")
     assert torch.equal(both["head.weight"], both["embed.weight"])
 
     original = {key: tensor.contiguous() for key, tensor in both.items() if key != "head.weight"}
     save_file(original, tmp_path / "original.safetensors")
-    report = hf.export(tmp_path / "saved", tmp_path / "one", like=tmp_path / "original.safetensors")
+    report = holdfast.export(tmp_path / "saved", tmp_path / "one", like=tmp_path / "original.safetensors")
     assert load_like_transformers(tmp_path / "one").keys() == original.keys()
     assert "model.head.weight" in report.left_out
 
@@ -97,13 +97,13 @@ def test_a_model_that_differs_from_the_original_is_not_written(tmp_path):
     other["head.weight"] = other["head.weight"][:5].contiguous()
     save_file(other, tmp_path / "other.safetensors")
     with pytest.raises(StateMismatchError) as raised:
-        hf.export(tmp_path / "saved", tmp_path / "hf", like=tmp_path / "other.safetensors")
+        holdfast.export(tmp_path / "saved", tmp_path / "hf", like=tmp_path / "other.safetensors")
     assert raised.value.missing == ["extra"]
     assert raised.value.unexpected == ["norm.bias"]
     assert raised.value.shapes == {"head.weight": ((11, 6), (5, 6))}
     assert not (tmp_path / "hf").exists()
 
-    hf.export(tmp_path / "saved", tmp_path / "hf", like=tmp_path / "saved")
+    holdfast.export(tmp_path / "saved", tmp_path / "hf", like=tmp_path / "saved")
     assert (tmp_path / "hf").is_dir()
 
 
@@ -120,30 +120,30 @@ def test_a_model_that_differs_from_the_original_is_not_written(tmp_path):
 )
 def test_the_model_is_found_by_its_name_and_loses_what_wrappers_add(tmp_path, state, part):
     torch.save(state, tmp_path / "saved.pt")
-    report = hf.export(tmp_path / "saved.pt", tmp_path / "hf")
+    report = holdfast.export(tmp_path / "saved.pt", tmp_path / "hf")
     assert report.part == part
     assert_same(load_like_transformers(tmp_path / "hf"), {"w": torch.ones(2)})
 
 
 def test_names_that_begin_with_model_are_names_of_the_model_in_a_flat_file(tmp_path):
     save_file({"model.embed.weight": torch.ones(2), "lm_head.weight": torch.ones(3)}, tmp_path / "m.safetensors")
-    hf.export(tmp_path / "m.safetensors", tmp_path / "hf")
+    holdfast.export(tmp_path / "m.safetensors", tmp_path / "hf")
     assert load_like_transformers(tmp_path / "hf").keys() == {"model.embed.weight", "lm_head.weight"}
 
 
 def test_a_part_can_be_named_and_must_be_there(tmp_path):
-    hf.save({"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(2)}}, tmp_path / "saved")
-    hf.export(tmp_path / "saved", tmp_path / "hf", part="ema")
+    holdfast.save({"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(2)}}, tmp_path / "saved")
+    holdfast.export(tmp_path / "saved", tmp_path / "hf", part="ema")
     assert_same(load_like_transformers(tmp_path / "hf"), {"w": torch.zeros(2)})
     with pytest.raises(UnknownKeyError, match="ema"):
-        hf.export(tmp_path / "saved", tmp_path / "other", part="emma")
-    hf.export(tmp_path / "saved", tmp_path / "all", part="")
+        holdfast.export(tmp_path / "saved", tmp_path / "other", part="emma")
+    holdfast.export(tmp_path / "saved", tmp_path / "all", part="")
     assert load_like_transformers(tmp_path / "all").keys() == {"model.w", "ema.w"}
 
 
 def test_patterns_renames_and_casts_are_about_names_of_the_model(tmp_path):
     model = save_training(tmp_path / "saved")
-    report = hf.export(
+    report = holdfast.export(
         tmp_path / "saved",
         tmp_path / "hf",
         exclude="norm",
@@ -158,17 +158,17 @@ def test_patterns_renames_and_casts_are_about_names_of_the_model(tmp_path):
     assert found["transformer.h.0.weight"].dtype == torch.float32
     assert report.unused == {"cast": ["model.*"]}
     with pytest.raises(UnknownKeyError, match="its own names"):
-        hf.export(tmp_path / "saved", tmp_path / "other", include="model.layers")
+        holdfast.export(tmp_path / "saved", tmp_path / "other", include="model.layers")
 
 
 def test_files_are_put_beside_and_must_exist(tmp_path):
     save_training(tmp_path / "saved")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "net"}))
-    report = hf.export(tmp_path / "saved", tmp_path / "hf", files=[tmp_path / "config.json"])
+    report = holdfast.export(tmp_path / "saved", tmp_path / "hf", files=[tmp_path / "config.json"])
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == {"model_type": "net"}
     assert "config.json" in report.files
     with pytest.raises(FileNotFoundError):
-        hf.export(tmp_path / "saved", tmp_path / "other", files=[tmp_path / "tokenizer.json"])
+        holdfast.export(tmp_path / "saved", tmp_path / "other", files=[tmp_path / "tokenizer.json"])
 
 
 def test_files_never_take_the_place_of_weights_or_of_each_other(tmp_path):
@@ -178,7 +178,7 @@ def test_files_never_take_the_place_of_weights_or_of_each_other(tmp_path):
         (tmp_path / name).write_text("{}")
     for names in (["model.safetensors"], ["model.safetensors.index.json"], ["config.json", "a/config.json"]):
         with pytest.raises(ValueError, match="beside the weights"):
-            hf.export(tmp_path / "saved", tmp_path / "hf", files=[tmp_path / name for name in names], check=False)
+            holdfast.export(tmp_path / "saved", tmp_path / "hf", files=[tmp_path / name for name in names], check=False)
     assert not (tmp_path / "hf").exists()
 
 
@@ -188,7 +188,7 @@ def test_files_are_durable_before_the_folder_gets_its_name(tmp_path):
     synced = []
     finish = FileSink.finish
     with mock.patch.object(FileSink, "finish", lambda sink: (synced.append(Path(sink.path).name), finish(sink))):
-        hf.export(tmp_path / "saved", tmp_path / "hf", files=[tmp_path / "config.json"])
+        holdfast.export(tmp_path / "saved", tmp_path / "hf", files=[tmp_path / "config.json"])
     assert "config.json" in synced
 
 
@@ -196,20 +196,22 @@ def test_parts_of_a_model_may_be_called_almost_anything(tmp_path):
     names = ["resampler.proj.weight", "upscaler.w", "random_features.w", "downsampler.0.weight", "sampler.w", "rng.w"]
     state = {name: torch.ones(2) for name in [*names, "lm_head.weight", "scheduler.emb"]}
     save_file(state, tmp_path / "m.safetensors")
-    hf.export(tmp_path / "m.safetensors", tmp_path / "hf")
+    holdfast.export(tmp_path / "m.safetensors", tmp_path / "hf")
     assert load_like_transformers(tmp_path / "hf").keys() == state.keys()
 
     nested = {"resampler": {"w": torch.ones(2)}, "head": torch.ones(3), "upsampler": {"w": torch.ones(1)}}
     training = ["optimizer", "critic_optim", "optimizer_states", "lr_scheduler", "rng_state", "grad_scaler", "sampler"]
-    hf.save(nested | {name: {"x": torch.ones(4)} for name in training} | {"step": torch.ones(1)}, tmp_path / "saved")
-    report = hf.export(tmp_path / "saved", tmp_path / "nested")
+    holdfast.save(
+        nested | {name: {"x": torch.ones(4)} for name in training} | {"step": torch.ones(1)}, tmp_path / "saved"
+    )
+    report = holdfast.export(tmp_path / "saved", tmp_path / "nested")
     assert load_like_transformers(tmp_path / "nested").keys() == {"resampler.w", "head", "upsampler.w"}
     assert set(report.left_out) == {*(f"{name}.x" for name in training), "step"}
 
 
 def test_people_see_in_short_what_was_renamed_and_left_out(tmp_path):
     save_training(tmp_path / "saved")
-    report = hf.export(tmp_path / "saved", tmp_path / "hf", rename={"embed": "wte"}, exclude="layers")
+    report = holdfast.export(tmp_path / "saved", tmp_path / "hf", rename={"embed": "wte"}, exclude="layers")
     lines = str(report).splitlines()
     count = len(report.left_out)
     assert "  'model.' taken off 6 keys" in lines
@@ -222,4 +224,4 @@ def test_people_see_in_short_what_was_renamed_and_left_out(tmp_path):
 @pytest.mark.parametrize("size", ["much", "-1GB", 0, "0", 1.5])
 def test_sizes_that_make_no_sense_are_refused(tmp_path, size):
     with pytest.raises(ValueError, match="max_shard_size"):
-        hf.export(tmp_path, tmp_path / "hf", max_shard_size=size)
+        holdfast.export(tmp_path, tmp_path / "hf", max_shard_size=size)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-import holdfast as hf
+import holdfast
 from tests.tools.converting.formats import load_like_transformers
 
 MB = 1_000_000
@@ -51,7 +51,7 @@ def save_shards(path: Path, rows: int, columns: int, count: int) -> None:
         sizes[dim] //= world_size
         local = torch.full(sizes, float(number * 10 + rank))
         state[f"layers.{number}.weight"] = DTensor.from_local(local, mesh, [Shard(dim)])
-    hf.save({"model": state, "step": 1}, path)
+    holdfast.save({"model": state, "step": 1}, path)
 
 
 def assert_is_whole(folder: Path, rows: int, columns: int, count: int, ranks: int) -> None:
@@ -76,8 +76,8 @@ def fast_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_large_export_takes_hardly_more_memory_than_a_small_one(fast_disk: Path) -> None:
-    hf.save({"model": {"w": torch.ones(3)}}, fast_disk / "small")
-    hf.save({"model": {f"{n}.w": torch.full((3500, 3500), float(n)) for n in range(4)}}, fast_disk / "large")
+    holdfast.save({"model": {"w": torch.ones(3)}}, fast_disk / "small")
+    holdfast.save({"model": {f"{n}.w": torch.full((3500, 3500), float(n)) for n in range(4)}}, fast_disk / "large")
 
     small = peak_of_export(fast_disk / "small", fast_disk / "small-hf")
     large = peak_of_export(fast_disk / "large", fast_disk / "large-hf", "--max-shard-size", "120MB")

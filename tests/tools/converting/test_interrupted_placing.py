@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._tools.converting import placing
 from holdfast._tools.converting.work_folders import left_over, sweep
 from tests.tools.repairing.checkpoints import ended_by, in_a_process_that_is_killed
@@ -82,8 +82,8 @@ def die():
 
 @pytest.fixture
 def templates(tmp_path: Path) -> Path:
-    hf.save({"w": torch.arange(50), "v": torch.ones(3)}, tmp_path / "templates/source")
-    hf.convert(tmp_path / "templates/source", tmp_path / "templates/model", to="native", include="v")
+    holdfast.save({"w": torch.arange(50), "v": torch.ones(3)}, tmp_path / "templates/source")
+    holdfast.convert(tmp_path / "templates/source", tmp_path / "templates/model", to="native", include="v")
     (tmp_path / "templates/model/config.json").write_text("{}")
     return tmp_path / "templates"
 
@@ -93,11 +93,11 @@ def assert_old_or_new(place: Path) -> None:
     final = place / "model"
     if not final.exists():
         sweep(final)
-    assert list(hf.open(final)) in BOTH
-    assert hf.verify(final).ok
+    assert list(holdfast.open(final)) in BOTH
+    assert holdfast.verify(final).ok
     assert (final / "config.json").read_text() == "{}"
-    hf.convert(place / "source", final, to="native", overwrite=True)
-    assert list(hf.open(final)) == BOTH[1]
+    holdfast.convert(place / "source", final, to="native", overwrite=True)
+    assert list(holdfast.open(final)) == BOTH[1]
     assert (final / "config.json").read_text() == "{}"
 
 
@@ -108,7 +108,7 @@ def test_an_interrupt_at_any_call_to_the_system_leaves_the_old_result_or_the_new
         strike = Strike(number, interrupt)
         # shutil closes a descriptor twice if it is interrupted right after it has closed it
         with suppress(KeyboardInterrupt, OSError), names_that_cannot_be_exchanged(), profiled(strike):
-            hf.convert(place / "source", place / "model", to="native", overwrite=True)
+            holdfast.convert(place / "source", place / "model", to="native", overwrite=True)
         if strike.left >= 0:
             break
         assert_old_or_new(place)
@@ -123,7 +123,7 @@ def test_a_kill_at_any_call_to_the_system_leaves_the_old_result_or_the_new_one(t
 
         def convert(place=place, number=number):
             with names_that_cannot_be_exchanged(), profiled(Strike(number, die)):
-                hf.convert(place / "source", place / "model", to="native", overwrite=True)
+                holdfast.convert(place / "source", place / "model", to="native", overwrite=True)
 
         was_killed = ended_by(convert) == signal.SIGKILL
         assert_old_or_new(place)
@@ -142,12 +142,12 @@ def test_a_checkpoint_that_replaces_itself_can_be_converted_again_after_a_kill(t
             names_that_cannot_be_exchanged(),
             mock.patch.object(placing.os, "rename", side_effect=_rename_and_die(os.rename)),
         ):
-            hf.convert(final, final, to="dcp", overwrite=True)
+            holdfast.convert(final, final, to="dcp", overwrite=True)
 
     in_a_process_that_is_killed(convert)
     assert not final.exists()
-    hf.convert(final, final, to="dcp", overwrite=True)
-    assert hf.open(final).format == "dcp"
+    holdfast.convert(final, final, to="dcp", overwrite=True)
+    assert holdfast.open(final).format == "dcp"
     assert left_over(templates) == []
 
 
@@ -168,10 +168,10 @@ def test_what_was_replaced_does_not_come_back_after_its_successor_was_removed(te
             names_that_cannot_be_exchanged(),
             mock.patch("shutil.rmtree", side_effect=lambda *_, **__: die()),
         ):
-            hf.convert(templates / "source", final, to="native", overwrite=True)
+            holdfast.convert(templates / "source", final, to="native", overwrite=True)
 
     in_a_process_that_is_killed(convert)
-    assert list(hf.open(final)) == BOTH[1]
+    assert list(holdfast.open(final)) == BOTH[1]
     shutil.rmtree(final)
     sweep(final)
     assert not final.exists()
@@ -188,7 +188,7 @@ def test_copies_of_files_beside_a_checkpoint_are_durable_before_the_originals_go
 
     monkeypatch.setattr(os, "fsync", noting)
     monkeypatch.setattr(os, "link", mock.Mock(side_effect=PermissionError(1, "no links here")))
-    hf.convert(templates / "source", final, to="native", overwrite=True)
+    holdfast.convert(templates / "source", final, to="native", overwrite=True)
     assert (final / "config.json").stat().st_ino in synced
 
 
@@ -199,25 +199,25 @@ def test_what_a_killed_conversion_left_never_gets_the_name_whatever_that_is(temp
 
     def convert():
         with mock.patch("holdfast._tools.converting.convert.prove", side_effect=lambda *_: die()):
-            hf.convert(templates / "source", final, to=to)
+            holdfast.convert(templates / "source", final, to=to)
 
     in_a_process_that_is_killed(convert)
     assert not final.exists()
     assert len(left_over(tmp_path / "x")) == 1
     assert len(sweep(final)) == 1
     assert list((tmp_path / "x").iterdir()) == []
-    hf.convert(templates / "source", final, to=to)
-    assert list(hf.open(final)) == BOTH[1]
+    holdfast.convert(templates / "source", final, to=to)
+    assert list(holdfast.open(final)) == BOTH[1]
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_results_of_any_name_are_no_left_over_of_another(templates, tmp_path, name):
     """Not even if a folder that somebody keeps checkpoints in has the name of a work folder."""
     place = tmp_path / ".x.holdfast-fedcba9876543210.partial"
-    hf.convert(templates / "source", place / name, to="native")
-    hf.convert(templates / "source", tmp_path / name, to="native")
-    hf.convert(templates / "source", tmp_path / "x", to="native")
+    holdfast.convert(templates / "source", place / name, to="native")
+    holdfast.convert(templates / "source", tmp_path / name, to="native")
+    holdfast.convert(templates / "source", tmp_path / "x", to="native")
     sweep(tmp_path / "x")
-    hf.repair(tmp_path, apply=True, sweep=True)
+    holdfast.repair(tmp_path, apply=True, sweep=True)
     for kept in (place / name, tmp_path / name, tmp_path / "x"):
-        assert list(hf.open(kept)) == BOTH[1]
+        assert list(holdfast.open(kept)) == BOTH[1]

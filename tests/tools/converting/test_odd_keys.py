@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 
-import holdfast as hf
+import holdfast
 from holdfast.errors import UnsupportedTensorError, UnsupportedValueError
 from tests.exact import assert_same
 
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:T
 @pytest.mark.parametrize("key", ODD, ids=ascii)
 def test_dcp_holds_any_text_as_a_key_whatever_is_below_it(tmp_path: Path, key: str) -> None:
     state = {key: {0: torch.ones(2), "steps": {1: 5}, "list": [torch.zeros(1)], 1.5: "x"}, "other": 3}
-    hf.save(state, tmp_path / "native")
-    report = hf.convert(tmp_path / "native", tmp_path / "dcp", to="dcp")
+    holdfast.save(state, tmp_path / "native")
+    report = holdfast.convert(tmp_path / "native", tmp_path / "dcp", to="dcp")
     found = {key: {"0": torch.ones(2), "steps": {"1": 5}, "list": [torch.zeros(1)], "1.5": "x"}, "other": 3}
-    assert_same(hf.open(tmp_path / "dcp").load(), found)
+    assert_same(holdfast.open(tmp_path / "dcp").load(), found)
     assert report
     loaded: dict[str, Any] = {key: {"0": torch.zeros(2)}}
     stock.load(loaded, checkpoint_id=tmp_path / "dcp")
@@ -34,40 +34,40 @@ def test_dcp_holds_any_text_as_a_key_whatever_is_below_it(tmp_path: Path, key: s
 @pytest.mark.parametrize("key", ["", "[a", "[0]", "a\0b"], ids=ascii)
 @pytest.mark.parametrize("rename", [None, lambda key: key], ids=["as it is", "by a function that keeps it"])
 def test_safetensors_hold_any_valid_text_as_a_name_and_the_empty_one_too(tmp_path: Path, key: str, rename: Any) -> None:
-    hf.save({key: torch.ones(2)}, tmp_path / "native")
-    hf.convert(tmp_path / "native", tmp_path / "x.safetensors", to="safetensors", rename=rename)
-    assert_same(hf.open(tmp_path / "x.safetensors").load(), {key: torch.ones(2)})
-    hf.convert(tmp_path / "x.safetensors", tmp_path / "again", to="native", rename=rename)
-    assert_same(hf.open(tmp_path / "again").load(), {key: torch.ones(2)})
+    holdfast.save({key: torch.ones(2)}, tmp_path / "native")
+    holdfast.convert(tmp_path / "native", tmp_path / "x.safetensors", to="safetensors", rename=rename)
+    assert_same(holdfast.open(tmp_path / "x.safetensors").load(), {key: torch.ones(2)})
+    holdfast.convert(tmp_path / "x.safetensors", tmp_path / "again", to="native", rename=rename)
+    assert_same(holdfast.open(tmp_path / "again").load(), {key: torch.ones(2)})
 
 
 @pytest.mark.parametrize("to", ["safetensors", "native"])
 def test_a_rename_to_nothing_is_refused_and_called_so(tmp_path: Path, to: str) -> None:
-    hf.save({"a": torch.ones(2)}, tmp_path / "saved")
+    holdfast.save({"a": torch.ones(2)}, tmp_path / "saved")
     with pytest.raises(TypeError, match="rename gives 'a' an empty"):
-        hf.convert(tmp_path / "saved", tmp_path / "x", to=to, rename=lambda key: "")
+        holdfast.convert(tmp_path / "saved", tmp_path / "x", to=to, rename=lambda key: "")
 
 
 @pytest.mark.parametrize("key", ["a\ud800", "__metadata__"], ids=ascii)
 def test_a_name_that_safetensors_cannot_hold_is_refused_and_the_advice_works(tmp_path: Path, key: str) -> None:
-    hf.save({key: torch.ones(2)}, tmp_path / "native")
+    holdfast.save({key: torch.ones(2)}, tmp_path / "native")
     with pytest.raises(UnsupportedTensorError, match=r"rename it\nOr exclude") as caught:
-        hf.convert(tmp_path / "native", tmp_path / "x.safetensors", to="safetensors")
+        holdfast.convert(tmp_path / "native", tmp_path / "x.safetensors", to="safetensors")
     assert caught.value.key == key
     assert f"'{key}'" in str(caught.value)
-    hf.convert(tmp_path / "native", tmp_path / "x.safetensors", to="safetensors", rename={key: "b"})
-    assert_same(hf.open(tmp_path / "x.safetensors").load(), {"b": torch.ones(2)})
+    holdfast.convert(tmp_path / "native", tmp_path / "x.safetensors", to="safetensors", rename={key: "b"})
+    assert_same(holdfast.open(tmp_path / "x.safetensors").load(), {"b": torch.ones(2)})
 
 
 @pytest.mark.parametrize("key", ["a", "[a", "a\ud800"], ids=ascii)
 @pytest.mark.parametrize("inner", [{"b.c": 1, "b": {"c": 2}}, {1: 1, "1": 2}], ids=str)
 def test_keys_that_dcp_cannot_tell_apart_are_named_as_rename_takes_them(tmp_path: Path, key: str, inner: Any) -> None:
-    hf.save({key: inner}, tmp_path / "native")
+    holdfast.save({key: inner}, tmp_path / "native")
     with pytest.raises(UnsupportedValueError, match="Rename one of each") as caught:
-        hf.convert(tmp_path / "native", tmp_path / "dcp", to="dcp")
+        holdfast.convert(tmp_path / "native", tmp_path / "dcp", to="dcp")
     (named,) = re.findall(r"is the key of '(.*)' and of '.*'\n", str(caught.value))
-    hf.convert(tmp_path / "native", tmp_path / "dcp", to="dcp", rename={named: "moved"})
-    assert hf.open(tmp_path / "dcp")["moved"] == 1
+    holdfast.convert(tmp_path / "native", tmp_path / "dcp", to="dcp", rename={named: "moved"})
+    assert holdfast.open(tmp_path / "dcp")["moved"] == 1
 
 
 NAN, ANOTHER = float("nan"), float("nan")
@@ -78,15 +78,15 @@ NAN, ANOTHER = float("nan"), float("nan")
 )
 def test_two_keys_that_would_be_stored_as_one_are_refused(tmp_path: Path, held: Any) -> None:
     with pytest.raises(UnsupportedValueError, match="one of the two values would be lost") as caught:
-        hf.save({"before": 1, "d": held}, tmp_path / "native")
+        holdfast.save({"before": 1, "d": held}, tmp_path / "native")
     assert caught.value.key.startswith('["d"]')
     assert len(caught.value.keys) == 1
     assert not (tmp_path / "native").exists()
 
 
 def test_one_nan_is_a_key_like_any_other(tmp_path: Path) -> None:
-    hf.save({"d": {NAN: torch.ones(2), 1.5: 2}, "set": {NAN, ANOTHER}}, tmp_path / "native")
-    found = hf.open(tmp_path / "native").load()
+    holdfast.save({"d": {NAN: torch.ones(2), 1.5: 2}, "set": {NAN, ANOTHER}}, tmp_path / "native")
+    found = holdfast.open(tmp_path / "native").load()
     assert [key != key for key in found["d"]] == [True, False]
     assert len(found["set"]) == 2
 
@@ -94,8 +94,8 @@ def test_one_nan_is_a_key_like_any_other(tmp_path: Path) -> None:
 def test_a_torch_file_with_two_nans_as_keys_of_tensors_is_refused_and_not_mixed_up(tmp_path: Path) -> None:
     torch.save({"d": {NAN: torch.ones(2), ANOTHER: torch.zeros(2)}}, tmp_path / "x.pt")
     with pytest.raises(UnsupportedValueError, match="cannot be told apart") as caught:
-        hf.open(tmp_path / "x.pt")
+        holdfast.open(tmp_path / "x.pt")
     assert str(tmp_path / "x.pt") in str(caught.value)
     tied = torch.ones(2)
     torch.save({"d": {NAN: tied, ANOTHER: tied}}, tmp_path / "tied.pt")
-    assert [value.tolist() for value in hf.open(tmp_path / "tied.pt").load()["d"].values()] == [[1, 1]] * 2
+    assert [value.tolist() for value in holdfast.open(tmp_path / "tied.pt").load()["d"].values()] == [[1, 1]] * 2

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as npst
 from safetensors.torch import save_file
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.refs import TensorRef
@@ -29,7 +29,7 @@ from tests.rank_pool import RankPool
 
 
 def saved(path: Path, state: dict[str, Any]) -> Path:
-    hf.save(state, path)
+    holdfast.save(state, path)
     return path
 
 
@@ -163,7 +163,7 @@ def test_a_checkpoint_equals_itself_in_every_format(tmp_path: Path) -> None:
 def test_opened_checkpoints_patterns_and_new_names(tmp_path: Path) -> None:
     a = saved(tmp_path / "a", {"model": {"w": torch.ones(3)}, "opt": torch.ones(2)})
     b = saved(tmp_path / "b", {"net": {"w": torch.ones(3)}, "opt": torch.zeros(2)})
-    with hf.open(a) as first, hf.open(b) as second:
+    with holdfast.open(a) as first, holdfast.open(b) as second:
         assert diff(first, second, rename={"model": "net"}, exclude="opt").ok
         assert list(diff(first, second, include="opt").changed_tensors) == ["opt"]
         assert first["opt"][0] == 1  # still open
@@ -215,7 +215,7 @@ def save_sharded(path: Path, dim: int, extra: float) -> None:
     mesh = init_device_mesh("cpu", (2,))
     tensor = torch.arange(80, dtype=torch.float32).reshape(8, 10)
     tensor[7, 9] += extra
-    hf.save({"w": distribute_tensor(tensor, mesh, [Shard(dim)])}, path)
+    holdfast.save({"w": distribute_tensor(tensor, mesh, [Shard(dim)])}, path)
 
 
 def test_layouts_make_no_difference(ranks: RankPool, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-import holdfast as hf
+import holdfast
 from holdfast._tools.inspecting.explain import explain
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, StateMismatchError
 from tests.rank_pool import RankPool
@@ -73,13 +73,13 @@ def test_the_answer_is_what_load_does(data: st.DataObject, arguments: dict[str, 
     target = data.draw(changed(stored))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            hf.save(stored, f"{folder}/c")
+            holdfast.save(stored, f"{folder}/c")
         except HoldfastError:
             return  # not every state can be saved
         before = _as_text(target)
         answer, refusal = _outcome(lambda: explain(f"{folder}/c", target, **arguments))
         assert _as_text(target) == before  # nothing was changed
-        report, error = _outcome(lambda: hf.load(target, f"{folder}/c", **arguments))
+        report, error = _outcome(lambda: holdfast.load(target, f"{folder}/c", **arguments))
 
     if answer is None:  # it is the caller who asks for what cannot be
         assert type(refusal) is type(error)
@@ -112,7 +112,7 @@ def test_models_and_optimizers_are_explained_and_left_alone(tmp_path: Path) -> N
         optimizer.step()
         return {"model": model, "optim": optimizer, "step": 1}
 
-    hf.save(made(3), tmp_path / "c")
+    holdfast.save(made(3), tmp_path / "c")
     fits, other = made(3), made(5)
     before = [copy.deepcopy(state["model"].state_dict()) for state in (fits, other)]
     fresh = torch.optim.AdamW(fits["model"].parameters())
@@ -124,7 +124,7 @@ def test_models_and_optimizers_are_explained_and_left_alone(tmp_path: Path) -> N
     assert not answer.ok
     assert answer.shapes["model.0.weight"] == ((3, 4), (5, 4))
     with pytest.raises(StateMismatchError) as caught:
-        hf.load(other, tmp_path / "c")
+        holdfast.load(other, tmp_path / "c")
     assert answer.refusal == str(caught.value)
     for state, old in zip((fits, other), before, strict=True):
         assert all(torch.equal(value, old[key]) for key, value in state["model"].state_dict().items())
@@ -132,7 +132,7 @@ def test_models_and_optimizers_are_explained_and_left_alone(tmp_path: Path) -> N
 
 
 def test_a_part_of_a_checkpoint_loads_and_the_rest_is_named(tmp_path: Path) -> None:
-    hf.save({"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}, "step": 1}, tmp_path / "c")
+    holdfast.save({"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}, "step": 1}, tmp_path / "c")
 
     answer = explain(tmp_path / "c", {"model": {"w": torch.zeros(2)}})
 
@@ -147,7 +147,7 @@ def test_a_part_of_a_checkpoint_loads_and_the_rest_is_named(tmp_path: Path) -> N
 def test_a_checkpoint_would_load_into_one_like_itself_in_any_format(tmp_path: Path) -> None:
     tensors = {"model.a": torch.randn(7, 3), "model.h": torch.ones(3, dtype=torch.bfloat16), "model.e": torch.empty(0)}
     nested = {"model": {key.removeprefix("model."): value for key, value in tensors.items()}}
-    hf.save(nested, tmp_path / "native")
+    holdfast.save(nested, tmp_path / "native")
     save_file(tensors, tmp_path / "m.safetensors")
     torch.save(nested, tmp_path / "m.pt")
     places = [tmp_path / "native", tmp_path / "m.safetensors", tmp_path / "m.pt"]
@@ -155,30 +155,34 @@ def test_a_checkpoint_would_load_into_one_like_itself_in_any_format(tmp_path: Pa
     for place in places:
         for other in places:
             assert explain(place, other).ok, (place, other)
-    with hf.open(places[0]) as checkpoint:
+    with holdfast.open(places[0]) as checkpoint:
         assert explain(checkpoint, checkpoint).target == str(places[0])
 
 
 def test_targets_may_be_far_larger_than_the_memory(tmp_path: Path) -> None:
     small = torch.zeros(1).expand(1 << 20, 3)
-    hf.save({"w": small[:4].clone(), "n": torch.arange(3).numpy(), "tied": [small[:1].clone()] * 2}, tmp_path / "a")
+    holdfast.save(
+        {"w": small[:4].clone(), "n": torch.arange(3).numpy(), "tied": [small[:1].clone()] * 2}, tmp_path / "a"
+    )
     answer = explain(tmp_path / "a", _Claims(tmp_path / "a", {"w": (1 << 28, 1 << 8)}))  # 256 GiB
 
     assert answer.shapes == {"w": ((4, 3), (1 << 28, 1 << 8))}
     assert not answer.missing
 
 
-class _Claims(hf.Checkpoint):
+class _Claims(holdfast.Checkpoint):
     """A checkpoint with tensors that are said to be larger than they are."""
 
     def __init__(self, path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-        super().__init__(hf.open(path).source)
+        super().__init__(holdfast.open(path).source)
         for key, shape in shapes.items():
             self.source.tree[key] = replace(self.source.tree[key], shape=shape)
 
 
 def save_per_rank(path: Path) -> None:
-    hf.save({"own": hf.PerRank({"t": torch.ones(2), "n": torch.distributed.get_rank()}), "w": torch.ones(3)}, path)
+    holdfast.save(
+        {"own": holdfast.PerRank({"t": torch.ones(2), "n": torch.distributed.get_rank()}), "w": torch.ones(3)}, path
+    )
 
 
 def test_what_every_rank_has_its_own_of_fits_whatever_the_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
@@ -190,7 +194,7 @@ def test_what_every_rank_has_its_own_of_fits_whatever_the_number_of_ranks(ranks:
 
 
 def explain_on_ranks(path: Path) -> tuple[bool, bool]:
-    fits = explain(path, {"own": hf.PerRank({"t": torch.zeros(2), "n": 0}), "w": torch.ones(3)}).ok
+    fits = explain(path, {"own": holdfast.PerRank({"t": torch.zeros(2), "n": 0}), "w": torch.ones(3)}).ok
     return fits, explain(path, {"w": torch.ones(4)}).ok if torch.distributed.get_rank() == 0 else False
 
 
@@ -201,7 +205,7 @@ def test_ranks_ask_for_themselves(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
-    hf.save({"w": torch.ones(2)}, tmp_path / "c")
+    holdfast.save({"w": torch.ones(2)}, tmp_path / "c")
     with pytest.raises(CheckpointNotFoundError):
         explain(tmp_path / "nothing", {})
     with pytest.raises(CheckpointNotFoundError):
@@ -238,11 +242,11 @@ def test_changed_prefixes_are_found_and_help(stored: str, wanted: str, rename: d
     assert answer.hints[0].startswith(f"rename={rename!r} gives 7 missing keys what they need")
     assert "then it would load" in answer.hints[0]
     assert explain(tmp_path / "m.safetensors", state, rename=rename).ok
-    hf.load(state, tmp_path / "m.safetensors", rename=rename)
+    holdfast.load(state, tmp_path / "m.safetensors", rename=rename)
 
 
 def test_casts_and_renames_are_tried_together(tmp_path: Path) -> None:
-    hf.save({"model": layers("old.")}, tmp_path / "c")
+    holdfast.save({"model": layers("old.")}, tmp_path / "c")
     state = {"model": {key: tensor.bfloat16() for key, tensor in layers("new.").items()}}
 
     answer = explain(tmp_path / "c", state)
@@ -254,7 +258,7 @@ def test_casts_and_renames_are_tried_together(tmp_path: Path) -> None:
 
 
 def test_shapes_that_are_turned_or_cut_are_told(tmp_path: Path) -> None:
-    hf.save(
+    holdfast.save(
         {"a": torch.ones(2, 3), "b": torch.ones(2, 3, 4), "c": torch.ones(6, 2), "d": torch.ones(9, 2)}, tmp_path / "c"
     )
     state = {"a": torch.ones(3, 2), "b": torch.ones(4, 2, 3), "c": torch.ones(3, 4), "d": torch.ones(7, 2)}
@@ -271,7 +275,7 @@ def test_shapes_that_are_turned_or_cut_are_told(tmp_path: Path) -> None:
 
 
 def test_hints_that_do_not_help_are_not_given(tmp_path: Path) -> None:
-    hf.save({"a": torch.ones(2), "b": torch.ones(math.prod((2, 2)))}, tmp_path / "c")
+    holdfast.save({"a": torch.ones(2), "b": torch.ones(math.prod((2, 2)))}, tmp_path / "c")
 
     assert explain(tmp_path / "c", {"x": {"y": torch.ones(5)}}).hints == ()
     assert explain(tmp_path / "c", {"a": torch.ones(2), "q": torch.ones(3)}).hints == ()

@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as stock
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-import holdfast as hf
+import holdfast
 from holdfast._tools.inspecting.verify import verify
 from holdfast.errors import HoldfastError, StateMismatchError
+from tests.sharding import sharded
 from tests.torches import ALONE
 
 SAMPLE = 37
@@ -42,10 +40,9 @@ def template() -> dict[str, Any]:
 
 def save_in_shards(path: Path) -> None:
     """On two ranks: tensors in two chunks each, and one that is stored by one rank alone."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     saved = state()
     for key in ("w", "e"):
-        saved["model"][key] = distribute_tensor(saved["model"][key], mesh, [Shard(0)])
+        saved["model"][key] = sharded(saved["model"][key])
     stock.save(saved, checkpoint_id=path)
 
 
@@ -60,7 +57,7 @@ def is_same(one: Any, other: Any) -> bool:
 def outcome_of_load(path: Path) -> str:
     loaded = template()
     try:
-        hf.load(loaded, path)
+        holdfast.load(loaded, path)
     except StateMismatchError as error:
         # The path of such a key is nothing but its name, so that nothing is left that tells what it was.
         is_renamed = error.missing and set(error.missing) <= {"step", "lr"}

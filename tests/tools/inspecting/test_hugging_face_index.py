@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp
 from holdfast._tools.inspecting.verify import verify
 from holdfast._tools.repairing.repair import repair
@@ -128,8 +128,8 @@ def test_a_sum_that_holdfast_has_written_is_exact(tmp_path: Path) -> None:
 
 
 def test_what_convert_writes_has_a_sum_that_agrees(tmp_path: Path) -> None:
-    hf.save({"a": torch.ones(5), "b": torch.ones(3, dtype=torch.bfloat16), "t": torch.ones(())}, tmp_path / "c")
-    hf.convert(tmp_path / "c", tmp_path / "model", to="safetensors", max_shard_size=20)
+    holdfast.save({"a": torch.ones(5), "b": torch.ones(3, dtype=torch.bfloat16), "t": torch.ones(())}, tmp_path / "c")
+    holdfast.convert(tmp_path / "c", tmp_path / "model", to="safetensors", max_shard_size=20)
     assert (tmp_path / "model" / INDEX).exists()
     report = verify(tmp_path / "model")
     assert (report.ok, report.doubts) == (True, ())

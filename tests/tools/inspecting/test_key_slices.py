@@ -10,17 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast as hf
+import holdfast
 from holdfast._tools.inspecting.elements import parse_key_slice, parsed
 
 ARRAY = np.arange(5 * 6 * 7).reshape(5, 6, 7)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> hf.Checkpoint:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> holdfast.Checkpoint:
     path = tmp_path_factory.mktemp("slices") / "c"
-    hf.save({"model": {"w": torch.from_numpy(ARRAY)}}, path)
-    return hf.open(path)
+    holdfast.save({"model": {"w": torch.from_numpy(ARRAY)}}, path)
+    return holdfast.open(path)
 
 
 numbers = st.integers(-8, 8)
@@ -46,7 +46,7 @@ def _written(start: int | None, stop: int | None, step: int | None) -> str:
 
 @given(text=slices())
 @settings(max_examples=200, deadline=None)
-def test_parts_are_those_of_numpy(checkpoint: hf.Checkpoint, text: str) -> None:
+def test_parts_are_those_of_numpy(checkpoint: holdfast.Checkpoint, text: str) -> None:
     key, part = parse_key_slice(f"model.w[{text}]", checkpoint)
     assert key == "model.w"
     python: Any = eval(f"np.s_[{text}]", {"np": np})  # noqa: S307 - made above

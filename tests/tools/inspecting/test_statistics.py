@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from safetensors.torch import save_file
 
-import holdfast as hf
+import holdfast
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.refs import TensorRef
 from holdfast._tools.inspecting.numbers import are_numbers
@@ -70,9 +70,9 @@ def test_every_dtype_is_counted_as_torch_sees_it(dtype: torch.dtype, tmp_path: P
     else:
         info = torch.iinfo(dtype)
         tensor = torch.tensor([info.min, info.max, 0, 3], dtype=dtype)
-    hf.save({"w": tensor}, tmp_path / "c")
+    holdfast.save({"w": tensor}, tmp_path / "c")
 
-    found = hf.open(tmp_path / "c").statistics("w")
+    found = holdfast.open(tmp_path / "c").statistics("w")
 
     wide = tensor.to(torch.float64).numpy() if dtype != torch.uint64 else tensor.numpy().astype(np.float64)
     agree(found, expected(wide.reshape(-1)) | {"minimum": found.minimum, "maximum": found.maximum})
@@ -115,8 +115,8 @@ def test_histograms_are_those_of_numpy(
     values: np.ndarray[Any, Any], bins: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("histograms") / "c"
-    hf.save({"w": values}, path)
-    found = hf.open(path).statistics("w", bins=bins)
+    holdfast.save({"w": values}, path)
+    found = holdfast.open(path).statistics("w", bins=bins)
 
     if not found.edges:
         assert values.min() != values.max()  # so near to each other that there is nothing in between
@@ -128,10 +128,10 @@ def test_histograms_are_those_of_numpy(
 def test_tensors_larger_than_the_budget_are_counted_in_parts(tmp_path: Path) -> None:
     tensor = torch.randn(700, 1000, dtype=torch.float64)
     tensor[3, 5] = math.inf
-    hf.save({"w": tensor, "v": tensor[:1]}, tmp_path / "c")
+    holdfast.save({"w": tensor, "v": tensor[:1]}, tmp_path / "c")
     seen: list[tuple[int, int]] = []
 
-    found = hf.open(tmp_path / "c").statistics(
+    found = holdfast.open(tmp_path / "c").statistics(
         "w", memory_budget=1 << 18, on_progress=lambda done, total: seen.append((done, total))
     )
 
@@ -145,8 +145,10 @@ def test_tensors_larger_than_the_budget_are_counted_in_parts(tmp_path: Path) -> 
 
 def test_patterns_take_tensors_together_and_tied_ones_once(tmp_path: Path) -> None:
     shared = torch.ones(5)
-    hf.save({"a": {"x": shared, "y": shared, "z": torch.zeros(3)}, "b": torch.full((2,), 9.0), "s": 3}, tmp_path / "c")
-    checkpoint = hf.open(tmp_path / "c")
+    holdfast.save(
+        {"a": {"x": shared, "y": shared, "z": torch.zeros(3)}, "b": torch.full((2,), 9.0), "s": 3}, tmp_path / "c"
+    )
+    checkpoint = holdfast.open(tmp_path / "c")
 
     assert checkpoint.statistics("a.*").count == 8
     assert checkpoint.statistics("a").count == 8
@@ -161,19 +163,19 @@ def test_patterns_take_tensors_together_and_tied_ones_once(tmp_path: Path) -> No
 
 def test_complex_numbers_are_counted_by_their_magnitude(tmp_path: Path) -> None:
     tensor = torch.tensor([3 + 4j, 0, complex(math.nan, math.inf), complex(0, math.inf)])
-    hf.save({"w": tensor, "h": tensor.to(torch.complex32)}, tmp_path / "c")
+    holdfast.save({"w": tensor, "h": tensor.to(torch.complex32)}, tmp_path / "c")
 
     for key in "wh":
-        found = hf.open(tmp_path / "c").statistics(key)
+        found = holdfast.open(tmp_path / "c").statistics(key)
         assert (found.minimum, found.maximum, found.norm) == (0, 5, 5)
         assert (found.nan, found.inf, found.zeros, found.finite) == (1, 1, 1, 2)
 
 
 def test_bits_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
-    hf.save({"w": np.zeros(3, dtype=[("a", "<i4"), ("b", "<f4")])}, tmp_path / "c")
+    holdfast.save({"w": np.zeros(3, dtype=[("a", "<i4"), ("b", "<f4")])}, tmp_path / "c")
 
     with pytest.raises(UnsupportedTensorError, match="'w' has elements of"):
-        hf.open(tmp_path / "c").statistics()
+        holdfast.open(tmp_path / "c").statistics()
     assert not are_numbers(TensorRef("w", dtype_named("float4_e2m1fn_x2"), (3,)))
 
 
@@ -182,12 +184,12 @@ def test_other_formats_and_no_torch(tmp_path: Path) -> None:
     save_file({"w": tensor}, tmp_path / "w.safetensors")
     torch.save({"w": tensor}, tmp_path / "w.pt")
     wanted = expected(tensor.to(torch.float64).numpy().reshape(-1))
-    agree(hf.open(tmp_path / "w.pt").statistics("w"), wanted)
+    agree(holdfast.open(tmp_path / "w.pt").statistics("w"), wanted)
     program = f"""
 import sys
 sys.modules["torch"] = None
-import holdfast as hf
-print(hf.open({str(tmp_path / "w.safetensors")!r}).statistics("w").norm)
+import holdfast
+print(holdfast.open({str(tmp_path / "w.safetensors")!r}).statistics("w").norm)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert math.isclose(float(ran.stdout), wanted["norm"], rel_tol=1e-12), ran.stderr
@@ -196,29 +198,31 @@ print(hf.open({str(tmp_path / "w.safetensors")!r}).statistics("w").norm)
 @pytest.mark.parametrize("scale", [1e300, 1e-200])
 def test_squares_that_are_too_large_or_too_small_make_no_difference(scale: float, tmp_path: Path) -> None:
     numbers = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    hf.save({"w": numbers * scale, "c": torch.complex(numbers, numbers) * scale}, tmp_path / "c")
+    holdfast.save({"w": numbers * scale, "c": torch.complex(numbers, numbers) * scale}, tmp_path / "c")
 
-    found = hf.open(tmp_path / "c").statistics("w")
+    found = holdfast.open(tmp_path / "c").statistics("w")
     assert found.norm == pytest.approx(numbers.norm().item() * scale)
     assert found.std == pytest.approx(numbers.std(correction=0).item() * scale)
-    assert hf.open(tmp_path / "c").statistics("c").norm == pytest.approx(numbers.norm().item() * math.sqrt(2) * scale)
+    assert holdfast.open(tmp_path / "c").statistics("c").norm == pytest.approx(
+        numbers.norm().item() * math.sqrt(2) * scale
+    )
 
 
 @pytest.mark.parametrize("number", [1e20, 2**62])
 def test_constants_have_no_spread_and_a_histogram(number: float, tmp_path: Path) -> None:
-    hf.save({"w": np.full(100, number)}, tmp_path / "c")
-    found = hf.open(tmp_path / "c").statistics("w")
+    holdfast.save({"w": np.full(100, number)}, tmp_path / "c")
+    found = holdfast.open(tmp_path / "c").statistics("w")
     assert (found.mean, found.std, sum(found.histogram)) == (number, 0, 100)
 
 
 def test_wrong_questions_are_refused_with_a_reason(tmp_path: Path) -> None:
-    hf.save({"w": torch.tensor([math.inf, 1.0])}, tmp_path / "c")
-    checkpoint = hf.open(tmp_path / "c")
+    holdfast.save({"w": torch.tensor([math.inf, 1.0])}, tmp_path / "c")
+    checkpoint = holdfast.open(tmp_path / "c")
     with pytest.raises(ValueError, match="bins"):
         checkpoint.statistics("w", bins=2.5)  # type: ignore[arg-type]
     assert str(checkpoint.statistics("w")).startswith("2 elements")
 
 
 def test_statistics_are_plain_json(tmp_path: Path) -> None:
-    hf.save({"w": torch.tensor([1e308, -1e308, math.nan], dtype=torch.float64)}, tmp_path / "c")
-    json.dumps(hf.open(tmp_path / "c").statistics("w").to_json(), allow_nan=False)
+    holdfast.save({"w": torch.tensor([1e308, -1e308, math.nan], dtype=torch.float64)}, tmp_path / "c")
+    json.dumps(holdfast.open(tmp_path / "c").statistics("w").to_json(), allow_nan=False)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp
 from holdfast._load.opening import open_source
 from holdfast._tools.inspecting.verify import verify
@@ -50,7 +50,7 @@ def state() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("native") / "c"
-    hf.save(state(), path, max_file_size=200_000)
+    holdfast.save(state(), path, max_file_size=200_000)
     return path
 
 
@@ -89,7 +89,7 @@ def changed(path: Path, scratch: Path, name: str, at: int, flip: int = 1) -> Pat
 
 def expected_keys(path: Path, name: str, begin: int, end: int) -> set[str]:
     """The keys with bytes between these places, found by looking at every chunk of every tensor."""
-    checkpoint = hf.open(path)
+    checkpoint = holdfast.open(path)
     return {
         key
         for key, value in checkpoint.items()
@@ -132,7 +132,7 @@ def test_progress_goes_from_nothing_to_all(native: Path) -> None:
 
 
 def test_an_opened_checkpoint_can_be_verified_and_stays_open(native: Path) -> None:
-    with hf.open(native) as checkpoint:
+    with holdfast.open(native) as checkpoint:
         assert verify(checkpoint).ok
         assert checkpoint["model.small"][:].tolist() == list(range(7))
 
@@ -173,7 +173,7 @@ def test_any_changed_byte_of_a_native_checkpoint_is_found(native: Path, scratch:
 
 def test_all_damage_is_listed(native: Path, scratch: Path) -> None:
     """Bits in two places, a file that is cut off, one that is missing, one with bytes behind its end."""
-    checkpoint = hf.open(native)
+    checkpoint = holdfast.open(native)
     names = [name for name, _ in checkpoint.files() if name.startswith("data-")]
     assert len(names) >= 3
     copy = changed(native, scratch, names[0], 10)
@@ -216,7 +216,7 @@ def test_a_cut_file_names_what_was_lost(native: Path, scratch: Path, data: st.Da
 
 
 def test_without_its_columns_sizes_are_still_compared(native: Path, scratch: Path) -> None:
-    names = [name for name, _ in hf.open(native).files()]
+    names = [name for name, _ in holdfast.open(native).files()]
     index, data = names[1], names[2]
     copy = changed(native, scratch, data, 0)
     (copy / index).unlink()
@@ -230,8 +230,8 @@ def test_without_its_columns_sizes_are_still_compared(native: Path, scratch: Pat
 
 
 def test_header_and_gaps_are_told_from_tensors(tmp_path: Path) -> None:
-    hf.save({"w": torch.ones(200_000), "x": torch.zeros(200_000, dtype=torch.uint8)}, tmp_path / "c")
-    checkpoint = hf.open(tmp_path / "c")
+    holdfast.save({"w": torch.ones(200_000), "x": torch.zeros(200_000, dtype=torch.uint8)}, tmp_path / "c")
+    checkpoint = holdfast.open(tmp_path / "c")
     [chunk] = checkpoint.layout("w")
     copy = changed(tmp_path / "c", tmp_path, chunk.file, 20)
     [damage] = verify(copy).damage
@@ -245,7 +245,7 @@ def test_header_and_gaps_are_told_from_tensors(tmp_path: Path) -> None:
 
 
 def test_only_chosen_keys_are_looked_at(native: Path, scratch: Path) -> None:
-    checkpoint = hf.open(native)
+    checkpoint = holdfast.open(native)
     chunk = checkpoint.layout("model.large")[0]
     assert chunk.begin is not None
     copy = changed(native, scratch, chunk.file, chunk.begin + 100_000)
@@ -257,19 +257,19 @@ def test_only_chosen_keys_are_looked_at(native: Path, scratch: Path) -> None:
 
 
 def test_a_small_budget_finds_the_same(native: Path, scratch: Path) -> None:
-    copy = changed(native, scratch, hf.open(native).layout("model.large")[0].file, 150_000)
+    copy = changed(native, scratch, holdfast.open(native).layout("model.large")[0].file, 150_000)
 
     assert verify(copy, memory_budget=1 << 18).damage == verify(copy).damage != ()
 
 
 def save_on_ranks(path: Path) -> None:
     rank = torch.distributed.get_rank()
-    hf.save({"own": hf.PerRank(torch.full((30_000,), rank)), "all": torch.ones(9)}, path)
+    holdfast.save({"own": holdfast.PerRank(torch.full((30_000,), rank)), "all": torch.ones(9)}, path)
 
 
 def test_damage_of_one_rank_names_its_part(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2).run(save_on_ranks, tmp_path / "c")
-    checkpoint = hf.open(tmp_path / "c")
+    checkpoint = holdfast.open(tmp_path / "c")
     file = next(chunk for chunk in checkpoint.layout("own.1")).file
     copy = changed(tmp_path / "c", tmp_path, file, (tmp_path / "c" / file).stat().st_size - 1)
 
@@ -396,8 +396,8 @@ def test_a_tensor_belongs_to_the_block_that_its_last_byte_lies_in(past: int, tmp
     begin = 0
     for _ in range(3):  # where it begins depends on the header, and so on the sizes in it
         length = 6 * BLOCK - begin + past
-        hf.save({"w": torch.ones(length, dtype=torch.uint8)}, tmp_path / "c", overwrite=True)
-        [chunk] = hf.open(tmp_path / "c").layout("w")
+        holdfast.save({"w": torch.ones(length, dtype=torch.uint8)}, tmp_path / "c", overwrite=True)
+        [chunk] = holdfast.open(tmp_path / "c").layout("w")
         assert chunk.begin is not None
         begin = chunk.begin
     assert chunk.begin + chunk.nbytes == 6 * BLOCK + past
@@ -440,7 +440,7 @@ def test_any_changed_byte_of_a_stock_index_is_told_and_never_an_error_of_another
 
 def test_many_safetensors_are_looked_at_together_and_damage_is_still_told_apart(tmp_path: Path) -> None:
     save_file({f"w{number}": torch.ones(4) for number in range(300)}, tmp_path / "model.safetensors")
-    with hf.open(tmp_path / "model.safetensors") as checkpoint:
+    with holdfast.open(tmp_path / "model.safetensors") as checkpoint:
         place = checkpoint.layout("w299")[0]
         last = max((checkpoint.layout(key)[0] for key in checkpoint), key=lambda chunk: chunk.begin or 0)
         assert verify(checkpoint).ok

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp
 from holdfast._stores.local_store import LocalStore
 from holdfast._tools.converting.work_folders import Work
@@ -35,12 +35,12 @@ def killed_at_its_commit(save):
 
 
 def killed_overwrite(folder):
-    killed_at_its_commit(lambda: hf.save({"w": torch.ones(1000)}, folder, overwrite=True))
+    killed_at_its_commit(lambda: holdfast.save({"w": torch.ones(1000)}, folder, overwrite=True))
 
 
 def killed_job(run):
     def save():
-        hf.CheckpointManager(run, every_steps=1).save(2, {"w": torch.ones(1000)}, wait=True)
+        holdfast.CheckpointManager(run, every_steps=1).save(2, {"w": torch.ones(1000)}, wait=True)
 
     killed_at_its_commit(save)
 
@@ -53,7 +53,7 @@ def names_in(folder):
 def overwritten(tmp_path):
     """A checkpoint, and beside it what a killed overwrite has left."""
     folder = tmp_path / "c"
-    hf.save({"w": torch.zeros(1000)}, folder)
+    holdfast.save({"w": torch.zeros(1000)}, folder)
     whole = set(names_in(folder))
     killed_overwrite(folder)
     left = set(names_in(folder)) - whole
@@ -75,7 +75,7 @@ def test_what_a_killed_overwrite_left_is_swept_and_the_checkpoint_stays(overwrit
 
     assert {debris.fate for debris in report.debris} == {"removed"}
     assert set(names_in(folder)) == whole
-    assert hf.open(folder).verify()
+    assert holdfast.open(folder).verify()
     assert repair(folder).debris == ()
 
 
@@ -102,7 +102,7 @@ def test_one_recent_file_of_a_save_protects_all_of_it(overwritten):
 
 def test_debris_of_a_killed_job_is_swept_from_its_run(tmp_path):
     run = tmp_path / "run"
-    with hf.CheckpointManager(run, every_steps=1) as manager:
+    with holdfast.CheckpointManager(run, every_steps=1) as manager:
         manager.save(1, {"w": torch.zeros(1000)})
     killed_job(run)
     folder = run / "step-00000002"
@@ -116,12 +116,12 @@ def test_debris_of_a_killed_job_is_swept_from_its_run(tmp_path):
     assert report.ok
     assert [debris.fate for debris in report.debris] == ["removed"]
     assert names_in(folder) == []
-    assert hf.open(run / "step-00000001").verify()
+    assert holdfast.open(run / "step-00000001").verify()
 
 
 def test_a_save_that_only_lacked_its_record_is_told_and_never_swept(tmp_path):
     run = tmp_path / "run"
-    with hf.CheckpointManager(run, every_steps=1) as manager:
+    with holdfast.CheckpointManager(run, every_steps=1) as manager:
         manager.save(1, {"w": torch.zeros(1000)})
     killed_job(run)
     age_all(run / "step-00000002")
@@ -133,11 +133,11 @@ def test_a_save_that_only_lacked_its_record_is_told_and_never_swept(tmp_path):
     assert "repair this folder by itself" in report.findings[0].remedy
     assert names_in(run / "step-00000002") == before
     assert repair(run / "step-00000002", apply=True).ok
-    assert hf.open(run / "step-00000002").load()["w"].tolist() == [1.0] * 1000
+    assert holdfast.open(run / "step-00000002").load()["w"].tolist() == [1.0] * 1000
 
 
 def test_a_run_in_use_is_left_to_its_manager(tmp_path):
-    with hf.CheckpointManager(tmp_path / "run", every_steps=1) as manager:
+    with holdfast.CheckpointManager(tmp_path / "run", every_steps=1) as manager:
         manager.save(1, {"w": torch.zeros(10)})
         manager.wait()
         folder = tmp_path / "run/step-00000002"
@@ -181,13 +181,13 @@ def killed_conversion(destination, *, at):
     def convert():
         monkeypatch = pytest.MonkeyPatch()
         monkeypatch.setattr(at, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
-        hf.convert(destination.parent / "source", destination, to="native", overwrite=True)
+        holdfast.convert(destination.parent / "source", destination, to="native", overwrite=True)
 
     in_a_process_that_is_killed(convert)
 
 
 def test_unfinished_conversions_are_swept_unless_a_process_holds_them(tmp_path):
-    hf.save({"w": torch.ones(100)}, tmp_path / "source")
+    holdfast.save({"w": torch.ones(100)}, tmp_path / "source")
     killed_conversion(tmp_path / "new", at="holdfast._tools.converting.convert.prove")
     (left,) = [name for name in names_in(tmp_path) if name.endswith(".partial")]
     (tmp_path / ".mine.partial").write_bytes(bytes(10))
@@ -207,17 +207,17 @@ def test_unfinished_conversions_are_swept_unless_a_process_holds_them(tmp_path):
 
 
 def test_what_a_conversion_was_to_replace_is_put_back_before_its_folder_is_swept(tmp_path):
-    hf.save({"w": torch.ones(100)}, tmp_path / "source")
+    holdfast.save({"w": torch.ones(100)}, tmp_path / "source")
     work = Work(tmp_path / ".model.holdfast-00112233aabbccdd.partial", tmp_path / "model")
     work.folder.mkdir()  # as a kill leaves it where names cannot be exchanged
     work.prepare()
     work.new.mkdir()
-    hf.save({"w": torch.zeros(5)}, work.old)
+    holdfast.save({"w": torch.zeros(5)}, work.old)
 
     assert repair(tmp_path, apply=True, sweep=True).debris[0].fate == "removed"
 
     assert names_in(tmp_path) == ["model", "source"]
-    assert hf.open(tmp_path / "model").load()["w"].tolist() == [0] * 5
+    assert holdfast.open(tmp_path / "model").load()["w"].tolist() == [0] * 5
 
 
 def test_dcp_files_that_the_index_does_not_name_are_swept_if_they_are_ours(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 
-import holdfast as hf
+import holdfast
 from holdfast._formats.folder_files import KEPT
 from holdfast._formats.native.names import RECORD, index_file
 from holdfast._formats.native.source import NativeSource
@@ -103,7 +103,7 @@ def test_a_record_is_made_of_data_files_alone(layout):
     source, found = contents(store)
     assert found == {ref.key: arrays[ref.key].tobytes() for ref in refs}
     assert {key: (ref.dtype.name, ref.shape) for key, ref in source.tensors.items()} == plain
-    assert sorted(hf.Checkpoint(source)) == sorted(plain)
+    assert sorted(holdfast.Checkpoint(source)) == sorted(plain)
 
 
 @given(layouts(STORED_AS_THEY_ARE), st.data())
@@ -190,7 +190,7 @@ def test_a_budget_that_is_none_is_refused(tmp_path):
 def checkpoint(tmp_path):
     """A real one."""
     state = {"model": torch.nn.Linear(300, 200), "optim": [torch.ones(7), {"x": torch.zeros(3)}], "step": 5}
-    hf.save(state, tmp_path / "checkpoint", max_file_size=200_000)
+    holdfast.save(state, tmp_path / "checkpoint", max_file_size=200_000)
     return tmp_path / "checkpoint"
 
 
@@ -205,7 +205,7 @@ def flip(path, at):
 
 
 def tensors_in(folder):
-    source = hf.open(folder)
+    source = holdfast.open(folder)
     return {key: source[key][...] for key in source if hasattr(source[key], "shape")}
 
 
@@ -245,12 +245,12 @@ def test_damaged_columns_are_rebuilt_and_the_old_ones_are_kept(checkpoint, how):
     assert report.ok
     assert repair(checkpoint).findings == ()
     assert_equal(tensors_in(checkpoint), before)
-    assert hf.open(checkpoint)["step"] == 5
-    assert hf.open(checkpoint).written["repaired"][0]["what"] == "columns"
+    assert holdfast.open(checkpoint)["step"] == 5
+    assert holdfast.open(checkpoint).written["repaired"][0]["what"] == "columns"
     if damaged is not None:
         assert (checkpoint / f"{index.name}.before-repair").read_bytes() == damaged
     target = {"model": torch.nn.Linear(300, 200), "optim": [torch.ones(7), {"x": torch.ones(3)}], "step": 0}
-    hf.load(target, checkpoint)
+    holdfast.load(target, checkpoint)
     assert target["step"] == 5
     assert torch.equal(target["model"].weight, before["model.weight"])
 
@@ -300,11 +300,11 @@ def test_a_damaged_record_is_made_again_and_values_are_said_to_be_lost(checkpoin
     assert report.ok
     assert "values that are no tensors" in report.findings[0].loses
     assert_equal(tensors_in(checkpoint), before)
-    assert "step" not in hf.open(checkpoint)
+    assert "step" not in holdfast.open(checkpoint)
     assert (checkpoint / f"{RECORD}.before-repair").read_bytes() == damaged
-    assert hf.open(checkpoint).verify()
+    assert holdfast.open(checkpoint).verify()
     model = torch.nn.Linear(300, 200)
-    hf.load({"model": model}, checkpoint)
+    holdfast.load({"model": model}, checkpoint)
     assert torch.equal(model.weight, before["model.weight"])
 
 
@@ -354,7 +354,7 @@ def test_without_columns_only_a_user_can_say_that_all_files_are_there(checkpoint
 
 def test_of_several_whole_saves_one_has_to_be_chosen(tmp_path):
     for value in (1, 2):
-        hf.save({"w": torch.full((3,), value)}, tmp_path / str(value))
+        holdfast.save({"w": torch.full((3,), value)}, tmp_path / str(value))
     both = tmp_path / "both"
     both.mkdir()
     generations = []
@@ -372,7 +372,7 @@ def test_of_several_whole_saves_one_has_to_be_chosen(tmp_path):
     assert not repair(both, apply=True, generation="f" * 16).ok
     assert repair(both, apply=True, generation=generations[1]).ok
 
-    assert hf.open(both).load()["w"].tolist() == [2, 2, 2]
+    assert holdfast.open(both).load()["w"].tolist() == [2, 2, 2]
 
 
 def test_the_answer_says_that_content_was_not_compared(checkpoint):
@@ -385,7 +385,7 @@ def test_the_answer_says_that_content_was_not_compared(checkpoint):
 
     assert report.ok
     assert "no file is missing or too short. Content is not compared here; holdfast verify does that" in str(report)
-    assert not hf.verify(checkpoint).ok
+    assert not holdfast.verify(checkpoint).ok
 
 
 def test_what_is_left_of_a_checkpoint_can_be_converted_as_the_answer_says(checkpoint, tmp_path):
@@ -395,8 +395,8 @@ def test_what_is_left_of_a_checkpoint_can_be_converted_as_the_answer_says(checkp
     (finding,) = repair(checkpoint).findings
 
     assert "holdfast convert --exclude" in finding.remedy
-    hf.convert(checkpoint, tmp_path / "left", to="native", exclude=finding.keys)
-    assert hf.open(tmp_path / "left").load()["step"] == 5
+    holdfast.convert(checkpoint, tmp_path / "left", to="native", exclude=finding.keys)
+    assert holdfast.open(tmp_path / "left").load()["step"] == 5
 
 
 def largest_of(folder):
@@ -408,7 +408,7 @@ def test_a_repair_that_another_save_overtakes_changes_nothing(checkpoint, monkey
     put = rebuilding.put_in_place
 
     def overtaken(store, *rest):
-        hf.save({"new": torch.ones(1)}, checkpoint, overwrite=True)
+        holdfast.save({"new": torch.ones(1)}, checkpoint, overwrite=True)
         put(store, *rest)
 
     monkeypatch.setattr(rebuilding, "keep_copy", lambda store, name: b"damaged" if name == RECORD else None)
@@ -416,8 +416,8 @@ def test_a_repair_that_another_save_overtakes_changes_nothing(checkpoint, monkey
     report = repair(checkpoint, apply=True)
 
     assert [finding.outcome for finding in report.findings] == ["failed"]
-    assert list(hf.open(checkpoint)) == ["new"]
-    assert hf.open(checkpoint).verify()
+    assert list(holdfast.open(checkpoint)) == ["new"]
+    assert holdfast.open(checkpoint).verify()
 
 
 def test_a_checkpoint_that_ranks_cut_is_repaired(tmp_path, ranks):
@@ -438,11 +438,11 @@ def save_cut(path):
     mesh = init_device_mesh("cpu", (3,))
     rows = distribute_tensor(torch.arange(70.0).reshape(7, 10), mesh, [Shard(0)])
     columns = distribute_tensor(torch.arange(50).reshape(5, 10), mesh, [Shard(1)])
-    hf.save({"rows": rows, "columns": columns, "same": torch.ones(3), "step": 1}, path)
+    holdfast.save({"rows": rows, "columns": columns, "same": torch.ones(3), "step": 1}, path)
 
 
 def test_repaired_runs_can_be_resumed_and_cleaned_up(tmp_path):
-    with hf.CheckpointManager(tmp_path / "run", every_steps=1) as manager:
+    with holdfast.CheckpointManager(tmp_path / "run", every_steps=1) as manager:
         for step in (1, 2):
             manager.save(step, {"w": torch.full((4,), float(step))})
     file_of(tmp_path / "run/step-00000002", "index-").unlink()
@@ -450,7 +450,7 @@ def test_repaired_runs_can_be_resumed_and_cleaned_up(tmp_path):
     assert repair(tmp_path / "run", apply=True).ok
 
     state = {"w": torch.zeros(4)}
-    with hf.CheckpointManager(tmp_path / "run", every_steps=1) as manager:
+    with holdfast.CheckpointManager(tmp_path / "run", every_steps=1) as manager:
         assert manager.restore(state).step == 2
         assert state["w"].tolist() == [2, 2, 2, 2]
         manager.delete(2)

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as stock
 
-import holdfast as hf
+import holdfast
 import holdfast.dcp
 from holdfast._formats.hf_folder.commit import Folder
 from holdfast._formats.hf_folder.names import COMMIT_NAME
@@ -357,17 +357,17 @@ def test_a_damaged_index_of_dcp_is_an_answer_and_no_crash(tmp_path):
 def test_a_place_without_a_checkpoint_is_an_error(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     for place in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(hf.errors.NotACheckpointError):
+        with pytest.raises(holdfast.errors.NotACheckpointError):
             repair(place)
 
 
 def test_a_file_of_torch_save_is_refused_and_what_lies_beside_it_is_not_touched(tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
-    hf.save({"w": torch.ones(2)}, tmp_path / "beside")
+    holdfast.save({"w": torch.ones(2)}, tmp_path / "beside")
     index = next((tmp_path / "beside").glob("index-*"))
     index.unlink()
 
-    with pytest.raises(hf.errors.NotACheckpointError, match="a single file"):
+    with pytest.raises(holdfast.errors.NotACheckpointError, match="a single file"):
         repair(tmp_path / "model.pt", apply=True)
 
     assert not index.exists()

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._formats.native.names import RECORD
 from holdfast._formats.native.record import Repair, decode_record, repairs_in
 from holdfast._tools.inspecting.summary import summarize
@@ -18,7 +18,7 @@ from tests.tools.repairing.checkpoints import age_all
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    hf.save({"model": {"w": torch.arange(5000.0), "b": torch.ones(7)}, "step": 5}, tmp_path / "c")
+    holdfast.save({"model": {"w": torch.arange(5000.0), "b": torch.ones(7)}, "step": 5}, tmp_path / "c")
     return tmp_path / "c"
 
 
@@ -39,13 +39,13 @@ def flip_last_bit(file):
 
 
 def test_digests_that_were_rebuilt_over_a_flipped_bit_are_not_called_whole(checkpoint):
-    assert "whole" in str(hf.verify(checkpoint)).splitlines()[0]
+    assert "whole" in str(holdfast.verify(checkpoint)).splitlines()[0]
     flip_last_bit(file_of(checkpoint, "data-"))
-    assert not hf.verify(checkpoint).ok
+    assert not holdfast.verify(checkpoint).ok
     file_of(checkpoint, "index-").unlink()
     assert repair(checkpoint, apply=True).ok
 
-    report = hf.verify(checkpoint)
+    report = holdfast.verify(checkpoint)
 
     assert report.ok  # it is as it was when it was repaired, and that is all that can be known
     assert "whole" not in str(report).splitlines()[0]
@@ -57,17 +57,17 @@ def test_digests_that_were_rebuilt_over_a_flipped_bit_are_not_called_whole(check
     assert found.time[:2] == "20"
     assert report.to_json()["repairs"] == [found.to_json()]
     assert json.dumps(report.to_json())
-    assert "a repair has computed" in hf.verify(checkpoint, include="model.b").why
+    assert "a repair has computed" in holdfast.verify(checkpoint, include="model.b").why
 
     flip_last_bit(file_of(checkpoint, "data-"))
-    assert not hf.verify(checkpoint).ok
+    assert not holdfast.verify(checkpoint).ok
 
 
 def test_a_record_that_was_made_again_tells_that_the_data_agreed_with_the_digests_of_the_save(checkpoint):
     lose_record(checkpoint)
     assert repair(checkpoint, apply=True).ok
 
-    report = hf.verify(checkpoint)
+    report = holdfast.verify(checkpoint)
 
     assert (report.ok, report.checked) == (True, "all")
     [found] = report.repairs
@@ -83,7 +83,7 @@ def test_rebuilt_digests_are_known_as_such_though_the_record_that_said_so_was_lo
     [finding] = repair(checkpoint, apply=True).findings
 
     assert "computed in a repair" in finding.loses
-    report = hf.verify(checkpoint)
+    report = holdfast.verify(checkpoint)
     assert (report.ok, report.checked) == (True, "some")
     assert [(found.what, found.digests) for found in report.repairs] == [("record", "computed")]
 
@@ -94,7 +94,7 @@ def test_every_repair_is_remembered(checkpoint):
     file_of(checkpoint, "index-").unlink()
     repair(checkpoint, apply=True)
 
-    assert [found.what for found in hf.verify(checkpoint).repairs] == ["record", "columns"]
+    assert [found.what for found in holdfast.verify(checkpoint).repairs] == ["record", "columns"]
 
 
 def test_a_record_without_proof_says_that_its_digests_vouch_for_nothing_before(checkpoint):
@@ -103,7 +103,7 @@ def test_a_record_without_proof_says_that_its_digests_vouch_for_nothing_before(c
     file_of(checkpoint, "index-").unlink()
     assert repair(checkpoint, apply=True, generation=generation).ok
 
-    [found] = hf.verify(checkpoint).repairs
+    [found] = holdfast.verify(checkpoint).repairs
     assert (found.what, found.digests, found.source) == ("record", "computed", "the data files")
 
 
@@ -123,12 +123,12 @@ def test_a_load_and_a_summary_tell_of_repairs(checkpoint):
     repair(checkpoint, apply=True)
     state = {"model": {"w": torch.zeros(5000), "b": torch.zeros(7)}, "step": 0}
 
-    report = hf.load(state, checkpoint)
+    report = holdfast.load(state, checkpoint)
 
     assert "rebuilt by a repair" in report.notes[0]
     assert "rebuilt by a repair" in str(report)
     assert state["step"] == 5
-    assert "rebuilt by a repair" in str(summarize(hf.open(checkpoint)))
+    assert "rebuilt by a repair" in str(summarize(holdfast.open(checkpoint)))
 
 
 @pytest.mark.parametrize("noted", [{"what": "columns", "time": "2026-01-01"}, ["?"], [{"what": 3}], "yes", 7])
@@ -139,7 +139,7 @@ def test_repairs_that_are_noted_in_another_way_are_repairs_too(noted):
 
 
 def test_what_was_never_repaired_tells_of_nothing(checkpoint):
-    report = hf.verify(checkpoint)
+    report = holdfast.verify(checkpoint)
     assert (report.repairs, report.doubts, report.checked) == ((), (), "all")
     assert repairs_in({}) == repairs_in(None) == ()
     assert repairs_in({"repaired": []}) == ()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import holdfast as hf
+import holdfast
 from holdfast._base.texts import plain
 from holdfast._tools.reporting.facts import type_and_text
 from holdfast._tools.reporting.packing import as_json_number, front_coded
@@ -62,7 +62,7 @@ STATE = {
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    hf.save(STATE, tmp_path / "ckpt", metadata={"loss": 0.25, "tags": ["a", "b"]})
+    holdfast.save(STATE, tmp_path / "ckpt", metadata={"loss": 0.25, "tags": ["a", "b"]})
     return tmp_path / "ckpt"
 
 
@@ -71,7 +71,7 @@ def test_entries_are_those_of_the_checkpoint(path: Path) -> None:
     columns = facts["entries"]
 
     keys = keys_in(columns["key"])
-    with hf.open(path) as ckpt:
+    with holdfast.open(path) as ckpt:
         assert keys == list(ckpt)
         for number, key in enumerate(keys):
             if columns["kinds"][columns["kind"][number]] == "value":
@@ -116,7 +116,7 @@ def test_statistics_are_of_what_was_asked_for(path: Path) -> None:
 
 def test_numbers_that_json_lacks_are_told(tmp_path: Path) -> None:
     odd = torch.tensor([1.0, math.nan, math.inf, -math.inf, 0.0])
-    hf.save({"odd": odd, "all": torch.full((3,), math.nan)}, tmp_path / "ckpt")
+    holdfast.save({"odd": odd, "all": torch.full((3,), math.nan)}, tmp_path / "ckpt")
 
     found = facts_as_read(tmp_path / "ckpt")["statistics"]
 
@@ -141,7 +141,7 @@ def save_sharded(path: Path) -> None:
         "copies": distribute_tensor(rows, grid, [Replicate(), Replicate()]),
         "step": 3,
     }
-    hf.save(state, path)
+    holdfast.save(state, path)
 
 
 def test_chunks_lie_where_they_are_said_to(ranks: RankPool, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_chunks_lie_where_they_are_said_to(ranks: RankPool, tmp_path: Path) -> N
 
 
 def save_for_few(path: Path) -> None:
-    hf.save({"one": torch.ones(6), "other": torch.zeros(4)}, path)
+    holdfast.save({"one": torch.ones(6), "other": torch.zeros(4)}, path)
 
 
 def test_ranks_that_had_nothing_to_write_count_too(ranks: RankPool, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_ranks_that_had_nothing_to_write_count_too(ranks: RankPool, tmp_path: Pa
 
 
 def test_phases_are_told_in_the_order_in_which_they_happen(tmp_path: Path) -> None:
-    hf.async_save({"w": torch.ones(6)}, tmp_path / "ckpt").wait()
+    holdfast.async_save({"w": torch.ones(6)}, tmp_path / "ckpt").wait()
 
     assert list(facts_as_read(tmp_path / "ckpt")["checkpoint"]["phases"]) == [
         "capture",
@@ -197,7 +197,7 @@ def test_phases_are_told_in_the_order_in_which_they_happen(tmp_path: Path) -> No
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_every_format_has_facts(tmp_path: Path) -> None:
     state = {"w": torch.randn(6, 4), "b": torch.randn(4)}
-    hf.save(state, tmp_path / "native")
+    holdfast.save(state, tmp_path / "native")
     stock.save(state, checkpoint_id=tmp_path / "dcp", **ALONE)
     safetensors.torch.save_file(state, tmp_path / "model.safetensors")
     torch.save(state, tmp_path / "model.pt")
@@ -215,7 +215,7 @@ def test_every_format_has_facts(tmp_path: Path) -> None:
 
 def test_tied_tensors_count_once(tmp_path: Path) -> None:
     weight = torch.randn(8)
-    hf.save({"embed": weight, "head": weight}, tmp_path / "ckpt")
+    holdfast.save({"embed": weight, "head": weight}, tmp_path / "ckpt")
 
     facts = facts_as_read(tmp_path / "ckpt", statistics=True)
 
@@ -250,7 +250,7 @@ def test_a_whole_checkpoint_is_told_to_be_whole(path: Path) -> None:
 
 
 def test_a_checkpoint_without_tensors_has_facts(tmp_path: Path) -> None:
-    hf.save({"step": 3}, tmp_path / "ckpt")
+    holdfast.save({"step": 3}, tmp_path / "ckpt")
 
     facts = facts_as_read(tmp_path / "ckpt", verify=True)
 
@@ -268,7 +268,7 @@ def test_progress_is_told_to_its_end(path: Path) -> None:
 
 
 def test_an_opened_checkpoint_stays_open_and_unlooked_at(path: Path) -> None:
-    with hf.open(path) as ckpt:
+    with holdfast.open(path) as ckpt:
         make_report(ckpt)
 
         assert ckpt.looked_at == set()
@@ -314,4 +314,4 @@ def test_a_checkpoint_that_lost_its_columns_can_still_be_looked_at(path: Path) -
     assert facts["verify"]["ok"] is False
     assert columns.name in facts["placement"]["problem"]
     assert facts["placement"]["cuts"] == [[]]
-    assert keys_in(facts["entries"]["key"]) == list(hf.open(path))
+    assert keys_in(facts["entries"]["key"]) == list(holdfast.open(path))

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import holdfast as hf
+import holdfast
 from holdfast._tools.reporting.assets import page as page_of
 from holdfast._tools.reporting.assets import write_page
 from holdfast._tools.reporting.report import SCRIPTS, STYLES, make_report
@@ -54,7 +54,7 @@ def save_sharded(path: Path) -> None:
     mesh = init_device_mesh("cpu", (4,))
     weight = distribute_tensor(torch.randn(40, 8), mesh, [Shard(0)])
     wide = distribute_tensor(torch.randn(6, 64), mesh, [Shard(1)])
-    hf.save({"model": {"weight": weight, "wide": wide}, "only": torch.ones(3)}, path)
+    holdfast.save({"model": {"weight": weight, "wide": wide}, "only": torch.ones(3)}, path)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> Path:
     """A folder with reports of several checkpoints."""
     folder = tmp_path_factory.mktemp("pages")
     for step in (100, 200):
-        with hf.CheckpointManager(folder / "run", every_steps=100) as manager:
+        with holdfast.CheckpointManager(folder / "run", every_steps=100) as manager:
             manager.save(step, state(step), metrics={"loss": 100 / step}, metadata={"git": "1a2b3c"})
     one, two = folder / "run" / "step-00000100", folder / "run" / "step-00000200"
     make_report(two, statistics="*", verify=True).save(folder / "plain.html")
@@ -93,7 +93,7 @@ def test_the_summary_says_what_it_is(pages: Path, open_page: Open) -> None:
     summary = page.inner_text("#summary")
     for text in ("whole: all digests agree", "step 200", "1 rank", "loss", "0.5", "git", "1a2b3c", "1 tensor has"):
         assert text in summary
-    with hf.open(pages / "run" / "step-00000200") as ckpt:
+    with holdfast.open(pages / "run" / "step-00000200") as ckpt:
         tensors = sum(hasattr(value, "nbytes") for value in ckpt.values())
     assert f"Tensors\n{tensors}\n2 values" in summary
     opened.screenshot("report-laptop", full_page=True)
@@ -127,7 +127,7 @@ def test_the_map_can_be_pointed_at_clicked_and_walked_by_keys(pages: Path, open_
 
 def test_search_finds_names_and_patterns_and_filters_are_taken_together(pages: Path, open_page: Open) -> None:
     page = open_page(pages / "plain.html").page
-    with hf.open(pages / "run" / "step-00000200") as ckpt:
+    with holdfast.open(pages / "run" / "step-00000200") as ckpt:
         keys = list(ckpt)
 
     page.fill("#search", "LAYERS up")
@@ -261,7 +261,7 @@ def test_phases_begin_when_the_slowest_rank_has_ended_the_one_before(
 
 def test_a_thousand_ranks_fit_on_the_page(pages: Path, tmp_path: Path, open_page: Open) -> None:
     facts = json.loads(json.dumps(make_report(pages / "sharded").facts))
-    ranks, number = 1000, list(hf.open(pages / "sharded")).index("model.weight")
+    ranks, number = 1000, list(holdfast.open(pages / "sharded")).index("model.weight")
     placement = facts["placement"]
     facts["entries"]["shapes"][facts["entries"]["shape"][number]] = [2000, 8]
     placement["files"] = [[f"data-{rank}", 64, rank] for rank in range(ranks)]
@@ -340,7 +340,7 @@ def test_long_texts_take_no_more_room_than_they_need(tmp_path: Path, open_page: 
     group = "optim.param_groups.a_long_name_of_a_group_of_parameters.learning_rate"
     for name, rate in (("one", 0.1), ("two", 0.2)):
         metadata = {"config": "x " * 10_000, **{f"option {number}": number for number in range(200)}}
-        hf.save({group: rate, "w": torch.ones(4, 4) * rate}, tmp_path / name, metadata=metadata)
+        holdfast.save({group: rate, "w": torch.ones(4, 4) * rate}, tmp_path / name, metadata=metadata)
     make_report(tmp_path / "two", compare=tmp_path / "one").save(tmp_path / "page.html")
     page = open_page(tmp_path / "page.html").page
 
@@ -392,11 +392,11 @@ def test_a_phone_needs_no_sideways_scrolling(pages: Path, open_page: Open, name:
 def test_keys_are_shown_as_they_are_and_never_run(tmp_path: Path, open_page: Open) -> None:
     keys = [HOSTILE, "größe.ключ.鍵😀", LONG, "a\nb", "a.b", ""]
     tree = {key: torch.ones(2) for key in keys} | {"a": {"b": torch.zeros(3)}, "text": HOSTILE}
-    hf.save(tree, tmp_path / "ckpt", metadata={HOSTILE: HOSTILE})
+    holdfast.save(tree, tmp_path / "ckpt", metadata={HOSTILE: HOSTILE})
     make_report(tmp_path / "ckpt").save(tmp_path / "page.html")
     page = open_page(tmp_path / "page.html").page
 
-    with hf.open(tmp_path / "ckpt") as ckpt:
+    with holdfast.open(tmp_path / "ckpt") as ckpt:
         stored = list(ckpt)
     page.select_option("#filter-order", "name")
     shown = page.eval_on_selector_all("#rows .row .key", "all => all.map(key => key.title)")
@@ -426,7 +426,7 @@ def test_scripts_from_elsewhere_are_refused(pages: Path, tmp_path: Path, browser
 
 
 def test_damage_is_the_first_thing_to_see(tmp_path: Path, open_page: Open) -> None:
-    hf.save({"weight": torch.ones(500), "step": 3}, tmp_path / "ckpt")
+    holdfast.save({"weight": torch.ones(500), "step": 3}, tmp_path / "ckpt")
     [data] = (tmp_path / "ckpt").glob("data-*")
     content = bytearray(data.read_bytes())
     content[-2] ^= 1
@@ -450,7 +450,7 @@ def test_damage_is_the_first_thing_to_see(tmp_path: Path, open_page: Open) -> No
 def test_a_tensor_that_became_nan_has_changed_most(tmp_path: Path, open_page: Open) -> None:
     for name, broken in (("before", 2.0), ("after", math.nan)):
         change = 0.5 * (name == "after")
-        hf.save({"a": torch.ones(4) + change, "b": torch.full((3,), broken), "c": torch.ones(5)}, tmp_path / name)
+        holdfast.save({"a": torch.ones(4) + change, "b": torch.full((3,), broken), "c": torch.ones(5)}, tmp_path / name)
     make_report(tmp_path / "after", compare=tmp_path / "before").save(tmp_path / "page.html")
     page = open_page(tmp_path / "page.html").page
 
@@ -463,7 +463,7 @@ def test_a_tensor_that_became_nan_has_changed_most(tmp_path: Path, open_page: Op
 
 @pytest.mark.parametrize("saved", [{"step": 3}, {}, {"none": torch.zeros(0, 4)}], ids=["values", "nothing", "empty"])
 def test_a_checkpoint_without_bytes_has_a_page(tmp_path: Path, open_page: Open, saved: Any) -> None:
-    hf.save(saved, tmp_path / "ckpt")
+    holdfast.save(saved, tmp_path / "ckpt")
     make_report(tmp_path / "ckpt", verify=True, compare=tmp_path / "ckpt").save(tmp_path / "page.html")
     page = open_page(tmp_path / "page.html").page
 
@@ -475,7 +475,7 @@ def test_a_checkpoint_without_bytes_has_a_page(tmp_path: Path, open_page: Open, 
 def test_a_hundred_thousand_tensors_can_be_searched(tmp_path: Path, open_page: Open) -> None:
     one = torch.zeros(4, 2)
     layers = {f"layers.{n}.experts.{m}.{name}": one + 0 for n in range(50) for m in range(500) for name in "abcd"}
-    hf.save({"model": layers}, tmp_path / "ckpt")
+    holdfast.save({"model": layers}, tmp_path / "ckpt")
     report = make_report(tmp_path / "ckpt")
     assert len(report.html) < 6_000_000
     opened = open_page(report.save(tmp_path / "page.html"))

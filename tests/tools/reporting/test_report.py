@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._cli.main import run
 from holdfast._tools.reporting.assets import as_data, asset, is_report, page
 from holdfast._tools.reporting.report import SCRIPTS, STYLES, make_report
@@ -23,7 +23,7 @@ from holdfast._tools.reporting.report import SCRIPTS, STYLES, make_report
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    hf.save({"model": {"weight": torch.ones(4, 3)}, "step": 5}, tmp_path / "ckpt")
+    holdfast.save({"model": {"weight": torch.ones(4, 3)}, "step": 5}, tmp_path / "ckpt")
     return tmp_path / "ckpt"
 
 
@@ -73,7 +73,7 @@ def test_a_notebook_can_draw_it(path: Path, tmp_path: Path, open_page) -> None:
 
 
 def test_a_checkpoint_makes_its_own_report(path: Path, tmp_path: Path) -> None:
-    with hf.open(path) as ckpt:
+    with holdfast.open(path) as ckpt:
         ckpt.report(tmp_path / "page.html")
 
         assert is_report(tmp_path / "page.html")

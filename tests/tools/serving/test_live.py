@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-import holdfast as hf
+import holdfast
 from holdfast._manager.owners import Owner
 from holdfast._manager.run_file import RunState
 from holdfast._stores.places import store_at
@@ -276,6 +276,6 @@ def test_replacing_a_checkpoint_shows_it_and_the_save(tmp_path) -> None:
 
 def test_nothing_is_under_way_in_a_run_that_has_ended(tmp_path) -> None:
     a_run(tmp_path, 100, 200)
-    hf.save({"seen": 1}, tmp_path / "final")
+    holdfast.save({"seen": 1}, tmp_path / "final")
 
     assert RunWatch(tmp_path).look().saves == []

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as stock_dcp
 from safetensors.torch import save_file
 
-import holdfast as hf
+import holdfast
 from holdfast._manager.run_file import RUN_FILE, RunFile
 from holdfast._manager.steps import set_aside
 from holdfast._tools.serving.run_facts import RunFacts, RunWatch, Writing
@@ -29,7 +29,7 @@ def looked_at(watch: RunWatch) -> RunFacts:
 
 
 def test_a_run_is_listed_with_all_that_is_known_of_its_steps(tmp_path) -> None:
-    with hf.CheckpointManager(tmp_path, async_save=False, save_at_end=False, metadata={"git": "1a2b"}) as manager:
+    with holdfast.CheckpointManager(tmp_path, async_save=False, save_at_end=False, metadata={"git": "1a2b"}) as manager:
         manager.save(500, state_of(500), metrics={"loss": 0.25, "wild": math.inf})
         manager.save(1000, state_of(1000))
         manager.pin(500)
@@ -49,8 +49,8 @@ def test_a_run_is_listed_with_all_that_is_known_of_its_steps(tmp_path) -> None:
 
 
 def test_what_a_page_gets_is_plain_json(tmp_path) -> None:
-    hf.save({"seen": 1}, tmp_path / "step-1", metadata={"nested": {"a": [1, None]}, "text": "ü"})
-    with hf.CheckpointManager(tmp_path, async_save=False, save_at_end=False) as manager:
+    holdfast.save({"seen": 1}, tmp_path / "step-1", metadata={"nested": {"a": [1, None]}, "text": "ü"})
+    with holdfast.CheckpointManager(tmp_path, async_save=False, save_at_end=False) as manager:
         manager.save(2, state_of(2), metrics={"loss": math.nan})
 
     answer = json.loads(RunWatch(tmp_path).encoded().content)
@@ -118,7 +118,7 @@ def test_a_folder_that_has_not_changed_is_not_read_again(tmp_path, monkeypatch) 
 
 def test_checkpoints_of_all_formats_are_found_and_other_things_are_not(tmp_path) -> None:
     tensors = {"w": torch.ones(10)}
-    hf.save(tensors, tmp_path / "ours")
+    holdfast.save(tensors, tmp_path / "ours")
     with pytest.warns(UserWarning, match="single process"):
         stock_dcp.save(tensors, checkpoint_id=tmp_path / "dcp-7")
     (tmp_path / "checkpoint-500").mkdir()
@@ -146,7 +146,7 @@ def test_checkpoints_of_all_formats_are_found_and_other_things_are_not(tmp_path)
 @pytest.mark.parametrize("name", ["step-00000002", "step-00000002/holdfast.json", "final", "dcp", "m.safetensors"])
 def test_a_single_checkpoint_is_shown_without_its_neighbours(tmp_path, name) -> None:
     a_run(tmp_path, 1, 2)
-    hf.save({"w": torch.ones(2)}, tmp_path / "final")
+    holdfast.save({"w": torch.ones(2)}, tmp_path / "final")
     with pytest.warns(UserWarning, match="single process"):
         stock_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp")
     save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors")
@@ -187,7 +187,7 @@ def test_a_path_that_does_not_exist_is_told_at_once(tmp_path) -> None:
 
 def test_a_run_in_memory_is_listed_too() -> None:
     a_run("memory://a-served-run", 3)
-    hf.save({"seen": 1}, "memory://a-served-run/final")
+    holdfast.save({"seen": 1}, "memory://a-served-run/final")
 
     facts = RunWatch("memory://a-served-run").look()
 
@@ -227,10 +227,10 @@ def test_a_url_where_nothing_is_is_told_at_once() -> None:
 
 
 def test_a_checkpoint_that_replaces_another_under_its_name_is_seen(tmp_path) -> None:
-    hf.save({"w": torch.ones(4)}, tmp_path / "best", metadata={"at": 1})
+    holdfast.save({"w": torch.ones(4)}, tmp_path / "best", metadata={"at": 1})
     watch = RunWatch(tmp_path)
     before = watch.look().checkpoints[0]
-    hf.save({"w": torch.ones(4)}, tmp_path / "best", metadata={"at": 2}, overwrite=True)
+    holdfast.save({"w": torch.ones(4)}, tmp_path / "best", metadata={"at": 2}, overwrite=True)
 
     after = looked_at(watch).checkpoints[0]
 
@@ -239,7 +239,7 @@ def test_a_checkpoint_that_replaces_another_under_its_name_is_seen(tmp_path) -> 
 
 
 def test_a_copy_of_a_run_has_no_job_though_its_run_file_names_one(tmp_path) -> None:
-    with hf.CheckpointManager(tmp_path / "run", async_save=False, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(tmp_path / "run", async_save=False, save_at_end=False) as manager:
         manager.save(1, state_of(1))
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
 
@@ -267,7 +267,7 @@ def test_many_who_ask_at_once_cost_one_look(tmp_path) -> None:
 
 
 def test_a_record_is_read_once_and_then_only_its_beginning(tmp_path) -> None:
-    hf.save({f"key {number}": number for number in range(50_000)}, tmp_path / "step-1")
+    holdfast.save({f"key {number}": number for number in range(50_000)}, tmp_path / "step-1")
     (record,) = tmp_path.glob("*/holdfast.json")
     root = MoodyRoot(tmp_path)
     watch = RunWatch(root)

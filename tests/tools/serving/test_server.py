@@ -16,7 +16,7 @@ from urllib.parse import quote
 import pytest
 import torch
 
-import holdfast as hf
+import holdfast
 from holdfast._tools.serving import RunServer, answers, serve
 from holdfast._tools.serving.server import is_for_this_machine
 from tests.manager.managed import a_run, damage_data, file_of, state_of
@@ -201,7 +201,7 @@ def test_two_steps_are_compared(served) -> None:
 
 def test_names_may_be_anything_and_run_nothing(server) -> None:
     path = Path(server.location) / ODD.replace("/", "|")
-    hf.save({"<img src=x onerror=alert(1)>": torch.ones(2)}, path)
+    holdfast.save({"<img src=x onerror=alert(1)>": torch.ones(2)}, path)
     server._answers.watch.forget_look()
     odd = next(one for one in visit(server, "/api/run.json").json["checkpoints"] if "größe" in one["name"])
 
@@ -219,7 +219,7 @@ def test_names_may_be_anything_and_run_nothing(server) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
 def test_a_name_that_is_no_text_can_be_opened(server) -> None:
     os.mkdir(os.fsencode(server.location) + b"/bad-\xff-name")
-    hf.save({"w": torch.ones(2)}, os.fsdecode(os.fsencode(server.location) + b"/bad-\xff-name"))
+    holdfast.save({"w": torch.ones(2)}, os.fsdecode(os.fsencode(server.location) + b"/bad-\xff-name"))
     server._answers.watch.forget_look()
     names = [one["quoted"] for one in visit(server, "/api/run.json").json["checkpoints"]]
 
@@ -248,7 +248,9 @@ def test_damage_in_the_data_is_told_and_not_hidden(server) -> None:
 
 def test_a_checkpoint_that_retention_has_deleted_is_gone(server) -> None:
     assert visit(server, "/c/step-00000100").status == 200
-    with hf.CheckpointManager(server.location, keep=hf.keep.last(1), async_save=False, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(
+        server.location, keep=holdfast.keep.last(1), async_save=False, save_at_end=False
+    ) as manager:
         manager.save(300, state_of(300))
         manager.wait()
     server._answers.watch.forget_look()
@@ -276,9 +278,9 @@ def test_a_report_that_takes_long_is_waited_for_on_a_page(server, monkeypatch) -
         on_progress(40, 100)
         told.set()
         assert go_on.wait(60)
-        return hf.serving_stand_in
+        return holdfast.serving_stand_in
 
-    monkeypatch.setattr(hf, "serving_stand_in", type("Page", (), {"html": "<p>the report</p>"}), raising=False)
+    monkeypatch.setattr(holdfast, "serving_stand_in", type("Page", (), {"html": "<p>the report</p>"}), raising=False)
     monkeypatch.setattr("holdfast._tools.reporting.report.make_report", slow_report)
     monkeypatch.setattr(answers, "_PATIENCE", 0.0)
     waiting = visit(server, "/c/step-00000100")

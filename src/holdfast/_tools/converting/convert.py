@@ -80,13 +80,13 @@ def convert(
 
     Example:
         >>> import tempfile, torch
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> folder = tempfile.mkdtemp()
         >>> torch.save({"model": {"w": torch.ones(2, 3)}, "step": 7}, f"{folder}/old.pt")
-        >>> report = hf.convert(f"{folder}/old.pt", f"{folder}/new", to="native")
+        >>> report = holdfast.convert(f"{folder}/old.pt", f"{folder}/new", to="native")
         >>> report.tensors, report.values, report.checked
         (1, 1, True)
-        >>> hf.open(f"{folder}/new")["step"]
+        >>> holdfast.open(f"{folder}/new")["step"]
         7
     """
     target = target_for(to, destination, max_shard_size=max_shard_size)

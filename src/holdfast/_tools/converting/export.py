@@ -172,11 +172,12 @@ def export(
 
     Example:
         >>> import os, tempfile, torch
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> folder = tempfile.mkdtemp()
         >>> model = torch.nn.Linear(4, 2)
-        >>> saved = hf.save({"model": model, "optimizer": torch.optim.AdamW(model.parameters())}, f"{folder}/step-1")
-        >>> report = hf.export(f"{folder}/step-1", f"{folder}/hf", cast="bfloat16")
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> saved = holdfast.save({"model": model, "optimizer": optimizer}, f"{folder}/step-1")
+        >>> report = holdfast.export(f"{folder}/step-1", f"{folder}/hf", cast="bfloat16")
         >>> report.part, report.tensors, sorted(os.listdir(f"{folder}/hf"))
         ('model', 2, ['model.safetensors'])
     """

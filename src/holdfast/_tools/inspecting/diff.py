@@ -88,11 +88,11 @@ def diff(
 
     Example:
         >>> import tempfile, torch
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> folder = tempfile.mkdtemp()
-        >>> _ = hf.save({"w": torch.zeros(4), "step": 1}, folder + "/a")
-        >>> _ = hf.save({"w": torch.tensor([0.0, 0, 2, 0]), "step": 2, "new": True}, folder + "/b")
-        >>> report = hf.diff(folder + "/a", folder + "/b")
+        >>> _ = holdfast.save({"w": torch.zeros(4), "step": 1}, folder + "/a")
+        >>> _ = holdfast.save({"w": torch.tensor([0.0, 0, 2, 0]), "step": 2, "new": True}, folder + "/b")
+        >>> report = holdfast.diff(folder + "/a", folder + "/b")
         >>> report.ok, report.only_in_b, report.changed_values
         (False, ('new',), {'step': ('1', '2')})
         >>> report.changed_tensors["w"].differing, report.changed_tensors["w"].largest

@@ -137,10 +137,10 @@ def explain(
 
     Example:
         >>> import tempfile, torch
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> path = tempfile.mkdtemp() + "/step-100"
-        >>> saved = hf.save({"model": {"net.weight": torch.ones(4, 2)}}, path)
-        >>> answer = hf.explain(path, {"model": {"encoder.weight": torch.zeros(4, 2)}})
+        >>> saved = holdfast.save({"model": {"net.weight": torch.ones(4, 2)}}, path)
+        >>> answer = holdfast.explain(path, {"model": {"encoder.weight": torch.zeros(4, 2)}})
         >>> answer.ok, answer.missing
         (False, ('model.encoder.weight',))
         >>> print(answer.hints[0])

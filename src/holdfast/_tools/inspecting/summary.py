@@ -110,10 +110,10 @@ def summarize(
     """Put together what is known. With ``finite`` all tensors are read, to look for nan and infinities.
 
     >>> import tempfile, torch
-    >>> import holdfast as hf
+    >>> import holdfast
     >>> path = tempfile.mkdtemp() + "/step-100"
-    >>> saved = hf.save({"model": {"w": torch.tensor([1.0, float("nan")])}, "step": 100}, path)
-    >>> found = summarize(hf.open(path), finite=True)
+    >>> saved = holdfast.save({"model": {"w": torch.tensor([1.0, float("nan")])}, "step": 100}, path)
+    >>> found = summarize(holdfast.open(path), finite=True)
     >>> found.tensors, found.parts["model"].elements, found.not_finite
     (1, 2, {'model.w': (1, 0)})
     """

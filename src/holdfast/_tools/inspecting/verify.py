@@ -69,16 +69,16 @@ def verify(
 
     Example:
         >>> import os, tempfile, torch
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> path = tempfile.mkdtemp() + "/step-100"
-        >>> saved = hf.save({"model": {"weight": torch.ones(500)}, "step": 100}, path)
-        >>> hf.verify(path).ok
+        >>> saved = holdfast.save({"model": {"weight": torch.ones(500)}, "step": 100}, path)
+        >>> holdfast.verify(path).ok
         True
         >>> [data] = [name for name in os.listdir(path) if name.startswith("data-")]
         >>> with open(f"{path}/{data}", "r+b") as file:
         ...     position = file.seek(-3, os.SEEK_END)
         ...     written = file.write(b"?")
-        >>> report = hf.verify(path)
+        >>> report = holdfast.verify(path)
         >>> report.ok, report.damage[0].keys
         (False, ('model.weight',))
     """

@@ -262,9 +262,9 @@ class Catalogue:
 
     Example:
         >>> import tempfile, torch
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> folder = tempfile.mkdtemp()
-        >>> saved = hf.save({"w": torch.ones(4)}, folder + "/step-500")
+        >>> saved = holdfast.save({"w": torch.ones(4)}, folder + "/step-500")
         >>> [(entry.step, entry.state, entry.format) for entry in Catalogue(folder).look().checkpoints]
         [(500, 'committed', 'native')]
     """

@@ -49,16 +49,16 @@ def repair(
 
     Example:
         >>> import os, tempfile, torch
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> path = tempfile.mkdtemp() + "/step-100"
-        >>> saved = hf.save({"w": torch.ones(3)}, path)
+        >>> saved = holdfast.save({"w": torch.ones(3)}, path)
         >>> [os.remove(os.path.join(path, name)) for name in os.listdir(path) if name.startswith("index-")]
         [None]
-        >>> [finding.outcome for finding in hf.repair(path).findings]
+        >>> [finding.outcome for finding in holdfast.repair(path).findings]
         ['can be repaired']
-        >>> [finding.outcome for finding in hf.repair(path, apply=True).findings]
+        >>> [finding.outcome for finding in holdfast.repair(path, apply=True).findings]
         ['repaired']
-        >>> hf.open(path).load()["w"]
+        >>> holdfast.open(path).load()["w"]
         tensor([1., 1., 1.])
     """
     place = path.location if isinstance(path, Store) else os.fsdecode(path)

@@ -264,9 +264,9 @@ def make_report(
 
     Example:
         >>> import tempfile, torch
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> path = tempfile.mkdtemp() + "/step-100"
-        >>> saved = hf.save({"model": {"weight": torch.ones(2, 4)}, "step": 100}, path)
+        >>> saved = holdfast.save({"model": {"weight": torch.ones(2, 4)}, "step": 100}, path)
         >>> report = make_report(path)
         >>> report.facts["totals"]["tensors"], report.html[:15]
         (1, '<!doctype html>')

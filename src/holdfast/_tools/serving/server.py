@@ -46,9 +46,9 @@ def serve(
 
     Example:
         >>> import json, tempfile, torch, urllib.request
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> folder = tempfile.mkdtemp()
-        >>> with hf.CheckpointManager(folder, async_save=False, save_at_end=False) as manager:
+        >>> with holdfast.CheckpointManager(folder, async_save=False, save_at_end=False) as manager:
         ...     saved = manager.save(500, {"w": torch.ones(4)})
         >>> with serve(folder) as server:
         ...     answer = json.load(urllib.request.urlopen(server.url + "api/run.json"))

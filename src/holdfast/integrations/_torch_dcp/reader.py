@@ -167,13 +167,13 @@ class HoldfastReader(StorageReader):
 
     Example:
         >>> import tempfile, torch, warnings
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> import torch.distributed.checkpoint as dcp
         >>> warnings.simplefilter("ignore")  # torch notes that there is just one process
         >>> path = tempfile.mkdtemp() + "/step-100"
-        >>> saved = hf.save({"model": torch.nn.Linear(4, 2), "step": 100}, path)
+        >>> saved = holdfast.save({"model": torch.nn.Linear(4, 2), "step": 100}, path)
         >>> state = {"model": torch.nn.Linear(4, 2), "step": 0}
-        >>> dcp.load(state, storage_reader=hf.HoldfastReader(path))
+        >>> dcp.load(state, storage_reader=holdfast.HoldfastReader(path))
         >>> state["step"]
         100
     """

@@ -231,15 +231,15 @@ class HoldfastWriter(StorageWriter, StagingIfNeeded):  # type: ignore[misc]
 
     Example:
         >>> import tempfile, torch, warnings
-        >>> import holdfast as hf
+        >>> import holdfast
         >>> import torch.distributed.checkpoint as dcp
         >>> warnings.simplefilter("ignore")  # torch notes that there is just one process
         >>> path = tempfile.mkdtemp() + "/step-100"
-        >>> _ = dcp.save({"model": {"w": torch.arange(4.0)}, "step": 100}, storage_writer=hf.HoldfastWriter(path))
-        >>> hf.open(path)["model.w"][1:3], hf.open(path)["step"]
+        >>> _ = dcp.save({"model": {"w": torch.arange(4.0)}, "step": 100}, storage_writer=holdfast.HoldfastWriter(path))
+        >>> holdfast.open(path)["model.w"][1:3], holdfast.open(path)["step"]
         (tensor([1., 2.]), 100)
         >>> state = {"model": {"w": torch.zeros(4)}, "step": 0}
-        >>> dcp.load(state, storage_reader=hf.HoldfastReader(path))
+        >>> dcp.load(state, storage_reader=holdfast.HoldfastReader(path))
         >>> state
         {'model': {'w': tensor([0., 1., 2., 3.])}, 'step': 100}
     """

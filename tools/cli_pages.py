@@ -1,4 +1,4 @@
-"""Writes ``docs/cli.md`` and ``docs/holdfast.1`` from the help of the commands: ``python -m holdfast._cli.document``.
+"""Writes ``docs/cli.md`` and ``docs/holdfast.1`` from the help of the commands: ``make docs``.
 
 A test compares the files with the help, so that they cannot tell something else.
 """
@@ -16,7 +16,7 @@ from holdfast._cli.main import import_commands
 
 _HEAD = """# The `holdfast` command
 
-Made from the help of the commands by `python -m holdfast._cli.document`; change it there.
+Made from the help of the commands by `make docs`; change it there.
 
 `holdfast COMMAND --help` shows the same for one command. Every command takes checkpoints of all formats that the
 library reads: Holdfast's own, `torch.distributed.checkpoint`, safetensors files, Hugging Face folders, files of

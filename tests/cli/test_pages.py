@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from holdfast._cli.described import described_commands
-from holdfast._cli.document import write
 from holdfast._cli.main import import_commands
+from tools.cli_pages import write
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
@@ -17,7 +17,7 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 def test_the_documents_are_those_of_the_help(tmp_path, name):
     write(tmp_path)
 
-    assert (DOCS / name).read_text() == (tmp_path / name).read_text(), "run: python -m holdfast._cli.document"
+    assert (DOCS / name).read_text() == (tmp_path / name).read_text(), "run: make docs"
 
 
 def test_every_command_option_and_example_is_in_the_page(tmp_path):
