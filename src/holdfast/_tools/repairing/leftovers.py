@@ -25,7 +25,7 @@ from holdfast._stores.store_files import StoreFiles
 from holdfast._tools.converting.work_folders import is_in_use, left_over, remove_left_over
 from holdfast._tools.listing.liveliness import why_perhaps_alive
 from holdfast._tools.repairing import native
-from holdfast._tools.repairing.report import Debris, Planned
+from holdfast._tools.repairing.report import Leftover, Planned
 from holdfast.errors import CheckpointNotFoundError, HoldfastError
 
 # Only what has a name that Holdfast gives, and only where nobody can be writing any more: nothing of it has changed
@@ -33,7 +33,7 @@ from holdfast.errors import CheckpointNotFoundError, HoldfastError
 
 
 @dataclass(frozen=True)
-class Heap:
+class LeftoverFiles:
     """Files in one place that belong together, and that nothing needs."""
 
     place: str
@@ -43,17 +43,17 @@ class Heap:
     obstacle: str | None
     """Why they are left alone."""
 
-    def swept(self, *, apply: bool) -> Debris:
+    def swept(self, *, apply: bool) -> Leftover:
         """Remove them, if ``apply`` and nobody may be writing; and tell what became of them."""
         if self.obstacle is not None:
-            return Debris(self.place, self.names, self.nbytes, self.why, "kept", self.obstacle)
+            return Leftover(self.place, self.names, self.nbytes, self.why, "kept", self.obstacle)
         if not apply:
-            return Debris(self.place, self.names, self.nbytes, self.why, "can be removed")
+            return Leftover(self.place, self.names, self.nbytes, self.why, "can be removed")
         try:
             self._remove()
         except OSError as error:
-            return Debris(self.place, self.names, self.nbytes, self.why, "kept", str(error))
-        return Debris(self.place, self.names, self.nbytes, self.why, "removed")
+            return Leftover(self.place, self.names, self.nbytes, self.why, "kept", str(error))
+        return Leftover(self.place, self.names, self.nbytes, self.why, "removed")
 
     def _remove(self) -> None:
         store = store_at(self.place)
@@ -62,7 +62,7 @@ class Heap:
 
 
 @dataclass(frozen=True)
-class WorkFolder(Heap):
+class WorkFolder(LeftoverFiles):
     """The unfinished output of a conversion. What it was to replace may lie in it, and is put back."""
 
     def _remove(self) -> None:
@@ -71,7 +71,7 @@ class WorkFolder(Heap):
             raise OSError(f"{work} is in use, or cannot be locked")
 
 
-def heaps_of_native(store: Store, record: Record | None, *, but: Collection[str] = ()) -> Iterator[Heap]:
+def leftovers_of_native(store: Store, record: Record | None, *, but: Collection[str] = ()) -> Iterator[LeftoverFiles]:
     """What killed saves left in the folder of a checkpoint, or in one without a record if that is None.
 
     Generations ``but`` these are meant.
@@ -82,17 +82,17 @@ def heaps_of_native(store: Store, record: Record | None, *, but: Collection[str]
         if generation not in but:
             yield _of_a_save(store, sizes, generation, names)
     if found.unfinished:
-        yield _heap(store, sizes, found.unfinished, "temporary files of a commit that was killed")
+        yield _leftover(store, sizes, found.unfinished, "temporary files of a commit that was killed")
 
 
-def heaps_of_hugging_face(store: Store) -> Iterator[Heap]:
+def leftovers_of_hugging_face(store: Store) -> Iterator[LeftoverFiles]:
     """Temporary files of saves to a Hugging Face folder in which no switch is under way, which would need them."""
     sizes = _sizes(store)
     for generation, names in hf_names.files_in(sizes).of_our_saves().items():
         yield _of_a_save(store, sizes, generation, names)
 
 
-def heaps_of_dcp(store: Store, needed: Collection[str]) -> Iterator[Heap]:
+def leftovers_of_dcp(store: Store, needed: Collection[str]) -> Iterator[LeftoverFiles]:
     """Data files that the index does not name, if ``holdfast.dcp`` wrote them, and unfinished indexes."""
     sizes = _sizes(store)
     found = dcp_names.files_in(sizes, needed)
@@ -102,17 +102,17 @@ def heaps_of_dcp(store: Store, needed: Collection[str]) -> Iterator[Heap]:
     is_whole = METADATA_NAME in sizes
     unfinished = [name for name in found.unfinished if is_whole or dcp_names.rank_of_temporary_index(name) is None]
     if unfinished:
-        yield _heap(store, sizes, unfinished, "indexes of saves that were not committed")
+        yield _leftover(store, sizes, unfinished, "indexes of saves that were not committed")
 
 
-def heaps_of_conversions(folder: Path) -> Iterator[Heap]:
+def leftovers_of_conversions(folder: Path) -> Iterator[LeftoverFiles]:
     """Unfinished outputs of conversions in a folder."""
     for path in left_over(folder):
         obstacle = "a conversion is writing it, or nobody knows" if is_in_use(path) else None
         yield WorkFolder(str(folder), [path.name], _tree_bytes(path), "left by a conversion that was killed", obstacle)
 
 
-def is_debris_alone(store: Store) -> bool:
+def holds_leftovers_alone(store: Store) -> bool:
     """Whether a folder without a record holds files of our saves."""
     found = native_names.files_in(_sizes(store))
     return not found.index and bool(found.by_save)
@@ -122,12 +122,13 @@ def _sizes(store: Store) -> dict[str, int]:
     return {listed.name: listed.size for listed in store.list()}
 
 
-def _of_a_save(store: Store, sizes: Mapping[str, int], generation: str, names: Sequence[str]) -> Heap:
-    return _heap(store, sizes, names, f"left by a save that was not committed (generation {generation})")
+def _of_a_save(store: Store, sizes: Mapping[str, int], generation: str, names: Sequence[str]) -> LeftoverFiles:
+    return _leftover(store, sizes, names, f"left by a save that was not committed (generation {generation})")
 
 
-def _heap(store: Store, sizes: Mapping[str, int], names: Sequence[str], why: str) -> Heap:
-    return Heap(store.location, names, sum(sizes[name] for name in names), why, why_perhaps_alive(store, names))
+def _leftover(store: Store, sizes: Mapping[str, int], names: Sequence[str], why: str) -> LeftoverFiles:
+    nbytes = sum(sizes[name] for name in names)
+    return LeftoverFiles(store.location, names, nbytes, why, why_perhaps_alive(store, names))
 
 
 def _tree_bytes(path: Path) -> int:
@@ -151,7 +152,7 @@ _CANNOT = (
 _WHAT_IS_LEFT = "copy it again from where it is whole; what is not lost can be converted, with --exclude for the rest"
 
 
-def problems_of(store: Store) -> tuple[list[Planned], list[Heap]]:
+def problems_of(store: Store) -> tuple[list[Planned], list[LeftoverFiles]]:
     """What is wrong with the checkpoint in a store, and the files in it that nothing needs."""
     from holdfast._dcp.reader import FileSystemReader  # needs torch
 
@@ -170,7 +171,7 @@ def problems_of(store: Store) -> tuple[list[Planned], list[Heap]]:
     pieces: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for item, info in (index.storage_data or {}).items():
         pieces[info.relative_path].append((item.fqn, info.offset + info.length))
-    return list(_lost_files(store, pieces)), list(heaps_of_dcp(store, set(pieces)))
+    return list(_lost_files(store, pieces)), list(leftovers_of_dcp(store, set(pieces)))
 
 
 def _lost_files(store: Store, pieces: Mapping[str, Sequence[tuple[str, int]]]) -> Iterator[Planned]:
@@ -188,47 +189,47 @@ def _lost_files(store: Store, pieces: Mapping[str, Sequence[tuple[str, int]]]) -
 # Everything at a place that no checkpoint needs, whatever else is wrong there.
 
 
-def debris_of(place: str) -> list[Heap]:
+def leftovers_at(place: str) -> list[LeftoverFiles]:
     """What killed saves and conversions left in a folder, or in those directly inside of it; nothing is changed.
 
     >>> import tempfile
-    >>> debris_of(tempfile.mkdtemp())
+    >>> leftovers_at(tempfile.mkdtemp())
     []
     """
     path = local_path(place)
     if path is not None and path.is_file():
         return []
     root = root_at(place)
-    heaps = [] if path is None else list(heaps_of_conversions(path))
+    leftovers = [] if path is None else list(leftovers_of_conversions(path))
     stores = [root.child(name) for name in sorted(root.children()) if not name.startswith(".")]
     if root.store.size(RUN_FILE) is None:
         stores.insert(0, root.store)
     for store in stores:
         with suppress(PermissionError):  # what may not be looked at may not be swept either
-            heaps += _heaps_in(store)
-    return heaps
+            leftovers += _leftovers_in(store)
+    return leftovers
 
 
-def _heaps_in(store: Store) -> list[Heap]:
+def _leftovers_in(store: Store) -> list[LeftoverFiles]:
     names = {listed.name for listed in store.list()}
     if RECORD in names:
         try:
-            return list(heaps_of_native(store, read_record(store)))
+            return list(leftovers_of_native(store, read_record(store)))
         except HoldfastError:  # a record that cannot be read may need any of the files
             return []
     if native_names.files_in(names).by_save:
-        return list(heaps_of_native(store, None, but=native.whole_saves(store, proven=True)))
+        return list(leftovers_of_native(store, None, but=native.whole_saves(store, proven=True)))
     if COMMIT_NAME in names:  # a switch to other files is under way, which needs them
         return []
-    return [*_heaps_of_dcp(store, names), *heaps_of_hugging_face(store)]
+    return [*_leftovers_of_dcp(store, names), *leftovers_of_hugging_face(store)]
 
 
-def _heaps_of_dcp(store: Store, names: set[str]) -> list[Heap]:
+def _leftovers_of_dcp(store: Store, names: set[str]) -> list[LeftoverFiles]:
     """Without torch, indexes cannot be read; where all data files are of one save, that is not needed."""
     if not any(map(is_index, names)):
         return []
     if len(dcp_names.files_in(names).of_our_saves()) < 2:
-        return list(heaps_of_dcp(store, names))
+        return list(leftovers_of_dcp(store, names))
     try:
         return problems_of(store)[1]
     except (HoldfastError, ImportError):
