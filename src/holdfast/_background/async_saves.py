@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from holdfast import _settings as settings
@@ -63,10 +64,11 @@ def save_in_background(save: BackgroundSave, lane: Lane) -> SaveFuture[Any]:
         ready = ranks.own_error_first("plan", lambda: packed(ranks) if save.in_process else save.take_copy())
         if save.same_on_all_ranks is not None:
             refuse_different_calls(ranks.all_gather_object(save.same_on_all_ranks))
+        # No functions of their own: those in the traceback of an error would keep the copy alive.
         if not save.in_process:
-            return save.attempts(ranks, lambda: save.work(ranks, ready, save.call))
+            return save.attempts(ranks, partial(save.work, ranks, ready, save.call))
         with idle_writer() as writer:
-            return save.attempts(ranks, lambda: writer.save(ready, lane.link, str(save.claim), save.call))
+            return save.attempts(ranks, partial(writer.save, ready, lane.link, str(save.claim), save.call))
 
     def job(ranks: Collectives) -> Any:
         with ExitStack() as stack:
