@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,3 +125,19 @@ def test_no_two_modules_need_each_other_to_be_loaded():
 
     for module in MODULES:
         follow(module, ())
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/decisions.md", "CONTRIBUTING.md"])
+def test_modules_that_a_page_names_are_there(page):
+    text = (Path(__file__).parents[1] / page).read_text(encoding="utf-8")
+    files = {file.relative_to(SOURCES).as_posix() for file in MODULES.values()}
+    for named in re.findall(r"`((?!tests/|tools/)[\w/]+\.py)`", text):
+        assert any(file == named or file.endswith(f"/{named}") for file in files), named
+
+
+def test_every_room_is_in_the_table_of_the_architecture():
+    text = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| (`[^|]*) \|", text, flags=re.MULTILINE)
+    order = [room.strip("`/") for cell in named for room in cell.split(", ")]
+    rooms = [room for layer in LAYERS for room in layer if (SOURCES / room).is_dir()]
+    assert order == rooms

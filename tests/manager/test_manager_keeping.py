@@ -367,7 +367,7 @@ class ClockAhead(datetime):
 def test_one_save_with_a_clock_a_year_ahead_deletes_nothing(tmp_path, monkeypatch, options):
     a_run(tmp_path, 1, 2, 3)
     with monkeypatch.context() as ahead:
-        for module in ("environment", "manager.run"):
+        for module in ("_base.environment", "_manager.run"):
             ahead.setattr(f"holdfast.{module}.datetime", ClockAhead)
         a_run(tmp_path, 4, **options)
     assert steps_in(tmp_path) == [1, 2, 3, 4]

@@ -632,3 +632,51 @@ def test_a_checkpoint_exception_is_an_exception_and_survives_pickling():
     assert str(copy) == str(error)
     assert copy.args[0] == "this step"
     assert isinstance(copy.failures[0][0], ZeroDivisionError)
+
+
+# --- steps as blocks ----------------------------------------------------------------------------------------------
+
+
+def run_a_block(case: Case, failing: tuple[int, ...]) -> Any:
+    ranks = case.join()
+    if ranks is None:
+        return None
+    done = []
+    try:
+        with ranks.step("write"):
+            done.append(ranks.rank)
+            if ranks.rank in failing:
+                raise FileNotFoundError(f"of rank {ranks.rank}")
+    except CheckpointException as error:
+        trace = [frame.name for frame in StackSummary.from_list(error.failures[failing[0]][1])]
+        return done, error.args[0], {rank: repr(cause) for rank, (cause, _) in error.failures.items()}, trace[-1]
+    return done, ranks.rank
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_block_that_all_ranks_run_ends_on_all_of_them(ranks: RankPool, case):
+    assert case.run(ranks, run_a_block, ()) == [([rank], rank) for rank in range(case.group_size)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_block_that_fails_on_some_ranks_raises_the_same_on_all(ranks: RankPool, case):
+    failing = tuple(range(case.group_size))[-2:]
+    for rank, (done, text, causes, innermost) in enumerate(case.run(ranks, run_a_block, failing)):
+        assert done == [rank]  # the block ran, and nothing was exchanged before
+        assert text == "write"
+        assert causes == {failed: f"FileNotFoundError('of rank {failed}')" for failed in failing}
+        assert innermost == "run_a_block"  # the story, not the plumbing
+
+
+def test_an_interruption_of_a_block_stays_one():
+    ranks = Collectives(None, False, 0)
+    with pytest.raises(KeyboardInterrupt), ranks.step("write"):
+        raise KeyboardInterrupt
+
+
+def test_a_block_returns_what_it_returns():
+    def inside() -> int:
+        with Collectives(None, False, 0).step("read"):
+            return 7
+
+    assert inside() == 7

@@ -8,7 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 
-_OURS = (str(Path(__file__).parent.parent) + os.sep, contextlib.__file__)
+_OURS = (str(Path(__file__).parents[1]) + os.sep, contextlib.__file__)
 """The package, and what stands between its functions where one is decorated with a context manager."""
 
 

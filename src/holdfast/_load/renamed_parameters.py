@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast._formats.native.values import key_of
 from holdfast._load.stored_nodes import StoredNode
-from holdfast._state.optimizer_names import is_flat, split_key
+from holdfast._state.flat_optimizer_states import is_flat, split_key
 
 _NAMES = ("params", "param_names")
 """Members of a group that are lists of names."""

@@ -8,6 +8,7 @@ part of the step, so that neither a result nor an exception that resists picklin
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch.distributed as dist
@@ -33,12 +34,25 @@ class Attempt(Generic[T]):
         try:
             self.value = function()
         except BaseException as error:  # carried to all ranks, then raised again where it came from
-            self.failure = wrap_exception(error)
-            if not isinstance(error, Exception):
-                self._interruption = error
+            self._note(error)
             # The exception refers to this frame. With a way back to it, it would keep the caller's state alive until
             # the garbage collector comes along.
             del self, function
+
+    @classmethod
+    def ended(cls, error: BaseException | None) -> Attempt[None]:
+        """The outcome of code that has run already."""
+        attempt = cls.__new__(cls)
+        attempt.failure = attempt._interruption = None
+        attempt.value = None  # type: ignore[assignment]
+        if error is not None:
+            attempt._note(error)
+        return attempt  # type: ignore[return-value]
+
+    def _note(self, error: BaseException) -> None:
+        self.failure = wrap_exception(error)
+        if not isinstance(error, Exception):
+            self._interruption = error
 
     def forget_failure(self) -> None:
         """Everybody has heard of it. An interruption is still to be resumed."""
@@ -232,11 +246,26 @@ class Collectives:
         messages = self.all_gather_object(_pack_attempt(mine, self.rank))
         return cast("list[T]", self._conclude(step, [mine], dict(enumerate(messages))))
 
+    def step(self, name: str) -> Step:
+        """A ``with`` block that every rank runs: all ranks leave it together, and all fail if one fails.
+
+        with ranks.step("write"):
+            files = write(chunks)
+        """
+        return Step(self, name)
+
     def all_gather_status(self, step: str, map_fun: Callable[[], T]) -> T:
         """Run ``map_fun`` everywhere; each rank keeps its own result, and all fail if one fails."""
-        result: list[T] = []
-        self.all_gather(step, lambda: result.append(map_fun()))
-        return result[0]
+        with self.step(step):
+            return map_fun()
+
+    def conclude_step(self, step: str, mine: Attempt[None]) -> None:
+        """Exchange how a step went that all ranks have run, and raise if it failed on one of them."""
+        if not self.use_dist:
+            self._raise_alone(step, mine)
+            return
+        messages = self.all_gather_object(_pack_attempt(mine, self.rank))
+        self._conclude(step, [mine], dict(enumerate(messages)))
 
     def own_error_first(self, step: str, map_fun: Callable[[], T]) -> T:
         """Run ``map_fun`` everywhere; each rank keeps its own result, and all fail if one fails.
@@ -263,9 +292,13 @@ class Collectives:
 
     def _alone(self, step: str, function: Callable[[], T]) -> T:
         attempt = Attempt(function)
+        self._raise_alone(step, attempt)
+        return attempt.value
+
+    def _raise_alone(self, step: str, attempt: Attempt[Any]) -> None:
         attempt.resume_interruption()
         if attempt.failure is None:
-            return attempt.value
+            return
         failures = {0: attempt.failure}
         attempt.failure = None
         try:
@@ -311,3 +344,27 @@ class Collectives:
                 # The exception refers to this frame, and whoever raises one of the failures to the exception.
                 del opened, failures, ordered
         return [value for value, _ in opened]
+
+
+class Step:
+    """What ``Collectives.step`` returns."""
+
+    def __init__(self, ranks: Collectives, name: str) -> None:
+        self._ranks = ranks
+        self._name = name
+
+    def __enter__(self) -> None:
+        """Nothing is exchanged before the block has run."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        mine: Attempt[None] = Attempt.ended(error)
+        try:
+            self._ranks.conclude_step(self._name, mine)
+        except BaseException as raised:
+            if raised is not error and raised.__context__ is error:
+                raised.__context__ = None  # the cause is named already, and a second way to it is a circle
+            raise
+        finally:
+            del error, trace, mine

@@ -13,13 +13,12 @@ from holdfast._formats.native.refs import ANYTHING, TensorRef
 from holdfast._formats.native.torch_elements import torch_dtype
 from holdfast._state.contract import Adapter, Context
 from holdfast._state.destinations import fits, like, shape_of, with_present
+from holdfast._state.flat_optimizer_states import FlatKeys, is_flat
 from holdfast._state.module_names import strip_wrapper_names
 from holdfast._state.optimizer_kinds import Comparison, OnFinding, changed_settings, class_of
 from holdfast._state.optimizer_names import (
-    FlatKeys,
     Match,
     Name,
-    is_flat,
     is_optimizer_state,
     match,
     refuse_strays,

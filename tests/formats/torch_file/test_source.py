@@ -322,7 +322,7 @@ def test_a_file_that_needs_code_is_refused_unless_allowed(tmp_path: Path) -> Non
     file = tmp_path / "state.pt"
     torch.save({"custom": Custom(4), "w": numbered(3, 4)}, file)
 
-    with pytest.raises(RefusedPickleError, match=r"test_torch_file\.Custom"):
+    with pytest.raises(RefusedPickleError, match=r"test_source\.Custom"):
         open_source(file)
     source = open_source(file, allow_pickle=True)
     assert source.tree["custom"].content == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 import json
 import os
 import re
@@ -81,7 +82,7 @@ def test_a_checkpoint_makes_its_own_report(path: Path, tmp_path: Path) -> None:
 
 
 def test_every_file_of_the_page_is_in_it() -> None:
-    folder = Path(str(__import__("holdfast._tools.reporting").reporting.__path__[0])) / "page"
+    folder = Path(str(importlib.import_module("holdfast._tools.reporting").__path__[0])) / "page"
 
     assert {file.name for file in folder.iterdir()} == {"report.html", *STYLES, *SCRIPTS}
 
