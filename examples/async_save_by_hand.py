@@ -19,7 +19,7 @@ import holdfast
 def main():
     folder = tempfile.mkdtemp(prefix="async-save-by-hand-", dir=sys.argv[1] if len(sys.argv) > 1 else None)
     torch.manual_seed(1)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     state = {"model": model, "optim": optimizer, "step": 0}

@@ -47,7 +47,7 @@ def fsdp2(model, device):
 
 
 def train(root, layout, total, seed):
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     torch.manual_seed(seed)
     model = layout(nn.Sequential(Block(), Block()).to(device), device)
     optim = torch.optim.AdamW(model.parameters(), lr=0.001)

@@ -35,7 +35,7 @@ def build_base():
 
 def finetune(base, root, total, seed):
     torch.manual_seed(seed)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model = build_base()
     holdfast.load({"model": model}, base)
     model[0], model[2] = LowRank(model[0], rank=4), LowRank(model[2], rank=4)

@@ -19,7 +19,7 @@ import holdfast
 
 def train(root, total, seed):
     torch.manual_seed(seed)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.1), nn.Linear(64, 4)).to(device)
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     sched = torch.optim.lr_scheduler.CosineAnnealingLR(optim, T_max=50)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from holdfast import errors
 from holdfast._ranks.failures import wrap_exception
 from holdfast.errors import CheckpointException, HoldfastError
+from tests.properties import examples
 
 CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, HoldfastError)]
 every_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
@@ -30,7 +31,7 @@ def fields_of(cls: type[HoldfastError]) -> list[str]:
 
 
 @every_class
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(data=st.data())
 def test_an_error_has_its_fields_and_its_message_and_keeps_both_when_it_travels(cls, data):
     message = data.draw(st.text())
@@ -85,7 +86,7 @@ def test_a_checkpoint_exception_is_seen_by_except_exception():
     assert not issubclass(CheckpointException, HoldfastError)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(ranks=st.lists(st.integers(0, 1000), unique=True, max_size=4))
 def test_a_checkpoint_exception_shows_rank_traceback_and_reason_of_every_failure(ranks):
     error = CheckpointException("write", failures_of(*ranks))

@@ -35,6 +35,7 @@ from holdfast.errors import (
     UnsupportedValueError,
 )
 from tests.dcp.states import LAYOUTS, Layouts, bits, numbered
+from tests.properties import examples
 from tests.rank_pool import RankPool
 from tests.torches import ALONE
 
@@ -158,7 +159,7 @@ def normalised(value: Any) -> Any:
 
 
 @given(TREES)
-@hypothesis_settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@hypothesis_settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
 def test_any_state_goes_both_ways(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]) -> None:
     folder = tmp_path_factory.mktemp("tree")
     torch.save(state, folder / "in.pt")

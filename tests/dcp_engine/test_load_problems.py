@@ -20,6 +20,7 @@ from holdfast._formats.dcp.metadata import (
     TensorStorageMetadata,
 )
 from holdfast.errors import StateMismatchError
+from tests.properties import examples
 
 
 def stored(size=(2, 3), dtype=torch.float32, chunks=None) -> TensorStorageMetadata:
@@ -93,7 +94,7 @@ KEYS = [f"layer{n}.weight" for n in range(6)]
 STATES = ["fits", "missing", "shape", "dtype", "kind"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.sampled_from(STATES), min_size=6, max_size=6))
 def test_every_problem_of_every_key_is_told_and_nothing_else(fates):
     tensors = {
@@ -137,7 +138,7 @@ def test_keys_that_are_missing_are_no_problem_for_a_partial_load():
 # --- regions that no chunk covers --------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     shape=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     gone=st.sets(st.integers(0, 26), max_size=3),

@@ -28,6 +28,7 @@ from holdfast.dcp.filesystem import FileSystem, FileSystemReader
 from holdfast.errors import CheckpointException, DamagedCheckpointError, HoldfastError
 from tests.dcp.states import LIBRARIES, save
 from tests.formats.regions import every_kind, requests_for, wrong
+from tests.properties import examples
 from tests.torches import ALONE
 
 BOTH = pytest.mark.parametrize("library", LIBRARIES)
@@ -56,7 +57,7 @@ KINDS = every_kind()
 
 @BOTH
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_region_of_any_tensor_is_read_in_ranges(
     library: str, every_tensor: dict[str, Path], data: st.DataObject
 ) -> None:

@@ -27,6 +27,7 @@ from holdfast._dcp.save_planner import DefaultSavePlanner
 from holdfast._formats.dcp.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast._formats.dcp.plan import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from holdfast.errors import ReplicaMismatchError
+from tests.properties import examples
 from tests.rank_pool import RankPool
 
 # --- fingerprints ------------------------------------------------------------------------------------------------
@@ -111,7 +112,7 @@ def rebuilt(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(values)
 def test_equal_values_have_equal_fingerprints_whatever_the_order_of_dicts_and_sets(value):
     assert fingerprint(value) == fingerprint(rebuilt(value))
@@ -209,7 +210,7 @@ def test_one_flipped_bit_changes_the_fingerprint_of_a_tensor(dtype):
             assert fingerprint(flip_bit(tensor, position)) != whole
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.sampled_from([torch.int8, torch.int32, torch.bfloat16]))
 def test_tensors_of_the_same_bytes_but_another_shape_or_dtype_differ(shape, dtype):
     tensor = random_tensor(dtype, shape, 0)
@@ -220,7 +221,7 @@ def test_tensors_of_the_same_bytes_but_another_shape_or_dtype_differ(shape, dtyp
             assert fingerprint(tensor) != fingerprint(other)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=4), st.data())
 def test_only_the_elements_of_a_tensor_count_and_not_how_they_lie_in_memory(shape, data):
     tensor = torch.complex(torch.rand(shape), torch.rand(shape))
@@ -335,7 +336,7 @@ def differing_keys(per_rank: list[dict[str, bytes]]) -> set[str]:
     return {key for key in "abcd" if len({held[key] for held in per_rank if key in held}) > 1}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(copies, st.sampled_from(["warn", "off"]))
 def test_of_copies_that_differ_the_lowest_rank_keeps_its_own_and_the_rest_stays(per_rank, strictness):
     with warnings.catch_warnings():
@@ -347,7 +348,7 @@ def test_of_copies_that_differ_the_lowest_rank_keeps_its_own_and_the_rest_stays(
         assert keys_of(plan) == [key for key in held if key not in differing or key not in lower]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(copies)
 def test_copies_that_differ_are_an_error_that_names_every_key_if_asked_to(per_rank):
     plans, differing = [plan_with(held) for held in per_rank], differing_keys(per_rank)

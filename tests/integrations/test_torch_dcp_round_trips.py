@@ -25,6 +25,7 @@ from torch.distributed.tensor import Replicate, Shard
 import holdfast
 from holdfast.integrations.torch_dcp import HoldfastReader
 from tests.integrations.torch_dcp_programs import load, quiet, same, save, trained, training_state, whole
+from tests.properties import examples
 from tests.rank_pool import RankPool
 from tests.sharding import dtensor_of, mesh_of_all_ranks
 
@@ -108,7 +109,7 @@ def load_placed(path, shape, placement):
     return loaded.full_tensor() if loaded.numel() else torch.empty(loaded.shape, dtype=loaded.dtype)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_a_tensor_that_is_spread_in_any_way_loads_into_any_other(ranks: RankPool, tmp_path_factory, data):
     shape = tuple(data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=3), "shape"))

@@ -40,6 +40,7 @@ from holdfast._stores.roots import LocalRoot
 from holdfast._stores.store import Store
 from holdfast.errors import PreflightError
 from tests.manager.small_disks import small_disk
+from tests.properties import examples
 from tests.rank_pool import RankPool
 
 NOBODY = 65534
@@ -201,7 +202,7 @@ def test_the_size_is_that_of_the_checkpoint(tmp_path, state):
     assert size.tensor_count == report.tensor_count
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=5),
     dtype=st.sampled_from([torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64]),
@@ -378,7 +379,7 @@ class SlowStore(MemoryStore):
             self.now += self.seconds + len(sink.content) / self.rate
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(rate=st.floats(1e4, 1e11), seconds=st.floats(0, 0.5))
 def test_a_disk_is_measured_within_the_time_there_is(rate, seconds):
     store = SlowStore("slow", seconds, rate)

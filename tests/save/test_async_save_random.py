@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import holdfast
+from tests.properties import examples
 from tests.save.overlapping import held_back, scribble
 from tests.save.random_states import Drawn, Settings, difference, states, ties_are_kept
 
@@ -46,7 +47,7 @@ def assert_stored(pending: holdfast.PendingSave, expected: Any, state: Any) -> N
     assert ties_are_kept(found, state)
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=states(), check=st.booleans())
 def test_a_background_save_stores_what_a_save_would(drawn: Drawn, check: bool) -> None:
     expected, pending = saved_both_ways(drawn.state, check_tearing=check)
@@ -55,7 +56,7 @@ def test_a_background_save_stores_what_a_save_would(drawn: Drawn, check: bool) -
     assert_stored(pending, expected, drawn.state)
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=states(), chosen=st.randoms(use_true_random=False))
 def test_a_background_save_stores_what_a_save_would_if_steps_wait_for_it(drawn: Drawn, chosen: Any) -> None:
     unique = {tensor.data_ptr(): tensor for tensor in tensors_in(drawn.state) if tensor.numel()}

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import holdfast
+from tests.properties import examples
 from tests.save.random_states import (
     TORCH_DTYPES,
     Drawn,
@@ -30,7 +31,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("states")
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(states())
 def test_any_state_comes_back_exactly(folder, drawn):
     state = drawn.state
@@ -45,7 +46,7 @@ def test_any_state_comes_back_exactly(folder, drawn):
     assert difference(untouched, state) is None
 
 
-@settings(max_examples=70, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=examples(70), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(states())
 def test_any_state_loads_into_blank_memory_of_the_same_form(folder, drawn):
     state = drawn.state
@@ -57,7 +58,7 @@ def test_any_state_loads_into_blank_memory_of_the_same_form(folder, drawn):
     assert ties_are_kept(fresh, state)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(tensors().map(lambda tensor: Drawn({"tensor": tensor})))
 def test_files_hold_every_tensor_under_its_key_for_safetensors_to_read(folder, drawn):
     """Not only our own reader finds the bytes."""

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 from holdfast._load.tensor_handles import TensorHandle
 from tests.models import Tied
+from tests.properties import examples
 from tests.rank_pool import RankPool
 from tests.sharding import mesh_of_all_ranks
 
@@ -303,8 +304,9 @@ def save_and_load(path: str, case: Case, way: str) -> str:
     return found
 
 
-@pytest.mark.parametrize(("way", "examples"), [("now", 60), ("thread", 60), ("process", 15)])
-def test_each_rank_gets_back_what_it_held_and_agreed_ties_are_stored_once(ranks: RankPool, tmp_path, way, examples):
+@pytest.mark.hypothesis
+@pytest.mark.parametrize(("way", "count"), [("now", 60), ("thread", 60), ("process", 15)])
+def test_each_rank_gets_back_what_it_held_and_agreed_ties_are_stored_once(ranks: RankPool, tmp_path, way, count):
     places = itertools.count()
 
     layouts = dict.fromkeys(("a", "b", "c"), Layout(1, False))
@@ -312,7 +314,7 @@ def test_each_rank_gets_back_what_it_held_and_agreed_ties_are_stored_once(ranks:
         layouts, [{"a": 0, "b": 0, "c": 0}, {"a": 0, "b": 1, "c": 1}], [[10.0, 20.0, 30.0], [10.0, 20.0, 30.0]]
     )
 
-    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(count), database=None, suppress_health_check=list(HealthCheck))
     @given(case=cases())
     @example(case=tied_but_differing)
     def check(case: Case) -> None:

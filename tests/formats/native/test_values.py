@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from holdfast._formats.native.refs import PerRankValues, PickledValue, UndeclaredValue, UnknownValue
 from holdfast._formats.native.values import Encoder, declare, decode, leaves, numpy_dtype_from
 from holdfast.errors import DamagedCheckpointError, UnreadablePickleError, UnsupportedValueError
+from tests.properties import examples
 
 Point = declare(collections.namedtuple("Point", ["x", "y"]))
 
@@ -199,13 +200,15 @@ states = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(states)
 def test_any_state_comes_back_with_the_same_types_bits_and_order(state):
     assert fingerprint(round_trip(state)) == fingerprint(state)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow])
 @given(states)
 def test_what_was_read_is_stored_in_the_same_way_again(state):
     assert json.dumps(encode(round_trip(state))) == json.dumps(encode(state))
@@ -764,7 +767,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.too_slow])
 @given(json_values)
 def test_any_json_is_read_or_is_damage(stored):
     try:
