@@ -38,13 +38,13 @@ def main():
         model[0].weight.mul_(0.5)
 
     for step, pending in saves.items():
-        report = pending.wait()  # committed: durable, complete, and found by holdfast.load. Raises if the save failed
+        report = pending.result()  # committed: durable, complete, and found by holdfast.load. Raises if the save failed
         stored = holdfast.open(pending.path)["model.0.weight"][:]
         assert torch.equal(stored, as_it_was[step].cpu()), f"step {step} was torn"
         print(f"step {step}: {report.tensor_count} tensors, as they were when the save was called")
 
     pending = holdfast.async_save(state, os.path.join(folder, "by-a-writer-process"), writer="process")
-    print("a writer process:", pending.wait().tensor_count, "tensors; then", pending.progress().phase)
+    print("a writer process:", pending.result().tensor_count, "tensors; then", pending.progress().phase)
 
 
 def train_step(model, optimizer):

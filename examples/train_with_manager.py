@@ -27,9 +27,7 @@ def train(root, total, seed):
     losses = {}
 
     state = {"model": model, "optim": optim, "sched": sched, "data": data, "rng": holdfast.RngState()}
-    with holdfast.CheckpointManager(
-        root, every_steps=5, keep_last=2, keep_best=(1, "loss"), async_save=True
-    ) as manager:
+    with holdfast.CheckpointManager(root, every_steps=5, keep_last=2, keep=holdfast.keep.best(1, "loss")) as manager:
         restored = manager.restore(state)  # None on a fresh start
         for step in range(restored.step + 1 if restored else 1, total + 1):
             inputs = data.next()

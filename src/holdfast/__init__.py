@@ -40,9 +40,11 @@ from holdfast.watching import Event, subscribe, trace_to
 if TYPE_CHECKING:
     from holdfast._load.load import load
     from holdfast._manager.manager import CheckpointManager
+    from holdfast._manager.options import Background, OnFullDisk, OnSignal, Retention, RunOptions
     from holdfast._manager.restoring import RestoredStep
     from holdfast._manager.steps import StepInfo
     from holdfast._save.async_save import async_save
+    from holdfast._save.options import SaveOptions
     from holdfast._save.pending import PendingSave, SaveProgress
     from holdfast._save.save import save
     from holdfast._state.per_rank import PerRank
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     from holdfast.integrations.torch_dcp import HoldfastReader, HoldfastWriter
 
 __all__ = [
+    "Background",
     "Checkpoint",
     "CheckpointException",
     "CheckpointManager",
@@ -74,12 +77,17 @@ __all__ = [
     "HoldfastReader",
     "HoldfastWriter",
     "LoadReport",
+    "OnFullDisk",
+    "OnSignal",
     "PendingSave",
     "PerRank",
     "RepairReport",
     "Report",
     "RestoredStep",
+    "Retention",
     "RngState",
+    "RunOptions",
+    "SaveOptions",
     "SaveProgress",
     "SaveReport",
     "Statistics",
@@ -121,13 +129,19 @@ _LATER = {
 """What programs that only save and load need not wait for."""
 
 _NEED_TORCH = {
+    "Background": "holdfast._manager.options",
     "CheckpointManager": "holdfast._manager.manager",
     "HoldfastReader": "holdfast.integrations.torch_dcp",
     "HoldfastWriter": "holdfast.integrations.torch_dcp",
+    "OnFullDisk": "holdfast._manager.options",
+    "OnSignal": "holdfast._manager.options",
     "PendingSave": "holdfast._save.pending",
     "PerRank": "holdfast._state.per_rank",
     "RestoredStep": "holdfast._manager.restoring",
+    "Retention": "holdfast._manager.options",
     "RngState": "holdfast._state.random_streams",
+    "RunOptions": "holdfast._manager.options",
+    "SaveOptions": "holdfast._save.options",
     "SaveProgress": "holdfast._save.pending",
     "StepInfo": "holdfast._manager.steps",
     "async_save": "holdfast._save.async_save",

@@ -349,7 +349,7 @@ def waiting(store, name, content, *, replaces):
         sys.stdin.readline()
     commit(store, name, content, replaces=replaces)
 
-with holdfast.CheckpointManager("runs/c", async_save=False, keep_last=3, signals=()) as manager:
+with holdfast.CheckpointManager("runs/c", background=False, keep_last=3, on_signal=None) as manager:
     for step in (1, 2):
         manager.save(step, {"w": torch.full((4,), float(step))})
     manager.pin(1)
@@ -480,7 +480,7 @@ def test_nothing_is_deleted_beside_a_run_file_that_cannot_be_read(prepared, cli)
 def test_force_beside_a_living_job_works_at_a_url_too(cli, monkeypatch):
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr("holdfast._manager.owners._this_place", lambda: "another machine")
-        manager = holdfast.CheckpointManager("memory://rm-beside", async_save=False, save_at_end=False)
+        manager = holdfast.CheckpointManager("memory://rm-beside", background=False, save_at_end=False)
         manager.save(1, {"w": torch.ones(2)})
     manager.save(2, {"w": torch.ones(2)})
     assert error_of(cli("rm", "memory://rm-beside/step-00000001", "--yes", "--json")) == "NotDeletedError"

@@ -467,7 +467,7 @@ def test_a_given_planner_is_used(tmp_path, where) -> None:
 
 
 def save_what_differs(root: Path, where: AsyncCheckpointerType) -> str:
-    with settings.override(replica_check="error"):
+    with settings.override(replica_mismatch="error"):
         saved = dcp.async_save({"n": dist.get_rank()}, checkpoint_id=root, async_checkpointer_type=where)
     return str(saved.exception(WAIT))
 

@@ -328,8 +328,8 @@ def test_metadata_that_json_cannot_hold_is_refused_at_once(tmp_path):
 
 
 def test_a_file_size_that_is_no_number_of_bytes_is_refused_at_once(tmp_path):
-    with pytest.raises(ValueError, match="max_file_size must be a number of bytes"):
-        HoldfastWriter(tmp_path, max_file_size="2 GB")
+    with pytest.raises(ValueError, match="max_file_size: '2 parsecs' is no size"):
+        HoldfastWriter(tmp_path, max_file_size="2 parsecs")
 
 
 def test_a_relative_path_is_that_of_the_moment(tmp_path, monkeypatch):

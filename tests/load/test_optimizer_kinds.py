@@ -337,7 +337,7 @@ def test_another_optimizer_and_other_problems_are_reported_together(tmp_path: Pa
 def test_the_manager_raises_and_does_not_set_a_good_step_aside(tmp_path: Path):
     model, optimizer = trained()
     with holdfast.CheckpointManager(tmp_path) as manager:
-        manager.save(1, {"model": model, "optim": optimizer}).wait()
+        manager.save(1, {"model": model, "optim": optimizer}).result()
     with holdfast.CheckpointManager(tmp_path) as manager:
         state = {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
         with pytest.raises(OptimizerMismatchError):
@@ -360,7 +360,7 @@ def compare_on_ranks(folder: Path, background: bool) -> list[str]:
     train(model, optimizer)
     state = {"model": model, "optim": optimizer}
     if background:
-        holdfast.async_save(state, folder / "saved").wait()
+        holdfast.async_save(state, folder / "saved").result()
     else:
         holdfast.save(state, folder / "saved")
     other = fully_shard(net())

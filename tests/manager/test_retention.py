@@ -100,7 +100,7 @@ def test_bytes_limit_what_the_rules_keep_and_the_oldest_go_first():
     steps = [step(1, nbytes=40), step(2, nbytes=30), step(3, nbytes=20), step(4, nbytes=10)]
     assert deleted(keep.everything().within(max_bytes=100), steps) == []
     assert deleted(keep.everything().within(max_bytes=99), steps) == [1]
-    assert deleted(keep.everything().within(max_bytes=59), steps) == [1, 2]
+    assert deleted(keep.everything().within(max_bytes="59 B"), steps) == [1, 2]
     assert deleted(keep.everything().within(max_bytes=1), steps) == [1, 2, 3]
 
 

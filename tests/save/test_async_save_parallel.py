@@ -54,7 +54,7 @@ def train_on(path: str, wrap: Any, make: Any, writer: Any, overlap: bool) -> dic
         waits = held.waits
         backward()
         optimizer.step()
-    report = pending.wait()
+    report = pending.result()
     return {
         "early": early,
         "waits": [waits_before, waits],
@@ -109,7 +109,7 @@ def train_with_zero(path: str) -> list[int]:
         before = held.waits
         optimizer.step()
         after = held.waits
-    pending.wait()
+    pending.result()
     return [before, after]
 
 
@@ -129,7 +129,7 @@ def save_in_parts(path: str) -> list[Any]:
     state["w"].fill_(-1)
     with pytest.raises(ValueError, match=f"rank {rank} is not in the process group"):
         holdfast.async_save(state, f"{path}/no", process_group=groups[1 - rank // 2])
-    return [each.wait().world_size for each in pending]
+    return [each.result().world_size for each in pending]
 
 
 def test_groups_save_for_themselves(ranks: RankPool, tmp_path) -> None:

@@ -41,7 +41,7 @@ def saved_both_ways(state: Any, **options: Any) -> tuple[Any, holdfast.PendingSa
 
 
 def assert_stored(pending: holdfast.PendingSave, expected: Any, state: Any) -> None:
-    pending.wait(60)
+    pending.result(60)
     found = holdfast.open("memory://random/later").load()
     assert difference(found, expected) is None
     assert ties_are_kept(found, state)

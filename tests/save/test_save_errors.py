@@ -106,7 +106,7 @@ MISTAKES = {
     "metadata": ("ValueError", "metadata must be what JSON can hold"),
     "cast": ("ValueError", "torch.int8 is none"),
     "include": ("TypeError", "5 does not say which keys are meant"),
-    "max_file_size": ("ValueError", "max_file_size must be a number of bytes"),
+    "max_file_size": ("ValueError", "max_file_size: -1 is no size"),
     "pattern": ("ZeroDivisionError", ""),
 }
 

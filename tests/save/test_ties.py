@@ -33,7 +33,7 @@ def save(way: str, state: Any, path: Any, **options: Any) -> None:
     if way == "now":
         holdfast.save(state, path, **options)
     else:
-        holdfast.async_save(state, path, writer=way, **options).wait(PATIENCE)  # type: ignore[arg-type]
+        holdfast.async_save(state, path, writer=way, **options).result(PATIENCE)  # type: ignore[arg-type]
 
 
 def outcome_of(way: str, state: Any, path: Any, **options: Any) -> str:
@@ -157,31 +157,31 @@ def test_a_buffer_of_ddp_may_have_another_name_in_the_state(ranks: RankPool, tmp
 def save_tied_on_one_rank(path: str, way: str, tied_rank: int, other_value: float, check: Any) -> str:
     one = torch.ones(6)
     other = one if dist.get_rank() == tied_rank else torch.full((6,), other_value)
-    return outcome_of(way, {"a": one, "b": other}, path, check_replicas=check)
+    return outcome_of(way, {"a": one, "b": other}, path, replica_mismatch=check)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tied_rank", [0, 1])
 def test_a_tie_of_one_rank_hides_no_value_of_another(ranks: RankPool, tmp_path, way, tied_rank):
-    found = ranks(2).run(save_tied_on_one_rank, str(tmp_path / "x"), way, tied_rank, 2.0, True)
+    found = ranks(2).run(save_tied_on_one_rank, str(tmp_path / "x"), way, tied_rank, 2.0, "error")
     assert found == ["ReplicaMismatchError ['b']"] * 2
-    assert ranks(2).run(save_tied_on_one_rank, str(tmp_path / "y"), way, tied_rank, 1.0, True) == ["saved"] * 2
+    assert ranks(2).run(save_tied_on_one_rank, str(tmp_path / "y"), way, tied_rank, 1.0, "error") == ["saved"] * 2
     assert stored_in(tmp_path / "y") == {"a": "a", "b": "b"}
-    assert ranks(2).run(save_tied_on_one_rank, str(tmp_path / "z"), way, tied_rank, 2.0, False) == ["saved"] * 2
+    assert ranks(2).run(save_tied_on_one_rank, str(tmp_path / "z"), way, tied_rank, 2.0, "ignore") == ["saved"] * 2
     assert holdfast.open(tmp_path / "z")["b"][:].tolist() in ([1.0] * 6, [2.0] * 6)
 
 
 def save_where_the_first_name_is_no_tensor(path: str, way: str, check: Any) -> str:
     weights = torch.arange(4.0)
     state = {"embed": None} if dist.get_rank() == 0 else {"embed": weights, "head": weights}
-    return outcome_of(way, state, path, check_replicas=check)
+    return outcome_of(way, state, path, replica_mismatch=check)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_first_name_of_a_tensor_may_be_something_else_on_another_rank(ranks: RankPool, tmp_path, way):
-    found = ranks(2).run(save_where_the_first_name_is_no_tensor, str(tmp_path / "x"), way, True)
+    found = ranks(2).run(save_where_the_first_name_is_no_tensor, str(tmp_path / "x"), way, "error")
     assert found == ["ReplicaMismatchError ['embed']"] * 2
-    assert ranks(2).run(save_where_the_first_name_is_no_tensor, str(tmp_path / "y"), way, False) == ["saved"] * 2
+    assert ranks(2).run(save_where_the_first_name_is_no_tensor, str(tmp_path / "y"), way, "ignore") == ["saved"] * 2
     loaded = holdfast.open(tmp_path / "y").load()
     assert loaded["embed"] is None
     assert loaded["head"].tolist() == [0.0, 1.0, 2.0, 3.0]

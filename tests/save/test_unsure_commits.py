@@ -102,7 +102,7 @@ def save(way: str, path: Any, number: int, overwrite: bool) -> None:
     if way == "now":
         holdfast.save(state_of(number), path, overwrite=overwrite)
     else:
-        holdfast.async_save(state_of(number), path, overwrite=overwrite, writer=way).wait(PATIENCE)  # type: ignore[arg-type]
+        holdfast.async_save(state_of(number), path, overwrite=overwrite, writer=way).result(PATIENCE)  # type: ignore[arg-type]
 
 
 def assert_holds(path: Any, number: int, world_size: int) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from holdfast._base.notices import warn_caller
 from holdfast._formats.dcp.metadata import Metadata
-from holdfast._settings import Strictness
+from holdfast._settings import OnFinding
 from holdfast.errors import StateMismatchError
 
 _MOST_SHOWN = 30
@@ -34,9 +34,9 @@ class LoadProblems:
         if not torch.can_cast(saved, current):
             self._destructive.append(key)
 
-    def raise_or_warn(self, dtype_change: Strictness) -> None:
+    def raise_or_warn(self, dtype_change: OnFinding) -> None:
         """Raise with everything that stands in the way; warn of conversions that are allowed."""
-        refused = {"off": [], "warn": self._destructive, "error": list(self.dtypes)}[dtype_change]
+        refused = {"ignore": [], "warn": self._destructive, "error": list(self.dtypes)}[dtype_change]
         lines = [*self._fatal_lines(), *(self._dtype_line(key) for key in refused)]
         if lines:
             raise StateMismatchError(
@@ -52,7 +52,8 @@ class LoadProblems:
             converted = [self._dtype_line(key) for key in self.dtypes]
             warn_caller(
                 _joined(f"{len(converted)} tensor(s) are converted to another dtype while loading:", converted)
-                + "\nHOLDFAST_DTYPE_CHANGE=error|warn|off, or DefaultLoadPlanner(dtype_change=...), says what happens."
+                + "\nHOLDFAST_DTYPE_CHANGE=error|warn|ignore, or DefaultLoadPlanner(dtype_change=...), says what "
+                "happens."
             )
 
     def _fatal_lines(self) -> list[str]:

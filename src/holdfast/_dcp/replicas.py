@@ -19,7 +19,7 @@ from holdfast._compat.tensors import is_wrapper_subclass
 from holdfast._formats.dcp.metadata import MetadataIndex
 from holdfast._formats.dcp.plan import SavePlan, WriteItem, written_bytes
 from holdfast._formats.tensor_bytes import as_bytes
-from holdfast._settings import Strictness
+from holdfast._settings import OnFinding
 from holdfast.errors import ReplicaMismatchError
 
 # Who writes an item that several ranks hold.
@@ -160,15 +160,15 @@ def _what_pickle_stores(value: Any) -> list[Any]:
     return [function, arguments, state, list(items or ()), list(pairs or ())]
 
 
-def settle_differences(all_plans: list[SavePlan], strictness: Strictness) -> list[SavePlan]:
+def settle_differences(all_plans: list[SavePlan], on_mismatch: OnFinding) -> list[SavePlan]:
     """Refuse keys of different kinds, and treat copies that differ: the lowest rank keeps its copy, loudly."""
     _refuse_different_kinds(all_plans)
     differing = _differing_items(all_plans)
     if not differing:
         return all_plans
-    if strictness == "error":
+    if on_mismatch == "error":
         raise ReplicaMismatchError(_complaint(differing, "Nothing was saved."), keys=_by_key(differing))
-    if strictness == "warn":
+    if on_mismatch == "warn":
         kept = "The copy of the lowest rank is saved, the others are lost."
         warn_caller(_complaint(differing, kept))
     owners = {index: min(rank for ranks in groups for rank in ranks) for index, groups in differing.items()}
@@ -209,8 +209,8 @@ def _complaint(differing: Mapping[MetadataIndex, list[list[int]]], outcome: str)
             f"Ranks hold different values under {len(described)} key(s), of which only one can be stored:",
             *lines,
             f"{outcome} If every rank's value matters (a random state, a data position), put the rank into the key; "
-            "if not, make the copies equal first. HOLDFAST_REPLICA_CHECK=error|warn|off, or "
-            "DefaultSavePlanner(replica_check=...), says what happens.",
+            "if not, make the copies equal first. HOLDFAST_REPLICA_MISMATCH=error|warn|ignore, or "
+            "DefaultSavePlanner(replica_mismatch=...), says what happens.",
         ]
     )
 

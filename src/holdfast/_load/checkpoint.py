@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from holdfast._base.arguments import Size
 from holdfast._base.html_tables import page, table
 from holdfast._base.patterns import Chooser, Patterns, Selection, chooser
 from holdfast._base.texts import in_short
@@ -191,7 +192,7 @@ class Checkpoint(Mapping[str, Any]):
         pattern: Patterns | None = None,
         *,
         bins: int = 64,
-        memory_budget: int | None = None,
+        memory_budget: Size | None = None,
         on_progress: OnProgress | None = None,
     ) -> Statistics:
         """What the numbers in a tensor are like: smallest, largest, mean, spread, norm, how many are nan, a histogram.
@@ -233,7 +234,7 @@ class Checkpoint(Mapping[str, Any]):
         compare: str | os.PathLike[str] | Store | Checkpoint | None = None,
         statistics: Patterns | bool | None = None,
         verify: bool = False,
-        memory_budget: int | None = None,
+        memory_budget: Size | None = None,
         on_progress: OnProgress | None = None,
     ) -> Report:
         """A page about it, for a browser or a notebook. It is written to ``path`` if that is given.

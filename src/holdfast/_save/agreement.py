@@ -210,8 +210,8 @@ def describe_differing(differing: Sequence[Differing], outcome: str) -> str:
             f"Ranks hold different values under {len(differing)} key(s), of which only one can be stored:",
             *lines,
             f"{outcome} If every rank's value matters (a data position, a random state), wrap it in "
-            "holdfast.PerRank(value). If not, make the copies equal first, or say check_replicas='warn' to store those "
-            "of the lowest rank.",
+            "holdfast.PerRank(value). If not, make the copies equal first, or say replica_mismatch='warn' to store "
+            "those of the lowest rank.",
         ]
     )
 

@@ -19,7 +19,7 @@ from holdfast._formats.native.values import Encoder, Path, key_of
 from holdfast._layout import tensor_kinds as partitioned
 from holdfast._layout.descriptions import HeldTensor, Holding, LocalTensor, dtype_of_whole, hold, others_may_have_it
 from holdfast._save.agreement import noted_ties
-from holdfast._save.options import SaveOptions
+from holdfast._save.options import CheckedOptions
 from holdfast._state.expanding import Expanded, expand
 from holdfast.errors import PartitionedParameterError, UnsupportedTensorError, UnsupportedValueError
 
@@ -113,14 +113,14 @@ class Capture:
     """Only note what is to be compared: taking digests takes time."""
 
     @classmethod
-    def of(cls, options: SaveOptions, rank: int, world_size: int, *, compare_later: bool = False) -> Capture:
+    def of(cls, options: CheckedOptions, rank: int, world_size: int, *, compare_later: bool = False) -> Capture:
         """As a save wants it."""
         return cls(
             rank=rank,
             selection=options.selection,
             cast=options.cast,
             allow_pickle=options.allow_pickle,
-            compare_copies=world_size > 1 and options.check_replicas is not False,
+            compare_copies=world_size > 1 and options.replica_mismatch != "ignore",
             compare_later=compare_later,
         )
 

@@ -81,7 +81,7 @@ def test_every_element_and_value_arrives(source: str, target: str, state: dict[s
         to = target.partition(" ")[0]
         only_tensors = to == "safetensors" and bool(values_in(state))
         with in_small_pieces(piece):
-            shards = {"max_shard_size": piece} if target == "safetensors folder" else {}
+            shards = {"max_file_size": piece} if target == "safetensors folder" else {}
             report = holdfast.convert(path, place, to=to, only_tensors=only_tensors, **shards)
         found, found_values = read(target, place)
         expected = tensors_in(state)

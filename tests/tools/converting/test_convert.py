@@ -156,8 +156,8 @@ def test_the_first_pattern_that_fits_counts_and_those_that_fit_nothing_are_told(
 
 @pytest.mark.parametrize(("to", "name"), [("native", "new"), ("torch", "new.pt"), ("safetensors", "new.safetensors")])
 def test_a_size_of_files_is_refused_where_there_is_no_folder_of_files(saved, tmp_path, to, name):
-    with pytest.raises(ValueError, match="max_shard_size"):
-        holdfast.convert(saved, tmp_path / name, to=to, only_tensors=True, max_shard_size="1MB")
+    with pytest.raises(ValueError, match="max_file_size"):
+        holdfast.convert(saved, tmp_path / name, to=to, only_tensors=True, max_file_size="1MB")
 
 
 def test_every_element_of_the_source_is_written_or_told_to_be_left_out(tmp_path):

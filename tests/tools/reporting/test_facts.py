@@ -183,7 +183,7 @@ def test_ranks_that_had_nothing_to_write_count_too(ranks: RankPool, tmp_path: Pa
 
 
 def test_phases_are_told_in_the_order_in_which_they_happen(tmp_path: Path) -> None:
-    holdfast.async_save({"w": torch.ones(6)}, tmp_path / "ckpt").wait()
+    holdfast.async_save({"w": torch.ones(6)}, tmp_path / "ckpt").result()
 
     assert list(facts_as_read(tmp_path / "ckpt")["checkpoint"]["phases"]) == [
         "capture",

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast._base.arguments import Size, checked_budget, checked_size
 from holdfast._base.patterns import Patterns, Rename, Renaming, Selection
-from holdfast._base.sizes import checked_budget
 from holdfast._base.texts import some_of
 from holdfast._formats.format_names import is_of_a_checkpoint
 from holdfast._formats.native.refs import TensorRef
@@ -23,7 +23,7 @@ from holdfast._tools.converting.casts import Cast, Casts
 from holdfast._tools.converting.convert import carry_out, put_back_at
 from holdfast._tools.converting.preparing import Wishes, prepare_renamed, rename_flat, unused
 from holdfast._tools.converting.report import ConversionReport
-from holdfast._tools.converting.safetensors_target import SafetensorsTarget, shard_size
+from holdfast._tools.converting.safetensors_target import SafetensorsTarget
 from holdfast._watching.progress import OnProgress
 from holdfast.errors import StateMismatchError, UnknownKeyError
 
@@ -134,7 +134,7 @@ def export(
     destination: str | os.PathLike[str],
     *,
     part: str | None = None,
-    max_shard_size: int | str | None = "5GB",
+    max_file_size: Size | None = "5GB",
     include: Patterns | None = None,
     exclude: Patterns | None = None,
     rename: Rename | None = None,
@@ -143,7 +143,7 @@ def export(
     files: Sequence[str | os.PathLike[str]] = (),
     overwrite: bool = False,
     check: bool = True,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     allow_pickle: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ConversionReport:
@@ -157,7 +157,7 @@ def export(
         destination: the folder to make.
         part: where in the state the model is, such as ``"model"``. It is found by its name if nothing is given; the
             report tells what was taken, and what was not.
-        max_shard_size: the most bytes of each file, as a number or such as ``"5GB"``.
+        max_file_size: the most bytes of each file, as a number or such as ``"5GB"``.
         include: patterns of the model's names that are wanted (without ``part``); all are if nothing is given.
         exclude: patterns of names that are not wanted.
         rename: new names or prefixes by old ones, by regular expressions, or a function of the name.
@@ -182,7 +182,7 @@ def export(
         ('model', 2, ['model.safetensors'])
     """
     wishes = Wishes(allow_pickle=allow_pickle, memory_budget=checked_budget(memory_budget))
-    target = SafetensorsTarget(max_shard_size=shard_size(max_shard_size), files=_checked_files(files))
+    target = SafetensorsTarget(max_file_size=checked_size("max_file_size", max_file_size), files=_checked_files(files))
     put_back_at(destination)
     with opened(source, allow_pickle=allow_pickle) as checkpoint:
         stored = checkpoint.source

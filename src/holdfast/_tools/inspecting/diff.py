@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from holdfast._base.arguments import Size, checked_budget
 from holdfast._base.patterns import Patterns, Rename, Renaming, Selection
-from holdfast._base.sizes import checked_budget
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.trees import children_of
 from holdfast._formats.source import Source
@@ -62,7 +62,7 @@ def diff(
     exclude: Patterns | None = None,
     rename: Rename | None = None,
     values: bool = True,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     allow_pickle: bool = False,
     on_progress: OnProgress | None = None,
 ) -> DiffReport:

@@ -6,11 +6,12 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
+from holdfast._base.arguments import Size
 from holdfast._base.patterns import Pattern, Patterns, Rename, Renaming
 from holdfast._formats.native.numpy_types import numpy_dtype_from
 from holdfast._formats.native.refs import PerRankValues, TensorRef
@@ -24,6 +25,7 @@ from holdfast._load.options import Casts, LoadOptions, Transforms
 from holdfast._load.planning import LoadPlan, plan_load
 from holdfast._ranks.collectives import Collectives
 from holdfast._ranks.meeting import own_place
+from holdfast._settings import OnFinding
 from holdfast._state.per_rank import PerRank
 from holdfast._stores.store import Store
 from holdfast._tools.inspecting.explanation import Explanation
@@ -116,9 +118,9 @@ def explain(
     rename: Rename | None = None,
     cast: bool | Patterns | Mapping[Pattern, Any] = False,
     transform: Transforms | None = None,
-    optimizer_mismatch: Literal["error", "warn", "ignore"] = "error",
+    optimizer_mismatch: OnFinding = "error",
     allow_pickle: bool = False,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
 ) -> Explanation:
     """Find out whether a checkpoint would load into a state, without changing anything.
 

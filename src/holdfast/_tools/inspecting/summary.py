@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from holdfast._base.arguments import Size, checked_budget
 from holdfast._base.environment import optimizers_noted
 from holdfast._base.patterns import dotted
-from holdfast._base.sizes import checked_budget
 from holdfast._base.texts import some_of
 from holdfast._formats.native.record import REPAIRED, repairs_in
 from holdfast._formats.native.refs import TensorRef
@@ -104,7 +104,7 @@ def summarize(
     checkpoint: Checkpoint,
     *,
     finite: bool = False,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     on_progress: OnProgress | None = None,
 ) -> CheckpointSummary:
     """Put together what is known. With ``finite`` all tensors are read, to look for nan and infinities.

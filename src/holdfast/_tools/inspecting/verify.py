@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
+from holdfast._base.arguments import Size, checked_budget
 from holdfast._base.patterns import Patterns, Selection
-from holdfast._base.sizes import checked_budget
 from holdfast._formats.native.names import RECORD
 from holdfast._formats.native.record import repairs_in
 from holdfast._formats.native.refs import TensorRef
@@ -45,7 +45,7 @@ def verify(
     *,
     include: Patterns | None = None,
     exclude: Patterns | None = None,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     allow_pickle: bool = False,
     on_progress: OnProgress | None = None,
 ) -> VerifyReport:

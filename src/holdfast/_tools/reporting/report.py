@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from holdfast._base.arguments import Size
 from holdfast._base.garbage import no_garbage_collection
 from holdfast._base.patterns import Chooser, Patterns
 from holdfast._formats.native.refs import TensorRef
@@ -93,7 +94,7 @@ def _is_of_an_optimizer(ref: TensorRef) -> bool:
 
 
 def statistics_facts(
-    source: Source, chosen: Mapping[int, TensorRef], memory_budget: int | None, on_progress: OnProgress
+    source: Source, chosen: Mapping[int, TensorRef], memory_budget: Size | None, on_progress: OnProgress
 ) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
     """The statistics of chosen tensors, and why others could not be read, by the number of their entry."""
     found: dict[int, dict[str, Any]] = {}
@@ -132,7 +133,7 @@ def compare_facts(
     other: Checkpoint,
     checkpoint: Checkpoint,
     entries: Sequence[Entry],
-    memory_budget: int | None,
+    memory_budget: Size | None,
     on_progress: OnProgress,
 ) -> dict[str, Any]:
     """How ``checkpoint``, with its entries, differs from ``other``, which was before."""
@@ -246,7 +247,7 @@ def make_report(
     compare: Place | None = None,
     statistics: Patterns | bool | None = None,
     verify: bool = False,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     allow_pickle: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Report:
@@ -298,7 +299,7 @@ def _bytes_of(checkpoint: Checkpoint) -> int:
     return sum(ref.nbytes for ref in checkpoint.source.tensors.values())
 
 
-def _verified(checkpoint: Checkpoint, memory_budget: int | None, on_progress: OnProgress) -> dict[str, Any]:
+def _verified(checkpoint: Checkpoint, memory_budget: Size | None, on_progress: OnProgress) -> dict[str, Any]:
     found = verify_checkpoint(checkpoint, memory_budget=memory_budget, on_progress=on_progress)
     return {
         "ok": found.ok,
