@@ -23,7 +23,7 @@ from holdfast._base.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE, 
 from holdfast._formats.native.blocks import Digests
 from holdfast._formats.native.columns import Columns, digest_of, encode_columns
 from holdfast._formats.native.layout import ChunkToWrite, FileLayout, lay_out
-from holdfast._formats.native.names import RECORD, data_file, generation_of, index_file
+from holdfast._formats.native.names import RECORD, data_file, files_in, generation_of, index_file
 from holdfast._formats.native.record import BLOCK_BYTES, Record, StoredFile, decode_record, encode_record
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.writing import Gather, write_data_file
@@ -42,7 +42,7 @@ class Before:
 
     record: bytes | None
     names: frozenset[str]
-    """Files of ours. Those that the new checkpoint does not need are removed once it is committed."""
+    """Of its files. Data of saves that the new checkpoint does not need is removed once it is committed."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def look_before(store: Store, *, overwrite: bool) -> Before:
             "checkpoints in one folder cannot be told apart.",
             path=store.location,
         )
-    return Before(record, frozenset(name for name in names if generation_of(name) is not None))
+    return Before(record, frozenset(names))
 
 
 def write_chunks(
@@ -225,9 +225,8 @@ def _content(store: Store, name: str) -> bytes | None:
 
 
 def _remove_old_files(store: Store, before: Before, record: Record) -> None:
-    needed = {record.index.name, *(file.name for file in record.files)}
     try:
-        store.delete(sorted(before.names - needed))
+        store.delete(files_in(before.names, record.file_names()).of_any_save())
     except Exception as error:
         # The new checkpoint is whole. What could not be removed takes room and does no other harm.
         logger.warning("old files in %s could not be removed: %s", store.location, error)

@@ -39,7 +39,7 @@ from holdfast._save.options import CheckedOptions, SaveOptions, refuse_unknown_o
 from holdfast._save.report import SaveReport
 from holdfast._stores.places import in_messages, store_at
 from holdfast._stores.store import Store
-from holdfast._watching.calls import Call, Phases, by_phase
+from holdfast._watching.calls import Call, by_phase
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -77,17 +77,14 @@ class SaveRun:
     store: Store
     ranks: Collectives
     options: CheckedOptions
-    phases: Phases
-    advance: Callable[[int], None] | None = None
-    """Told of every part that is written, in bytes."""
+    call: Call
 
     def save(self, captured: Captured) -> SaveReport:
         """All steps."""
-        with self.phases.during("plan"), no_garbage_collection():
+        with self.call.phase("plan"), no_garbage_collection():
             plan = self.plan(captured)
         files = self.write(plan, captured)
-        if self.phases.enter is not None:
-            self.phases.enter("commit")  # which the coordinator does, and the others wait for
+        self.call.enter("commit")  # which the coordinator does, and the others wait for
         return self.commit(plan, files)
 
     def plan(self, captured: Captured) -> _Plan:
@@ -112,7 +109,7 @@ class SaveRun:
         written: list[WrittenFile] = []
 
         def write() -> None:
-            with self.phases.during("write") as seen:  # without the time that this rank waits for others
+            with self.call.phase("write") as seen:  # without the time that this rank waits for others
                 files = write_chunks(
                     self.store,
                     plan.chunks,
@@ -121,7 +118,7 @@ class SaveRun:
                     rank=self.ranks.rank,
                     max_file_size=self.options.max_file_size,
                     memory_budget=self.options.memory_budget,
-                    advance=self.advance,
+                    advance=self.call.advance,
                 )
                 written.extend(files)
                 seen.nbytes = sum(file.nbytes for file in files)
@@ -142,7 +139,7 @@ class SaveRun:
             seconds = [seconds for _, seconds, _ in parts]
             contents = plan.decision.contents
             contents = replace(contents, written={**contents.written, "phases": by_phase(seconds)})
-            with self.phases.during("commit"), no_garbage_collection():
+            with self.call.phase("commit"), no_garbage_collection():
                 record = commit_checkpoint(
                     self.store, plan.decision.before, every, contents, plan.generation, commit=commit
                 )
@@ -151,15 +148,15 @@ class SaveRun:
                 identity=plan.generation,
                 tensor_count=len(record.tensors),
                 bytes_written=sum(file.nbytes for file in record.files),
-                seconds=max(elapsed for _, _, elapsed in parts) + self.phases.seconds["commit"],
+                seconds=max(elapsed for _, _, elapsed in parts) + self.call.seconds["commit"],
                 world_size=self.ranks.world_size,
-                phases={**by_phase(seconds), "commit": [self.phases.seconds["commit"]]},
+                phases={**by_phase(seconds), "commit": [self.call.seconds["commit"]]},
             )
 
         return commit_for_all(
             self.ranks,
             "commit",
-            lambda: (files, self.phases.seconds, self.phases.elapsed()),
+            lambda: (files, self.call.seconds, self.call.elapsed()),
             put_in_place,
             undo=lambda: remove_unfinished(self.store, [file.name for file in files]),
         )
@@ -296,12 +293,12 @@ def save_together(
     call: Call,
 ) -> SaveReport:
     """Save with ranks that are together already, and tell of it."""
-    phases = Phases(call)
+    call.start_over()
 
     def capture() -> tuple[SaveRun, Captured]:
-        with phases.during("capture"), no_garbage_collection():
+        with call.phase("capture"), no_garbage_collection():
             options = make_options()
-            run = SaveRun(store_at(path), ranks, options, phases)
+            run = SaveRun(store_at(path), ranks, options, call)
             return run, Capture.of(options, ranks.rank, ranks.world_size).take(state)
 
     run, captured = ranks.all_gather_status("capture", capture)

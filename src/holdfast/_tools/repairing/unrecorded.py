@@ -37,7 +37,7 @@ from holdfast._stores.store import Store
 from holdfast._tools.inspecting.parts import work_through
 from holdfast._tools.repairing.data_files import Part, Parts, header_in, parts_of_unknown
 from holdfast._tools.repairing.report import keep_copy
-from holdfast._watching.progress import OnProgress, Tally
+from holdfast._watching.progress import OnProgress, Progress
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 
 # Writes the columns and the record of a checkpoint whose data files are there.
@@ -57,7 +57,7 @@ class Digesting:
         found = np.zeros(starts[-1], np.uint32)
         size = read_size(self.memory, block_bytes)
         pieces = [(number, begin) for number, file in enumerate(files) for begin in range(0, file.nbytes, size)]
-        tally = Tally(sum(file.nbytes for file in files), self.on_progress)
+        progress = Progress(sum(file.nbytes for file in files), self.on_progress)
         own = threading.local()
 
         def digest(piece: tuple[int, int]) -> None:
@@ -69,7 +69,7 @@ class Digesting:
                 reader.read_into(begin, part)
             first = starts[number] + begin // block_bytes
             found[first : first + count_blocks(len(part), block_bytes)] = digest_blocks(part, block_bytes)
-            tally.add(len(part))
+            progress.advance(len(part))
 
         readable = [ReadableFile(file.name, file.nbytes, partial(store.reader, file.name), None) for file in files]
         threads = (MEMORY_BUDGET if self.memory is None else self.memory) // (MEMORY_OF_A_READER * size)
