@@ -191,7 +191,7 @@ def test_a_lost_chunk_is_an_error_for_those_that_need_it_and_only_for_them(resha
     box_in(held, lost.offsets, lost.sizes)[...] = True
     for target in targets:
         if box_in(held, target.offsets, target.sizes).any():
-            with pytest.raises(StateMismatchError, match=r"no stored chunk covers the region at offsets \[") as caught:
+            with pytest.raises(StateMismatchError, match=r"no chunk covers the region at offsets \[") as caught:
                 create_read_items_for_chunk_list("key", stored, [target])
             assert list(caught.value.uncovered) == ["key"]
         else:

@@ -204,7 +204,7 @@ def test_tensors_that_the_mapping_lacks_are_named(tmp_path: Path) -> None:
 def test_parts_that_do_not_tile_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     write_parts(tmp_path, 1, {"a": (torch.ones(2), [1])})
 
-    with pytest.raises(DamagedCheckpointError, match=r"'a' has only 2 of the 3 elements"):
+    with pytest.raises(DamagedCheckpointError, match=r"'a' has chunks that do not tile it: 2 of its 3 elements"):
         consolidate_safetensors_files(tmp_path, tmp_path / "whole")
     assert not (tmp_path / "whole").exists()
 

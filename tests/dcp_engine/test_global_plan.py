@@ -220,13 +220,13 @@ def test_scalars_and_values_are_always_valid():
 
 
 def test_an_invalid_plan_is_refused_with_all_its_problems():
-    items = [shard(f"t{n}", [0], [1], [2]) for n in range(15)]
+    items = [shard(f"t{n}", [0], [1], [2]) for n in range(25)]
     plans, metadata = create_default_global_save_plan([SavePlan(items), SavePlan([])])
     with pytest.raises(
-        InvalidPlanError, match=r"^Failed to validate global plan: key 't0'.*Nothing was saved"
+        InvalidPlanError, match=r"^Failed to validate global plan:\n  't0': 1 of its 2 elements[\s\S]*Nothing was saved"
     ) as error:
         refuse_invalid_plan(plans, metadata)
-    assert len(error.value.problems) == 15
+    assert len(error.value.problems) == 25
     assert "and 5 more" in str(error.value)
     refuse_invalid_plan(plans[:1], metadata)
 

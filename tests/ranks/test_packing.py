@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast._base.boxes import Box
 from holdfast._dcp.data_files import StoredResult, ValueNeedingPickle
 from holdfast._dcp.storage import WriteResult
 from holdfast._formats.dcp.metadata import (
@@ -24,6 +25,7 @@ from holdfast._formats.dcp.metadata import (
     _StorageInfo,
 )
 from holdfast._formats.dcp.plan import BytesIOWriteData, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from holdfast._layout.descriptions import Holding
 from holdfast._ranks import packing
 from holdfast._ranks.packing import pack, unpack
 
@@ -70,7 +72,21 @@ plans = st.builds(
 indices_of_checkpoints = st.builds(
     Metadata, st.dictionaries(few_words, entries, max_size=6), paths, st.dictionaries(indexes, places, max_size=6)
 )
+places_in_tensors = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+descriptions = st.builds(
+    Holding,
+    few_words,
+    st.sampled_from(["float32", "int8"]),
+    places_in_tensors,
+    st.sampled_from(["sharded", "replicated"]),
+    st.lists(st.builds(Box, places_in_tensors, places_in_tensors), max_size=2).map(tuple),
+    numpy=st.none() | st.just("<f4"),
+    tied_to=st.none() | few_words,
+    digests=st.lists(st.binary(max_size=2), max_size=2).map(tuple),
+)
 messages = st.one_of(
+    st.lists(descriptions, max_size=6),
+    st.lists(st.lists(st.builds(Box, places_in_tensors, places_in_tensors) | few_words, max_size=3).map(tuple)),
     st.tuples(few_words, plans),
     st.lists(results, max_size=6),
     indices_of_checkpoints,
@@ -112,6 +128,20 @@ def test_long_lists_and_dicts_are_pickled_in_parts_wherever_they_are():
     came = unpack(pack(message))
     assert came == message
     assert came["keys"] is came["again"]  # as pickle alone would have it
+
+
+def test_lists_and_dicts_of_many_records_travel_as_columns_and_others_do_not():
+    count = packing.COLUMNS_FROM + 1
+    boxes = [Box((number,), (1,)) for number in range(count)]
+    message = {
+        "boxes": boxes,
+        "few": boxes[:-1],
+        "by name": {str(box): box for box in boxes},
+        "names": dict.fromkeys(boxes),
+    }
+    _, taken_out = pickle.loads(pack(message))
+    assert [kind for kind, _ in taken_out] == [list, dict]
+    assert described(unpack(pack(message))) == described(message)
 
 
 def test_entries_that_arrive_do_not_share_what_can_be_changed():

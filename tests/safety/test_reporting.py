@@ -93,10 +93,13 @@ def test_what_does_not_fit_on_one_rank_is_told_on_all_and_nothing_is_changed_on_
         assert "Missing key in checkpoint state_dict: extra.schedule." in text
         assert "Missing key in checkpoint state_dict: extra.handle." in text
         assert "Size mismatch between saved torch.Size([3]) and current: torch.Size([5]) for model.bias" in text
-        assert "dtype of model.counts: saved torch.int64, current torch.bool (values would be destroyed)" in text
-        assert "optimizer.lr: is a tensor in the state but a plain value in the checkpoint" in text
-        assert "optimizer.state.1.momentum: is a Unknown in the state but a tensor of size [3]" in text
-        assert "(7 problem(s))" in text
+        assert (
+            "'model.counts' is torch.int64 in the checkpoint and torch.bool in the state (values would be destroyed)"
+            in text
+        )
+        assert "'optimizer.lr' is a tensor in the state but a plain value in the checkpoint" in text
+        assert "'optimizer.state.1.momentum' is a Unknown in the state but a tensor of size [3]" in text
+        assert "(7 problems)" in text
         assert "Nothing was changed." in text
 
 
@@ -146,7 +149,7 @@ def test_values_come_back_under_the_keys_that_they_were_saved_under(tmp_path):
 def test_a_lossless_change_of_dtype_is_told_and_one_that_destroys_values_refused(tmp_path):
     dcp.save({"tensor": torch.full((3,), 1.5)}, checkpoint_id=tmp_path)
     state: dict[str, Any] = {"tensor": torch.zeros(3, dtype=torch.float64)}
-    with pytest.warns(UserWarning, match=r"dtype of tensor: saved torch\.float32, current torch\.float64"):
+    with pytest.warns(UserWarning, match=r"'tensor' is torch\.float32 in .* and torch\.float64 in the state"):
         dcp.load(state, checkpoint_id=tmp_path)
     assert state["tensor"].tolist() == [1.5] * 3
     state = {"tensor": torch.zeros(3, dtype=torch.int64)}

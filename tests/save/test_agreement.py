@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from holdfast._base.boxes import Box
 from holdfast._layout.descriptions import Holding
-from holdfast._save.agreement import Differing, agree, describe_differing, refuse_differing
+from holdfast._ranks.differences import Differing, refuse_differing
+from holdfast._save.agreement import agree
 from holdfast.errors import InvalidPlanError, ReplicaMismatchError
 
 
@@ -78,11 +79,17 @@ def test_who_writes_alone_is_given_less_of_the_rest():
 @pytest.mark.parametrize(
     ("held", "problem"),
     [
-        ([[rows("w", 8, (0, 4))]], "hold 8 of its 16 elements"),
-        ([[rows("w", 8, (0, 4))], [rows("w", 8, (5, 8))]], "hold 14 of its 16 elements"),
-        ([[rows("w", 8, (0, 5))], [rows("w", 8, (4, 8))]], "chunks overlap"),
+        ([[rows("w", 8, (0, 4))]], r"8 of its 16 elements .* offsets \[4, 0\] of sizes \[4, 2\]"),
+        (
+            [[rows("w", 8, (0, 4))], [rows("w", 8, (5, 8))]],
+            r"14 of its 16 .* offsets \[4, 0\] of sizes \[1, 2\]",
+        ),
+        (
+            [[rows("w", 8, (0, 5))], [rows("w", 8, (4, 8))]],
+            r"chunks \[offsets \[0, 0\], .* and .* overlap",
+        ),
         ([[rows("w", 8, (0, 4))], [rows("w", 8, (4, 9))]], "outside"),
-        ([[rows("w", 8)], [rows("w", 8)]], "hold 0 of its 16 elements"),
+        ([[rows("w", 8)], [rows("w", 8)]], "0 of its 16 elements"),
     ],
 )
 def test_chunks_must_tile_their_tensor(held, problem):
@@ -103,9 +110,9 @@ def test_copies_are_compared_box_by_box():
     assert list(agreed.differing) == [Differing("w", ((0, 2), (1,)))]
     assert [len(chunks) for chunks in agreed.chunks] == [2, 0, 0]
     with pytest.raises(ReplicaMismatchError, match=r"'w': ranks 0,2 != ranks 1") as caught:
-        refuse_differing(agreed.differing)
-    assert caught.value.keys == {"w": "'w': ranks 0,2 != ranks 1"}
-    refuse_differing([])
+        refuse_differing(agreed.differing, "Do something.")
+    assert caught.value.keys == {"w": "ranks 0,2 != ranks 1"}
+    refuse_differing([], "Do something.")
 
 
 def test_the_first_ranks_copy_counts_where_that_is_the_contract():
@@ -155,13 +162,16 @@ def test_one_key_is_one_kind_of_tensor(other):
     assert list(caught.value.keys) == ["w"]
 
 
-def test_long_lists_are_cut_short():
-    differing = [Differing(f"k{n}", ((0,), tuple(range(1, 30)))) for n in range(50)]
-    told = describe_differing(differing, "So it is.")
-    assert "50 key(s)" in told
-    assert "and 30 more" in told
-    assert "(29 in all)" in told
-    assert len(told.splitlines()) == 23
+def test_all_tensors_that_are_not_whole_are_named_together():
+    with pytest.raises(InvalidPlanError, match="do not tile") as caught:
+        agree([[rows("v", 8, (0, 4)), rows("w", 8, (0, 8)), rows("x", 8, (0, 5), (4, 8))]])
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["'v'", "'x'"]
+
+
+def test_a_box_of_the_whole_size_at_another_place_is_outside():
+    moved = Holding("w", "float32", (8,), "sharded", (Box((2,), (8,)),))
+    with pytest.raises(InvalidPlanError, match="outside"):
+        agree([[moved], [moved]])
 
 
 def test_copies_with_other_digests_differ_and_the_lowest_rank_writes_its_own():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast._formats.native.refs import PerRankValues, Slot
 from holdfast._formats.native.values import Encoder
-from holdfast._save.agreement import Differing
+from holdfast._ranks.differences import Differing
 from holdfast._save.merged_trees import fill_slots, merge_trees, refuse_shared_keys, renamed_tensors, tensor_keys
 from holdfast.errors import UnsupportedValueError
 from tests.save.random_states import states
@@ -80,7 +80,7 @@ def test_differences_are_told_where_they_are():
     other = {"list": [1, {"a": 3}], "pairs": {"$": "dict", "items": [["k", 0], [1, "y"]]}}
     assert [differing.key for differing in merge_trees([one, other])[1]] == ["list.1.a", "pairs.1"]
     assert merge_trees([1, 2])[1] == [Differing("", ((0,), (1,)))]
-    assert str(Differing("", ((0,), (1,)))) == "the state itself: ranks 0 != ranks 1"
+    assert str(Differing("", ((0,), (1,)))) == "the state: ranks 0 != ranks 1"
     fields = [{"$": "dataclass", "type": "m:A", "fields": {"rate": rate}} for rate in (1, 2)]
     assert merge_trees(fields)[1] == [Differing("rate", ((0,), (1,)))]
     tuples = [{"$": "tuple", "items": [0, rate]} for rate in (1, 2)]

@@ -33,6 +33,25 @@ def in_short(value: Any) -> str:
     return _SHORT.repr(value)
 
 
+def listed(lines: Sequence[str], most: int = 20) -> list[str]:
+    """The first of some lines of a message, indented, and how many more there are.
+
+    >>> listed(["a", "b", "c"], most=1)
+    ['  a', '  … and 2 more']
+    """
+    more = [f"  … and {len(lines) - most:,} more"] if len(lines) > most else []
+    return [*(f"  {line}" for line in lines[:most]), *more]
+
+
+def quoted_key(key: str) -> str:
+    """A key of a state in a message. That of the state itself is empty.
+
+    >>> quoted_key("model.weight"), quoted_key("")
+    ("'model.weight'", 'the state')
+    """
+    return f"'{key}'" if key else "the state"
+
+
 # Any value as JSON can have it.
 
 

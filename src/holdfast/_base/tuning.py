@@ -49,12 +49,15 @@ SMALL_TENSOR = 64 * KIB
 it keep Python's lock, which more bytes would do for too long."""
 
 ENTRIES_AT_ONCE = 2000
-"""Rows that are pickled, or entries that are encoded as JSON, in one go, which takes a millisecond or two. Python lets
-no other thread run meanwhile."""
+"""Entries that are encoded as JSON in one go, which takes a millisecond or two. Python lets no other thread run
+meanwhile."""
 
 RECORDS_AT_ONCE = 500
 """Of lists and dicts of objects that travel between ranks: what is pickled in one go. The same, for what takes longer
-than rows do."""
+than JSON does."""
+
+COLUMNS_FROM = 32
+"""Lists and dicts of so many records travel as columns. With fewer, pickle alone is as fast."""
 
 FREED_AT_ONCE = 500
 """Objects, with all that they are made of: a fraction of a millisecond."""

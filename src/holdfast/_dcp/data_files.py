@@ -22,6 +22,7 @@ from holdfast._formats.dcp.blobs import IN_MEMORY, Elements, write_blob
 from holdfast._formats.dcp.metadata import _StorageInfo
 from holdfast._formats.dcp.plan import WriteItem, WriteItemType, written_bytes
 from holdfast._formats.dcp.transforms import WriterTransforms
+from holdfast._layout.owners import balanced_owners
 from holdfast._stores.direct_files import DirectFile
 from holdfast._stores.durable_files import flush_to_disk
 from holdfast._stores.filesystem import AnyPath
@@ -163,12 +164,11 @@ def split_by_size_and_type(bins: int, items: list[WriteItem]) -> list[list[Write
     """Share items out to ``bins`` of about the same number of bytes, the largest first."""
     if bins == 1:
         return [items]
+    sizes = list(map(written_bytes, items))
+    owners = balanced_owners([tuple(range(bins))] * len(items), sizes, bins)
     shares: list[list[WriteItem]] = [[] for _ in range(bins)]
-    load = [0] * bins
-    for item in sorted(items, key=written_bytes, reverse=True):
-        lightest = load.index(min(load))
-        shares[lightest].append(item)
-        load[lightest] += max(1, written_bytes(item))
+    for number in sorted(range(len(items)), key=sizes.__getitem__, reverse=True):
+        shares[owners[number]].append(items[number])
     return shares
 
 

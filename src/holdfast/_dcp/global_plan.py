@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from holdfast._base.boxes import first_overlap, out_of_bounds, volume
+from holdfast._base.texts import quoted_key
+from holdfast._base.tiling import refuse_bad_tiling, tiling_problems
 from holdfast._formats.dcp.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -65,40 +65,14 @@ def validate_global_plan(global_plan: Sequence[SavePlan], metadata: Metadata) ->
     problems: list[str] = []
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata) and len(entry.size) > 0:
-            problems.extend(tiling_problems(key, entry, look_for_holes=len(global_plan) > 1))
+            found = tiling_problems(entry.chunks, entry.size, may_have_gaps=len(global_plan) == 1)
+            problems.extend(f"{quoted_key(key)}: {problem}" for problem in found)
     return problems
 
 
 def refuse_invalid_plan(global_plan: Sequence[SavePlan], metadata: Metadata) -> None:
     """Raise if the chunks do not tile their tensors."""
-    problems = validate_global_plan(global_plan, metadata)
-    if problems:
-        shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
-        raise InvalidPlanError(f"Failed to validate global plan: {shown}. Nothing was saved.", problems=problems)
-
-
-def tiling_problems(key: str, entry: TensorStorageMetadata, *, look_for_holes: bool) -> list[str]:
-    """Why the chunks of a tensor do not tile it; nothing if they do."""
-    chunks = entry.chunks
-    if len(chunks) == 1 and chunks[0].sizes == entry.size and not any(chunks[0].offsets):
-        return []  # nearly all tensors are whole
-    problems = [
-        f"key '{key}': chunk {describe(chunks[position])} lies outside of a tensor of size {list(entry.size)}"
-        for position in out_of_bounds(chunks, entry.size)
-    ]
-    pair = first_overlap(chunks)
-    if pair is not None:
-        one, other = (describe(chunks[position]) for position in pair)
-        problems.append(f"key '{key}': chunks {one} and {other} overlap")
-    stored = sum(volume(chunk.sizes) for chunk in chunks)
-    if look_for_holes and not problems and stored != volume(entry.size):
-        problems.append(f"key '{key}': {stored} of {volume(entry.size)} elements are in the chunks of the ranks")
-    return problems
-
-
-def describe(chunk: ChunkStorageMetadata) -> str:
-    """A chunk in words."""
-    return f"[offsets {list(chunk.offsets)}, sizes {list(chunk.sizes)}]"
+    refuse_bad_tiling(validate_global_plan(global_plan, metadata), "Failed to validate global plan:")
 
 
 def merge_planner_data(plans: Sequence[SavePlan]) -> dict[str, Any] | None:

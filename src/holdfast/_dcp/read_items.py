@@ -7,7 +7,8 @@ from functools import cache
 
 import torch
 
-from holdfast._base.boxes import Overlap, overlaps, uncovered
+from holdfast._base.boxes import overlaps
+from holdfast._base.tiling import missing_part
 from holdfast._formats.dcp.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from holdfast._formats.dcp.plan import LoadItemType, ReadItem
 from holdfast.errors import StateMismatchError
@@ -25,7 +26,9 @@ def create_read_items_for_chunk_list(
         if chunk == local_chunks[0] and 0 not in chunk.sizes:
             return [_whole(fqn, chunk)]
     found = overlaps(local_chunks, checkpoint_md.chunks)
-    _refuse_holes(fqn, checkpoint_md, local_chunks, found)
+    gap = missing_part(local_chunks, checkpoint_md.chunks, checkpoint_md.size, found)
+    if gap is not None:
+        raise StateMismatchError(f"'{fqn}': {gap}", missing=[], shapes={}, dtypes={}, kinds={}, uncovered={fqn: gap})
     items = []
     for target_position, source_position, start, lengths in found:
         target, source = local_chunks[target_position], checkpoint_md.chunks[source_position]
@@ -57,25 +60,6 @@ def create_read_item_for_bytes(fqn: str) -> ReadItem:
     """A read item for a value that is not a tensor."""
     index, nowhere = MetadataIndex(fqn), torch.Size([0])
     return ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere)
-
-
-def _refuse_holes(
-    fqn: str, stored: TensorStorageMetadata, targets: Sequence[ChunkStorageMetadata], found: Sequence[Overlap]
-) -> None:
-    touching: list[list[ChunkStorageMetadata]] = [[] for _ in targets]
-    for shared in found:
-        touching[shared.target].append(stored.chunks[shared.source])
-    for target, pieces in zip(targets, touching, strict=True):
-        hole = uncovered(target, pieces)
-        if hole is not None:
-            text = (
-                f"no stored chunk covers the region at offsets {list(hole.offsets)} of sizes {list(hole.sizes)} "
-                f"(the checkpoint has {len(stored.chunks)} chunk(s) of a tensor of size {list(stored.size)}). "
-                "The checkpoint is incomplete: load another one, or all ranks' files of it."
-            )
-            raise StateMismatchError(
-                f"{fqn}: {text}", missing=[], shapes={}, dtypes={}, kinds={}, uncovered={fqn: text}
-            )
 
 
 def _relative(start: Sequence[int], origin: Sequence[int]) -> torch.Size:

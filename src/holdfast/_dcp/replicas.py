@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Protocol
@@ -19,8 +17,15 @@ from holdfast._compat.tensors import is_wrapper_subclass
 from holdfast._formats.dcp.metadata import MetadataIndex
 from holdfast._formats.dcp.plan import SavePlan, WriteItem, written_bytes
 from holdfast._formats.tensor_bytes import as_bytes
+from holdfast._layout.owners import balanced_owners
+from holdfast._ranks.differences import (
+    Differing,
+    describe_differing,
+    differing,
+    refuse_different_kinds,
+    refuse_differing,
+)
 from holdfast._settings import OnFinding
-from holdfast.errors import ReplicaMismatchError
 
 # Who writes an item that several ranks hold.
 
@@ -31,29 +36,18 @@ def dedup_save_plans(all_plans: list[SavePlan], save_to_lowest_rank: bool = Fals
     What only one rank holds stays where it is. The rest goes, largest first, to the rank that has the fewest bytes to
     write so far (the lowest of several), or always to the lowest rank that holds it.
     """
-    holders: dict[MetadataIndex, list[int]] = defaultdict(list)
-    samples: dict[MetadataIndex, WriteItem] = {}
+    holders: dict[MetadataIndex, list[int]] = {}
+    sizes: dict[MetadataIndex, int] = {}
     for rank, plan in enumerate(all_plans):
         for item in plan.items:
-            if not holders[item.index] or holders[item.index][-1] != rank:
-                holders[item.index].append(rank)
-            samples.setdefault(item.index, item)
-
-    load = [0] * len(all_plans)
-    owner: dict[MetadataIndex, int] = {}
-    shared: list[MetadataIndex] = []
-    for index, ranks in holders.items():
-        if len(ranks) > 1 and not save_to_lowest_rank:
-            shared.append(index)
-        else:
-            owner[index] = ranks[0]
-            load[ranks[0]] += written_bytes(samples[index])
-    shared.sort(key=lambda index: written_bytes(samples[index]), reverse=True)
-    for index in shared:
-        owner[index] = min(holders[index], key=lambda rank: (load[rank], rank))
-        # An item without bytes still costs a little; counting it spreads many of them.
-        load[owner[index]] += max(1, written_bytes(samples[index]))
-
+            ranks = holders.get(item.index)
+            if ranks is None:
+                holders[item.index] = [rank]
+                sizes[item.index] = written_bytes(item)
+            elif ranks[-1] != rank and not save_to_lowest_rank:
+                ranks.append(rank)
+    owners = balanced_owners(list(holders.values()), list(sizes.values()), len(all_plans))
+    owner = dict(zip(holders, owners, strict=True))
     return [replace(plan, items=_first_of_each(plan.items, owner, rank)) for rank, plan in enumerate(all_plans)]
 
 
@@ -69,7 +63,6 @@ def _first_of_each(items: list[WriteItem], owner: dict[MetadataIndex, int], rank
 # pickled form, which differs between equal values.
 
 
-_MOST_KEYS_SHOWN = 20
 _ATOMS = (int, float, complex, bool, type(None))
 
 
@@ -160,84 +153,46 @@ def _what_pickle_stores(value: Any) -> list[Any]:
     return [function, arguments, state, list(items or ()), list(pairs or ())]
 
 
+_ADVICE = (
+    "If every rank's value matters (a random state, a data position), put the rank into the key; if not, make the "
+    "copies equal first. HOLDFAST_REPLICA_MISMATCH=error|warn|ignore, or DefaultSavePlanner(replica_mismatch=...), "
+    "says what happens."
+)
+
+
 def settle_differences(all_plans: list[SavePlan], on_mismatch: OnFinding) -> list[SavePlan]:
     """Refuse keys of different kinds, and treat copies that differ: the lowest rank keeps its copy, loudly."""
     _refuse_different_kinds(all_plans)
-    differing = _differing_items(all_plans)
-    if not differing:
+    found = differing(
+        (index, rank, digest) for rank, plan in enumerate(all_plans) for index, digest in plan.replica_digests.items()
+    )
+    if not found:
         return all_plans
+    by_key: dict[str, Differing] = {}
+    for index, groups in found.items():
+        by_key.setdefault(index.fqn, Differing(index.fqn, tuple(map(tuple, groups.values()))))
     if on_mismatch == "error":
-        raise ReplicaMismatchError(_complaint(differing, "Nothing was saved."), keys=_by_key(differing))
+        refuse_differing(list(by_key.values()), _ADVICE)
     if on_mismatch == "warn":
         kept = "The copy of the lowest rank is saved, the others are lost."
-        warn_caller(_complaint(differing, kept))
-    owners = {index: min(rank for ranks in groups for rank in ranks) for index, groups in differing.items()}
+        warn_caller(describe_differing(list(by_key.values()), f"{kept} {_ADVICE}"))
+    owners = {index: min(min(ranks) for ranks in groups.values()) for index, groups in found.items()}
     return [
         replace(plan, items=[item for item in plan.items if owners.get(item.index, rank) == rank])
         for rank, plan in enumerate(all_plans)
     ]
 
 
-def _differing_items(all_plans: list[SavePlan]) -> dict[MetadataIndex, list[list[int]]]:
-    """Items whose copies differ, with the ranks grouped by equal copies."""
-    holders: dict[MetadataIndex, dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, plan in enumerate(all_plans):
-        for index, digest in plan.replica_digests.items():
-            holders[index][digest].append(rank)
-    return {index: list(groups.values()) for index, groups in holders.items() if len(groups) > 1}
-
-
-def _by_key(differing: Mapping[MetadataIndex, list[list[int]]]) -> dict[str, str]:
-    described: dict[str, str] = {}
-    for index, groups in differing.items():
-        described[index.fqn] = " != ".join(f"ranks {_ranks(group)}" for group in groups[:4])
-    return described
-
-
-def _ranks(group: list[int]) -> str:
-    shown = ",".join(map(str, group[:8]))
-    return shown if len(group) <= 8 else f"{shown},… ({len(group)} in all)"
-
-
-def _complaint(differing: Mapping[MetadataIndex, list[list[int]]], outcome: str) -> str:
-    described = _by_key(differing)
-    lines = [f"  '{key}': {text}" for key, text in list(described.items())[:_MOST_KEYS_SHOWN]]
-    if len(described) > _MOST_KEYS_SHOWN:
-        lines.append(f"  … and {len(described) - _MOST_KEYS_SHOWN} more")
-    return "\n".join(
-        [
-            f"Ranks hold different values under {len(described)} key(s), of which only one can be stored:",
-            *lines,
-            f"{outcome} If every rank's value matters (a random state, a data position), put the rank into the key; "
-            "if not, make the copies equal first. HOLDFAST_REPLICA_MISMATCH=error|warn|ignore, or "
-            "DefaultSavePlanner(replica_mismatch=...), says what happens.",
-        ]
-    )
-
-
 def _refuse_different_kinds(all_plans: list[SavePlan]) -> None:
     """A key must be the same kind of thing everywhere: value or tensor, of one size and dtype."""
-    seen: dict[str, dict[str, list[int]]] = {}
-    for rank, plan in enumerate(all_plans):
-        for item in plan.items:
-            ranks = seen.setdefault(item.index.fqn, {}).setdefault(_kind(item), [])
-            if not ranks or ranks[-1] != rank:
-                ranks.append(rank)
-    problems = {
-        key: "; ".join(f"{kind} on ranks {_ranks(ranks)}" for kind, ranks in kinds.items())
-        for key, kinds in seen.items()
-        if len(kinds) > 1
-    }
-    if problems:
-        lines = [f"  '{key}': {text}" for key, text in list(problems.items())[:_MOST_KEYS_SHOWN]]
-        raise ReplicaMismatchError(
-            "One key stands for different kinds of things on different ranks:\n"
-            + "\n".join(lines)
-            + "\nNothing was saved. Give them different keys, or make them the same on all ranks.",
-            keys=problems,
-        )
+    found = differing(
+        (item.index.fqn, rank, None if (data := item.tensor_data) is None else (data.size, data.properties.dtype))
+        for rank, plan in enumerate(all_plans)
+        for item in plan.items
+    )
+    kinds = {key: {_in_words(kind): ranks for kind, ranks in by_kind.items()} for key, by_kind in found.items()}
+    refuse_different_kinds(kinds, "Give them different keys, or make them the same on all ranks.")
 
 
-def _kind(item: WriteItem) -> str:
-    data = item.tensor_data
-    return "a value" if data is None else f"a tensor of shape {list(data.size)} and {data.properties.dtype}"
+def _in_words(kind: tuple[torch.Size, torch.dtype] | None) -> str:
+    return "a value" if kind is None else f"a tensor of shape {list(kind[0])} and {kind[1]}"

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from holdfast._base.boxes import Box, out_of_bounds, place_of
+from holdfast._base.tiling import tiling_problems
 from holdfast._dcp.blob_steps import Progress
 from holdfast._dcp.destinations import Destination, DestinationPlanner
-from holdfast._dcp.global_plan import tiling_problems
 from holdfast._dcp.planner import LoadPlanner
 from holdfast._dcp.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
 from holdfast._dcp.reader import FileSystemReader
@@ -169,9 +169,9 @@ class DcpSource(Source):
         for key, entry in self._index.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 continue
-            problems = tiling_problems(key, entry, look_for_holes=True) if entry.size or not entry.chunks else []
+            problems = tiling_problems(entry.chunks, entry.size) if entry.size or not entry.chunks else []
             if problems:
-                found[key] = "; ".join(problems)
+                found[key] = f"key '{key}': {'; '.join(problems)}"
         renamed = renamed_by_a_bit(self._index.state_dict_metadata, self._index.planner_data)
         if renamed is not None:
             key, path = renamed

@@ -13,15 +13,22 @@ import xxhash
 from holdfast._formats.source import Source
 from holdfast._load.options import LoadOptions
 from holdfast._load.planning import LoadPlan
-from holdfast._load.problems import Problems
 from holdfast._load.report import LoadReport
 from holdfast._load.targets import held_elements
+from holdfast._state.mismatches import Mismatches
 from holdfast.errors import RankDisagreementError
 
 if TYPE_CHECKING:
     from holdfast._ranks.collectives import Collectives
 
 T = TypeVar("T")
+
+ADVICE = {
+    "missing": "allow_missing=[...] leaves such keys as they are; rename={stored: wanted} finds them.",
+    "unexpected": "allow_unexpected=[...] passes such keys over.",
+    "dtypes": "cast=True, or cast=[patterns], allows conversions.",
+}
+"""What can be said to a load about what does not fit."""
 
 
 def open_alike(ranks: Collectives, opened: Callable[[], Source]) -> Source:
@@ -42,7 +49,7 @@ def open_alike(ranks: Collectives, opened: Callable[[], Source]) -> Source:
 class Agreement(NamedTuple):
     """What all ranks found together."""
 
-    problems: Problems
+    problems: Mismatches
     unexpected: Sequence[str]
     """Stored keys that no rank has a place for."""
     not_requested: Sequence[str]
@@ -57,7 +64,7 @@ def agree(ranks: Collectives, plan: LoadPlan, options: LoadOptions) -> Agreement
 
     def decide(proposals: list[_Proposal | None]) -> Agreement:
         known = [proposal for proposal in proposals if proposal is not None]
-        whole = Problems()
+        whole = Mismatches()
         for proposal in known:
             whole.add(proposal.problems)
         settled = _settled(known)
@@ -76,7 +83,7 @@ def agree(ranks: Collectives, plan: LoadPlan, options: LoadOptions) -> Agreement
 class _Proposal(NamedTuple):
     """What one rank tells the others about its plan."""
 
-    problems: Problems
+    problems: Mismatches
     unexpected: Sequence[str]
     not_requested: Sequence[str]
     has_loads: bool
@@ -92,14 +99,14 @@ class _Proposal(NamedTuple):
     def of(cls, plan: LoadPlan, options: LoadOptions) -> _Proposal:
         found = plan.found
         missing = [key for key in found.missing if not options.may_be_missing(key)]
-        problems = Problems(
+        problems = Mismatches(
             missing=missing,
             shapes=found.shapes,
             dtypes=found.dtypes,
             kinds=found.misfits,
             uncovered=dict(plan.uncovered),
             errors=found.errors,
-            stored_keys=list(plan.stored_keys) if missing else [],
+            stored_keys=plan.stored_keys if missing else (),
         )
         return cls(
             problems,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from holdfast._base.boxes import Box, cut, overlaps, place_of, uncovered, volume
+from holdfast._base.boxes import Box, cut, place_of, volume
 from holdfast._base.tuning import COMPARED_BYTES
 from holdfast._compat.sharded_tensors import ShardedTensor
 from holdfast._formats.dcp.metadata import MetadataIndex
@@ -169,16 +169,6 @@ def regions_of(fill: Fill) -> list[Region]:
         if volume(box.sizes):
             found.append(Region(fill, box, find_tensor_shard(target, MetadataIndex(fill.key, chunk.offsets)).detach()))
     return found
-
-
-def hole_in(region: Region, source: Source) -> str | None:
-    """A part of a region that no stored chunk covers, in words."""
-    chunks = source.chunks(region.fill.ref.key)
-    if len(chunks) == 1 and chunks[0].sizes == region.fill.ref.shape:
-        return None
-    touching = [chunks[shared.source] for shared in overlaps([region.box], chunks)]
-    hole = uncovered(region.box, touching)
-    return None if hole is None else f"no stored chunk covers offsets {list(hole.offsets)}, sizes {list(hole.sizes)}"
 
 
 def read_regions(

@@ -19,7 +19,7 @@ from holdfast._base.notices import add_note, warn_caller
 from holdfast._base.patterns import Pattern, Patterns, Rename
 from holdfast._formats.native.record import repairs_in
 from holdfast._formats.source import Source
-from holdfast._load.agreement import Agreement, Numbers, agree, open_alike, reported
+from holdfast._load.agreement import ADVICE, Agreement, Numbers, agree, open_alike, reported
 from holdfast._load.filling import check_regions, put, read_regions
 from holdfast._load.opening import open_source
 from holdfast._load.options import LoadOptions, Transforms
@@ -156,7 +156,7 @@ class _Load:
             "plan", lambda: plan_load(state, self.source, self.options, rank=rank, world_size=world_size)
         )
         agreement = agree(self.ranks, plan, self.options)
-        agreement.problems.raise_if_any(self.source.location)
+        agreement.problems.raise_if_any(self.source.location, ADVICE)
         for key, adapter in plan.found.adapters:
             for warning in adapter.warnings():
                 warn_caller(f"'{key}': {warning}. It is loaded all the same, as optimizer_mismatch='warn' wants it.")

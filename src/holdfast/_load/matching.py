@@ -31,9 +31,9 @@ from holdfast._load.applying import (
     is_changeable,
 )
 from holdfast._load.filling import PLAIN, Fill
+from holdfast._load.findings import Findings, Transform
 from holdfast._load.matching_per_rank import match_per_rank, match_unmarked, of_this_rank
 from holdfast._load.options import LoadOptions
-from holdfast._load.problems import Findings, Transform
 from holdfast._load.stored_nodes import StoredNode
 from holdfast._load.targets import (
     can_be_converted,

@@ -9,19 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast._base.boxes import place_of, volume
+from holdfast._base.boxes import overlaps, place_of, volume
 from holdfast._base.environment import optimizers_noted
 from holdfast._base.patterns import dotted
+from holdfast._base.tiling import missing_part
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.keys import readable
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.source import Source
 from holdfast._load.applying import Outcome
 from holdfast._load.checkpoint import Checkpoint
-from holdfast._load.filling import DenseFills, Fill, Region, hole_in, regions_of, sharing
+from holdfast._load.filling import DenseFills, Fill, Region, regions_of, sharing
+from holdfast._load.findings import Findings, Transform
 from holdfast._load.matching import Matcher
 from holdfast._load.options import Casts, LoadOptions
-from holdfast._load.problems import Findings, Transform
 from holdfast._load.renamed_parameters import Live
 from holdfast._load.renaming import rename
 from holdfast._load.shared_memory import Write, conflicts, host_memory, once_each, settle_missing_names
@@ -190,9 +191,10 @@ def _reads(fills: Sequence[Fill], source: Source, rank: int) -> tuple[list[Write
         planned = sum(volume(region.box.sizes) for region in regions)
         if held is not None and held != planned:
             uncovered[fill.key] = f"of the {held} elements on rank {rank}, {planned} would be filled"
-        holes = [hole for region in regions if (hole := hole_in(region, source)) is not None]
-        if holes:
-            uncovered[fill.key] = holes[-1]
+        boxes, chunks = [region.box for region in regions], source.chunks(fill.ref.key)
+        gap = missing_part(boxes, chunks, fill.ref.shape, overlaps(boxes, chunks))
+        if gap is not None:
+            uncovered[fill.key] = gap
         reads += map(Write, regions)
     return reads, uncovered
 

@@ -15,7 +15,7 @@ import torch
 from holdfast._formats.source import Source
 from holdfast._layout.descriptions import memory_of
 from holdfast._load.filling import Region, elements_in, put, small_parts
-from holdfast._load.problems import Findings
+from holdfast._load.findings import Findings
 
 
 @dataclass(frozen=True)

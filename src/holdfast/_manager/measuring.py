@@ -19,7 +19,7 @@ from holdfast._base.json_parts import dumps
 from holdfast._base.tuning import KIB, MIB
 from holdfast._formats.native.layout import DATA_ALIGNMENT
 from holdfast._layout.descriptions import Holding, dtype_of_whole
-from holdfast._save.agreement import NamedRows, agree
+from holdfast._save.agreement import agree
 from holdfast._save.capture import Capture, Captured
 from holdfast._save.options import CheckedOptions
 from holdfast._stores.store import Store
@@ -279,7 +279,7 @@ def share_of(captured: Captured) -> Share:
         if holding.tied_to is None
         for box in holding.boxes
     )
-    return Share(NamedRows(captured.holdings), values, copied)
+    return Share(captured.holdings, values, copied)
 
 
 def size_of(shares: Sequence[Share]) -> CheckpointSize:

@@ -7,15 +7,15 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
 
 from holdfast._base.garbage import no_garbage_collection
-from holdfast._base.tuning import RECORDS_AT_ONCE
+from holdfast._base.tuning import COLUMNS_FROM, RECORDS_AT_ONCE
 
-# Lists of our own records (plans, results, the index) as columns, which pickle several times faster than row by row.
+# Lists of our own records (named tuples, dataclasses) as columns, which pickle several times faster than row by row.
 #
 # A column is a tuple: how to read it, and what with. Objects of other people's classes are left as they are: what
 # holds them together (one list that several refer to, say) would be lost.
@@ -30,9 +30,9 @@ _STATE_METHODS = ("__getstate__", "__setstate__")
 def in_columns(values: list[Any]) -> Column:
     """A list as columns, where it consists of records.
 
-    >>> from holdfast._formats.dcp.metadata import MetadataIndex
-    >>> from_columns(in_columns([MetadataIndex("weight"), None, MetadataIndex("bias")]))
-    [MetadataIndex(fqn='weight', offset=None, index=None), None, MetadataIndex(fqn='bias', offset=None, index=None)]
+    >>> from holdfast._base.boxes import Box
+    >>> from_columns(in_columns([Box((0,), (2,)), None, Box((2,), (1,))]))
+    [Box(offsets=(0,), sizes=(2,)), None, Box(offsets=(2,), sizes=(1,))]
     """
     kinds = set(map(type, values))
     if len(kinds) == 1:
@@ -64,6 +64,8 @@ def _column_of(kind: type) -> Callable[[type, list[Any]], Column]:
         return _as_plain_tuples
     if kind is list:
         return _as_one_list
+    if kind is tuple:
+        return _as_one_list_of_records
     if kind.__module__.partition(".")[0] != _OURS:
         return _as_they_are
     if issubclass(kind, tuple) and hasattr(kind, "_make"):
@@ -84,6 +86,14 @@ def _as_plain_tuples(_: type, sizes: list[Any]) -> Column:
 
 def _as_one_list(_: type, lists: list[list[Any]]) -> Column:
     return _lists, list(map(len, lists)), in_columns(list(chain.from_iterable(lists)))
+
+
+def _as_one_list_of_records(_: type, tuples: list[tuple[Any, ...]]) -> Column:
+    """Tuples of named tuples. Others are left as they are: pickle takes plain ones faster than anything else."""
+    kind: type = next((type(members[0]) for members in tuples if members), tuple)
+    if _column_of(kind) is not _as_named_tuples:
+        return list, tuples
+    return _tuples, list(map(len, tuples)), in_columns(list(chain.from_iterable(tuples)))
 
 
 def _as_named_tuples(kind: type, rows: list[Any]) -> Column:
@@ -110,7 +120,12 @@ def _sizes(tuples: list[tuple[int, ...]]) -> list[Any]:
 
 def _lists(lengths: list[int], column: Column) -> list[Any]:
     values = iter(from_columns(column))
-    return [[next(values) for _ in range(length)] for length in lengths]
+    return [list(islice(values, length)) for length in lengths]
+
+
+def _tuples(lengths: list[int], column: Column) -> list[Any]:
+    values = iter(from_columns(column))
+    return [tuple(islice(values, length)) for length in lengths]
 
 
 def _named_tuples(kind: Any, columns: list[Column]) -> list[Any]:
@@ -138,6 +153,9 @@ def _mixed(which: list[int], columns: list[Column]) -> list[Any]:
     return [next(values[number]) for number in which]
 
 
+_OF_RECORDS = (_as_named_tuples, _as_fields, _as_states)
+
+
 # A plan of very many tensors is one object for ``pickle``, which lets no other thread run until it is done with it.
 # So long lists and dicts are taken out of the value and pickled in parts, each of which takes a millisecond or so.
 
@@ -145,7 +163,8 @@ def _mixed(which: list[int], columns: list[Column]) -> list[Any]:
 def pack(value: Any) -> bytes:
     """A value as bytes. Whatever ``pickle`` takes will do.
 
-    Of the entries of long lists and dicts, those that are one and the same object need not be so when they arrive.
+    Of the entries of long lists and dicts, and of lists and dicts of many records, those that are one and the same
+    object need not be so when they arrive.
     """
     with no_garbage_collection():
         stream = io.BytesIO()
@@ -171,7 +190,7 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> int | None:
         kind = type(value)
-        if (kind is not list and kind is not dict) or len(value) <= RECORDS_AT_ONCE:
+        if (kind is not list and kind is not dict) or not _is_taken_out(value):
             return None
         if id(value) not in self._known:
             # The value goes with its number: an id means nothing once a value that was made for this is gone.
@@ -189,6 +208,14 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, number: int) -> Any:
         return self._long_ones[number]
+
+
+def _is_taken_out(value: list[Any] | dict[Any, Any]) -> bool:
+    """Whether it is long, or consists of many records."""
+    if len(value) <= COLUMNS_FROM:
+        return len(value) > RECORDS_AT_ONCE
+    kind: type = type(next(iter(value)))
+    return len(value) > RECORDS_AT_ONCE or _column_of(kind) in _OF_RECORDS
 
 
 def _parts(value: list[Any] | dict[Any, Any]) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ from holdfast._base.json_parts import dumps
 from holdfast._formats.native.encoding import SLOT, Path
 from holdfast._formats.native.keys import readable
 from holdfast._formats.native.leaves import OF_FIELDS, OF_PAIRS, key_from
-from holdfast._save.agreement import Differing
+from holdfast._ranks.differences import Differing
 from holdfast.errors import UnsupportedValueError
 
 TYPE = "$"

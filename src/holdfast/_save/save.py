@@ -30,8 +30,9 @@ from holdfast._formats.native.writing import (
 )
 from holdfast._layout.descriptions import Holding
 from holdfast._ranks.committing import commit_for_all
+from holdfast._ranks.differences import Differing, describe_differing, refuse_differing
 from holdfast._ranks.meeting import meeting, own_place
-from holdfast._save.agreement import Differing, NamedRows, agree, describe_differing, refuse_differing
+from holdfast._save.agreement import agree
 from holdfast._save.capture import Capture, Captured
 from holdfast._save.local_bytes import bytes_of
 from holdfast._save.merged_trees import fill_slots, merge_trees, refuse_shared_keys, renamed_tensors, tensor_keys
@@ -39,7 +40,7 @@ from holdfast._save.options import CheckedOptions, SaveOptions, refuse_unknown_o
 from holdfast._save.report import SaveReport
 from holdfast._stores.places import in_messages, store_at
 from holdfast._stores.store import Store
-from holdfast._watching.calls import Call, Phases, by_phase
+from holdfast._watching.calls import Call, by_phase
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -77,23 +78,20 @@ class SaveRun:
     store: Store
     ranks: Collectives
     options: CheckedOptions
-    phases: Phases
-    advance: Callable[[int], None] | None = None
-    """Told of every part that is written, in bytes."""
+    call: Call
 
     def save(self, captured: Captured) -> SaveReport:
         """All steps."""
-        with self.phases.during("plan"), no_garbage_collection():
+        with self.call.phase("plan"), no_garbage_collection():
             plan = self.plan(captured)
         files = self.write(plan, captured)
-        if self.phases.enter is not None:
-            self.phases.enter("commit")  # which the coordinator does, and the others wait for
+        self.call.enter("commit")  # which the coordinator does, and the others wait for
         return self.commit(plan, files)
 
     def plan(self, captured: Captured) -> _Plan:
         """Find out together what the checkpoint contains, and who writes what of it."""
-        same_tree_as, holdings = self._first_with_the_same_tree(captured), NamedRows(captured.holdings)
-        proposal = _Proposal(same_tree_as, captured.tree, captured.own, holdings, captured.kinds)
+        same_tree_as = self._first_with_the_same_tree(captured)
+        proposal = _Proposal(same_tree_as, captured.tree, captured.own, captured.holdings, captured.kinds)
         if proposal.same_tree_as != self.ranks.rank:
             proposal = proposal._replace(tree=None)  # it need not be sent twice
         decision: _Decision | None = None
@@ -102,7 +100,7 @@ class SaveRun:
             nonlocal decision
             decision, chunks = self._decide(proposals)
             generation = new_generation()
-            return [(generation, NamedRows(part)) for part in chunks]
+            return [(generation, part) for part in chunks]
 
         generation, chunks = self.ranks.reduce_scatter("plan", lambda: proposal, decide)
         return _Plan(generation, chunks, decision)
@@ -112,7 +110,7 @@ class SaveRun:
         written: list[WrittenFile] = []
 
         def write() -> None:
-            with self.phases.during("write") as seen:  # without the time that this rank waits for others
+            with self.call.phase("write") as seen:  # without the time that this rank waits for others
                 files = write_chunks(
                     self.store,
                     plan.chunks,
@@ -121,7 +119,7 @@ class SaveRun:
                     rank=self.ranks.rank,
                     max_file_size=self.options.max_file_size,
                     memory_budget=self.options.memory_budget,
-                    advance=self.advance,
+                    advance=self.call.advance,
                 )
                 written.extend(files)
                 seen.nbytes = sum(file.nbytes for file in files)
@@ -142,7 +140,7 @@ class SaveRun:
             seconds = [seconds for _, seconds, _ in parts]
             contents = plan.decision.contents
             contents = replace(contents, written={**contents.written, "phases": by_phase(seconds)})
-            with self.phases.during("commit"), no_garbage_collection():
+            with self.call.phase("commit"), no_garbage_collection():
                 record = commit_checkpoint(
                     self.store, plan.decision.existing, every, contents, plan.generation, commit=commit
                 )
@@ -151,15 +149,15 @@ class SaveRun:
                 identity=plan.generation,
                 tensor_count=len(record.tensors),
                 bytes_written=sum(file.nbytes for file in record.files),
-                seconds=max(elapsed for _, _, elapsed in parts) + self.phases.seconds["commit"],
+                seconds=max(elapsed for _, _, elapsed in parts) + self.call.seconds["commit"],
                 world_size=self.ranks.world_size,
-                phases={**by_phase(seconds), "commit": [self.phases.seconds["commit"]]},
+                phases={**by_phase(seconds), "commit": [self.call.seconds["commit"]]},
             )
 
         return commit_for_all(
             self.ranks,
             "commit",
-            lambda: (files, self.phases.seconds, self.phases.elapsed()),
+            lambda: (files, self.call.seconds, self.call.elapsed()),
             put_in_place,
             undo=lambda: remove_unfinished(self.store, [file.name for file in files]),
         )
@@ -199,9 +197,17 @@ class SaveRun:
 
     def _treat_differences(self, differing: list[Differing]) -> None:
         if self.options.replica_mismatch == "error":
-            refuse_differing(differing)
+            refuse_differing(differing, _ADVICE)
         elif self.options.replica_mismatch == "warn" and differing:
-            warn_caller(describe_differing(differing, "The copies of the lowest ranks are saved, the others are lost."))
+            outcome = "The copies of the lowest ranks are saved, the others are lost."
+            warn_caller(describe_differing(differing, f"{outcome} {_ADVICE}"))
+
+
+_ADVICE = (
+    "If every rank's value matters (a data position, a random state), wrap it in holdfast.PerRank(value). If not, make "
+    "the copies equal first, or say replica_mismatch='warn' to store those of the lowest rank."
+)
+"""On copies that differ."""
 
 
 class _Proposal(NamedTuple):
@@ -211,7 +217,7 @@ class _Proposal(NamedTuple):
     """The rank that sends the tree."""
     tree: Any
     own: Mapping[str, Any]
-    holdings: NamedRows[Holding]
+    holdings: Sequence[Holding]
     kinds: Mapping[str, str]
     """The classes of its optimizers, by their keys."""
 
@@ -288,12 +294,12 @@ def save_together(
     call: Call,
 ) -> SaveReport:
     """Save with ranks that are together already, and tell of it."""
-    phases = Phases(call)
+    call.start_over()
 
     def capture() -> tuple[SaveRun, Captured]:
-        with phases.during("capture"), no_garbage_collection():
+        with call.phase("capture"), no_garbage_collection():
             options = make_options()
-            run = SaveRun(store_at(path), ranks, options, phases)
+            run = SaveRun(store_at(path), ranks, options, call)
             return run, Capture.of(options, ranks.rank, ranks.world_size).take(state)
 
     run, captured = ranks.all_gather_status("capture", capture)

@@ -20,26 +20,22 @@ from holdfast._formats.dcp.metadata import TensorProperties
 from holdfast._formats.native.refs import ANYTHING, TensorRef
 from holdfast._formats.native.torch_elements import torch_dtype
 from holdfast._layout.materialize import empty_row_shards
-from holdfast._state.contract import Adapter
 from holdfast._state.destinations import like, shape_of
 from holdfast._state.module_names import canonical_name, sharded_states
-from holdfast._state.optimizer_kinds import Comparison, OnFinding, changed_settings, class_of
-from holdfast._state.optimizer_names import Match, is_optimizer_state, match, take_settings, without_anything
+from holdfast._state.optimizer_kinds import ComparedOptimizer, changed_settings
+from holdfast._state.optimizer_names import is_optimizer_state, match, take_settings, without_anything
 from holdfast._state.stateful import merged
 from holdfast._state.unwrapping import refuse_if_it_cannot_be_loaded
 
 
-class Fsdp1OptimizerAdapter(Adapter):
+class Fsdp1OptimizerAdapter(ComparedOptimizer):
     """Saves and loads an optimizer of a model that ``FullyShardedDataParallel`` has flattened."""
 
     def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._module = module
-        self._match: Match | None = None
         self._live: Mapping[str, Any] = {}
         self._raw_names: dict[str, str] = {}
-        self._comparison = Comparison(optimizer)
-        self._changes: dict[str, tuple[Any, Any]] = {}
 
     def saved(self) -> Any:
         with sharded_states(self._module), warnings.catch_warnings():
@@ -54,17 +50,17 @@ class Fsdp1OptimizerAdapter(Adapter):
         if not is_optimizer_state(stored):
             return live
         names = [list(group["params"]) for group in live["param_groups"]]
-        self._live, self._match = live, match(names, stored["param_groups"])
-        self._comparison.compare(stored, self._match, is_flat=False)
+        self._live, matched = live, match(names, stored["param_groups"])
+        self.compare(stored, matched, is_flat=False)
         flat = [name for group in names for name in group]
         with sharded_states(self._module):
             examples = {canonical_name(self._module, key): value for key, value in self._module.state_dict().items()}
         state: dict[Any, Any] = {}
         for name, entry in stored["state"].items():
-            if name in self._match.parameters:
-                example = examples[flat[self._match.parameters[name]]]
+            if name in matched.parameters:
+                example = examples[flat[matched.parameters[name]]]
                 state[name] = {key: _destination(key, example, value) for key, value in entry.items()}
-        found = set(self._match.parameters.values())
+        found = set(matched.parameters.values())
         state.update({name: ANYTHING for number, name in enumerate(flat) if number not in found})
         return {
             **{key: merged(None, value) for key, value in stored.items()},
@@ -92,22 +88,6 @@ class Fsdp1OptimizerAdapter(Adapter):
                 self._module, self._optimizer, {"state": state, "param_groups": groups}
             )
         self._optimizer.load_state_dict(flattened)
-
-    @property
-    def kind(self) -> str | None:
-        return class_of(self._optimizer)
-
-    def expect(self, stored_kind: str | None, on_mismatch: OnFinding) -> None:
-        self._comparison.expect(stored_kind, on_mismatch)
-
-    def warnings(self) -> list[str]:
-        return self._comparison.warnings
-
-    def changes(self) -> Mapping[str, tuple[Any, Any]]:
-        return self._changes
-
-    def notes(self) -> list[str]:
-        return [] if self._match is None else [*self._match.notes, *self._comparison.notes]
 
     def _name(self, raw: str) -> str:
         name = canonical_name(self._module, raw)

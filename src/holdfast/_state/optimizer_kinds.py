@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
+from holdfast._state.contract import Adapter
 from holdfast._state.optimizer_names import Match
 from holdfast.errors import OptimizerMismatchError
 
@@ -72,32 +73,45 @@ def differences(optimizer: Optimizer, stored_class: str | None, stored: Mapping[
     return [], f"{said}, which keeps the same things"
 
 
-class Comparison:
-    """Compares a stored optimizer with the live one, as the caller of a load wants it."""
+class ComparedOptimizer(Adapter):
+    """What the adapters of optimizers have in common: the live one is compared with the stored one."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self._match: Match | None = None
+        self._changes: dict[str, tuple[Any, Any]] = {}
         self._stored_class: str | None = None
         self._on_mismatch: OnFinding = "error"
-        self.notes: list[str] = []
-        """For the report of the load."""
-        self.warnings: list[str] = []
-        """For the caller."""
-
-    def expect(self, stored_class: str | None, on_mismatch: OnFinding) -> None:
-        """Take note of the stored class, None if it is not known, and of what to do if it is another one."""
-        self._stored_class, self._on_mismatch = stored_class, on_mismatch
+        self._notes: list[str] = []
+        self._warnings: list[str] = []
 
     def compare(self, stored: Mapping[str, Any], matched: Match, *, is_flat: bool) -> None:
         """Raise if it is another one, or grouped in another way; or note it, if that is allowed.
 
         In a flat state every parameter is a group of its own, which says nothing about how they were grouped.
         """
+        self._match = matched
         problems, remark = differences(self._optimizer, self._stored_class, stored)
         problems = [*problems, *([] if is_flat else matched.regrouped)]
         notes = settle(problems, self._on_mismatch)
-        self.notes = [*notes, *([f"optimizer: {remark}"] if remark else [])]
-        self.warnings = notes if self._on_mismatch == "warn" else []
+        self._notes = [*notes, *([f"optimizer: {remark}"] if remark else [])]
+        self._warnings = notes if self._on_mismatch == "warn" else []
+
+    @property
+    def kind(self) -> str | None:
+        return class_of(self._optimizer)
+
+    def expect(self, stored_kind: str | None, on_mismatch: OnFinding) -> None:
+        self._stored_class, self._on_mismatch = stored_kind, on_mismatch
+
+    def warnings(self) -> list[str]:
+        return self._warnings
+
+    def changes(self) -> Mapping[str, tuple[Any, Any]]:
+        return self._changes
+
+    def notes(self) -> list[str]:
+        return [] if self._match is None else [*self._match.notes, *self._notes]
 
 
 def settle(problems: Sequence[str], on_mismatch: OnFinding) -> list[str]:

@@ -11,13 +11,12 @@ from torch.optim import Optimizer
 from holdfast._compat.modules import has_loading_hooks
 from holdfast._formats.native.refs import ANYTHING, TensorRef
 from holdfast._formats.native.torch_elements import torch_dtype
-from holdfast._state.contract import Adapter, Context
+from holdfast._state.contract import Context
 from holdfast._state.destinations import fits, like, shape_of, with_present
 from holdfast._state.flat_optimizer_states import FlatKeys, is_flat
 from holdfast._state.module_names import strip_wrapper_names
-from holdfast._state.optimizer_kinds import Comparison, OnFinding, changed_settings, class_of
+from holdfast._state.optimizer_kinds import ComparedOptimizer, changed_settings
 from holdfast._state.optimizer_names import (
-    Match,
     Name,
     is_optimizer_state,
     match,
@@ -121,17 +120,14 @@ _SHAPED_LIKE_PARAMETERS = frozenset(
 """What torch's optimizers keep per element of a parameter. If the shape of one of these is another, it is a mistake."""
 
 
-class OptimizerAdapter(Adapter):
+class OptimizerAdapter(ComparedOptimizer):
     """Saves and loads a ``torch.optim.Optimizer``."""
 
     def __init__(self, optimizer: Optimizer, context: Context) -> None:
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._context = context
-        self._match: Match | None = None
         self._flat_keys: FlatKeys | None = None
         self._stored: Mapping[str, Any] = {}
-        self._comparison = Comparison(optimizer)
-        self._changes: dict[str, tuple[Any, Any]] = {}
 
     def saved(self) -> Any:
         raw = self._optimizer.state_dict()
@@ -160,8 +156,7 @@ class OptimizerAdapter(Adapter):
             return self.saved()
         self._stored = stored
         names = self._names()
-        self._match = match(names, stored["param_groups"])
-        self._comparison.compare(stored, self._match, is_flat=self._flat_keys is not None)
+        self.compare(stored, match(names, stored["param_groups"]), is_flat=self._flat_keys is not None)
         template = {key: merged(raw.get(key), value) for key, value in stored.items()}
         template["state"] = self._state_template(raw, stored, _flat(names))
         template["param_groups"] = [dict.fromkeys(group, ANYTHING) for group in stored["param_groups"]]
@@ -219,22 +214,6 @@ class OptimizerAdapter(Adapter):
         )
         for number, parameter in parameters.items():
             put_back(self._optimizer.state.get(parameter), state.get(number, {}))
-
-    @property
-    def kind(self) -> str | None:
-        return class_of(self._optimizer)
-
-    def expect(self, stored_kind: str | None, on_mismatch: OnFinding) -> None:
-        self._comparison.expect(stored_kind, on_mismatch)
-
-    def warnings(self) -> list[str]:
-        return self._comparison.warnings
-
-    def changes(self) -> Mapping[str, tuple[Any, Any]]:
-        return self._changes
-
-    def notes(self) -> list[str]:
-        return [] if self._match is None else [*self._match.notes, *self._comparison.notes]
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]

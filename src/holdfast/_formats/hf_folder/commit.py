@@ -14,6 +14,7 @@ from holdfast._base.json_objects import parse_json_object
 from holdfast._formats.hf_folder.names import (
     COMMIT_NAME,
     INDEX_NAME,
+    files_in,
     generation_of,
     is_data_file,
     lies_inside,
@@ -178,16 +179,14 @@ class Folder:
     def stale(self, before: Iterable[str], switch: Switch, *, keep: Iterable[str] = ()) -> list[str]:
         """Of the names that were there ``before``: files of earlier saves, except those of saves that still write."""
         before = set(before)
-        alive = {generation_of(name) for name in self.names() - before} | {None}
-        kept = {*switch.files, *switch.files.values(), *keep}
-        return sorted(
-            name for name in before - kept if is_data_file(PurePath(name).name) or generation_of(name) not in alive
-        )
+        alive = files_in(self.names() - before).of_our_saves()
+        left = files_in(before, {*switch.files, *switch.files.values(), *keep})
+        return sorted(name for save, names in left.by_save.items() if save not in alive for name in names)
 
     def remove_unfinished(self, generation: str) -> None:
         """Remove what a save has written that was not committed. A failure is only untidy here too."""
         with suppress(OSError):
-            self.remove(name for name in self.names() if generation_of(name) == generation)
+            self.remove(files_in(self.names()).by_save.get(generation, ()))
 
     def switch_under_way(self) -> Switch | None:
         """A switch that was committed and whose files may not all have their names yet."""

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from holdfast._base.boxes import first_overlap, out_of_bounds, volume
+from holdfast._base.boxes import volume
 from holdfast._base.json_objects import parse_json_object
 from holdfast._base.threads import map_in_threads
+from holdfast._base.tiling import tiling_problems
 from holdfast._formats.hf_folder.commit import Folder, Switch
 from holdfast._formats.hf_folder.names import (
     COMMIT_NAME,
@@ -341,17 +342,8 @@ def _settle(entry: StoredKey, noted: set[tuple[int, ...]]) -> str | None:
     entry.size = noted.pop() if noted else _reach(chunks)
     # Empty parts may lie at the offsets of others, which names must tell apart.
     entry.chunks = chunks = [chunk for chunk in chunks if volume(chunk.sizes)] or chunks[:1]
-    outside = out_of_bounds(chunks, entry.size)
-    if outside:
-        return f"has a part outside of its size {list(entry.size)}, in {PurePath(chunks[outside[0]].file).name}"
-    pair = first_overlap(chunks)
-    if pair is not None:
-        one, other = (PurePath(chunks[position].file).name for position in pair)
-        return f"has parts that overlap, in {one} and {other}"
-    filled = sum(volume(chunk.sizes) for chunk in chunks)
-    if filled != volume(entry.size):
-        return f"has only {filled} of the {volume(entry.size)} elements of its size {list(entry.size)}"
-    return None
+    problems = tiling_problems(chunks, entry.size, name=lambda position: f"in {PurePath(chunks[position].file).name}")
+    return f"has chunks that do not tile it: {'; '.join(problems)}" if problems else None
 
 
 def _reach(chunks: Sequence[StoredChunk]) -> tuple[int, ...]:

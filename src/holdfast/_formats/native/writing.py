@@ -24,7 +24,7 @@ from holdfast._base.tuning import MEMORY_BUDGET, SHARE_OF_WRITE_BUFFERS, WRITE_B
 from holdfast._formats.native.blocks import Digests, digest_blocks
 from holdfast._formats.native.columns import Columns, digest_of, encode_columns
 from holdfast._formats.native.layout import ChunkToWrite, FileLayout, lay_out
-from holdfast._formats.native.names import RECORD, data_file, generation_of, index_file
+from holdfast._formats.native.names import RECORD, data_file, files_in, generation_of, index_file
 from holdfast._formats.native.record import BLOCK_BYTES, Record, StoredFile, decode_record, encode_record
 from holdfast._formats.native.refs import TensorRef
 from holdfast._stores.store import BufferedSink, Sink, Store, is_unanswered
@@ -41,7 +41,7 @@ class Existing:
 
     record: bytes | None
     names: frozenset[str]
-    """Files of ours. Those that the new checkpoint does not need are removed once it is committed."""
+    """Of its files. Data of saves that the new checkpoint does not need is removed once it is committed."""
 
 
 def inspect_destination(store: Store, *, overwrite: bool) -> Existing:
@@ -65,7 +65,7 @@ def inspect_destination(store: Store, *, overwrite: bool) -> Existing:
             "checkpoints in one folder cannot be told apart.",
             path=store.location,
         )
-    return Existing(record, frozenset(name for name in names if generation_of(name) is not None))
+    return Existing(record, frozenset(names))
 
 
 def _not_a_folder(store: Store) -> NotAFolderError:
@@ -364,9 +364,8 @@ def _content(store: Store, name: str) -> bytes | None:
 
 
 def _remove_old_files(store: Store, existing: Existing, record: Record) -> None:
-    needed = {record.index.name, *(file.name for file in record.files)}
     try:
-        store.delete(sorted(existing.names - needed))
+        store.delete(files_in(existing.names, record.file_names()).of_any_save())
     except Exception as error:
         # The new checkpoint is whole. What could not be removed takes space and does no other harm.
         logger.warning("old files in %s could not be removed: %s", store.location, error)

@@ -84,7 +84,7 @@ def _strangers(final: Path, names: Iterable[str]) -> list[str]:
         with open_source(final) as source:
             own = {name for name, _ in source.files()}
     except HoldfastError:  # what cannot be opened is known by its name alone
-        own = {name for name in names if hf_names.is_data_file(name) or name == f"model{hf_names.SUFFIX}"}
+        own = set(hf_names.model_files(names))
     models = (name for name in names if name.endswith(hf_names.SUFFIX) and generation_of(name) is None)
     return sorted(name for name in models if name not in own)
 

@@ -22,7 +22,7 @@ from holdfast._stores.store import Store
 from holdfast._tools.inspecting.changes import Change, compare
 from holdfast._tools.inspecting.diff_report import ChangedTensor, DiffReport, shortly
 from holdfast._tools.inspecting.parts import Lot, Part, elements_at_once, lots_of, read_parts, threads_for
-from holdfast._watching.progress import OnProgress, Tally
+from holdfast._watching.progress import OnProgress, Progress
 
 # Whether two values of checkpoints are the same.
 
@@ -173,7 +173,7 @@ class _Comparison:
             partners.setdefault(a.key, []).append(b)
         refs = {a.key: a for a, _ in self._pairs.values()}
         total = sum(a.nbytes + sum(b.nbytes for b in partners[key]) for key, a in refs.items())
-        tally, lock = Tally(total, on_progress), threading.Lock()
+        progress, lock = Progress(total, on_progress), threading.Lock()
         threads = threads_for(total)
 
         def work(lot: Lot) -> None:
@@ -189,7 +189,7 @@ class _Comparison:
             with lock:
                 for pair, change in found:
                     changes[pair].add(change)
-            tally.add(nbytes)
+            progress.advance(nbytes)
 
         work_through(lots_of(refs.values(), elements_at_once(memory, threads)), work, threads, "holdfast-inspect")
         self._changes = {key: changes[a.key, b.key] for key, (a, b) in self._pairs.items()}

@@ -19,7 +19,7 @@ from holdfast._formats.native.torch_elements import torch_dtype
 from holdfast._formats.native.trees import mapped, refs_in
 from holdfast._formats.source import Source
 from holdfast._formats.torch_file.reserved_memory import reserved
-from holdfast._load.agreement import Agreement, agree
+from holdfast._load.agreement import ADVICE, Agreement, agree
 from holdfast._load.checkpoint import Checkpoint, opened, source_of
 from holdfast._load.options import Casts, LoadOptions, Transforms
 from holdfast._load.planning import LoadPlan, plan_load
@@ -196,7 +196,7 @@ class _Asking:
         found, problems = plan.found, agreement.problems
         refusal = ""
         try:
-            problems.raise_if_any(self.source.location)
+            problems.raise_if_any(self.source.location, ADVICE)
         except HoldfastError as error:
             refusal = error.message
         hints: list[str] = []

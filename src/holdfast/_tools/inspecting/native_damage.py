@@ -18,7 +18,7 @@ from holdfast._formats.native.readable_files import OpenFiles, ReadableFile
 from holdfast._formats.native.reading import read_size, read_with_digests, reader_count
 from holdfast._formats.native.source import NativeSource
 from holdfast._tools.inspecting.damage import Damage
-from holdfast._watching.progress import Tally
+from holdfast._watching.progress import Progress
 from holdfast.errors import HoldfastError
 
 Names = Callable[[str], Sequence[str]]
@@ -54,7 +54,7 @@ class NativeCheck:
         """Of every file with damaged blocks: which ones."""
         self._digests: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def run(self, on_total: Callable[[int], Tally]) -> None:
+    def run(self, on_total: Callable[[int], Progress]) -> None:
         """Find all damage. ``on_total`` is told how many bytes there are to read."""
         try:
             columns = self._source.columns
@@ -73,11 +73,11 @@ class NativeCheck:
             for number, file in enumerate(self._record.files)
         ]
         regions = list(self._regions(files, self._ends()))
-        tally = on_total(sum(region.end - region.begin for region in regions))
+        progress = on_total(sum(region.end - region.begin for region in regions))
         with closing(OpenFiles(files, (region.file for region in regions))) as opened:
             work_through(
                 regions,
-                lambda region: self._compare(opened, files, region, tally),
+                lambda region: self._compare(opened, files, region, progress),
                 reader_count(self._memory, read_size(self._memory, self._record.block_bytes)),
                 "holdfast-inspect",
             )
@@ -142,7 +142,7 @@ class NativeCheck:
                 for begin in range(first * block_bytes, last * block_bytes, most):
                     yield Region(number, begin, min(begin + most, last * block_bytes, end))
 
-    def _compare(self, opened: OpenFiles, files: Sequence[ReadableFile], region: Region, tally: Tally) -> None:
+    def _compare(self, opened: OpenFiles, files: Sequence[ReadableFile], region: Region, progress: Progress) -> None:
         number, begin, end = region
         block_bytes = self._record.block_bytes
         expected = files[number].digests
@@ -161,7 +161,7 @@ class NativeCheck:
                     self._wrong_blocks(number)[wrong + begin // block_bytes] = True
                     for at in wrong.tolist():
                         self._digests[number, at + begin // block_bytes] = (int(expected[at]), int(found[at]))
-        tally.add(end - begin)
+        progress.advance(end - begin)
 
     def _buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Memory of this thread."""

@@ -36,7 +36,7 @@ from holdfast._formats.safetensors.header import Header, read_header
 from holdfast._stores.store import Store
 from holdfast._tools.repairing.data_files import Parts, header_in, parts_of_unknown
 from holdfast._tools.repairing.report import keep_copy
-from holdfast._watching.progress import OnProgress, Tally
+from holdfast._watching.progress import OnProgress, Progress
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 
 # Writes the columns and the record of a checkpoint whose data files are there.
@@ -56,7 +56,7 @@ class Digesting:
         found = np.zeros(starts[-1], np.uint32)
         size = read_size(self.memory, block_bytes)
         pieces = [(number, begin) for number, file in enumerate(files) for begin in range(0, file.nbytes, size)]
-        tally = Tally(sum(file.nbytes for file in files), self.on_progress)
+        progress = Progress(sum(file.nbytes for file in files), self.on_progress)
         own = threading.local()
 
         def digest(piece: tuple[int, int]) -> None:
@@ -68,7 +68,7 @@ class Digesting:
                 for at, digests in read_with_digests(reader, begin, part, block_bytes):
                     first = starts[number] + (begin + at) // block_bytes
                     found[first : first + len(digests)] = digests
-            tally.add(part.nbytes)
+            progress.advance(part.nbytes)
 
         readable = [ReadableFile(file.name, file.nbytes, partial(store.reader, file.name), None) for file in files]
         with closing(OpenFiles(readable, (number for number, _ in pieces))) as opened:

@@ -37,7 +37,6 @@ from holdfast._formats.native.writing import (
 )
 from holdfast._formats.nesting import nested
 from holdfast._ranks.failures import pack_failure, unpack_failure, wrap_exception
-from holdfast._save.agreement import refuse_bad_tiling
 from holdfast._save.local_bytes import bytes_of
 from holdfast._save.merged_trees import TYPE, renamed_tensors
 from holdfast._save.options import checked_metadata
@@ -110,8 +109,8 @@ def assemble(names: Sequence[str], paths: object, shares: Sequence[Share]) -> As
             kind="replicated" if whole else "sharded",
             numpy=tensor.numpy,
         )
-        refuse_bad_tiling(ref, boxes[number])
         tensors.append(ref)
+    refuse_bad_tilings(zip(tensors, boxes, strict=True))
     named = {tensor.fqn: keys[str(number)] for number, tensor in enumerate(stored) if tensor.part is None}
     return Assembled(tensors, tree, files, named)
 
