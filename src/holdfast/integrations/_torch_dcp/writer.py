@@ -37,6 +37,7 @@ from holdfast._formats.native.writing import (
 )
 from holdfast._formats.nesting import nested
 from holdfast._ranks.failures import pack_failure, unpack_failure, wrap_exception
+from holdfast._save.agreement import refuse_bad_tilings
 from holdfast._save.local_bytes import bytes_of
 from holdfast._save.merged_trees import TYPE, renamed_tensors
 from holdfast._save.options import checked_metadata
