@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -31,19 +30,15 @@ ADVICE = {
 """What can be said to a load about what does not fit."""
 
 
-def open_alike(ranks: Collectives, opened: Callable[[], Source]) -> Source:
-    """Open the checkpoint on every rank, and make sure that all see the same."""
-    with ExitStack() as closing:
-        source = ranks.all_gather_status("open", lambda: closing.enter_context(opened()))
-        views = dict(enumerate(ranks.all_gather_object(f"{source.format} {source.identity}")))
-        if len(set(views.values())) > 1:
-            raise RankDisagreementError(
-                f"the ranks look at different checkpoints: {views}. Wait until a running save has finished and all "
-                "ranks see the same files, then load again.",
-                views=views,
-            )
-        closing.pop_all()
-    return source
+def refuse_different_checkpoints(ranks: Collectives, source: Source) -> None:
+    """Raise if the ranks have not opened the same save."""
+    views = dict(enumerate(ranks.all_gather_object(f"{source.format} {source.identity}")))
+    if len(set(views.values())) > 1:
+        raise RankDisagreementError(
+            f"the ranks look at different checkpoints: {views}. Wait until a running save has finished and all ranks "
+            "see the same files, then load again.",
+            views=views,
+        )
 
 
 class Agreement(NamedTuple):

@@ -19,7 +19,7 @@ from holdfast._base.notices import add_note, warn_caller
 from holdfast._base.patterns import Pattern, Patterns, Rename
 from holdfast._formats.native.record import repairs_in
 from holdfast._formats.source import Source
-from holdfast._load.agreement import ADVICE, Agreement, Numbers, agree, open_alike, reported
+from holdfast._load.agreement import ADVICE, Agreement, Numbers, agree, refuse_different_checkpoints, reported
 from holdfast._load.filling import check_regions, put, read_regions
 from holdfast._load.opening import open_source
 from holdfast._load.options import LoadOptions, Transforms
@@ -111,9 +111,8 @@ def load(
         Call("load", place, rank=rank, world_size=world_size, started=started) as call,
         meeting(f"holdfast.load from {call.path}, verify={verify!r}", process_group) as ranks,
     ):
-        options = ranks.all_gather_status(
-            "options",
-            lambda: LoadOptions.of(
+        with ranks.step("options"):
+            options = LoadOptions.of(
                 strict=strict,
                 allow_missing=allow_missing,
                 allow_unexpected=allow_unexpected,
@@ -125,15 +124,17 @@ def load(
                 verify=verify,
                 memory_budget=memory_budget,
                 optimizer_mismatch=optimizer_mismatch,
-            ),
-        )
+            )
         with ExitStack() as stack:
             with call.phase("plan"), no_garbage_collection():
-                source = stack.enter_context(open_alike(ranks, lambda: open_source(path, allow_pickle=allow_pickle)))
+                with ranks.step("open"):
+                    source = stack.enter_context(open_source(path, allow_pickle=allow_pickle))
+                refuse_different_checkpoints(ranks, source)
                 run = _Load(ranks, options, source, call)
-                plan, agreement = run.plan(state)
+                plan = run.match(state)
+                agreement = run.agree(plan)
             reading = run.read(plan)
-            run.put_in_place(plan)
+            run.apply(plan)
             report = run.report(plan, agreement, reading, started)
         call.nbytes, call.slowest_rank = report.bytes_read, report.slowest_rank
         call.detail["keys"] = len(report.read)
@@ -149,12 +150,13 @@ class _Load:
     source: Source
     call: Call
 
-    def plan(self, state: Any) -> tuple[LoadPlan, Agreement]:
-        """Match the checkpoint with the state; raises on all ranks if it does not fit on one of them."""
-        rank, world_size = self.ranks.rank, self.ranks.world_size
-        plan = self.ranks.all_gather_status(
-            "plan", lambda: plan_load(state, self.source, self.options, rank=rank, world_size=world_size)
-        )
+    def match(self, state: Any) -> LoadPlan:
+        """Find out what is to be read into this rank's state. Nothing is changed."""
+        with self.ranks.step("plan"):
+            return plan_load(state, self.source, self.options, rank=self.ranks.rank, world_size=self.ranks.world_size)
+
+    def agree(self, plan: LoadPlan) -> Agreement:
+        """Raise on all ranks all that does not fit on any of them."""
         agreement = agree(self.ranks, plan, self.options)
         agreement.problems.raise_if_any(self.source.location, ADVICE)
         for key, adapter in plan.found.adapters:
@@ -162,54 +164,38 @@ class _Load:
                 warn_caller(f"'{key}': {warning}. It is loaded all the same, as optimizer_mismatch='warn' wants it.")
         for key in sorted(agreement.settled & set(plan.found.missing)):
             plan.found.settle(key)
-        return plan, agreement
+        return agreement
 
     def read(self, plan: LoadPlan) -> Phase:
         """Read what this rank needs, straight into the tensors where that is possible; returns how that went."""
         if self.options.verify == "first":
-            with _remark("Nothing was changed."):
-                self.ranks.all_gather_status("verify", lambda: self._verify_first(plan))
-        with _remark(_PARTLY_LOADED):
-            return self.ranks.all_gather_status("read", lambda: self._read_measured(plan))
-
-    def _verify_first(self, plan: LoadPlan) -> None:
-        with self.call.phase("verify"):
-            check_regions(plan.regions_to_check, self.source, self.options.memory_budget)
-
-    def _read_measured(self, plan: LoadPlan) -> Phase:
-        with self.call.phase("read") as reading:
-            reading.nbytes = self._read(plan)
+            with _remark("Nothing was changed."), self.ranks.step("verify"), self.call.phase("verify"):
+                check_regions(plan.regions_to_check, self.source, self.options.memory_budget)
+        with _remark(_PARTLY_LOADED), self.ranks.step("read"), self.call.phase("read") as reading:
+            reading.nbytes, elements = read_regions(
+                plan.regions,
+                self.source,
+                verify=bool(self.options.verify),
+                dense=plan.dense,
+                memory=self.options.memory_budget,
+                shared=self.ranks.world_size > 1,
+            )
+            for write in plan.writes:
+                if write.made is not None:
+                    put(write.region.memory, write.made)
+                    elements += volume(write.region.box.sizes)
+            if elements != plan.elements:
+                raise IncompleteLoadError(
+                    f"{elements} elements were loaded from {self.source.location} where the state has "
+                    f"{plan.elements}. This is a bug in Holdfast; please report it.",
+                    expected=plan.elements,
+                    found=elements,
+                )
         return reading
 
-    def _read(self, plan: LoadPlan) -> int:
-        nbytes, elements = read_regions(
-            plan.regions,
-            self.source,
-            verify=bool(self.options.verify),
-            dense=plan.dense,
-            memory=self.options.memory_budget,
-            shared=self.ranks.world_size > 1,
-        )
-        for write in plan.writes:
-            if write.made is not None:
-                put(write.region.memory, write.made)
-                elements += volume(write.region.box.sizes)
-        if elements != plan.elements:
-            raise IncompleteLoadError(
-                f"{elements} elements were loaded from {self.source.location} where the state has {plan.elements}. "
-                "This is a mistake of Holdfast; please report it.",
-                expected=plan.elements,
-                found=elements,
-            )
-        return nbytes
-
-    def put_in_place(self, plan: LoadPlan) -> None:
+    def apply(self, plan: LoadPlan) -> None:
         """Replace values, and let live objects take over what was read."""
-        with _remark(_PARTLY_LOADED):
-            self.ranks.all_gather_status("apply", lambda: self._apply(plan))
-
-    def _apply(self, plan: LoadPlan) -> None:
-        with self.call.phase("apply"):
+        with _remark(_PARTLY_LOADED), self.ranks.step("apply"), self.call.phase("apply"):
             plan.outcome.finish()
 
     def report(self, plan: LoadPlan, agreement: Agreement, reading: Phase, started: float) -> LoadReport:

@@ -49,26 +49,76 @@ if TYPE_CHECKING:
     from holdfast._ranks.collectives import Collectives
 
 
-# The steps of a save, with whatever ranks take part: agree on the contents, write on every rank, commit.
+@shows_save_options
+def save(
+    state: Any,
+    path: str | os.PathLike[str] | Store,
+    *,
+    overwrite: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Unpack[SaveOptions],
+) -> SaveReport:
+    """Save a state to a folder. With a process group all its ranks call this together, each with its own part.
+
+    The checkpoint appears at once and whole when everything is durable, or not at all.
+
+    Args:
+        state: any nesting of dicts, lists and tuples with tensors, numpy arrays, models, optimizers, other objects
+            that have ``state_dict`` and ``load_state_dict``, and plain values. ``PerRank`` and ``RngState`` mark what
+            every rank has its own of.
+        path: a folder, a URL such as ``s3://bucket/name``, or a store. All ranks give the same.
+        overwrite: replace a checkpoint that is there, in one step. Without it that is an error.
+        metadata: anything that JSON can hold, to be found in the checkpoint by people and programs. That of the first
+            rank counts.
+        include: which keys to save; all by default. Patterns such as ``"model.*"``, regular expressions, functions.
+        exclude: which of these not to save.
+        cast: patterns and the dtype to store their floating point tensors as: ``{"model.*": torch.bfloat16}``.
+        replica_mismatch: what several ranks hold is compared before one copy is stored. If copies differ, that is an
+            ``"error"``; ``"warn"`` stores the copy of the lowest rank, and ``"ignore"`` compares nothing.
+        allow_pickle: store values that the format has no place for as pickles. Loading them needs the same.
+        max_file_size: the most bytes of data in one file, as a number or such as ``"5GB"``. Larger tensors are cut.
+        memory_budget: how much may be allocated beyond the state, apart from some 2 KB per tensor, such as
+            ``"256MB"``: 64 MiB by default, 256 KiB at least.
+        process_group: the ranks that save. All by default; this process alone if there is no process group.
+
+    Example:
+        >>> import tempfile, torch
+        >>> import holdfast
+        >>> path = tempfile.mkdtemp() + "/step-100"
+        >>> saved = holdfast.save({"model": torch.nn.Linear(4, 2), "step": 100}, path)
+        >>> saved.tensor_count
+        2
+        >>> holdfast.open(path)["step"]
+        100
+    """
+    refuse_unknown_options("holdfast.save()", options)
+    make_options = functools.partial(CheckedOptions.of, options, overwrite=overwrite)
+    place = in_messages(path)
+    warn_of_unseen_failures()
+    wait_for_conflicting_saves(Claim(place))
+    on_mismatch = options.get("replica_mismatch", "error")
+    call = f"holdfast.save to {place}, overwrite={overwrite!r}, replica_mismatch={on_mismatch!r}"
+    rank, world_size = own_place(process_group)
+    with Call("save", place, rank=rank, world_size=world_size) as told, meeting(call, process_group) as ranks:
+        return save_together(ranks, state, path, make_options, told)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What is to be done."""
-
-    generation: str
-    chunks: Sequence[ChunkToWrite]
-    """That this rank writes."""
-    decision: _Decision | None
-    """Only the coordinator has it."""
-
-
-@dataclass(frozen=True)
-class _Decision:
-    """What the checkpoint will contain, and what was there before."""
-
-    existing: Existing
-    contents: CheckpointContents
+def save_together(
+    ranks: Collectives,
+    state: Any,
+    path: str | os.PathLike[str] | Store,
+    make_options: Callable[[], CheckedOptions],
+    call: Call,
+) -> SaveReport:
+    """Save with ranks that are together already, and tell of it."""
+    call.start_over()
+    with ranks.step("capture"), call.phase("capture"), no_garbage_collection():
+        options = make_options()
+        run = SaveRun(store_at(path), ranks, options, call)
+        captured = Capture.of(options, ranks.rank, ranks.world_size).take(state)
+    report = run.save(captured)
+    call.nbytes, call.slowest_rank = report.bytes_written, report.slowest_rank
+    return report
 
 
 @dataclass(frozen=True)
@@ -94,23 +144,23 @@ class SaveRun:
         proposal = _Proposal(same_tree_as, captured.tree, captured.own, captured.holdings, captured.kinds)
         if proposal.same_tree_as != self.ranks.rank:
             proposal = proposal._replace(tree=None)  # it need not be sent twice
-        decision: _Decision | None = None
+        decisions: list[_Decision] = []  # the coordinator keeps its own; the others need not know it
 
         def decide(proposals: list[_Proposal]) -> list[tuple[str, Sequence[ChunkToWrite]]]:
-            nonlocal decision
             decision, chunks = self._decide(proposals)
+            decisions.append(decision)
             generation = new_generation()
             return [(generation, part) for part in chunks]
 
         generation, chunks = self.ranks.reduce_scatter("plan", lambda: proposal, decide)
-        return _Plan(generation, chunks, decision)
+        return _Plan(generation, chunks, decisions[0] if decisions else None)
 
     def write(self, plan: _Plan, captured: Captured) -> list[WrittenFile]:
         """Write this rank's part. If another rank fails, it is removed again."""
-        written: list[WrittenFile] = []
-
-        def write() -> None:
-            with self.call.phase("write") as seen:  # without the time that this rank waits for others
+        files: list[WrittenFile] = []
+        try:
+            # The phase is inside of the step: it has not the time in which this rank waits for others.
+            with self.ranks.step("write"), self.call.phase("write") as writing:
                 files = write_chunks(
                     self.store,
                     plan.chunks,
@@ -121,15 +171,11 @@ class SaveRun:
                     memory_budget=self.options.memory_budget,
                     advance=self.call.advance,
                 )
-                written.extend(files)
-                seen.nbytes = sum(file.nbytes for file in files)
-
-        try:
-            self.ranks.all_gather_status("write", write)
+                writing.nbytes = sum(file.nbytes for file in files)
         except BaseException:
-            remove_unfinished(self.store, [file.name for file in written])
+            remove_unfinished(self.store, [file.name for file in files])
             raise
-        return written
+        return files
 
     def commit(self, plan: _Plan, files: list[WrittenFile]) -> SaveReport:
         """The coordinator puts the record in place, which makes all files of all ranks a checkpoint."""
@@ -203,6 +249,25 @@ class SaveRun:
             warn_caller(describe_differing(differing, f"{outcome} {_ADVICE}"))
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be done."""
+
+    generation: str
+    chunks: Sequence[ChunkToWrite]
+    """That this rank writes."""
+    decision: _Decision | None
+    """Only the coordinator has it."""
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What the checkpoint will contain, and what was there before."""
+
+    existing: Existing
+    contents: CheckpointContents
+
+
 _ADVICE = (
     "If every rank's value matters (a data position, a random state), wrap it in holdfast.PerRank(value). If not, make "
     "the copies equal first, or say replica_mismatch='warn' to store those of the lowest rank."
@@ -230,79 +295,3 @@ def _with_own(tree: Any, own: Sequence[Mapping[str, Any]]) -> Any:
     if names or len(own) > 1:
         refuse_shared_keys(tree)
     return tree
-
-
-@shows_save_options
-def save(
-    state: Any,
-    path: str | os.PathLike[str] | Store,
-    *,
-    overwrite: bool = False,
-    process_group: dist.ProcessGroup | None = None,
-    **options: Unpack[SaveOptions],
-) -> SaveReport:
-    """Save a state to a folder. With a process group all its ranks call this together, each with its own part.
-
-    The checkpoint appears at once and whole when everything is durable, or not at all.
-
-    Args:
-        state: any nesting of dicts, lists and tuples with tensors, numpy arrays, models, optimizers, other objects
-            that have ``state_dict`` and ``load_state_dict``, and plain values. ``PerRank`` and ``RngState`` mark what
-            every rank has its own of.
-        path: a folder, a URL such as ``s3://bucket/name``, or a store. All ranks give the same.
-        overwrite: replace a checkpoint that is there, in one step. Without it that is an error.
-        metadata: anything that JSON can hold, to be found in the checkpoint by people and programs. That of the first
-            rank counts.
-        include: which keys to save; all by default. Patterns such as ``"model.*"``, regular expressions, functions.
-        exclude: which of these not to save.
-        cast: patterns and the dtype to store their floating point tensors as: ``{"model.*": torch.bfloat16}``.
-        replica_mismatch: what several ranks hold is compared before one copy is stored. If copies differ, that is an
-            ``"error"``; ``"warn"`` stores the copy of the lowest rank, and ``"ignore"`` compares nothing.
-        allow_pickle: store values that the format has no place for as pickles. Loading them needs the same.
-        max_file_size: the most bytes of data in one file, as a number or such as ``"5GB"``. Larger tensors are cut.
-        memory_budget: how much may be allocated beyond the state, apart from some 2 KB per tensor, such as
-            ``"256MB"``: 64 MiB by default, 256 KiB at least.
-        process_group: the ranks that save. All by default; this process alone if there is no process group.
-
-    Example:
-        >>> import tempfile, torch
-        >>> import holdfast
-        >>> path = tempfile.mkdtemp() + "/step-100"
-        >>> saved = holdfast.save({"model": torch.nn.Linear(4, 2), "step": 100}, path)
-        >>> saved.tensor_count
-        2
-        >>> holdfast.open(path)["step"]
-        100
-    """
-    refuse_unknown_options("holdfast.save()", options)
-    make_options = functools.partial(CheckedOptions.of, options, overwrite=overwrite)
-    place = in_messages(path)
-    warn_of_unseen_failures()
-    wait_for_conflicting_saves(Claim(place))
-    on_mismatch = options.get("replica_mismatch", "error")
-    call = f"holdfast.save to {place}, overwrite={overwrite!r}, replica_mismatch={on_mismatch!r}"
-    rank, world_size = own_place(process_group)
-    with Call("save", place, rank=rank, world_size=world_size) as told, meeting(call, process_group) as ranks:
-        return save_together(ranks, state, path, make_options, told)
-
-
-def save_together(
-    ranks: Collectives,
-    state: Any,
-    path: str | os.PathLike[str] | Store,
-    make_options: Callable[[], CheckedOptions],
-    call: Call,
-) -> SaveReport:
-    """Save with ranks that are together already, and tell of it."""
-    call.start_over()
-
-    def capture() -> tuple[SaveRun, Captured]:
-        with call.phase("capture"), no_garbage_collection():
-            options = make_options()
-            run = SaveRun(store_at(path), ranks, options, call)
-            return run, Capture.of(options, ranks.rank, ranks.world_size).take(state)
-
-    run, captured = ranks.all_gather_status("capture", capture)
-    report = run.save(captured)
-    call.nbytes, call.slowest_rank = report.bytes_written, report.slowest_rank
-    return report
