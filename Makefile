@@ -11,10 +11,15 @@ SPACE := $(subst ,, )
 # One stamp per TORCH, so that asking for another one installs it.
 READY := $(VENV)/.ready-$(subst /,-,$(subst $(SPACE),-,$(TORCH)))
 PEERS := $(VENV)/.peers
+# What `make test-fast` runs: no ranks, no servers, no browsers, few programs of their own.
+FAST  := tests/base tests/layout tests/formats tests/state tests/dcp_engine tests/load tests/save tests/attacks tests/test_layers.py
 CODE  := src tests tools benchmarks $(wildcard demo examples)
 
+# Tests start hundreds of processes; each would compile the sources and rewrite the asserts of the tests again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-quick test-long test-versions docs format clean
+.PHONY: help demo test test-fast lint bench bench-quick test-long test-versions docs format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +31,9 @@ test: lint  ## lint, type-check and run the tests
 	@echo "== pytest"
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
+test-fast: $(READY)  ## the tests that need one process, for the inner loop (a minute)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not long and not ranks' $(FAST)
+
 lint: $(READY)  ## ruff and mypy
 	@echo "== ruff check"
 	@$(BIN)/ruff check $(CODE)
@@ -34,8 +42,8 @@ lint: $(READY)  ## ruff and mypy
 	@echo "== mypy"
 	@$(BIN)/mypy
 
-test-long: $(READY)  ## the tests marked long (minutes, not seconds)
-	@$(BIN)/python -m pytest -m long
+test-long: $(READY)  ## the tests marked long, and every property test with all its examples
+	@$(BIN)/python -m pytest -m 'long or hypothesis' --hypothesis-profile long
 
 # TORCH and PYTHON choose one row of the table, if they are given; KEEP=1 leaves the environments in build/versions.
 test-versions:  ## the tests with other versions of torch and Python (hours; or TORCH=2.8.0 PYTHON=python3.12)

@@ -132,9 +132,9 @@ def _contenders(training: _Training) -> dict[str, Begin]:
     import holdfast.dcp
 
     return {
-        OURS: lambda state, folder: holdfast.async_save(state, folder).wait,
-        OVERLAPPED: lambda state, folder: holdfast.async_save(state, folder, optimizers=training.optimizer).wait,
-        BY_PROCESS: lambda state, folder: holdfast.async_save(state, folder, writer="process").wait,
+        OURS: lambda state, folder: holdfast.async_save(state, folder).result,
+        OVERLAPPED: lambda state, folder: holdfast.async_save(state, folder, optimizers=training.optimizer).result,
+        BY_PROCESS: lambda state, folder: holdfast.async_save(state, folder, writer="process").result,
         OURS_DCP: lambda state, folder: holdfast.dcp.async_save(state, checkpoint_id=folder).result,
         STOCK: lambda state, folder: stock.async_save(state, checkpoint_id=folder).result,
     }

@@ -7,9 +7,7 @@ import signal
 from pathlib import Path
 from typing import NoReturn
 
-from holdfast._stores.local_store import LocalStore
-from holdfast._stores.roots import LocalRoot
-from holdfast._stores.store import Store
+from holdfast.stores import LocalRoot, LocalStore, Store
 
 RECORD = "holdfast.json"
 

@@ -119,7 +119,7 @@ def train_run(training: Training, args: argparse.Namespace, losses: dict[int, fl
     """Go on with the run in a folder, wherever that is, and save every few steps in the background."""
     world = training.world
     root = args.folder if args.die_in_save is None else DeadlyRoot(args.folder, args.die_in_save)
-    with holdfast.CheckpointManager(root, every_steps=args.every, keep_last=2, async_save=True) as manager:
+    with holdfast.CheckpointManager(root, every_steps=args.every, keep_last=2) as manager:
         state = training.state()
         restored = manager.restore(state)
         training.step = state["step"]

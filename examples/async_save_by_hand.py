@@ -19,7 +19,7 @@ import holdfast
 def main():
     folder = tempfile.mkdtemp(prefix="async-save-by-hand-", dir=sys.argv[1] if len(sys.argv) > 1 else None)
     torch.manual_seed(1)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     state = {"model": model, "optim": optimizer, "step": 0}
@@ -38,13 +38,13 @@ def main():
         model[0].weight.mul_(0.5)
 
     for step, pending in saves.items():
-        report = pending.wait()  # committed: durable, complete, and found by holdfast.load. Raises if the save failed
+        report = pending.result()  # committed: durable, complete, and found by holdfast.load. Raises if the save failed
         stored = holdfast.open(pending.path)["model.0.weight"][:]
         assert torch.equal(stored, as_it_was[step].cpu()), f"step {step} was torn"
         print(f"step {step}: {report.tensor_count} tensors, as they were when the save was called")
 
     pending = holdfast.async_save(state, os.path.join(folder, "by-a-writer-process"), writer="process")
-    print("a writer process:", pending.wait().tensor_count, "tensors; then", pending.progress().phase)
+    print("a writer process:", pending.result().tensor_count, "tensors; then", pending.progress().phase)
 
 
 def train_step(model, optimizer):

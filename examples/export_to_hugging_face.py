@@ -2,7 +2,7 @@
 
     python examples/export_to_hugging_face.py [FOLDER]
 
-The same on the command line: `holdfast export run/step-00000020 model-hf --cast bfloat16 --max-shard-size 2GB`.
+The same on the command line: `holdfast export run/step-00000020 model-hf --cast bfloat16 --max-file-size 2GB`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ report = holdfast.export(
     folder / "model-hf",
     rename={"0": "encoder", "2": "head"},
     cast="bfloat16",
-    max_shard_size="2KB",
+    max_file_size="2KB",
     files=[folder / "config.json"],
     overwrite=True,
 )

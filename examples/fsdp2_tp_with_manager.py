@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/fsdp2_tp_with_manager.py [FOLDER]
 
-The manager is made and called by all processes alike. With `overlap=True` it copies the shards during forward and
-backward, and writes them in the background. The second half of the training runs on FSDP2 alone: a checkpoint knows
-tensors, and not who held which part of them.
+The manager is made and called by all processes alike. With `Background(overlap=True)` it copies the shards during
+forward and backward, and writes them in the background. The second half of the training runs on FSDP2 alone: a
+checkpoint knows tensors, and not who held which part of them.
 """
 
 import os
@@ -47,14 +47,16 @@ def fsdp2(model, device):
 
 
 def train(root, layout, total, seed):
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     torch.manual_seed(seed)
     model = layout(nn.Sequential(Block(), Block()).to(device), device)
     optim = torch.optim.AdamW(model.parameters(), lr=0.001)
     losses = {}
 
     state = {"model": model, "optim": optim}
-    with holdfast.CheckpointManager(root, every_steps=4, keep_last=2, overlap=True) as manager:
+    with holdfast.CheckpointManager(
+        root, every_steps=4, keep_last=2, background=holdfast.Background(overlap=True)
+    ) as manager:
         restored = manager.restore(state)
         for step in range(restored.step + 1 if restored else 1, total + 1):
             # The same batch on all processes, so that layouts can be compared.

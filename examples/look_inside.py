@@ -38,7 +38,7 @@ def main():
         corner = ckpt["model.0.weight"][:2, :2]
         assert torch.equal(corner, model[0].weight[:2, :2])
         print("a corner of it:", list(corner.shape), corner.dtype)
-        nested = ckpt.load("model.2")
+        nested = ckpt.read("model.2")
         print("a part of it:", list(nested["model"]))
     print(subprocess.check_output([sys.executable, "-c", WITHOUT_TORCH, path], text=True), end="")
 

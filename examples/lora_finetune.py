@@ -35,7 +35,7 @@ def build_base():
 
 def finetune(base, root, total, seed):
     torch.manual_seed(seed)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model = build_base()
     holdfast.load({"model": model}, base)
     model[0], model[2] = LowRank(model[0], rank=4), LowRank(model[2], rank=4)
@@ -44,7 +44,9 @@ def finetune(base, root, total, seed):
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optim = torch.optim.AdamW(trained.values(), lr=0.01)
     state = {"adapter": trained, "optim": optim}
-    with holdfast.CheckpointManager(root, every_steps=5, keep_last=2, metadata={"base": base}) as manager:
+    with holdfast.CheckpointManager(
+        root, every_steps=5, keep_last=2, save_options={"metadata": {"base": base}}
+    ) as manager:
         restored = manager.restore(state)
         for step in range(restored.step + 1 if restored else 1, total + 1):
             inputs = torch.rand(8, 128, generator=torch.Generator().manual_seed(step)).to(device)

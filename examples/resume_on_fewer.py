@@ -29,7 +29,7 @@ def deal_out(values, rank, world_size):
 def main():
     folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.gettempdir()
     path = os.path.join(folder, "resume-on-fewer")
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     dist.init_process_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     weights = torch.arange(30.0).reshape(10, 3)

@@ -19,7 +19,7 @@ import holdfast
 
 def train(root, total, seed):
     torch.manual_seed(seed)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.1), nn.Linear(64, 4)).to(device)
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     sched = torch.optim.lr_scheduler.CosineAnnealingLR(optim, T_max=50)
@@ -27,9 +27,7 @@ def train(root, total, seed):
     losses = {}
 
     state = {"model": model, "optim": optim, "sched": sched, "data": data, "rng": holdfast.RngState()}
-    with holdfast.CheckpointManager(
-        root, every_steps=5, keep_last=2, keep_best=(1, "loss"), async_save=True
-    ) as manager:
+    with holdfast.CheckpointManager(root, every_steps=5, keep_last=2, keep=holdfast.keep.best(1, "loss")) as manager:
         restored = manager.restore(state)  # None on a fresh start
         for step in range(restored.step + 1 if restored else 1, total + 1):
             inputs = data.next()

@@ -4,20 +4,26 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 
+from tests.properties import register_profiles
 from tests.rank_pool import RankPool
 from tests.torches import lacking
 
-# How long an example takes says nothing on a machine that does other things too.
-hypothesis.settings.register_profile("holdfast", deadline=None, max_examples=60)
-hypothesis.settings.load_profile("holdfast")
+register_profiles()
 
 # Whoever starts the tests in the background may have them ignore Ctrl-C, and so would all programs that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that run on live ranks, so that `make test-fast` can leave them out."""
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("ranks")
 
 
 @pytest.hookimpl(wrapper=True)

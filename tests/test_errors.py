@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 from holdfast import errors
 from holdfast._ranks.failures import wrap_exception
 from holdfast.errors import CheckpointException, HoldfastError
+from tests.properties import examples
 
-CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, HoldfastError)]
+CLASSES = [
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, HoldfastError) and cls is not CheckpointException  # which is made as that of torch
+]
 every_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 
 FIELD_VALUES = st.recursive(
@@ -30,7 +35,7 @@ def fields_of(cls: type[HoldfastError]) -> list[str]:
 
 
 @every_class
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(data=st.data())
 def test_an_error_has_its_fields_and_its_message_and_keeps_both_when_it_travels(cls, data):
     message = data.draw(st.text())
@@ -63,8 +68,24 @@ def test_an_error_is_caught_as_the_builtin_that_programs_expect(cls, expected):
 
 @every_class
 def test_each_error_says_in_its_documentation_which_fields_it_has(cls):
+    of_all = [] if cls is HoldfastError else fields_of(HoldfastError)
     for name in fields_of(cls):
-        assert f"``{name}``" in (cls.__doc__ or "")
+        assert name in of_all or f"``{name}``" in (cls.__doc__ or "")
+
+
+@every_class
+def test_fields_that_a_class_does_not_have_are_refused_by_name(cls):
+    with pytest.raises(TypeError, match=rf"{cls.__name__} has no field colour, size; it has .*rank"):
+        cls("the message", size=3, colour="red", **dict.fromkeys(fields_of(cls)))
+
+
+def test_an_error_of_somebody_else_has_the_fields_that_it_annotates():
+    class TiredError(errors.UnknownKeyError):
+        hours: int
+
+    error = TiredError("the message", hours=3, key="w", rank=2)
+    assert (error.hours, error.key, error.rank) == (3, "w", 2)
+    assert HoldfastError("the message").rank is None
 
 
 def failures_of(*ranks: int):
@@ -80,12 +101,16 @@ def failures_of(*ranks: int):
     return failures
 
 
-def test_a_checkpoint_exception_is_seen_by_except_exception():
-    assert issubclass(CheckpointException, Exception)
-    assert not issubclass(CheckpointException, HoldfastError)
+def test_everything_that_is_raised_is_a_holdfast_error():
+    assert issubclass(CheckpointException, HoldfastError)
+    with pytest.raises(HoldfastError) as caught:
+        raise CheckpointException("write", failures_of(1))
+    assert (caught.value.message, caught.value.fields) == ("write", {})
+    with pytest.raises(TypeError):
+        CheckpointException("write", {}, rank=3)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(ranks=st.lists(st.integers(0, 1000), unique=True, max_size=4))
 def test_a_checkpoint_exception_shows_rank_traceback_and_reason_of_every_failure(ranks):
     error = CheckpointException("write", failures_of(*ranks))
@@ -110,3 +135,4 @@ def test_a_checkpoint_exception_keeps_everything_when_it_travels():
     assert type(copy) is CheckpointException
     assert str(copy) == str(error)
     assert list(copy.failures) == [1, 2]
+    assert copy.args[1] is copy.failures

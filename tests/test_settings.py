@@ -13,7 +13,7 @@ from holdfast._settings import Settings, current, override
 
 BOOLS = [knob.name for knob in fields(Settings) if isinstance(getattr(Settings, knob.name), bool)]
 NUMBERS = [knob.name for knob in fields(Settings) if isinstance(getattr(Settings, knob.name), float)]
-STRICTNESSES = [knob.name for knob in fields(Settings) if knob.name not in [*BOOLS, *NUMBERS]]
+FINDINGS = [knob.name for knob in fields(Settings) if knob.name not in [*BOOLS, *NUMBERS]]
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def _clean_environment(monkeypatch):
 def test_by_default_pickles_are_refused_and_everything_is_checked():
     expected = Settings(
         allow_pickle=False,
-        replica_check="warn",
+        replica_mismatch="warn",
         dtype_change="warn",
         verify=True,
         keep_staging_memory=True,
@@ -47,9 +47,9 @@ def test_the_environment_sets_a_switch(monkeypatch, knob, text, value):
     assert getattr(current(), knob) is value
 
 
-@pytest.mark.parametrize("knob", STRICTNESSES)
-@pytest.mark.parametrize("text", ["off", "warn", "error", "ERROR", " warn\n"])
-def test_the_environment_sets_a_strictness(monkeypatch, knob, text):
+@pytest.mark.parametrize("knob", FINDINGS)
+@pytest.mark.parametrize("text", ["ignore", "warn", "error", "ERROR", " warn\n"])
+def test_the_environment_sets_what_to_do_about_a_finding(monkeypatch, knob, text):
     monkeypatch.setenv(f"HOLDFAST_{knob.upper()}", text)
     assert getattr(current(), knob) == text.strip().lower()
 
@@ -85,7 +85,7 @@ def test_an_override_takes_whole_numbers_too(knob):
         assert getattr(inside, knob) == 3
 
 
-@pytest.mark.parametrize("knob", [*BOOLS, *STRICTNESSES])
+@pytest.mark.parametrize("knob", [*BOOLS, *FINDINGS])
 @pytest.mark.parametrize("text", ["", "maybe", "2", "None"])
 def test_a_value_that_is_not_understood_is_an_error_that_says_what_is(monkeypatch, knob, text):
     variable = f"HOLDFAST_{knob.upper()}"
@@ -104,10 +104,10 @@ def test_the_environment_is_read_each_time(monkeypatch):
 
 
 def test_an_override_wins_over_the_environment_and_ends_with_its_block(monkeypatch):
-    monkeypatch.setenv("HOLDFAST_REPLICA_CHECK", "error")
-    with override(replica_check="off") as inside:
-        assert inside.replica_check == current().replica_check == "off"
-    assert current().replica_check == "error"
+    monkeypatch.setenv("HOLDFAST_REPLICA_MISMATCH", "error")
+    with override(replica_mismatch="ignore") as inside:
+        assert inside.replica_mismatch == current().replica_mismatch == "ignore"
+    assert current().replica_mismatch == "error"
 
 
 def test_overrides_nest():
@@ -145,7 +145,7 @@ def test_an_override_of_an_unknown_knob_is_an_error_and_leaves_nothing_behind():
     assert current() == Settings()
 
 
-@pytest.mark.parametrize("knob", STRICTNESSES)
+@pytest.mark.parametrize("knob", FINDINGS)
 @pytest.mark.parametrize("value", ["", "eror", "Warn", None, True, 2])
 def test_an_override_with_a_value_that_is_not_understood_is_an_error(knob, value):
     with pytest.raises(ValueError, match=f"{knob}={value!r} is not understood.*'error'"), override(**{knob: value}):
@@ -159,8 +159,8 @@ def test_an_override_of_a_switch_with_something_else_is_an_error(knob):
         pass
 
 
-def test_planners_take_no_misspelt_strictness():
-    with pytest.raises(ValueError, match="replica_check='eror'"):
-        DefaultSavePlanner(replica_check="eror")
+def test_planners_take_no_misspelt_choice():
+    with pytest.raises(ValueError, match="replica_mismatch='eror'"):
+        DefaultSavePlanner(replica_mismatch="eror")
     with pytest.raises(ValueError, match="dtype_change='eror'"):
         DefaultLoadPlanner(dtype_change="eror")

@@ -83,6 +83,11 @@ def _says(module: str, text: str) -> bool:
     return text in inspect.getsource(importlib.import_module(module))
 
 
+def fsdp2_splits_unevenly() -> bool:
+    """Whether FSDP2 over tensor parallelism takes sizes that do not divide evenly. Since 2.8."""
+    return not _says("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDP+TP sharding does not support uneven")
+
+
 def _lacks(module: str, name: str) -> bool:
     return not hasattr(importlib.import_module(module), name)
 
@@ -133,6 +138,16 @@ LACKING: list[tuple[str, str, Callable[[], bool]]] = [
         )
         for name in ("global_coordinator_rank", "barrier")
     ),
+    (
+        "Global rank 0 is not part of group",
+        "stock works only in groups that rank 0 is part of",
+        functools.partial(_stock_collectives_lack, "global_coordinator_rank"),
+    ),
+    (
+        "assert len(local_shards) > 0",
+        "a DTensor has at least one local shard on each rank",
+        functools.partial(_says, "torch.distributed.tensor._shards_wrapper", "assert len(local_shards) > 0"),
+    ),
     *(
         (
             f"module '{module}' has no attribute '{name}'",
@@ -169,12 +184,12 @@ LACKING: list[tuple[str, str, Callable[[], bool]]] = [
     *(
         (
             text,
-            "views of DTensors flatten no sharded columns",
-            functools.partial(_says, "torch.distributed.tensor._ops._view_ops", text),
+            "views of DTensors do not flatten sharded columns",
+            lambda: not _says("torch.distributed.tensor._ops._view_ops", "_StridedShard"),
         )
         for text in (
             "but only the leftmost dim of a Flatten can be sharded.",
-            "Attempted to flatten multiple dimensions, with dimension",
+            "assert (Replicate(),) == (_StridedShard(dim=0, sf=3),)",  # they gather them instead
         )
     ),
     (

@@ -14,7 +14,7 @@ from torch import nn
 
 import holdfast.dcp as dcp
 from holdfast.dcp._extension import ZStandard
-from holdfast.dcp._fsspec_filesystem import FsspecReader, FsspecWriter
+from holdfast.dcp.fsspec_filesystem import FsspecReader, FsspecWriter
 
 
 def main():

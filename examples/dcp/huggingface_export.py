@@ -79,7 +79,7 @@ def main():
 
 def join() -> DeviceMesh:
     """Meet the other processes, on the accelerators if there are any."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()

@@ -71,7 +71,7 @@ def tell(what, state):
 
 def join() -> torch.device:
     """Meet the other processes; the device of this one is an accelerator if there are any."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()

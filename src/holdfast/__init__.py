@@ -2,24 +2,27 @@
 
     import holdfast
 
-    holdfast.save(state, "runs/a/step-100")            # collective with N processes, plain with one
-    pending = holdfast.async_save(state, "runs/a/step-200")   # the same, while training goes on
-    report = holdfast.load(state, "runs/a/step-100")   # in place, any layout; says what it did
-    ckpt = holdfast.open("runs/a/step-100")            # lazy: no process group, no template, no pickle
-    ckpt["model.layers.0.wq"][0:128]             # reads only what that takes
+    holdfast.save(state, "runs/a/step-100")  # collective with N processes, plain with one
+    pending = holdfast.async_save(state, "runs/a/step-200")  # the same, while training goes on
+    report = holdfast.load(state, "runs/a/step-100")  # in place, any layout; says what it did
+
+    nested = holdfast.read("runs/a/step-100")  # what is stored, without a state to load into
+    checkpoint = holdfast.open("runs/a/step-100")  # lazy: no process group, no template, no pickle
+    checkpoint["model.layers.0.wq"][0:128]  # reads only what that takes
 
     with holdfast.CheckpointManager("runs/a", every_steps=500, keep_last=3) as manager:
-        restored = manager.restore(state)        # the newest that is whole; None on a fresh start
-        manager.maybe_save(step, state)          # after every step
+        restored = manager.restore(state)  # the newest that is whole; None on a fresh start
+        manager.maybe_save(step, state)  # after every step
 
-    holdfast.verify("runs/a/step-100")                 # every digest; lists all damage
-    holdfast.diff("runs/a/step-100", "runs/a/step-200")       # keys, shapes, dtypes, values
-    holdfast.export("runs/a/step-100", "model-hf")     # a Hugging Face folder; holdfast.convert knows the other formats
+    holdfast.verify("runs/a/step-100")  # every digest; lists all damage
+    holdfast.diff("runs/a/step-100", "runs/a/step-200")  # keys, shapes, dtypes, values
+    holdfast.export("runs/a/step-100", "model-hf")  # a Hugging Face folder; holdfast.convert knows other formats
 
-The same is there for the terminal: ``holdfast --help``.
+The same is there for the terminal: ``holdfast --help``. ``docs/api.md`` lists every public name.
 
-``holdfast.dcp`` is a drop-in for ``torch.distributed.checkpoint``: change the import, keep the files.
-Importing this package needs no torch; saving and loading do.
+Public besides are ``holdfast.dcp``, a drop-in for ``torch.distributed.checkpoint`` (change the import, keep the files),
+``holdfast.stores``, ``keep``, ``errors``, ``watching``, ``testing`` and ``integrations``. What begins with an
+underscore is private. Importing this package needs no torch; saving and loading do.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from holdfast import errors, keep
-from holdfast._formats.native.declared import declare
-from holdfast._load.checkpoint import Checkpoint
+from holdfast._formats.native.registered_types import register_type
+from holdfast._load.checkpoint import Checkpoint, read
 from holdfast._load.checkpoint import open_checkpoint as open
 from holdfast._load.report import LoadReport
 from holdfast._save.report import SaveReport
@@ -40,9 +43,11 @@ from holdfast.watching import Event, subscribe, trace_to
 if TYPE_CHECKING:
     from holdfast._load.load import load
     from holdfast._manager.manager import CheckpointManager
+    from holdfast._manager.options import Background, OnFullDisk, OnSignal, Retention, RunOptions
     from holdfast._manager.restoring import RestoredStep
     from holdfast._manager.steps import StepInfo
     from holdfast._save.async_save import async_save
+    from holdfast._save.options import SaveOptions
     from holdfast._save.pending import PendingSave, SaveProgress
     from holdfast._save.save import save
     from holdfast._state.per_rank import PerRank
@@ -59,10 +64,12 @@ if TYPE_CHECKING:
     from holdfast._tools.inspecting.verify import verify
     from holdfast._tools.repairing.repair import repair
     from holdfast._tools.repairing.report import RepairReport
-    from holdfast._tools.reporting.report import Report
+    from holdfast._tools.reporting.report import HtmlReport
+    from holdfast._tools.serving.server import RunServer, serve
     from holdfast.integrations.torch_dcp import HoldfastReader, HoldfastWriter
 
 __all__ = [
+    "Background",
     "Checkpoint",
     "CheckpointException",
     "CheckpointManager",
@@ -73,13 +80,19 @@ __all__ = [
     "HoldfastError",
     "HoldfastReader",
     "HoldfastWriter",
+    "HtmlReport",
     "LoadReport",
+    "OnFullDisk",
+    "OnSignal",
     "PendingSave",
     "PerRank",
     "RepairReport",
-    "Report",
     "RestoredStep",
+    "Retention",
     "RngState",
+    "RunOptions",
+    "RunServer",
+    "SaveOptions",
     "SaveProgress",
     "SaveReport",
     "Statistics",
@@ -88,7 +101,6 @@ __all__ = [
     "__version__",
     "async_save",
     "convert",
-    "declare",
     "diff",
     "errors",
     "explain",
@@ -96,48 +108,56 @@ __all__ = [
     "keep",
     "load",
     "open",
+    "read",
+    "register_type",
     "repair",
     "save",
+    "serve",
     "subscribe",
     "trace_to",
     "verify",
 ]
 
-_LATER = {
+_LATE = {
+    "Background": "holdfast._manager.options",
+    "OnFullDisk": "holdfast._manager.options",
+    "OnSignal": "holdfast._manager.options",
+    "Retention": "holdfast._manager.options",
+    "RunOptions": "holdfast._manager.options",
+    "SaveOptions": "holdfast._save.options",
+    "CheckpointManager": "holdfast._manager.manager",
     "ConversionReport": "holdfast._tools.converting.report",
     "DiffReport": "holdfast._tools.inspecting.diff_report",
     "Explanation": "holdfast._tools.inspecting.explanation",
+    "HoldfastReader": "holdfast.integrations.torch_dcp",
+    "HoldfastWriter": "holdfast.integrations.torch_dcp",
+    "HtmlReport": "holdfast._tools.reporting.report",
+    "PendingSave": "holdfast._save.pending",
+    "PerRank": "holdfast._state.per_rank",
     "RepairReport": "holdfast._tools.repairing.report",
-    "Report": "holdfast._tools.reporting.report",
+    "RestoredStep": "holdfast._manager.restoring",
+    "RngState": "holdfast._state.random_streams",
+    "RunServer": "holdfast._tools.serving.server",
+    "SaveProgress": "holdfast._save.pending",
     "Statistics": "holdfast._tools.inspecting.statistics",
+    "StepInfo": "holdfast._manager.steps",
     "VerifyReport": "holdfast._tools.inspecting.damage",
+    "async_save": "holdfast._save.async_save",
     "convert": "holdfast._tools.converting.convert",
     "diff": "holdfast._tools.inspecting.diff",
     "explain": "holdfast._tools.inspecting.explain",
     "export": "holdfast._tools.converting.export",
+    "load": "holdfast._load.load",
     "repair": "holdfast._tools.repairing.repair",
+    "save": "holdfast._save.save",
+    "serve": "holdfast._tools.serving.server",
     "verify": "holdfast._tools.inspecting.verify",
 }
-"""What programs that only save and load need not wait for."""
-
-_NEED_TORCH = {
-    "CheckpointManager": "holdfast._manager.manager",
-    "HoldfastReader": "holdfast.integrations.torch_dcp",
-    "HoldfastWriter": "holdfast.integrations.torch_dcp",
-    "PendingSave": "holdfast._save.pending",
-    "PerRank": "holdfast._state.per_rank",
-    "RestoredStep": "holdfast._manager.restoring",
-    "RngState": "holdfast._state.random_streams",
-    "SaveProgress": "holdfast._save.pending",
-    "StepInfo": "holdfast._manager.steps",
-    "async_save": "holdfast._save.async_save",
-    "load": "holdfast._load.load",
-    "save": "holdfast._save.save",
-}
+"""What is imported when it is asked for: it needs torch, or programs that only save and load need not wait for it."""
 
 
 def __getattr__(name: str) -> Any:
-    module = _LATER.get(name) or _NEED_TORCH.get(name)
+    module = _LATE.get(name)
     if module is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     try:

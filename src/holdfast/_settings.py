@@ -12,7 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-Strictness = Literal["off", "warn", "error"]
+OnFinding = Literal["error", "warn", "ignore"]
+"""What to do about something that may be wrong. All arguments, knobs and environment variables use these words."""
 
 _PREFIX = "HOLDFAST_"
 _A_NUMBER = "a number of seconds that is not negative, such as 600 or inf"
@@ -25,11 +26,13 @@ class Settings:
     allow_pickle: bool = False
     """Unpickle stored values that need arbitrary code. Only for checkpoints whose authors you trust."""
 
-    replica_check: Strictness = "warn"
-    """What happens when ranks hold different values under one key, of which only one can be stored."""
+    replica_mismatch: OnFinding = "warn"
+    """What ``holdfast.dcp`` does when ranks hold different values under one key, of which only one can be stored.
+    ``ignore`` does not compare them."""
 
-    dtype_change: Strictness = "warn"
-    """What happens when a tensor is loaded into another dtype. ``warn`` allows safe casts, ``off`` allows all."""
+    dtype_change: OnFinding = "warn"
+    """What ``holdfast.dcp`` does when a tensor is loaded into another dtype. ``warn`` allows safe casts, ``ignore``
+    allows all."""
 
     verify: bool = True
     """Check the CRC of everything that is read as a whole. Parts of chunks of DCP's files, and of tensors in files of
@@ -47,14 +50,14 @@ class Settings:
 
 
 def check(name: str, value: Any) -> None:
-    """Raise if the knob ``name`` does not take ``value``: a misspelt ``"error"`` must not pass for ``"off"``."""
+    """Raise if the knob ``name`` does not take ``value``: a misspelt ``"error"`` must not pass for ``"ignore"``."""
     default = getattr(Settings, name)
     if isinstance(default, float):
         # Neither a switch, which Python takes for a number, nor "not a number", which is below nothing.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
             raise ValueError(f"{name}={value!r} is not understood; use {_A_NUMBER}")
         return
-    accepted = (True, False) if isinstance(default, bool) else get_args(Strictness)
+    accepted = (True, False) if isinstance(default, bool) else get_args(OnFinding)
     if value not in accepted:
         raise ValueError(f"{name}={value!r} is not understood; use one of {list(accepted)}")
 
@@ -84,7 +87,7 @@ def _parse(name: str, text: str, default: Any) -> Any:
             "off": False,
         }
     else:
-        accepted = {choice: choice for choice in get_args(Strictness)}
+        accepted = {choice: choice for choice in get_args(OnFinding)}
     if lowered not in accepted:
         raise ValueError(f"{_PREFIX}{name.upper()}={text!r} is not understood; use one of {sorted(accepted)}")
     return accepted[lowered]

@@ -1,12 +1,13 @@
 """One exception class per cause, each with fields to act on and a message that ends in what to do next.
 
-Every class here survives pickling, because errors travel between ranks. ``HoldfastError`` catches all of them
-except ``CheckpointException``, which is what a collective call of ``holdfast.dcp`` raises on every rank: it carries the
-errors of the ranks that failed. ``holdfast.save`` and ``load`` raise the error itself on every rank.
+Every class here survives pickling, because errors travel between ranks. ``HoldfastError`` catches all of them. A
+collective call of ``holdfast.dcp`` raises a ``CheckpointException`` on every rank, which carries the errors of the
+ranks that failed; ``holdfast.save`` and ``load`` raise the error itself on every rank.
 """
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,9 +16,18 @@ WRAPPED_EXCEPTION = tuple[BaseException, traceback.StackSummary]
 
 
 class HoldfastError(Exception):
-    """Base of all single-cause errors. Fields are plain attributes, listed by each subclass."""
+    """Base of everything that Holdfast raises. Fields are plain attributes, listed and annotated by each class.
+
+    Fields of all of them: ``rank``, the rank that failed, if several worked together; None otherwise.
+    """
+
+    rank: int | None = None
 
     def __init__(self, message: str, **fields: Any) -> None:
+        known = _fields_of(type(self))
+        if not known >= fields.keys():
+            unknown = ", ".join(sorted(fields.keys() - known))
+            raise TypeError(f"{type(self).__name__} has no field {unknown}; it has {', '.join(sorted(known))}")
         super().__init__(message)
         self.message = message
         self.fields = fields
@@ -34,6 +44,12 @@ class HoldfastError(Exception):
 
 def _rebuild(cls: type[HoldfastError], message: str, fields: dict[str, Any]) -> HoldfastError:
     return cls(message, **fields)
+
+
+def _fields_of(cls: type[HoldfastError]) -> set[str]:
+    """What a class and those that it extends annotate."""
+    own = (base for base in cls.__mro__ if issubclass(base, HoldfastError))
+    return {name for base in own for name in inspect.get_annotations(base)}
 
 
 class CheckpointNotFoundError(HoldfastError, FileNotFoundError):
@@ -121,16 +137,15 @@ class InvalidPlanError(HoldfastError, ValueError):
 
 
 class UnsupportedTensorError(HoldfastError, ValueError):
-    """A tensor of a kind that has no bytes to store. Fields: ``key``, ``kind``."""
+    """A tensor of a kind that has no bytes to store. Fields: ``key``, ``kind``; ``keys``, if there are several."""
 
     key: str
     kind: str
+    keys: Sequence[str] = ()
 
 
 class PartitionedParameterError(UnsupportedTensorError):
     """Parameters whose elements DeepSpeed ZeRO-3 keeps elsewhere. Fields: ``key``, ``kind``, and ``keys``, all."""
-
-    keys: Sequence[str]
 
 
 class UnsupportedValueError(HoldfastError, TypeError):
@@ -166,7 +181,7 @@ class RemoteError(HoldfastError):
     text: str
 
 
-class CheckpointException(Exception):
+class CheckpointException(HoldfastError):
     """A collective step failed; raised on every rank with the errors of all ranks that failed.
 
     ``msg`` is the name of the step (``"plan"``, ``"write"`` or ``"read"``). ``failures`` maps each failing rank to its
@@ -175,8 +190,12 @@ class CheckpointException(Exception):
     """
 
     def __init__(self, msg: str, failures: dict[int, WRAPPED_EXCEPTION]) -> None:
-        super().__init__(msg, failures)
+        super().__init__(msg)
+        self.args = (msg, failures)  # as the class of torch has them
         self._failures = failures
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args, self.__dict__
 
     @property
     def failures(self) -> dict[int, WRAPPED_EXCEPTION]:
@@ -324,7 +343,6 @@ class StorageFullError(HoldfastError, OSError):
 
     errno = 28  # ENOSPC, for programs that look for it
     path: str
-    rank: int
     ranks: Sequence[int]
     needed: int | None
     free: int | None

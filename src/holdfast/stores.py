@@ -8,12 +8,26 @@ from holdfast._stores.local_store import LocalStore
 from holdfast._stores.memory_store import MemoryStore
 from holdfast._stores.places import store_at
 from holdfast._stores.roots import LocalRoot, MemoryRoot, Root, root_at
-from holdfast._stores.store import Listed, Reader, Sink, Store, checked_name, conflict, too_short, wrong_size
+from holdfast._stores.store import (
+    BufferedSink,
+    CachedReader,
+    Listed,
+    Reader,
+    SharedReader,
+    Sink,
+    Store,
+    checked_name,
+    conflict,
+    too_short,
+    wrong_size,
+)
 
 if TYPE_CHECKING:
     from holdfast._stores.fsspec_store import FsspecRoot, FsspecStore
 
 __all__ = [
+    "BufferedSink",
+    "CachedReader",
     "FsspecRoot",
     "FsspecStore",
     "Listed",
@@ -23,6 +37,7 @@ __all__ = [
     "MemoryStore",
     "Reader",
     "Root",
+    "SharedReader",
     "Sink",
     "Store",
     "checked_name",

@@ -1,14 +1,13 @@
-"""Watching what the library does: events of every phase, and what is made of them.
+"""Watching what the library does: events of every phase, for callbacks, logs, traces and the terminal.
 
-``calls.py`` makes the events. Callbacks (``subscribers.py``), the log (``logs.py``), OpenTelemetry (``telemetry.py``)
-and trace files (``trace_file.py``) get them. Nothing here needs torch, and nothing here can make a save fail.
+``docs/watching.md`` shows how. Nothing here needs torch, and nothing here can make a save fail.
 """
 
 from __future__ import annotations
 
-from holdfast._watching.calls import Call, Phase, emitting_to
 from holdfast._watching.event import Event, about
+from holdfast._watching.progress_line import ProgressLine
 from holdfast._watching.subscribers import Subscription, subscribe
 from holdfast._watching.trace_file import trace_to
 
-__all__ = ["Call", "Event", "Phase", "Subscription", "about", "emitting_to", "subscribe", "trace_to"]
+__all__ = ["Event", "ProgressLine", "Subscription", "about", "subscribe", "trace_to"]

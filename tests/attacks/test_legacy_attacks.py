@@ -102,7 +102,7 @@ def open_with_little_memory(path: Path) -> str:
 
 def test_the_forged_files_are_good_ones_apart_from_what_is_forged(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(legacy(tensor()))
-    assert_same(holdfast.open(tmp_path / "x.pt").load(), {"w": torch.tensor([1.0, 2.0])})
+    assert_same(holdfast.open(tmp_path / "x.pt").read(), {"w": torch.tensor([1.0, 2.0])})
 
 
 def open_all(folder: Path) -> dict[str, str]:
@@ -142,7 +142,7 @@ def test_what_torch_writes_is_never_refused(tmp_path: Path, is_zip: bool) -> Non
         if name_of_it == "new types" and not is_zip:  # which torch writes, and cannot read itself
             continue
         torch.save(state, tmp_path / name_of_it, _use_new_zipfile_serialization=is_zip)
-        assert list(holdfast.open(tmp_path / name_of_it).load()) == list(state)
+        assert list(holdfast.open(tmp_path / name_of_it).read()) == list(state)
 
 
 @pytest.mark.parametrize("cut", [1, 8, 16, 30, 100])

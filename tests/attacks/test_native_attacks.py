@@ -48,7 +48,7 @@ def forgery(tmp_path: Path) -> Forgery:
 
 
 def open_and_load(folder: Path) -> Any:
-    return holdfast.open(folder).load()
+    return holdfast.open(folder).read()
 
 
 def open_and_slice(folder: Path) -> Any:

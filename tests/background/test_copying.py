@@ -15,6 +15,7 @@ from holdfast._background.copying import Copies, Copy
 from holdfast._base.tuning import COPY_AT_ONCE
 from holdfast.errors import TornSnapshotError
 from tests.dcp.states import same_bits
+from tests.properties import examples
 from tests.save.overlapping import held_back
 from tests.save.random_states import tensors
 
@@ -26,7 +27,7 @@ def copies_of(*tensors: torch.Tensor, check: bool = False) -> tuple[Copies, list
     return copies, made
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(drawn=st.lists(tensors(), max_size=6), later=st.booleans(), check=st.booleans())
 def test_copies_have_all_bits_and_share_no_memory(drawn: list[torch.Tensor], later: bool, check: bool) -> None:
     copies, made = copies_of(*drawn, check=check)

@@ -265,4 +265,4 @@ def test_a_program_may_save_for_the_first_time_when_it_has_ended(tmp_path) -> No
     command = [sys.executable, "-c", FIRST_USE, str(tmp_path / "x")]
     done = subprocess.run(command, text=True, env=environment, capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert holdfast.open(tmp_path / "x").verify()
+    assert holdfast.open(tmp_path / "x").verify().ok

@@ -32,7 +32,7 @@ class KillsItsProgram(LocalStore):
 
 
 if __name__ == "__main__":
-    holdfast.async_save({"w": torch.ones(3)}, KillsItsProgram(Path(sys.argv[1], "x")), writer="process").wait()
+    holdfast.async_save({"w": torch.ones(3)}, KillsItsProgram(Path(sys.argv[1], "x")), writer="process").result()
 """
 
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import _nested_dict as stock_nested
 from torch.distributed.checkpoint import _traverse as stock
 
 from holdfast._base import nested as trees
+from tests.properties import examples
 
 TENSORS = [torch.zeros(2), torch.nn.Parameter(torch.zeros(1)), torch.zeros(0, dtype=torch.int8)]
 
@@ -75,7 +76,7 @@ def identities(result: Any) -> Any:
     return [(name, id(leaf)) for name, leaf in flat.items()], list(paths.items())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(states)
 @example({"a": {"b": 1}, "a.b": 2})
 @example({"l": [[], [[]], [{}]], "e": {}, "t": (TENSORS[0],)})
@@ -85,7 +86,7 @@ def test_keys_paths_and_leaves_are_those_of_stock(state):
     assert identities(ours) == identities(outcome(stock_nested.flatten_state_dict, state))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(states, rules)
 def test_leaves_are_visited_in_the_order_of_stock_whatever_the_rule_for_lists(state, rule):
     for name in ("traverse_state_dict", "traverse_state_dict_v_2_3"):
@@ -97,7 +98,7 @@ def test_leaves_are_visited_in_the_order_of_stock_whatever_the_rule_for_lists(st
         assert visits[0] == visits[1], name
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(states)
 def test_the_default_rules_of_traversal_are_those_of_stock(state):
     for name in ("traverse_state_dict", "traverse_state_dict_v_2_3"):
@@ -118,7 +119,7 @@ def at(root: Any, location: tuple[Any, ...]) -> Any:
     return root
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(states, st.sampled_from([trees.flatten, trees.flatten_v_2_3]))
 def test_locations_lead_to_the_leaves_by_the_real_keys(state, flatten):
     kind, flat = outcome(flatten, state)
@@ -132,7 +133,7 @@ def test_locations_lead_to_the_leaves_by_the_real_keys(state, flatten):
         assert trees.flat_name(path) == name
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(plain_states)
 def test_unflatten_undoes_flatten_as_stock_does(state):
     flat, paths = trees.flatten_state_dict(state)
@@ -142,7 +143,7 @@ def test_unflatten_undoes_flatten_as_stock_does(state):
         assert rebuilt == state
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(plain_states, st.randoms(use_true_random=False))
 def test_leaves_of_a_list_may_arrive_in_any_order(state, random):
     flat, paths = trees.flatten_state_dict(state)
@@ -155,7 +156,7 @@ path_items = st.sampled_from(["a", "b"]) | st.integers(0, 3)
 paths = st.tuples(st.sampled_from(["a", "b"]), st.lists(path_items, max_size=3)).map(lambda p: (p[0], *p[1]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(st.lists(st.tuples(paths, st.sampled_from([1, "text", None, b"x"])), max_size=6))
 def test_elements_are_set_as_stock_sets_them(assignments):
     ours, theirs = {}, {}
@@ -168,7 +169,7 @@ def test_elements_are_set_as_stock_sets_them(assignments):
         assert ours == theirs
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(st.dictionaries(st.sampled_from("ab"), plain_nested, max_size=3), paths)
 def test_elements_are_found_where_stock_finds_them(state, path):
     missing = object()
@@ -179,7 +180,7 @@ def test_elements_are_found_where_stock_finds_them(state, path):
     assert trees.get_element(state, path, missing) is expected
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(states)
 def test_every_leaf_is_found_at_its_location(state):
     kind, flat = outcome(trees.flatten, state)
@@ -194,7 +195,7 @@ def test_what_is_no_element_is_the_default(place):
     assert trees.get_element({"a": place}, ("a", "x")) is None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(states, st.data())
 def test_a_leaf_is_replaced_in_place_under_its_real_key(state, data):
     kind, flat = outcome(trees.flatten, state)

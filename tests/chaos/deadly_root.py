@@ -131,6 +131,9 @@ class _DeadlySink:
         if moment == "after":
             self._store.kill()
 
+    def buffer(self, memory: int | None = None) -> memoryview | None:
+        return self._sink.buffer(memory)
+
     def advance(self, count: int) -> None:
         moment = self._store.moment_of("write")
         if moment in ("before", "half"):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import holdfast
 from tests.chaos.killing import DEADLINE, Ended, Supervisor, read_log, run_job
 from tests.chaos.training_job import STEPS, Job, undisturbed
 
@@ -147,7 +148,7 @@ def test_a_second_job_on_the_same_folder_is_told_so_and_does_no_harm(supervisor:
 def test_a_second_job_may_take_over_and_the_first_one_saves_no_more(supervisor: Supervisor) -> None:
     first = Job(supervisor.root, supervisor.next_scratch(), 1, pause_after=5)
 
-    ended, second = second_job(supervisor, first, take_over=True)
+    ended, second = second_job(supervisor, first, run_options=holdfast.RunOptions(take_over=True))
 
     assert second.is_finished, second.story()
     assert [log.restored for log in second.logs] == [(4, undisturbed().digests[4])] * 2
@@ -159,7 +160,7 @@ def test_a_second_job_may_take_over_and_the_first_one_saves_no_more(supervisor: 
 
 
 def test_a_job_that_was_killed_does_not_keep_others_from_its_folder(supervisor: Supervisor) -> None:
-    first = Job(supervisor.root, supervisor.next_scratch(), 1, pause_after=5, options={"async_save": False})
+    first = Job(supervisor.root, supervisor.next_scratch(), 1, pause_after=5, options={"background": False})
 
     def kill(processes: list[BaseProcess]) -> None:
         wait_for(first, 5)

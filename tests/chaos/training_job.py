@@ -169,10 +169,9 @@ def _train(job: Job, rank: int, note: Any) -> None:
     fresh_seed = 0 if not any(job.root.glob("step-*/holdfast.json")) else 99  # a restart must not profit from its seed
     training = Training(fresh_seed, mesh)
     root = DeadlyRoot(job.root, job.deadly if rank == job.victim else None)
-    settings = {"every_steps": EVERY, "keep_last": KEEP, "async_save": True, **job.options}
-    with holdfast.CheckpointManager(
-        root, writer=job.writer, overlap=job.overlap, when_busy=job.when_busy, **settings
-    ) as manager:
+    background = holdfast.Background(writer=job.writer, overlap=job.overlap, when_busy=job.when_busy)
+    settings = {"every_steps": EVERY, "keep_last": KEEP, "background": background, **job.options}
+    with holdfast.CheckpointManager(root, **settings) as manager:
         note("opened")
         restored = manager.restore(training.state())
         first = 1 if restored is None else restored.step + 1

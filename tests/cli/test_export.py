@@ -11,7 +11,7 @@ def test_a_run_becomes_a_folder_that_loaders_take(prepared, cli):
         "export",
         "runs/a/step-00000200",
         "new",
-        "--max-shard-size",
+        "--max-file-size",
         "100",
         "--like",
         "hf-model",

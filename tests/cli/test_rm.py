@@ -327,7 +327,7 @@ def test_a_checkpoint_that_was_replaced_meanwhile_stays(tmp_path):
     with pytest.raises(holdfast.errors.NotDeletedError, match="replaced"):
         removing.remove(entry)
 
-    assert holdfast.open(tmp_path / "c").load()["w"].tolist() == [0, 0]
+    assert holdfast.open(tmp_path / "c").read()["w"].tolist() == [0, 0]
 
 
 # --- a run of a job on another machine ------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def waiting(store, name, content, *, replaces):
         sys.stdin.readline()
     commit(store, name, content, replaces=replaces)
 
-with holdfast.CheckpointManager("runs/c", async_save=False, keep_last=3, signals=()) as manager:
+with holdfast.CheckpointManager("runs/c", background=False, keep_last=3, on_signal=None) as manager:
     for step in (1, 2):
         manager.save(step, {"w": torch.full((4,), float(step))})
     manager.pin(1)
@@ -418,7 +418,7 @@ def test_force_deletes_from_a_living_run_and_the_job_goes_on_saving(job, cli):
     with holdfast.CheckpointManager("runs/c", read_only=True) as manager:
         assert [info.step for info in manager.steps() if info.is_ours] == [2, 3, 4]
     assert RunFile(root_at("runs/c")).read().owner is None
-    assert holdfast.open("runs/c/step-00000004").load()["w"].tolist() == [4.5] * 4
+    assert holdfast.open("runs/c/step-00000004").read()["w"].tolist() == [4.5] * 4
 
 
 def test_what_a_job_on_another_machine_is_writing_is_refused_even_with_force(job, cli):
@@ -435,7 +435,7 @@ def test_what_a_job_on_another_machine_is_writing_is_refused_even_with_force(job
     job.tell("go on")
     job.expect("saved 2")
     job.expect("next")
-    assert holdfast.open("runs/c/step-00000002").load()["w"].tolist() == [2.5] * 4
+    assert holdfast.open("runs/c/step-00000002").read()["w"].tolist() == [2.5] * 4
     assert cli("rm", "runs/c/step-00000002", "--yes", "--force").status == 0
 
 
@@ -480,7 +480,7 @@ def test_nothing_is_deleted_beside_a_run_file_that_cannot_be_read(prepared, cli)
 def test_force_beside_a_living_job_works_at_a_url_too(cli, monkeypatch):
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr("holdfast._manager.owners._this_place", lambda: "another machine")
-        manager = holdfast.CheckpointManager("memory://rm-beside", async_save=False, save_at_end=False)
+        manager = holdfast.CheckpointManager("memory://rm-beside", background=False, save_at_end=False)
         manager.save(1, {"w": torch.ones(2)})
     manager.save(2, {"w": torch.ones(2)})
     assert error_of(cli("rm", "memory://rm-beside/step-00000001", "--yes", "--json")) == "NotDeletedError"

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from concurrent import futures
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -466,7 +467,7 @@ def test_a_given_planner_is_used(tmp_path, where) -> None:
 
 
 def save_what_differs(root: Path, where: AsyncCheckpointerType) -> str:
-    with settings.override(replica_check="error"):
+    with settings.override(replica_mismatch="error"):
         saved = dcp.async_save({"n": dist.get_rank()}, checkpoint_id=root, async_checkpointer_type=where)
     return str(saved.exception(WAIT))
 
@@ -639,7 +640,7 @@ class GatedFailing(Gated):
 
 def test_looking_before_the_end_is_not_looking_at_the_failure(tmp_path) -> None:
     saved = dcp.async_save({"n": 1}, storage_writer=GatedFailing(tmp_path / "saved"))
-    with pytest.raises(TimeoutError):
+    with pytest.raises(futures.TimeoutError):  # until Python 3.10, it is not the built-in one
         saved.result(0.01)
     assert not saved.cancel()
     open_gate(tmp_path / "saved")

@@ -22,6 +22,7 @@ from holdfast.dcp.planner import LoadItemType, LoadPlan, ReadItem
 from holdfast.dcp.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from holdfast.errors import CheckpointException, DamagedCheckpointError
 from tests.dcp.states import Layouts, same_parts
+from tests.properties import examples
 from tests.rank_pool import RankPool
 from tests.torches import ALONE
 
@@ -102,7 +103,7 @@ def slices(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[list[int], list[int
     return offsets, [draw(st.integers(1, size - at)) for size, at in zip(shape, offsets, strict=True)]
 
 
-FEW = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @FEW

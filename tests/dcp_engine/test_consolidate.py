@@ -28,6 +28,7 @@ from holdfast.dcp._consolidate_hf_safetensors import (
 from holdfast.dcp.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidPlanError
 from tests.dcp.states import differing, of_bytes
+from tests.properties import examples
 from tests.rank_pool import RankPool
 from tests.torches import ALONE, stock_module
 
@@ -96,7 +97,7 @@ def tilings(draw: st.DrawFn) -> tuple[torch.Tensor, list[tuple[tuple[int, ...], 
     return full, boxes
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tiling=tilings(), buffer=st.integers(2, 40), gap=st.integers(0, 8))
 def test_any_tiling_comes_together_with_any_buffer(
     tiling: tuple[torch.Tensor, list[tuple[tuple[int, ...], tuple[int, ...]]]],

@@ -23,6 +23,7 @@ from holdfast._formats.dcp.plan import (
     WriteItemType,
     written_bytes,
 )
+from tests.properties import examples
 
 
 def tensor_item(key: str, sizes=(4,), offsets=None, full=None, dtype=torch.float32) -> WriteItem:
@@ -83,7 +84,7 @@ def bytes_of(plan: SavePlan) -> int:
     return sum(written_bytes(item) for item in plan.items)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(plans(), st.booleans())
 def test_every_item_stays_with_exactly_one_rank_that_holds_it_in_its_order(all_plans, lowest):
     result = dedup_save_plans(all_plans, lowest)
@@ -96,7 +97,7 @@ def test_every_item_stays_with_exactly_one_rank_that_holds_it_in_its_order(all_p
         assert after.items == [item for item in before.items if indices(SavePlan([item]))[0] in mine]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(plans(), st.booleans())
 def test_the_set_of_items_that_is_written_is_that_of_stock(all_plans, lowest):
     stock = stock_dedup([as_stock(plan) for plan in all_plans], lowest)
@@ -106,7 +107,7 @@ def test_the_set_of_items_that_is_written_is_that_of_stock(all_plans, lowest):
         assert [indices(plan) for plan in ours] == [indices(plan) for plan in stock]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(plans())
 def test_the_lowest_rank_writes_what_it_holds_if_asked_to(all_plans):
     result = dedup_save_plans(all_plans, save_to_lowest_rank=True)
@@ -123,7 +124,7 @@ def best_possible(sizes: list[int], ranks: int) -> int:
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(1, 3))
 def test_what_all_ranks_hold_is_shared_out_within_a_third_of_the_best_possible(sizes, ranks):
     shared = [tensor_item(f"key{number}", [size], dtype=torch.int8) for number, size in enumerate(sizes)]
@@ -133,7 +134,7 @@ def test_what_all_ranks_hold_is_shared_out_within_a_third_of_the_best_possible(s
     assert 3 * ranks * max(loads) <= (4 * ranks - 1) * best_possible(sizes, ranks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.data(), st.integers(2, 4))
 def test_what_ranks_hold_alone_is_counted_before_the_rest_is_shared_out(data, ranks):
     own = [data.draw(st.integers(1, 100)) for _ in range(ranks)]
@@ -172,7 +173,7 @@ def test_a_rank_that_lists_an_item_twice_writes_it_once():
     assert sorted(i.index.fqn for i in [*first.items, *second.items]) == ["a", "b"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(plans())
 def test_plans_are_not_changed_but_copied(all_plans):
     before = [list(plan.items) for plan in all_plans]

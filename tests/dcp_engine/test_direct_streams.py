@@ -20,6 +20,7 @@ from holdfast._stores.direct_files import DirectFile
 from holdfast._stores.durable_files import flush_to_disk
 from holdfast.dcp.filesystem import FileSystem, FileSystemWriter
 from holdfast.errors import CheckpointException
+from tests.properties import examples
 from tests.torches import ALONE
 
 MIB = 1 << 20
@@ -30,7 +31,7 @@ MIB = 1 << 20
     expected=st.sampled_from([1, 4096, 100_000, 5 * MIB]),
     memory=st.sampled_from([1, 200_000, 8 * MIB]),
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_whatever_was_expected_the_file_is_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[int], expected: int, memory: int
 ) -> None:

@@ -31,6 +31,7 @@ from holdfast._formats.dcp.metadata import (
 )
 from holdfast._formats.dcp.plan import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from holdfast.errors import InvalidPlanError
+from tests.properties import examples
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -90,7 +91,7 @@ def as_text(plans, metadata) -> str:
     return re.sub(r", strides=(None|\(.*?\))", "", repr((items, metadata.state_dict_metadata)))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(tilings(), max_size=3), st.integers(1, 3), st.booleans(), st.randoms(use_true_random=False))
 def test_the_description_and_the_hints_are_those_of_stock(tensors, ranks, rewrite, shuffle):
     items = [value(f"value{n}") for n in range(2)]
@@ -102,7 +103,7 @@ def test_the_description_and_the_hints_are_those_of_stock(tensors, ranks, rewrit
     assert as_text(*ours) == as_text(*stock_create_default_global_save_plan(stock_plans, rewrite))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(tilings())
 def test_a_hint_says_which_chunk_of_its_tensor_an_item_is(tiling):
     plans, metadata = create_default_global_save_plan(plans_of(*tiling, ranks=2))
@@ -139,7 +140,7 @@ def test_a_key_that_cannot_be_described_is_named_in_the_error(first, second, mes
 # --- proof -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(tilings(), st.integers(1, 3))
 def test_chunks_that_tile_a_tensor_are_accepted(tiling, ranks):
     assert problems_of(*tiling, ranks) == []
@@ -149,7 +150,7 @@ def nonempty(boxes: list[Box]) -> list[Box]:
     return [box for box in boxes if all(box[1])]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(tilings(), st.randoms(use_true_random=False))
 def test_a_missing_chunk_is_found_if_several_ranks_plan_together(tiling, random_):
     shape, boxes = tiling
@@ -165,7 +166,7 @@ def test_a_missing_chunk_is_found_if_several_ranks_plan_together(tiling, random_
         assert problems_of(shape, rest, ranks=1) == []
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(tilings(), st.randoms(use_true_random=False))
 def test_a_chunk_that_overlaps_another_is_found(tiling, random_):
     shape, boxes = tiling
@@ -179,7 +180,7 @@ def test_a_chunk_that_overlaps_another_is_found(tiling, random_):
         assert any("'t'" in problem and "overlap" in problem for problem in problems_of(shape, [*boxes, again], ranks))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(tilings(), st.randoms(use_true_random=False))
 def test_a_chunk_that_leaves_the_tensor_is_found(tiling, random_):
     shape, boxes = tiling
@@ -203,7 +204,7 @@ def loose_boxes(draw) -> tuple[tuple[int, ...], list[Box]]:
     return shape, draw(st.lists(st.tuples(corner, extent), min_size=1, max_size=4, unique_by=lambda box: box[0]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(loose_boxes(), st.integers(1, 3))
 def test_plans_are_valid_exactly_if_stock_says_so(boxes, ranks):
     shape, chunks = boxes
@@ -235,7 +236,7 @@ def test_an_invalid_plan_is_refused_with_all_its_problems():
 path_maps = st.dictionaries(st.sampled_from("abc"), st.tuples(st.sampled_from("xyz")), max_size=3)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(st.none() | path_maps, max_size=4))
 def test_the_paths_of_all_ranks_are_merged_and_earlier_ranks_win(maps):
     merged = merge_planner_data([SavePlan([], planner_data=paths) for paths in maps])

@@ -22,6 +22,7 @@ from holdfast._formats.dcp.metadata import Metadata
 from holdfast._formats.dcp.plan import SavePlan
 from holdfast._ranks.collectives import Collectives
 from holdfast.errors import CheckpointException, InvalidPlanError
+from tests.properties import examples
 from tests.rank_pool import RankPool
 from tests.sharding import sharded
 
@@ -115,7 +116,7 @@ def test_a_change_is_planned_anew_and_described_as_it_is(change):
     assert plan(CHANGES[change]).notes == (True, True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(st.sampled_from([BEFORE, *CHANGES.values()]), min_size=2, max_size=6))
 def test_any_series_of_saves_is_planned_as_without_caching(series):
     DefaultSavePlanner().forget_cached_plans()

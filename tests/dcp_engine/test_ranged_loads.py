@@ -28,6 +28,7 @@ from holdfast.dcp.filesystem import FileSystem, FileSystemReader
 from holdfast.errors import CheckpointException, DamagedCheckpointError, HoldfastError
 from tests.dcp.states import LIBRARIES, save
 from tests.formats.regions import every_kind, requests_for, wrong
+from tests.properties import examples
 from tests.torches import ALONE
 
 BOTH = pytest.mark.parametrize("library", LIBRARIES)
@@ -56,7 +57,7 @@ KINDS = every_kind()
 
 @BOTH
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_region_of_any_tensor_is_read_in_ranges(
     library: str, every_tensor: dict[str, Path], data: st.DataObject
 ) -> None:
@@ -83,7 +84,7 @@ def test_tensors_of_any_kind_in_memory_are_filled(
     if transposed:
         state = {"w": torch.zeros(60, 40, dtype=dtype).T, "t": torch.zeros(40, 60, dtype=dtype).T}
 
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True, planner=DefaultLoadPlanner(dtype_change="off"))
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True, planner=DefaultLoadPlanner(dtype_change="ignore"))
 
     assert torch.equal(state["w"], saved.to(dtype))
     assert torch.equal(state["t"], saved.T.to(dtype))
@@ -241,7 +242,7 @@ def test_damage_is_raised_and_leaves_zeros_and_not_half_a_tensor(tmp_path: Path,
     damage(tmp_path, bad, 150_000)
     dtype = torch.float32 if kind == "straight" else torch.float64
     state = {"bad": torch.ones(200_000, dtype=dtype), "good": torch.ones(100_000, dtype=dtype)}
-    planner = DefaultLoadPlanner(dtype_change="off")
+    planner = DefaultLoadPlanner(dtype_change="ignore")
 
     with pytest.raises(CheckpointException, match=r"'bad'.*CRC.*being read are zero now") as caught:
         dcp.load(state, checkpoint_id=tmp_path, no_dist=True, planner=planner)

@@ -22,6 +22,7 @@ from holdfast._formats.dcp.metadata import (
     _StorageInfo,
 )
 from holdfast.errors import RankDisagreementError
+from tests.properties import examples
 
 SEAL = Seal(*[0] * len(Seal._fields))
 
@@ -52,7 +53,7 @@ def sharded(rank: int, ranks: int, length: int = 2) -> TensorStorageMetadata:
     return tensor([ranks * length], ([rank * length], [length]))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.integers(1, 5), st.data())
 def test_every_ranks_chunks_are_in_the_merged_index_once_and_lead_to_its_file(ranks, data):
     own = data.draw(st.integers(0, ranks - 1))
@@ -74,7 +75,7 @@ def test_every_ranks_chunks_are_in_the_merged_index_once_and_lead_to_its_file(ra
     assert file_of(merged, "same", [0]) == f"__{own}_0.distcp"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.integers(2, 4), st.integers(4, 9))
 def test_a_rank_that_wrote_no_part_gets_the_copy_of_the_lowest_one(ranks, own):
     parts = {rank: part(rank, {"same": BytesStorageMetadata()}) for rank in reversed(range(ranks))}

@@ -27,6 +27,7 @@ from holdfast._dcp.save_planner import DefaultSavePlanner
 from holdfast._formats.dcp.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast._formats.dcp.plan import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from holdfast.errors import ReplicaMismatchError
+from tests.properties import examples
 from tests.rank_pool import RankPool
 
 # --- fingerprints ------------------------------------------------------------------------------------------------
@@ -111,7 +112,7 @@ def rebuilt(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(values)
 def test_equal_values_have_equal_fingerprints_whatever_the_order_of_dicts_and_sets(value):
     assert fingerprint(value) == fingerprint(rebuilt(value))
@@ -209,7 +210,7 @@ def test_one_flipped_bit_changes_the_fingerprint_of_a_tensor(dtype):
             assert fingerprint(flip_bit(tensor, position)) != whole
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.sampled_from([torch.int8, torch.int32, torch.bfloat16]))
 def test_tensors_of_the_same_bytes_but_another_shape_or_dtype_differ(shape, dtype):
     tensor = random_tensor(dtype, shape, 0)
@@ -220,7 +221,7 @@ def test_tensors_of_the_same_bytes_but_another_shape_or_dtype_differ(shape, dtyp
             assert fingerprint(tensor) != fingerprint(other)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=4), st.data())
 def test_only_the_elements_of_a_tensor_count_and_not_how_they_lie_in_memory(shape, data):
     tensor = torch.complex(torch.rand(shape), torch.rand(shape))
@@ -335,19 +336,19 @@ def differing_keys(per_rank: list[dict[str, bytes]]) -> set[str]:
     return {key for key in "abcd" if len({held[key] for held in per_rank if key in held}) > 1}
 
 
-@settings(max_examples=50, deadline=None)
-@given(copies, st.sampled_from(["warn", "off"]))
-def test_of_copies_that_differ_the_lowest_rank_keeps_its_own_and_the_rest_stays(per_rank, strictness):
+@settings(max_examples=examples(50))
+@given(copies, st.sampled_from(["warn", "ignore"]))
+def test_of_copies_that_differ_the_lowest_rank_keeps_its_own_and_the_rest_stays(per_rank, on_mismatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        settled = settle_differences([plan_with(held) for held in per_rank], strictness)
+        settled = settle_differences([plan_with(held) for held in per_rank], on_mismatch)
     differing = differing_keys(per_rank)
     for rank, (plan, held) in enumerate(zip(settled, per_rank, strict=True)):
         lower = {key for other in per_rank[:rank] for key in other}
         assert keys_of(plan) == [key for key in held if key not in differing or key not in lower]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(copies)
 def test_copies_that_differ_are_an_error_that_names_every_key_if_asked_to(per_rank):
     plans, differing = [plan_with(held) for held in per_rank], differing_keys(per_rank)
@@ -370,7 +371,7 @@ def test_a_warning_names_keys_and_ranks_and_what_to_do():
     assert "'step': ranks 0,2 != ranks 1 != ranks 3" in text
     assert "'same'" not in text
     assert "lowest rank is saved" in text
-    assert "HOLDFAST_REPLICA_CHECK" in text
+    assert "HOLDFAST_REPLICA_MISMATCH" in text
 
 
 def test_nothing_is_said_when_it_is_off_or_when_copies_are_equal():
@@ -378,7 +379,7 @@ def test_nothing_is_said_when_it_is_off_or_when_copies_are_equal():
     equal = [plan_with({"step": b"1"}), plan_with({"step": b"1"})]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert [keys_of(plan) for plan in settle_differences(different, "off")] == [["step"], []]
+        assert [keys_of(plan) for plan in settle_differences(different, "ignore")] == [["step"], []]
         assert settle_differences(equal, "warn") == equal
         assert settle_differences(equal, "error") == equal
 
@@ -393,7 +394,7 @@ def test_long_lists_of_keys_and_ranks_are_cut():
     assert len(text) < 5000
 
 
-@pytest.mark.parametrize("strictness", ["off", "warn", "error"])
+@pytest.mark.parametrize("on_mismatch", ["ignore", "warn", "error"])
 @pytest.mark.parametrize(
     ("one", "other", "shown"),
     [
@@ -404,10 +405,10 @@ def test_long_lists_of_keys_and_ranks_are_cut():
     ],
     ids=["kind", "shape", "dtype", "shards-of-different-tensors"],
 )
-def test_different_kinds_of_things_under_one_key_are_always_an_error(strictness, one, other, shown):
+def test_different_kinds_of_things_under_one_key_are_always_an_error(on_mismatch, one, other, shown):
     plans = [SavePlan([value_item("fine"), item]) for item in (one, other, one)]
     with pytest.raises(ReplicaMismatchError, match="'key'") as error:
-        settle_differences(plans, strictness)
+        settle_differences(plans, on_mismatch)
     text = str(error.value)
     assert list(error.value.keys) == ["key"]
     assert "'fine'" not in text
@@ -425,9 +426,9 @@ def test_chunks_of_one_tensor_and_a_list_of_keys_per_rank_are_fine():
 # --- on ranks ----------------------------------------------------------------------------------------------------
 
 
-def planned(make_state, strictness):
+def planned(make_state, on_mismatch):
     """Plan as the save flow does: the keys that each rank is left with, and the warnings of the coordinator."""
-    planner = DefaultSavePlanner(replica_check=strictness)
+    planner = DefaultSavePlanner(replica_mismatch=on_mismatch)
     planner.peers = tuple(range(dist.get_world_size()))
     planner.set_up_planner(make_state(dist.get_rank()), None, is_coordinator=dist.get_rank() == 0)
     plans: list[Any] = [None] * dist.get_world_size()
@@ -469,7 +470,7 @@ def test_ranks_that_hold_different_values_are_told_apart(ranks: RankPool):
         assert "'tensor': ranks 0,1 != ranks 2" in told[0]
     for _, named in ranks(3).run(planned, state_that_differs, "error"):
         assert named.keys() == {"step", "tensor"}
-    for kept, told in ranks(3).run(planned, state_that_differs, "off"):
+    for kept, told in ranks(3).run(planned, state_that_differs, "ignore"):
         assert told == []
         assert sorted(key for keys in kept for key in keys) == ["same", "step", "tensor"]
 

@@ -24,6 +24,7 @@ from holdfast._load.opening import open_source
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, StateMismatchError
 from tests.dcp.states import LAYOUTS, LIBRARIES, Layouts, change_index, numbered, save
 from tests.formats.regions import differing_from, every_kind, requests_for, wrong
+from tests.properties import examples
 from tests.rank_pool import RankPool
 from tests.torches import ALONE
 
@@ -60,7 +61,7 @@ def test_every_dtype_and_shape_is_listed_and_read(library: str, saved_alone: dic
 
 @BOTH
 @given(data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_any_region_goes_into_any_memory(library: str, saved_alone: dict[str, Path], data: st.DataObject) -> None:
     source = DcpSource(saved_alone[library])
     requests = data.draw(requests_for(source))
@@ -79,6 +80,7 @@ def save_in_all_layouts(library: str, path: Path) -> None:
     save(library, {"model": state}, path)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("world_size", [2, 4])
 @BOTH
 def test_regions_across_the_parts_of_ranks(ranks: RankPool, tmp_path: Path, library: str, world_size: int) -> None:
@@ -90,7 +92,7 @@ def test_regions_across_the_parts_of_ranks(ranks: RankPool, tmp_path: Path, libr
     assert source.tree == {"model": {layout: source.tensors[f"model.{layout}"] for layout in FULL}}
 
     @given(data=st.data())
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     def regions_are_right(data: st.DataObject) -> None:
         requests = data.draw(requests_for(source))
         source.read(requests)

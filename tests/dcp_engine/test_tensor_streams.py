@@ -22,6 +22,7 @@ from holdfast._dcp.writer import _FileSystemWriter
 from holdfast.dcp._extension import ZStandard
 from holdfast.errors import DamagedCheckpointError
 from tests.dcp.cut_tensors import CutTensor
+from tests.properties import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:.*holds a checkpoint")
 
@@ -69,7 +70,7 @@ def read_in(stream: TensorStream, total: int, lengths: list[int]) -> tuple[bytes
 
 
 @given(cut_tensors(), st.lists(st.integers(1, 20), min_size=1, max_size=3), st.integers(1, 8))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 def test_any_pieces_of_any_layout_are_the_bytes_that_were_saved(
     tmp_path_factory: pytest.TempPathFactory, saved: CutTensor, lengths: list[int], ahead: int
 ) -> None:

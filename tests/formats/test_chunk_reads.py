@@ -18,6 +18,7 @@ from holdfast._formats.byte_ranges import StreamRanges, read_with_crc
 from holdfast._formats.chunk_reads import ArrayPlace, ChunkRead, Wanted, boxes_of_run
 from holdfast.errors import DamagedCheckpointError
 from tests.formats.regions import memory
+from tests.properties import examples
 
 MIB = 1 << 20
 
@@ -31,6 +32,7 @@ class CountingFile:
         self.reads: list[tuple[int, int]] = []
         if cached is not None:
             self.read_cached = lambda begin, buffer: self._read_cached(begin, buffer, cached)
+            self.is_cached = lambda begin, size: begin + size <= cached
 
     def read_into(self, begin: int, buffer: Any) -> None:
         view = memoryview(buffer)
@@ -63,7 +65,7 @@ def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 
 @given(data=st.data(), gap=st.integers(0, 40), most=st.sampled_from([8, 16, 64, 1 << 20]))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_any_regions_arrive_and_no_byte_is_read_twice(data: st.DataObject, gap: int, most: int) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 6), max_size=4), label="shape"))
     stored = np.arange(math.prod(shape), dtype="<u2").reshape(shape) + 1

@@ -53,10 +53,10 @@ class Config:
 
 Point = collections.namedtuple("Point", ["x", "y"])
 
-holdfast.declare(Color, name="golden:Color")
-holdfast.declare(Access, name="golden:Access")
-holdfast.declare(Config, name="golden:Config")
-holdfast.declare(Point, name="golden:Point")
+holdfast.register_type(Color, name="golden:Color")
+holdfast.register_type(Access, name="golden:Access")
+holdfast.register_type(Config, name="golden:Config")
+holdfast.register_type(Point, name="golden:Point")
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -53,7 +53,7 @@ def test_they_are_undamaged_and_as_the_specification_says(folder):
 def test_every_dtype_and_every_type_of_value_of_one_rank():
     lacking = [f"tensors.{name}" for name in set(contents.DTYPES) - set(contents.DTYPES_HERE)]
     with holdfast.open(ONE_RANK, allow_pickle=True) as checkpoint:
-        found = checkpoint.load([node.key for node in checkpoint.leaves(exclude=lacking or None)])
+        found = checkpoint.read([node.key for node in checkpoint.leaves(exclude=lacking or None)])
     assert_same(found, contents.everything())
     assert found["tied"][0] is found["tied"][1]["again"]
     assert holdfast.open(ONE_RANK).metadata == contents.METADATA
@@ -86,7 +86,7 @@ def test_tensors_of_every_dtype_are_loaded_in_place():
 
 
 def test_many_files():
-    assert_same(holdfast.open(MANY_FILES).load(), contents.in_many_files())
+    assert_same(holdfast.open(MANY_FILES).read(), contents.in_many_files())
     state = emptied(contents.in_many_files())
     holdfast.load(state, MANY_FILES)
     assert_same(state, contents.in_many_files())
@@ -94,7 +94,7 @@ def test_many_files():
 
 
 def test_four_ranks_read_by_a_program_without_ranks():
-    found = holdfast.open(FOUR_RANKS).load()
+    found = holdfast.open(FOUR_RANKS).read()
     assert_same(found, contents.sharded_as_read())
     assert found["model"]["tied"] is found["model"]["rows"]
 

@@ -29,7 +29,7 @@ def state(number: int) -> dict[str, Any]:
 
 def found_in(path: Path) -> int | str:
     try:
-        loaded = holdfast.open(path).load()
+        loaded = holdfast.open(path).read()
     except CheckpointNotFoundError:
         return "nothing"
     return loaded["step"] if same(loaded, state(loaded["step"])) else f"a mix: {loaded}"

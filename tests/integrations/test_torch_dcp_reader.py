@@ -113,7 +113,7 @@ def load_by_stock(path):
 def test_every_rank_gets_what_it_had_its_own_of(ranks: RankPool, tmp_path):
     ranks(2).run(save_by_holdfast, tmp_path / "c")
 
-    stored = holdfast.open(tmp_path / "c").load()
+    stored = holdfast.open(tmp_path / "c").read()
     for rank, (model, own) in enumerate(ranks(2).run(load_by_stock, tmp_path / "c")):
         assert same(model, dict(stored["model"]))
         assert same(own, {"seed": rank, "noise": torch.ones(rank + 1)})

@@ -25,6 +25,7 @@ from torch.distributed.tensor import Replicate, Shard
 import holdfast
 from holdfast.integrations.torch_dcp import HoldfastReader
 from tests.integrations.torch_dcp_programs import load, quiet, same, save, trained, training_state, whole
+from tests.properties import examples
 from tests.rank_pool import RankPool
 from tests.sharding import dtensor_of, mesh_of_all_ranks
 
@@ -58,11 +59,11 @@ def test_holdfast_opens_what_stock_torch_saved_as_the_nested_state_that_it_was(r
     saved = ranks(2).run(save_training, tmp_path)[0]
     checkpoint = holdfast.open(tmp_path / "native")
 
-    assert same(checkpoint.load(), saved)
+    assert same(checkpoint.read(), saved)
     assert checkpoint["model.0.weight"].kind == "sharded"
     assert checkpoint["optimizer.state.0.weight.step"].kind == "replicated"
-    assert checkpoint.written["world_size"] == 2
-    assert checkpoint.written["through"] == "torch.distributed.checkpoint"
+    assert checkpoint.provenance["world_size"] == 2
+    assert checkpoint.provenance["through"] == "torch.distributed.checkpoint"
     # As stock torch would have given it back from its own files.
     with quiet():
         from_stock = stock.state_dict_loader._load_state_dict_from_keys(checkpoint_id=tmp_path / "stock")
@@ -89,7 +90,7 @@ def test_holdfast_loads_what_stock_torch_saved_into_live_objects(ranks: RankPool
 def test_a_state_of_nothing_is_a_checkpoint_too(tmp_path):
     save({}, tmp_path / "c")
 
-    assert holdfast.open(tmp_path / "c").load() == {}
+    assert holdfast.open(tmp_path / "c").read() == {}
 
 
 def placed(shape, placement, fill):
@@ -108,7 +109,7 @@ def load_placed(path, shape, placement):
     return loaded.full_tensor() if loaded.numel() else torch.empty(loaded.shape, dtype=loaded.dtype)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_a_tensor_that_is_spread_in_any_way_loads_into_any_other(ranks: RankPool, tmp_path_factory, data):
     shape = tuple(data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=3), "shape"))
@@ -122,7 +123,7 @@ def test_a_tensor_that_is_spread_in_any_way_loads_into_any_other(ranks: RankPool
 
     expected = torch.arange(np.prod(shape), dtype=torch.float32).reshape(shape)
     assert all(same(tensor, expected) for tensor in loaded)
-    assert same(holdfast.open(path).load()["t"], expected)
+    assert same(holdfast.open(path).read()["t"], expected)
 
 
 VALUES = {
@@ -161,36 +162,36 @@ def test_values_come_back_as_from_torchs_own_files(tmp_path):
 
     assert same(from_ours, from_stock)
     assert same(from_ours, VALUES)
-    assert same(holdfast.open(tmp_path / "native").load(), VALUES)
+    assert same(holdfast.open(tmp_path / "native").read(), VALUES)
 
 
-@holdfast.declare
+@holdfast.register_type
 class Phase(enum.Enum):
     WARM_UP = "warm-up"
 
 
-@holdfast.declare(name="an older name")
+@holdfast.register_type(name="an older name")
 @dataclasses.dataclass(frozen=True)
 class Config:
     phase: Phase
     scale: torch.Tensor
 
 
-@holdfast.declare
+@holdfast.register_type
 class Position(NamedTuple):
     epoch: int
     sample: int
 
 
 @dataclasses.dataclass
-class Undeclared:
+class Unregistered:
     size: int
 
     def __setstate__(self, state):
-        raise AssertionError("a class that nobody declared was called")
+        raise AssertionError("a class that nobody registered was called")
 
 
-def test_declared_classes_come_back_as_what_they_were(tmp_path):
+def test_registered_classes_come_back_as_what_they_were(tmp_path):
     save({"config": Config(Phase.WARM_UP, torch.arange(2)), "position": Position(1, 2)}, tmp_path / "c")
 
     loaded = load({"config": None, "position": None}, tmp_path / "c")
@@ -198,8 +199,8 @@ def test_declared_classes_come_back_as_what_they_were(tmp_path):
     assert (loaded["config"].phase, loaded["position"]) == (Phase.WARM_UP, Position(1, 2))
     assert same(loaded["config"].scale, torch.arange(2))
     assert type(loaded["position"]) is Position
-    with pytest.raises(stock.CheckpointException, match=r"'other': it needs .*Undeclared"):
-        save({"other": Undeclared(1)}, tmp_path / "d")
+    with pytest.raises(stock.CheckpointException, match=r"'other': it needs .*Unregistered"):
+        save({"other": Unregistered(1)}, tmp_path / "d")
 
 
 def test_a_tensor_that_a_value_holds_twice_is_one_tensor_again(tmp_path):
@@ -219,7 +220,7 @@ def test_names_that_look_alike_are_told_apart(tmp_path):
     state = {"a": (ones(0),), "a.0": ones(1), "a#0": ones(2), "b.c": ones(3), "b": {"d": ones(4)}}
     save(state, tmp_path / "c")
 
-    assert same(holdfast.open(tmp_path / "c").load(), state)
+    assert same(holdfast.open(tmp_path / "c").read(), state)
     template = {"a": None, "a.0": ones(9), "a#0": ones(9), "b.c": ones(9), "b": {"d": ones(9)}}
     assert same(load(template, tmp_path / "c"), state)
 
@@ -264,7 +265,7 @@ def test_without_flattening_the_top_level_keys_are_the_names(tmp_path):
     state = {"model": {"w": torch.arange(3), "n": 5}, "t": torch.ones(2)}
     save(state, tmp_path / "c", planner=DefaultSavePlanner(flatten_state_dict=False))
 
-    assert same(holdfast.open(tmp_path / "c").load(), state)
+    assert same(holdfast.open(tmp_path / "c").read(), state)
     metadata = HoldfastReader(tmp_path / "c").read_metadata()
     assert sorted(metadata.state_dict_metadata) == ["model", "t"]
     assert metadata.planner_data is None
@@ -295,7 +296,7 @@ def test_copies_that_a_planner_has_several_ranks_write_count_once(ranks: RankPoo
     ranks(2).run(save_without_dedup, tmp_path / "c")
 
     checkpoint = holdfast.open(tmp_path / "c")
-    assert same(checkpoint.load(), {"model.t": torch.arange(8.0).reshape(4, 2)})
+    assert same(checkpoint.read(), {"model.t": torch.arange(8.0).reshape(4, 2)})
     assert checkpoint["model.t"].kind == "replicated"
 
 
@@ -318,7 +319,7 @@ def save_copies_of_values(path):
 def test_of_a_value_that_several_ranks_write_the_first_counts(ranks: RankPool, tmp_path):
     ranks(2).run(save_copies_of_values, tmp_path / "c")
 
-    assert same(holdfast.open(tmp_path / "c").load(), {"pair": (torch.zeros(1),)})
+    assert same(holdfast.open(tmp_path / "c").read(), {"pair": (torch.zeros(1),)})
     assert same(load({"pair": None}, tmp_path / "c"), {"pair": (torch.zeros(1),)})
 
 
@@ -349,9 +350,9 @@ def test_plans_that_torch_keeps_for_the_next_save_lead_to_new_files_and_the_dtyp
     ranks(2).run(save_with_cached_plans, tmp_path)
 
     rows = torch.arange(8.0).reshape(4, 2)
-    assert same(holdfast.open(tmp_path / "0").load(), {"t": rows, "step": 9})
-    assert same(holdfast.open(tmp_path / "1").load(), {"t": rows + 1, "step": 1})
-    assert same(holdfast.open(tmp_path / "2").load(), {"t": (rows + 2).double(), "step": 2})
+    assert same(holdfast.open(tmp_path / "0").read(), {"t": rows, "step": 9})
+    assert same(holdfast.open(tmp_path / "1").read(), {"t": rows + 1, "step": 1})
+    assert same(holdfast.open(tmp_path / "2").read(), {"t": (rows + 2).double(), "step": 2})
     names = [file.name for step in "012" for file in (tmp_path / step).glob("data-*")]
     assert len(set(names)) == len(names) == 6
 
@@ -361,7 +362,7 @@ def test_files_have_the_size_that_was_asked_for_and_the_metadata_is_there(tmp_pa
 
     checkpoint = holdfast.open(tmp_path / "c")
     assert len(list(Path(tmp_path / "c").glob("data-*"))) == 4
-    assert same(checkpoint.load(), {"w": torch.arange(1000.0)})
+    assert same(checkpoint.read(), {"w": torch.arange(1000.0)})
     assert checkpoint.metadata == {"loss": 0.5}
 
 
@@ -374,7 +375,7 @@ def test_ranks_may_hold_entries_that_others_lack(ranks: RankPool, tmp_path):
     ranks(2).run(save_what_others_lack, tmp_path / "c")
 
     stages = {f"stage{rank}": {"w": torch.full((2,), float(rank)), "n": rank} for rank in (0, 1)}
-    assert same(dict(sorted(holdfast.open(tmp_path / "c").load().items())), {"shared": 1, **stages})
+    assert same(dict(sorted(holdfast.open(tmp_path / "c").read().items())), {"shared": 1, **stages})
 
 
 def test_the_caller_gets_torchs_metadata_with_the_id_of_the_save(tmp_path):

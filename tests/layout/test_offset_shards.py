@@ -19,6 +19,7 @@ from holdfast._formats.dcp.metadata import TensorProperties as StoredProperties
 from holdfast._layout.offset_shards import OffsetShards
 from holdfast._layout.tensors import create_chunk_list, find_tensor_shard, size_and_dtype
 from holdfast.errors import StateMismatchError
+from tests.properties import examples
 from tests.rank_pool import RankPool
 
 
@@ -46,11 +47,11 @@ def parts_of_a_whole(draw):
     return sides, draw(st.integers(0, 4)), draw(st.integers(0, 12))
 
 
-def fill_examples():
+def fill_examples(count):
     """Load parts of all kinds out of stored tensors in one or two chunks; they must equal a slice of the whole."""
 
     @given(parts_of_a_whole())
-    @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     def check(example):
         sides, cut, stored_cut = example
         whole = torch.arange(float(torch.Size([size for size, _, _ in sides]).numel())).reshape(
@@ -77,8 +78,9 @@ def fill_examples():
     check()
 
 
+@pytest.mark.hypothesis
 def test_a_part_is_filled_with_what_is_at_its_place_in_the_whole(ranks: RankPool):
-    assert ranks(1).run(fill_examples) == [None]
+    assert ranks(1).run(fill_examples, examples(150)) == [None]
 
 
 def look_at_a_view():

@@ -36,7 +36,7 @@ from holdfast._layout.placements import Piece, dtensor_pieces, is_replicated, lo
 from holdfast.errors import UnsupportedTensorError
 from tests.rank_pool import RankPool
 from tests.sharding import dtensor_of, mesh_of_all_ranks, sharded, whole
-from tests.torches import clear_sharding_cache, since
+from tests.torches import clear_sharding_cache, fsdp2_splits_unevenly, since
 
 PARTIAL = "Any checkpointing related operations are not supported for DTensor with partial placements!"
 
@@ -288,7 +288,10 @@ def check(dtensor: DTensor, full: torch.Tensor, *, as_stock: bool = True) -> lis
     assert_pieces_are(dtensor._local_tensor.detach(), pieces, full)
     if as_stock:
         recorded = [(tuple(c.offsets), tuple(c.sizes)) for c in dtensor.__create_chunk_list__()]
-        assert [(piece.offsets, piece.sizes) for piece in pieces] == recorded
+        held = [(piece.offsets, piece.sizes) for piece in pieces]
+        if not hasattr(_utils, "_compute_local_shape_and_global_offset"):  # older ones put empty ones anywhere
+            held, recorded = ([(at, n) for at, n in chunks if volume(n)] for chunks in (held, recorded))
+        assert held == recorded
     return pieces
 
 
@@ -318,10 +321,13 @@ def test_distributed_tensors_hold_their_pieces_on_a_2d_mesh(ranks: RankPool):
     ranks(4).run(distribute_over_two_dimensions)
 
 
+SIZES_OVER_TENSOR_PARALLELISM = range(1, 10) if fsdp2_splits_unevenly() else (4, 8)
+
+
 def shard_fully_over_tensor_parallelism():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = []
-    for size in range(1, 10):
+    for size in SIZES_OVER_TENSOR_PARALLELISM:
         full = counted(size, 3)
         model = nn.Linear(3, size, bias=False)
         model.weight = nn.Parameter(full.clone())
@@ -338,7 +344,7 @@ def shard_fully_over_tensor_parallelism():
 
 def test_fsdp_over_tensor_parallelism_holds_its_pieces(ranks: RankPool):
     held = ranks(4).run(shard_fully_over_tensor_parallelism)
-    for size, of_ranks in zip(range(1, 10), zip(*held, strict=True), strict=True):
+    for size, of_ranks in zip(SIZES_OVER_TENSOR_PARALLELISM, zip(*held, strict=True), strict=True):
         assert sum(volume(piece.sizes) for pieces in of_ranks for piece in pieces) == size * 3
 
 
@@ -359,12 +365,11 @@ def test_hsdp_holds_its_pieces(ranks: RankPool):
 
 def redistribute_to_strided_shards():
     mesh = init_device_mesh("cpu", (2, 2))
-    for size in range(1, 10):
+    # Older ones split unevenly in a way in which they do not find the data again, or not at all.
+    for size in range(1, 10) if splits_parts_of_their_own_sizes() else (4, 8):
         full = counted(size, 3)
         replicated = distribute_tensor(full, mesh, [Replicate(), Replicate()])
-        strided = replicated.redistribute(placements=[_StridedShard(0, split_factor=2), Shard(0)])
-        if splits_parts_of_their_own_sizes() or size % 4 == 0:  # else torch itself does not find the data again
-            check(strided, full)
+        check(replicated.redistribute(placements=[_StridedShard(0, split_factor=2), Shard(0)]), full)
 
 
 def test_redistributed_tensors_hold_their_pieces(ranks: RankPool):

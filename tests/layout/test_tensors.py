@@ -32,6 +32,7 @@ from holdfast._layout.tensors import (
     on_this_rank,
 )
 from holdfast.errors import UnsupportedTensorError
+from tests.properties import examples
 from tests.rank_pool import RankPool
 from tests.sharding import dtensor_of
 
@@ -75,7 +76,7 @@ shapes = st.lists(st.integers(0, 4), max_size=4)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(shapes, dtypes, st.sampled_from([lambda t: t, torch.nn.Parameter, lambda t: t.t() if t.dim() == 2 else t]))
 def test_a_plain_tensor_is_one_item_and_one_chunk_as_in_stock(shape, dtype, wrap):
     tensor = torch.empty(shape, dtype=dtype)
@@ -220,7 +221,7 @@ def items_chunks_and_data(cases):
     return seen
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4))
 @given(cases=st.lists(layouts(), min_size=6, max_size=12))
 def test_a_dtensor_is_seen_as_stock_sees_it_and_every_item_has_its_data(ranks: RankPool, cases):
     per_rank = ranks(4).run(items_chunks_and_data, cases)

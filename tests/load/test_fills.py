@@ -96,7 +96,7 @@ class Point(NamedTuple):
 
 
 def test_containers_that_are_made_anew_keep_their_tensors(tmp_path):
-    holdfast.declare(Point)
+    holdfast.register_type(Point)
     holdfast.save({"point": Point(torch.ones(2), 5)}, tmp_path / "a")
     where = torch.zeros(2)
     state = {"point": Point(where, 0)}

@@ -24,21 +24,21 @@ class Point(NamedTuple):
     y: Any
 
 
-@holdfast.declare
+@holdfast.register_type
 @dataclasses.dataclass
 class Progress:
     step: int
     mean: torch.Tensor
 
 
-@holdfast.declare
+@holdfast.register_type
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     step: int
     mean: torch.Tensor
 
 
-holdfast.declare(Point)
+holdfast.register_type(Point)
 
 
 def saved(state: Any, path: Path, **options: Any) -> Path:
@@ -361,11 +361,11 @@ def edited(path: Path, old: str, new: str) -> Path:
     return path
 
 
-def test_values_of_classes_that_are_not_declared_are_refused_by_name(tmp_path):
+def test_values_of_classes_that_are_not_registered_are_refused_by_name(tmp_path):
     path = saved({"n": Point(1, 2), "deep": [Point(2, 3)], "p": Progress(1, torch.ones(1)), "fine": 1}, tmp_path)
     edited(path, "tests.load.test_load:", "elsewhere:")
     state: dict[str, Any] = {"n": None, "deep": [], "p": Progress(0, torch.zeros(1)), "fine": 0}
-    with pytest.raises(StateMismatchError, match=r"holdfast\.declare") as raised:
+    with pytest.raises(StateMismatchError, match=r"holdfast\.register_type") as raised:
         holdfast.load(state, path)
     assert set(raised.value.kinds) == {"n", "deep.0"}
     assert all("elsewhere:" in text for text in raised.value.kinds.values())

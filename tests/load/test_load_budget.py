@@ -59,7 +59,7 @@ print("cast_with_more", load(target, DEFAULT, cast=True), 64)
 del target
 print("columns", grown(columns) - stored // 16, 64)
 print("empty", grown(lambda: holdfast.load({{}}, path + "/large", memory_budget=SMALL)) - stored, 1)
-print("verify", grown(lambda: holdfast.open(path + "/large").verify()), 64)
+print("verify", grown(lambda: holdfast.open(path + "/large").verify().ok), 64)
 """
 
 

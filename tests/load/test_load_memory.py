@@ -22,6 +22,7 @@ from holdfast._load import filling
 from holdfast._load.filling import Fill, Region, small_parts
 from holdfast.errors import IncompleteLoadError, StateMismatchError
 from tests.models import Tied
+from tests.properties import examples
 
 
 def saved(state: Any, path: Path) -> Path:
@@ -189,7 +190,7 @@ def test_a_target_of_which_a_part_would_not_be_filled_is_refused(tmp_path, monke
 
 
 @given(sizes=st.lists(st.integers(1, 9), max_size=4), limit=st.integers(1, 300))
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_small_parts_tile_their_region_and_are_small(sizes, limit):
     shape = tuple(sizes)
     memory = np.zeros(shape, np.float32)

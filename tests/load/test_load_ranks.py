@@ -623,7 +623,7 @@ def test_models_and_optimizers_of_fsdp1_go_to_other_numbers_of_ranks(ranks: Rank
     place, copy = str(tmp_path / "saved"), str(tmp_path / "loaded")
     ranks(3).run(fsdp1_passes_on, place, copy, 4)
     ranks(2).run(fsdp1_passes_on, place, copy, None)
-    saved, loaded = holdfast.open(place).load(), holdfast.open(copy).load()
+    saved, loaded = holdfast.open(place).read(), holdfast.open(copy).read()
     assert_same(loaded, saved)
     assert saved["optim"]["state"]["up.weight"]["exp_avg"].count_nonzero() > 0
 

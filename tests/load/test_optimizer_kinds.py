@@ -49,7 +49,7 @@ def saved(folder: Path, how: str, model: nn.Module, optimizer: torch.optim.Optim
     elif how == "older native":
         state = {"model": model, "optim": optimizer}
         holdfast.save({"model": model.state_dict(), "optim": _plain(state)}, path)
-        assert "optimizers" not in holdfast.open(path).written
+        assert "optimizers" not in holdfast.open(path).provenance
     elif how == "torch":
         torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, path)
     else:
@@ -236,7 +236,7 @@ def test_a_class_of_another_library_that_keeps_something_else_is_refused(tmp_pat
 def test_a_wrapped_optimizer_is_noted_as_what_is_in_the_wrapper(tmp_path: Path):
     model, optimizer = trained()
     holdfast.save({"model": model, "optim": AcceleratedOptimizer(optimizer)}, tmp_path / "saved")
-    assert holdfast.open(tmp_path / "saved").written["optimizers"] == {"optim": "torch.optim.adamw.AdamW"}
+    assert holdfast.open(tmp_path / "saved").provenance["optimizers"] == {"optim": "torch.optim.adamw.AdamW"}
 
 
 # --- groups ---
@@ -313,9 +313,9 @@ def test_a_setting_that_is_not_loaded_is_not_listed(tmp_path: Path):
 def test_the_note_is_kept_by_conversions_and_follows_renames(tmp_path: Path):
     path = saved(tmp_path, "native", *trained())
     holdfast.convert(path, tmp_path / "made", to="native", rename={"optim": "opt.adam"})
-    assert holdfast.open(tmp_path / "made").written["optimizers"] == {"opt.adam": "torch.optim.adamw.AdamW"}
+    assert holdfast.open(tmp_path / "made").provenance["optimizers"] == {"opt.adam": "torch.optim.adamw.AdamW"}
     holdfast.convert(path, tmp_path / "model", to="native", include="model")
-    assert "optimizers" not in holdfast.open(tmp_path / "model").written
+    assert "optimizers" not in holdfast.open(tmp_path / "model").provenance
     model = net()
     with pytest.raises(OptimizerMismatchError, match=r"AdamW and is loaded into torch\.optim\.adam\.Adam"):
         holdfast.load({"o": torch.optim.Adam(model.parameters()), "model": model}, path, rename={"optim": "o"})
@@ -324,7 +324,7 @@ def test_the_note_is_kept_by_conversions_and_follows_renames(tmp_path: Path):
 def test_what_is_not_saved_is_not_noted(tmp_path: Path):
     model, optimizer = trained()
     holdfast.save({"model": model, "optim": optimizer}, tmp_path / "saved", exclude="optim")
-    assert "optimizers" not in holdfast.open(tmp_path / "saved").written
+    assert "optimizers" not in holdfast.open(tmp_path / "saved").provenance
 
 
 def test_another_optimizer_and_other_problems_are_reported_together(tmp_path: Path):
@@ -337,7 +337,7 @@ def test_another_optimizer_and_other_problems_are_reported_together(tmp_path: Pa
 def test_the_manager_raises_and_does_not_set_a_good_step_aside(tmp_path: Path):
     model, optimizer = trained()
     with holdfast.CheckpointManager(tmp_path) as manager:
-        manager.save(1, {"model": model, "optim": optimizer}).wait()
+        manager.save(1, {"model": model, "optim": optimizer}).result()
     with holdfast.CheckpointManager(tmp_path) as manager:
         state = {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
         with pytest.raises(OptimizerMismatchError):
@@ -360,7 +360,7 @@ def compare_on_ranks(folder: Path, background: bool) -> list[str]:
     train(model, optimizer)
     state = {"model": model, "optim": optimizer}
     if background:
-        holdfast.async_save(state, folder / "saved").wait()
+        holdfast.async_save(state, folder / "saved").result()
     else:
         holdfast.save(state, folder / "saved")
     other = fully_shard(net())
@@ -389,7 +389,7 @@ def save_different_classes(folder: Path) -> Any:
     model = net()
     kind = torch.optim.Adam if torch.distributed.get_rank() else torch.optim.AdamW
     holdfast.save({"model": model, "optim": holdfast.PerRank(kind(model.parameters()))}, folder / "saved")
-    return dict(holdfast.open(folder / "saved").written).get("optimizers")
+    return dict(holdfast.open(folder / "saved").provenance).get("optimizers")
 
 
 def test_classes_that_differ_between_ranks_are_not_noted(ranks, tmp_path: Path):

@@ -208,7 +208,7 @@ def test_the_manager_restores_under_new_names(tmp_path: Path):
     optimizer = adamw(model)
     train(model, optimizer)
     with holdfast.CheckpointManager(tmp_path) as manager:
-        manager.save(3, {"model": model, "optim": optimizer}).wait()
+        manager.save(3, {"model": model, "optim": optimizer}).result()
     other = Net("backbone")
     again = adamw(other, lr=7.0)
     with holdfast.CheckpointManager(tmp_path) as manager:
@@ -288,7 +288,7 @@ def renaming_load_on_ranks(folder: Path, background: bool) -> None:
     train(model, optimizer)
     state = {"model": model, "optim": optimizer}
     if background:
-        holdfast.async_save(state, folder / "saved", optimizers=optimizer).wait()
+        holdfast.async_save(state, folder / "saved", optimizers=optimizer).result()
     else:
         holdfast.save(state, folder / "saved")
     other, again = sharded("backbone")

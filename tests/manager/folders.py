@@ -44,7 +44,7 @@ def steps_in(root: Root) -> dict[int, StepInfo]:
 
 def loads(root: Root, step: int) -> bool:
     """Whether the step is there as it was saved."""
-    loaded = holdfast.open(root.child(folder_of(step))).load()
+    loaded = holdfast.open(root.child(folder_of(step))).read()
     return bool(torch.equal(loaded["weight"], state_of(step)["weight"])) and loaded["step"] == step
 
 

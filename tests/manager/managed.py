@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import holdfast
@@ -31,7 +33,7 @@ def train(manager: holdfast.CheckpointManager, steps: range, **options: Any) -> 
 
 def a_run(root: Any, *steps: int, **options: Any) -> None:
     """A run that has ended, with these steps."""
-    with holdfast.CheckpointManager(root, async_save=False, save_at_end=False, **options) as manager:
+    with holdfast.CheckpointManager(root, background=False, save_at_end=False, **options) as manager:
         for step in steps:
             manager.save(step, state_of(step), metrics={"loss": 1 / step})
 
@@ -105,3 +107,9 @@ class CountingReader:
     def read_into(self, begin: int, buffer: Any) -> None:
         self._counts[self._kind] = self._counts.get(self._kind, 0) + memoryview(buffer).nbytes
         self._reader.read_into(begin, buffer)
+
+
+def not_by_python(patch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """As if a library that is not written in Python handled a signal, which is a warning."""
+    real = signal.getsignal
+    patch.setattr(signal, "getsignal", lambda asked: None if asked == number else real(asked))

@@ -205,7 +205,7 @@ def opens(folder: Path, step: int) -> bool:
         checkpoint = holdfast.open(folder / folder_of(step))
     except (CheckpointNotFoundError, NotACheckpointError):
         return False
-    checkpoint.verify()
+    assert checkpoint.verify().ok
     return True
 
 
@@ -660,7 +660,7 @@ def taken_from(root: Root, before: Owner) -> None:
 def test_what_a_job_that_may_be_alive_has_begun_is_left_to_it(root, is_seen):
     rival = Owner.this_process("a rival", root.marks())
     taken_from(root, rival if is_seen else replace(rival, place="another machine"))
-    with holdfast.CheckpointManager(root, take_over=is_seen, save_at_end=False):
+    with holdfast.CheckpointManager(root, run_options=holdfast.RunOptions(take_over=is_seen), save_at_end=False):
         assert root.child(folder_of(2)).size(DATA) is not None
         assert list(RunFile(root).read().unfinished) == [folder_of(2)]
     with holdfast.CheckpointManager(root, save_at_end=False):

@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast._manager.full_disk import WhenFull, is_full, next_to_go, save_despite_full_disk
-from holdfast._manager.measuring import checkpoint_size, plain_options
+from holdfast._manager.measuring import checkpoint_size
+from holdfast._manager.options import OnFullDisk
 from holdfast._ranks.collectives import Collectives
 from holdfast._ranks.failures import wrap_exception
 from holdfast._ranks.meeting import meeting
 from holdfast._save.async_save import How, begin_save
+from holdfast._save.options import CheckedOptions
 from holdfast._save.pending import PendingSave
 from holdfast._stores.roots import LocalRoot
 from holdfast.errors import CheckpointException, StorageFullError
@@ -43,7 +45,7 @@ def state_of(megabytes: int, value: float = 1.0) -> dict[str, Any]:
 
 
 def value_at(path: Path) -> float:
-    loaded = holdfast.open(path).load()["w"]
+    loaded = holdfast.open(path).read()["w"]
     assert (loaded == loaded[0]).all()
     return float(loaded[0])
 
@@ -75,21 +77,21 @@ def test_the_last_good_checkpoint_stays_and_the_error_tells_how_much_is_missing(
     holdfast.save(state_of(4, 7.0), disk / "step-1")
     free = shutil.disk_usage(disk).free
     with pytest.raises(StorageFullError) as raised:
-        save_step(disk, "step-2", state_of(6), WhenFull("raise"))
+        save_step(disk, "step-2", state_of(6), WhenFull("error"))
     error = raised.value
     assert (error.path, error.rank, error.ranks, error.deleted) == (str(disk / "step-2"), 0, [0], [])
     assert error.free == free
     assert 6 * MB < error.needed < 6.1 * MB
     assert all(f"{number:,} bytes" in str(error) for number in (error.needed, error.free))
     assert f"{disk}/step-2/data-" in str(error)
-    assert "choose on_full='prune' or 'wait'" in str(error)
+    assert "choose OnFullDisk(action='prune') or 'wait'" in str(error)
     assert value_at(disk / "step-1") == 7.0
     assert os.listdir(disk) == ["step-1"]
 
 
 def test_programs_that_look_for_a_full_disk_find_it(disk):
     with pytest.raises(OSError, match="no space for") as raised:
-        save_step(disk, "step-1", state_of(10), WhenFull("raise"))
+        save_step(disk, "step-1", state_of(10), WhenFull("error"))
     assert raised.value.errno == errno.ENOSPC
     assert is_full(raised.value)
     assert isinstance(raised.value.__cause__, OSError)
@@ -341,8 +343,8 @@ def test_a_size_that_nobody_can_tell_does_not_hide_the_full_disk():
 
 
 def test_a_wish_that_is_not_understood_is_refused_at_once():
-    with pytest.raises(ValueError, match="'raise', 'prune' or 'wait', not 'ignore'"):
-        WhenFull("ignore")
+    with pytest.raises(ValueError, match="'error', 'prune' or 'wait', not 'ignore'"):
+        OnFullDisk(action="ignore")
 
 
 # --- which checkpoint goes -------------------------------------------------------------------------------------------
@@ -495,11 +497,11 @@ def save_in_background(root: Path) -> tuple[int, str, str]:
         def attempts(ranks: Collectives, save: Callable[[], Any]) -> Any:
             return save_despite_full_disk(save, str(root / name), when_full, ranks=ranks)
 
-        return begin_save(own_state(megabytes), root / name, plain_options, How(attempts=attempts), None)
+        return begin_save(own_state(megabytes), root / name, CheckedOptions.of, How(attempts=attempts), None)
 
-    saved = begin("step-8", 2).wait()
+    saved = begin("step-8", 2).result()
     try:
-        begin("step-9", 3).wait()
+        begin("step-9", 3).result()
     except Exception as error:
         return saved.bytes_written, type(error).__name__, str(error)
     return saved.bytes_written, "", ""

@@ -157,7 +157,8 @@ def test_those_who_watch_hear_what_was_passed_over(tmp_path):
     a_run(tmp_path, 1, 2)
     (tmp_path / folder_of(2) / "set-aside.json").write_text("diverged\n")
     events = []
-    try_to_restore(tmp_path, on_event=events.append)
+    with holdfast.subscribe(events.append):
+        try_to_restore(tmp_path)
     (ended,) = [event for event in events if event.verb == "restore"]
     assert ended.detail["passed_over"] == [2]
 
@@ -172,11 +173,16 @@ def losses(step):
 @pytest.mark.parametrize("hidden", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "options",
-    [{"keep_last": 2}, {"keep_best": (2, "loss")}, {"keep_every": 2}, {"keep_last": 9, "max_bytes": 12_000}],
-    ids=lambda options: next(iter(options)),
+    [
+        {"keep_last": 2},
+        {"keep": holdfast.keep.best(2, "loss")},
+        {"keep": holdfast.keep.every(2)},
+        {"keep": holdfast.keep.last(9).within(max_bytes="12 KB")},
+    ],
+    ids=lambda options: str(next(iter(options.values()))),
 )
 def test_what_cannot_be_read_is_not_deleted_and_has_no_other_deleted(tmp_path, hidden, options):
-    with holdfast.CheckpointManager(tmp_path / "run", async_save=False) as manager:
+    with holdfast.CheckpointManager(tmp_path / "run", background=False) as manager:
         for step in (1, 2, 3, 4):
             manager.save(step, state_of(step), metrics=losses(step))
     left = {}
@@ -184,7 +190,7 @@ def test_what_cannot_be_read_is_not_deleted_and_has_no_other_deleted(tmp_path, h
         root = shutil.copytree(tmp_path / "run", tmp_path / name)
         faults, run = (
             unreadable(root, *steps, always=bool(steps)),
-            holdfast.CheckpointManager(root, async_save=False, **options),
+            holdfast.CheckpointManager(root, background=False, **options),
         )
         with faults.on_disk(), run as manager:
             manager.save(5, state_of(5), metrics=losses(5))
@@ -213,9 +219,9 @@ def test_what_cannot_be_read_is_not_replaced_if_it_may_be_somebody_elses(tmp_pat
     a_run(tmp_path, 1)
     holdfast.save(state_of(7), tmp_path / folder_of(2))
     refused = pytest.raises(UnreadableCheckpointError, match=r"step 2 is not saved.*Permission denied")
-    with holdfast.CheckpointManager(tmp_path, async_save=False) as manager, unreadable(tmp_path, 2).on_disk(), refused:
+    with holdfast.CheckpointManager(tmp_path, background=False) as manager, unreadable(tmp_path, 2).on_disk(), refused:
         manager.save(2, state_of(2))
-    assert holdfast.open(tmp_path / folder_of(2)).load()["seen"] == 7
+    assert holdfast.open(tmp_path / folder_of(2)).read()["seen"] == 7
 
 
 def test_a_listing_shows_it_with_the_reason(tmp_path):

@@ -36,12 +36,12 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_every_steps_and_the_last_one(tmp_path, async_save):
-    with holdfast.CheckpointManager(tmp_path, every_steps=3, async_save=async_save) as manager:
+    with holdfast.CheckpointManager(tmp_path, every_steps=3, background=async_save) as manager:
         train(manager, range(1, 8))
     assert steps_in(tmp_path) == [3, 6, 7]
     assert {info.step: info.metadata for info in holdfast.CheckpointManager(tmp_path).steps()} == {3: {}, 6: {}, 7: {}}
     for step in (3, 6, 7):
-        assert is_state_of(holdfast.open(tmp_path / f"step-0000000{step}").load(), step)
+        assert is_state_of(holdfast.open(tmp_path / f"step-0000000{step}").read(), step)
 
 
 def test_what_a_call_returns_tells_whether_it_saved(tmp_path):
@@ -49,9 +49,9 @@ def test_what_a_call_returns_tells_whether_it_saved(tmp_path):
         assert manager.maybe_save(1, state_of(1)) is None
         pending = manager.maybe_save(2, state_of(2))
         assert isinstance(pending, holdfast.PendingSave)
-        assert pending.wait().path == pending.path == str(tmp_path / "step-00000002")
+        assert pending.result().path == pending.path == str(tmp_path / "step-00000002")
         assert isinstance(manager.save(3, state_of(3), wait=True), holdfast.SaveReport)
-    with holdfast.CheckpointManager(tmp_path, every_steps=2, async_save=False) as manager:
+    with holdfast.CheckpointManager(tmp_path, every_steps=2, background=False) as manager:
         assert isinstance(manager.maybe_save(4, state_of(4)), holdfast.SaveReport)
         assert isinstance(manager.save(5, state_of(5), wait=False), holdfast.PendingSave)
 
@@ -92,16 +92,16 @@ def events_of_saves(events: list[holdfast.Event]) -> list[tuple[int | None, str]
 
 def test_the_last_step_is_saved_once_and_a_saved_one_not_again(tmp_path):
     events: list[holdfast.Event] = []
-    with holdfast.CheckpointManager(tmp_path, every_steps=2, on_event=events.append) as manager:
+    with holdfast.subscribe(events.append), holdfast.CheckpointManager(tmp_path, every_steps=2) as manager:
         train(manager, range(1, 5))
     assert events_of_saves(events) == [(2, "steps"), (4, "steps")]
-    with holdfast.CheckpointManager(tmp_path, every_steps=2, on_event=events.append) as manager:
+    with holdfast.subscribe(events.append), holdfast.CheckpointManager(tmp_path, every_steps=2) as manager:
         assert manager.restore(state_of(0)).step == 4
-    with holdfast.CheckpointManager(tmp_path, every_steps=2, on_event=events.append) as manager:
+    with holdfast.subscribe(events.append), holdfast.CheckpointManager(tmp_path, every_steps=2) as manager:
         manager.restore(state_of(0))
         manager.maybe_save(4, state_of(4))  # as a loop does that begins one too early
     assert events_of_saves(events)[2:] == []
-    with holdfast.CheckpointManager(tmp_path, on_event=events.append) as manager:
+    with holdfast.subscribe(events.append), holdfast.CheckpointManager(tmp_path) as manager:
         train(manager, range(5, 8))
         manager.close()
         manager.close()
@@ -172,7 +172,7 @@ def test_ctrl_c_in_the_block_commits_what_is_pending_and_is_not_masked(tmp_path)
 
 def test_a_signal_saves_the_step_at_once_and_stops(tmp_path):
     before, events = signal.getsignal(signal.SIGTERM), []
-    with holdfast.CheckpointManager(tmp_path, on_event=events.append) as manager:
+    with holdfast.subscribe(events.append), holdfast.CheckpointManager(tmp_path) as manager:
         for step in range(1, 10):
             if step == 4:
                 signal.raise_signal(signal.SIGTERM)
@@ -203,7 +203,7 @@ def test_the_state_is_saved_before_a_stop_even_if_a_save_before_had_failed(tmp_p
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_step_that_is_saved_already_is_not_saved_again_before_a_stop(tmp_path, wait):
     events: list[holdfast.Event] = []
-    with holdfast.CheckpointManager(tmp_path, on_event=events.append) as manager:
+    with holdfast.subscribe(events.append), holdfast.CheckpointManager(tmp_path) as manager:
         manager.save(3, state_of(3), wait=wait)
         signal.raise_signal(signal.SIGTERM)
         saved = manager.maybe_save(3, state_of(3))
@@ -215,8 +215,8 @@ def test_a_step_that_is_saved_already_is_not_saved_again_before_a_stop(tmp_path,
 
 def test_a_step_whose_save_failed_is_saved_again_before_a_stop(tmp_path, moody):
     moody.failing = {3}
-    manager = holdfast.CheckpointManager(moody, on_failure="warn")
-    manager.save(3, state_of(3)).committed.exception()
+    manager = holdfast.CheckpointManager(moody, background=holdfast.Background(on_failure="warn"))
+    manager.save(3, state_of(3)).exception()
     moody.failing = set()
     signal.raise_signal(signal.SIGTERM)
     assert isinstance(manager.maybe_save(3, state_of(3)), holdfast.SaveReport)
@@ -227,7 +227,12 @@ def test_a_step_whose_save_failed_is_saved_again_before_a_stop(tmp_path, moody):
 
 def test_before_a_stop_nobody_waits_for_room_longer_than_there_is_time(tmp_path, moody):
     moody.full = {1}
-    with holdfast.CheckpointManager(moody, on_full="wait", grace_seconds=0.5, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(
+        moody,
+        on_full_disk=holdfast.OnFullDisk(action="wait"),
+        on_signal=holdfast.OnSignal(grace_seconds=0.5),
+        save_at_end=False,
+    ) as manager:
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(StorageFullError, match="before the program has to end"):
             manager.maybe_save(1, state_of(1))
@@ -235,7 +240,9 @@ def test_before_a_stop_nobody_waits_for_room_longer_than_there_is_time(tmp_path,
 
 @pytest.mark.parametrize(("took", "is_told"), [(20.0, True), (10.0, False)])
 def test_too_little_time_for_a_save_is_told(tmp_path, caplog, took, is_told):
-    with holdfast.CheckpointManager(tmp_path, async_save=False, grace_seconds=30) as manager:
+    with holdfast.CheckpointManager(
+        tmp_path, background=False, on_signal=holdfast.OnSignal(grace_seconds=30)
+    ) as manager:
         report = manager.save(1, state_of(1))
         manager._saver._newest = replace(report, seconds=took)
         signal.raise_signal(signal.SIGTERM)

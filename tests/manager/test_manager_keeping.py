@@ -42,14 +42,15 @@ def run_with_losses(root, **options) -> list[int]:
     [
         ({}, [1, 2, 3, 4, 5, 6, 7]),
         ({"keep_last": 2}, [6, 7]),
-        ({"keep_best": (1, "loss")}, [4, 7]),
-        ({"keep_best": (2, "loss")}, [2, 4, 7]),
-        ({"keep_best": (1, "gain", "max")}, [4, 7]),
-        ({"keep_last": 2, "keep_best": (1, "loss"), "keep_every": 3}, [3, 4, 6, 7]),
+        ({"keep": keep.best(1, "loss")}, [4, 7]),
+        ({"keep": keep.best(2, "loss")}, [2, 4, 7]),
+        ({"keep": keep.best(1, "gain", "max")}, [4, 7]),
+        ({"keep_last": 2, "keep": keep.best(1, "loss") | keep.every(3)}, [3, 4, 6, 7]),
         ({"keep": keep.last(1) | keep.every(5)}, [5, 7]),
         ({"keep": keep.every(4), "keep_last": 3}, [4, 5, 6, 7]),
-        ({"max_age": timedelta(microseconds=1)}, [7]),
-        ({"max_bytes": 1}, [7]),
+        ({"keep": holdfast.Retention(policy=keep.every(4)), "keep_last": 3}, [4, 5, 6, 7]),
+        ({"keep": keep.everything().within(max_age=timedelta(microseconds=1))}, [7]),
+        ({"keep": keep.everything().within(max_bytes="1B")}, [7]),
     ],
 )
 def test_policies_in_a_run(tmp_path, options, kept):
@@ -79,7 +80,7 @@ def test_metrics_that_are_no_numbers_are_refused_and_nothing_is_saved(tmp_path):
 
 
 def test_a_better_one_that_comes_later_takes_the_place(tmp_path):
-    with holdfast.CheckpointManager(tmp_path, keep_best=(1, "loss"), keep_last=1) as manager:
+    with holdfast.CheckpointManager(tmp_path, keep=holdfast.keep.best(1, "loss"), keep_last=1) as manager:
         seen = []
         for step, loss in enumerate([5.0, 4.0, 6.0, 3.0, 9.0], start=1):
             manager.save(step, state_of(step), metrics={"loss": loss})
@@ -138,7 +139,9 @@ def test_what_could_not_be_deleted_is_told(tmp_path, moody, monkeypatch):
 
 def test_a_dry_run_tells_and_deletes_nothing_but_by_hand(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    with holdfast.CheckpointManager(tmp_path, keep_last=1, every_steps=1, dry_run=True) as manager:
+    with holdfast.CheckpointManager(
+        tmp_path, keep_last=1, every_steps=1, keep=holdfast.Retention(dry_run=True)
+    ) as manager:
         for step in (1, 2, 3):
             manager.maybe_save(step, state_of(step))
         manager.wait()
@@ -163,7 +166,10 @@ def test_deletions_are_told_to_the_last_one(tmp_path, monkeypatch, fails):
     monkeypatch.setattr(Deleter, "delete", delete_late)
 
     def program() -> None:
-        with holdfast.CheckpointManager(tmp_path, keep_last=1, every_steps=1, on_event=events.append) as manager:
+        with (
+            holdfast.subscribe(events.append),
+            holdfast.CheckpointManager(tmp_path, keep_last=1, every_steps=1) as manager,
+        ):
             for step in (1, 2):
                 manager.maybe_save(step, state_of(step))
             if fails:
@@ -191,7 +197,9 @@ def damage_what_is_committed(root, monkeypatch, *steps) -> None:
 def test_nothing_is_deleted_for_a_checkpoint_that_turns_out_to_be_damaged(tmp_path, monkeypatch, async_save):
     a_run(tmp_path, 1)
     damage_what_is_committed(tmp_path, monkeypatch, 2)
-    manager = holdfast.CheckpointManager(tmp_path, keep_last=1, verify_before_delete=True, async_save=async_save)
+    manager = holdfast.CheckpointManager(
+        tmp_path, keep_last=1, keep=holdfast.Retention(verify_before_delete=True), background=async_save
+    )
     with manager:
         manager.save(2, state_of(2))
         with pytest.raises(DamagedCheckpointError, match="step-00000002"):
@@ -206,7 +214,9 @@ def test_nothing_is_deleted_for_a_checkpoint_that_turns_out_to_be_damaged(tmp_pa
 def test_damage_that_is_found_before_a_deletion_is_told_by_the_next_save(tmp_path, monkeypatch):
     a_run(tmp_path, 1)
     damage_what_is_committed(tmp_path, monkeypatch, 2)
-    with holdfast.CheckpointManager(tmp_path, keep_last=1, verify_before_delete=True, async_save=False) as manager:
+    with holdfast.CheckpointManager(
+        tmp_path, keep_last=1, keep=holdfast.Retention(verify_before_delete=True), background=False
+    ) as manager:
         manager.save(2, state_of(2))
         manager._run.wait_for_deletions()
         with pytest.raises(DamagedCheckpointError, match="step-00000002"):
@@ -218,7 +228,12 @@ def test_damage_that_is_found_before_a_deletion_is_told_by_the_next_save(tmp_pat
 def test_damage_that_is_found_before_a_deletion_may_be_a_warning(tmp_path, monkeypatch):
     a_run(tmp_path, 1)
     damage_what_is_committed(tmp_path, monkeypatch, 2)
-    manager = holdfast.CheckpointManager(tmp_path, keep_last=1, verify_before_delete=True, on_failure="warn")
+    manager = holdfast.CheckpointManager(
+        tmp_path,
+        keep_last=1,
+        keep=holdfast.Retention(verify_before_delete=True),
+        background=holdfast.Background(on_failure="warn"),
+    )
     with pytest.warns(RuntimeWarning, match="step 2 was not saved: DamagedCheckpointError"), manager:
         manager.save(2, state_of(2))
     assert steps_in(tmp_path) == [1, 2]
@@ -226,7 +241,7 @@ def test_damage_that_is_found_before_a_deletion_may_be_a_warning(tmp_path, monke
 
 def test_a_checkpoint_that_this_run_did_not_save_is_not_replaced(tmp_path):
     holdfast.save({"weight": torch.ones(2)}, tmp_path / folder_of(2), metadata={"by": "hand"})
-    with holdfast.CheckpointManager(tmp_path, save_at_end=False, async_save=False) as manager:
+    with holdfast.CheckpointManager(tmp_path, save_at_end=False, background=False) as manager:
         manager.save(1, state_of(1))
         with pytest.raises(CheckpointExistsError, match=r"was not saved by this run .*Move it away"):
             manager.save(2, state_of(2))
@@ -241,7 +256,7 @@ def test_a_damaged_checkpoint_of_others_is_not_replaced_and_one_of_ours_is(tmp_p
     holdfast.save({"weight": torch.ones(2)}, tmp_path / folder_of(2))
     for step in (1, 2):
         (tmp_path / folder_of(step) / "holdfast.json").write_text("{}")
-    with holdfast.CheckpointManager(tmp_path, save_at_end=False, async_save=False) as manager:
+    with holdfast.CheckpointManager(tmp_path, save_at_end=False, background=False) as manager:
         manager.save(1, state_of(1))
         with pytest.raises(CheckpointExistsError, match="cannot be read"):
             manager.save(2, state_of(2))
@@ -296,7 +311,7 @@ def test_what_was_saved_just_now_stays_though_neither_its_number_nor_its_clock_i
 
 def test_without_a_rule_a_save_does_not_look_at_all_that_were_saved_before(moody):
     a_run(moody, 1, 2, 3, 4, 5)
-    with holdfast.CheckpointManager(moody, async_save=False) as manager:
+    with holdfast.CheckpointManager(moody, background=False) as manager:
         moody.bytes_read.clear()
         manager.save(6, state_of(6))
         read_by_one = dict(moody.bytes_read)
@@ -330,7 +345,7 @@ def test_a_step_that_is_just_being_deleted_cannot_be_pinned(tmp_path, monkeypatc
         return invalidate(store)
 
     monkeypatch.setattr(deleting_module, "_invalidate", slowly)
-    with holdfast.CheckpointManager(tmp_path, keep_last=1, async_save=False) as manager:
+    with holdfast.CheckpointManager(tmp_path, keep_last=1, background=False) as manager:
         manager.save(2, state_of(2))
         assert deleting.wait(30)
         with pytest.raises(CheckpointNotFoundError, match="step 1"):
@@ -363,7 +378,13 @@ class ClockAhead(datetime):
         return datetime.now(tz) + timedelta(days=365)
 
 
-@pytest.mark.parametrize("options", [{"max_age": timedelta(days=2)}, {"keep": keep.newer_than(timedelta(days=2))}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": keep.everything().within(max_age=timedelta(days=2))},
+        {"keep": keep.newer_than(timedelta(days=2))},
+    ],
+)
 def test_one_save_with_a_clock_a_year_ahead_deletes_nothing(tmp_path, monkeypatch, options):
     a_run(tmp_path, 1, 2, 3)
     with monkeypatch.context() as ahead:

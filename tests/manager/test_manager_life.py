@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
-from datetime import timedelta
+import warnings
+from dataclasses import FrozenInstanceError, fields
 
 import pytest
 import torch
@@ -18,7 +23,17 @@ import torch.distributed as dist
 import holdfast
 from holdfast.errors import RunInUseError, RunTakenError
 from holdfast.stores import LocalStore, Root
-from tests.manager.managed import MoodyRoot, a_run, damage_data, is_state_of, restored_from, state_of, steps_in, train
+from tests.manager.managed import (
+    MoodyRoot,
+    a_run,
+    damage_data,
+    is_state_of,
+    not_by_python,
+    restored_from,
+    state_of,
+    steps_in,
+    train,
+)
 
 # --- other jobs ---------------------------------------------------------------------------------------------------
 
@@ -50,12 +65,12 @@ def test_after_a_take_over_the_old_job_saves_no_more(tmp_path):
         old.wait()
         with pytest.raises(RunInUseError, match="not closed"), holdfast.CheckpointManager(tmp_path):
             pass
-        with holdfast.CheckpointManager(tmp_path, take_over=True) as new:
+        with holdfast.CheckpointManager(tmp_path, run_options=holdfast.RunOptions(take_over=True)) as new:
             assert new.run_id == old.run_id
             assert new.restore(state_of(0)).step == 1
             pending = old.save(2, state_of(2))
             with pytest.raises(RunTakenError, match="saves and deletes nothing"):
-                pending.wait()
+                pending.result()
             with pytest.raises(RunTakenError):
                 old.wait()
             with pytest.raises(RunTakenError):
@@ -68,11 +83,11 @@ def test_after_a_take_over_the_old_job_saves_no_more(tmp_path):
 
 
 def test_the_run_has_an_id_that_can_be_asked_for(tmp_path):
-    with holdfast.CheckpointManager(tmp_path, run="experiment-7") as manager:
+    with holdfast.CheckpointManager(tmp_path, run_options=holdfast.RunOptions(run_id="experiment-7")) as manager:
         assert manager.run_id == "experiment-7"
     with (
         pytest.raises(ValueError, match="holds the run 'experiment-7'"),
-        holdfast.CheckpointManager(tmp_path, run="other"),
+        holdfast.CheckpointManager(tmp_path, run_options=holdfast.RunOptions(run_id="other")),
     ):
         pass
 
@@ -83,7 +98,7 @@ def test_the_run_has_an_id_that_can_be_asked_for(tmp_path):
 @pytest.mark.parametrize("async_save", [True, False])
 def test_runs_in_memory(tmp_path, async_save):
     place = f"memory://{tmp_path}"
-    with holdfast.CheckpointManager(place, every_steps=1, keep_last=2, async_save=async_save) as manager:
+    with holdfast.CheckpointManager(place, every_steps=1, keep_last=2, background=async_save) as manager:
         train(manager, range(1, 5))
     assert steps_in(place) == [3, 4]
     assert is_state_of(restored_from(place)[1], 4)
@@ -178,11 +193,13 @@ def test_after_closing_it_can_only_look(tmp_path):
     assert [info.step for info in manager.steps()] == [1]
 
 
-def test_if_opening_fails_the_run_is_free_and_handlers_are_as_before(tmp_path):
-    (tmp_path / "file").touch()
-    manager = holdfast.CheckpointManager(tmp_path / "run", trace=tmp_path / "file" / "trace.json")
-    with pytest.raises(OSError, match="file"):
-        manager.restore(state_of(0))
+def test_if_opening_fails_the_run_is_free_and_handlers_are_as_before(tmp_path, monkeypatch):
+    manager = holdfast.CheckpointManager(tmp_path / "run")
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        not_by_python(patch, signal.SIGUSR1)
+        with pytest.raises(RuntimeWarning, match="SIGUSR1 will not be noticed"):
+            manager.restore(state_of(0))
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     with holdfast.CheckpointManager(tmp_path / "run"):
         pass
@@ -197,7 +214,7 @@ def test_handlers_of_signals_are_as_before_also_after_an_exception(tmp_path):
     with pytest.raises(ZeroDivisionError):
         program()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    with holdfast.CheckpointManager(tmp_path, signals=()):
+    with holdfast.CheckpointManager(tmp_path, on_signal=None):
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -221,7 +238,11 @@ def test_a_process_group_that_goes_away_is_noticed_before_ranks_save_on_their_ow
 def test_events_and_a_trace(tmp_path):
     events: list[holdfast.Event] = []
     trace = tmp_path / "trace.json"
-    with holdfast.CheckpointManager(tmp_path / "run", every_steps=1, on_event=events.append, trace=trace) as manager:
+    with (
+        holdfast.subscribe(events.append),
+        holdfast.trace_to(trace),
+        holdfast.CheckpointManager(tmp_path / "run", every_steps=1) as manager,
+    ):
         manager.restore(state_of(0))
         manager.maybe_save(1, state_of(1))
         manager.wait()
@@ -245,7 +266,7 @@ def test_a_callback_that_fails_does_no_harm(tmp_path):
     def fail(event) -> None:
         raise ZeroDivisionError
 
-    with holdfast.CheckpointManager(tmp_path, on_event=fail) as manager:
+    with holdfast.subscribe(fail), holdfast.CheckpointManager(tmp_path) as manager:
         manager.save(1, state_of(1))
     assert steps_in(tmp_path) == [1]
 
@@ -309,22 +330,14 @@ def test_a_read_only_manager_needs_no_right_to_write(tmp_path):
         ({"every_steps": True}, ValueError, "every_steps=True"),
         ({"every_minutes": -1}, ValueError, "every_minutes=-1"),
         ({"every_minutes": "30"}, ValueError, "every_minutes='30'"),
-        ({"keep": 3}, TypeError, "keep is a policy"),
-        ({"keep_best": "loss"}, TypeError, "keep_best is a number and a metric"),
+        ({"keep": 3}, TypeError, r"keep takes a holdfast.keep.Policy or a holdfast.Retention, not 3"),
         ({"keep_last": 0}, ValueError, "from 1 on"),
-        ({"keep_best": (1, "loss", "low")}, ValueError, "'min'"),
-        ({"max_age": 3}, TypeError, "timedelta"),
-        ({"max_age": timedelta(0)}, ValueError, "longer than no time"),
-        ({"max_bytes": 0}, ValueError, "max_bytes"),
-        ({"writer": "fork"}, ValueError, "writer must be"),
-        ({"when_busy": "skip"}, ValueError, "when_busy must be"),
-        ({"on_failure": "ignore"}, ValueError, "on_failure must be"),
-        ({"on_full": "delete"}, ValueError, "on_full must be"),
-        ({"signals": ["SIGKILL"]}, ValueError, "SIGKILL"),
-        ({"grace_seconds": 0}, ValueError, "grace_seconds"),
-        ({"parts": "model"}, TypeError, "list of names"),
-        ({"metadata": {"x": object()}}, (TypeError, ValueError), "metadata"),
-        ({"save_options": {"casts": 1}}, TypeError, "save_options has 'casts', and can have: include"),
+        ({"background": "process"}, TypeError, "background takes a holdfast.Background, not 'process'"),
+        ({"on_signal": ["SIGTERM"]}, TypeError, "on_signal takes a holdfast.OnSignal"),
+        ({"on_full_disk": "prune"}, TypeError, "on_full_disk takes a holdfast.OnFullDisk, not 'prune'"),
+        ({"run_options": "experiment-7"}, TypeError, "run_options takes a holdfast.RunOptions"),
+        ({"save_options": {"metadata": {"x": object()}}}, (TypeError, ValueError), "metadata"),
+        ({"save_options": {"casts": 1}}, TypeError, "save_options got an unexpected 'casts'; it takes: .*include"),
         ({"save_options": {"overwrite": False}}, TypeError, "'overwrite'"),
         ({"save_options": {"memory_budget": 1}}, ValueError, "memory_budget"),
     ],
@@ -333,6 +346,45 @@ def test_arguments_that_make_no_sense_are_refused_at_once(tmp_path, arguments, e
     with pytest.raises(error, match=told):
         holdfast.CheckpointManager(tmp_path / "run", **arguments)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "error", "told"),
+    [
+        (holdfast.Background, {"writer": "fork"}, ValueError, "writer must be 'thread' or 'process'"),
+        (holdfast.Background, {"when_busy": "skip"}, ValueError, "when_busy must be 'wait', 'copy' or 'error'"),
+        (holdfast.Background, {"on_failure": "ignore"}, ValueError, "on_failure must be 'error' or 'warn'"),
+        (holdfast.OnFullDisk, {"action": "delete"}, ValueError, "action must be 'error', 'prune' or 'wait'"),
+        (holdfast.OnFullDisk, {"wait_seconds": 0}, ValueError, "wait_seconds must be positive"),
+        (holdfast.OnSignal, {"signals": ["SIGKILL"]}, ValueError, "SIGKILL"),
+        (holdfast.OnSignal, {"signals": "SIGTERM"}, TypeError, "list of names"),
+        (holdfast.OnSignal, {"grace_seconds": 0}, ValueError, "grace_seconds"),
+        (holdfast.Retention, {"policy": 3}, TypeError, r"policy takes a holdfast.keep.Policy, not 3"),
+        (holdfast.RunOptions, {"parts": "model"}, TypeError, "list of names"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_where_they_are_made(make, arguments, error, told):
+    with pytest.raises(error, match=told):
+        make(**arguments)
+
+
+def test_the_manager_has_a_dozen_keywords_and_every_option_a_docstring():
+    keywords = list(inspect.signature(holdfast.CheckpointManager).parameters)[1:]
+    assert len(keywords) <= 12
+    for options in (
+        holdfast.Background,
+        holdfast.OnFullDisk,
+        holdfast.OnSignal,
+        holdfast.Retention,
+        holdfast.RunOptions,
+    ):
+        source = ast.parse(textwrap.dedent(inspect.getsource(options))).body[0].body
+        for field, text in itertools.pairwise(source):
+            if isinstance(field, ast.AnnAssign):
+                assert isinstance(text, ast.Expr), ast.unparse(field)
+                assert field.value is not None, "there is a default for everything"
+        with pytest.raises(FrozenInstanceError):
+            setattr(options(), fields(options)[0].name, None)
 
 
 def test_in_another_thread_it_works_without_signals(tmp_path):
@@ -372,7 +424,7 @@ def in_a_forked_process(body) -> str:
 
 
 def test_a_forked_process_can_look_and_does_no_harm(tmp_path):
-    with holdfast.CheckpointManager(tmp_path, async_save=False, every_steps=10) as manager:
+    with holdfast.CheckpointManager(tmp_path, background=False, every_steps=10) as manager:
         manager.save(1, state_of(1))
         manager.maybe_save(2, state_of(2))
         assert in_a_forked_process(lambda: [info.step for info in manager.steps()]) == "[1]"

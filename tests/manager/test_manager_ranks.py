@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import warnings
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from holdfast._manager.pulse import Pulse
 from holdfast._manager.run import Run
 from holdfast._manager.steps import folder_of
 from holdfast.errors import NoUsableCheckpointError, RankDisagreementError, RunInUseError, StorageFullError
-from tests.manager.managed import MoodyRoot, damage_data, steps_in
+from tests.manager.managed import MoodyRoot, damage_data, not_by_python, steps_in
 from tests.sharding import sharded
 
 SIZE = 64
@@ -43,7 +44,7 @@ def is_sharded_of(state: dict[str, Any], step: int) -> bool:
 
 
 def train_and_restore(root, async_save) -> tuple:
-    with holdfast.CheckpointManager(root, every_steps=2, keep_last=2, async_save=async_save) as manager:
+    with holdfast.CheckpointManager(root, every_steps=2, keep_last=2, background=async_save) as manager:
         assert manager.restore(sharded_state(0)) is None
         for step in range(1, 8):
             manager.maybe_save(step, sharded_state(step), metrics={"loss": step + dist.get_rank()})
@@ -100,9 +101,10 @@ def save_steps(root, *steps) -> None:
 
 def watch_ranks(root, async_save) -> list[tuple]:
     events: list[holdfast.Event] = []
-    with holdfast.CheckpointManager(
-        root, every_steps=1, keep_last=1, async_save=async_save, on_event=events.append
-    ) as manager:
+    with (
+        holdfast.subscribe(events.append),
+        holdfast.CheckpointManager(root, every_steps=1, keep_last=1, background=async_save) as manager,
+    ):
         for step in (1, 2):
             manager.maybe_save(step, sharded_state(step))
     return sorted({(event.verb, event.rank, event.world_size) for event in events})
@@ -113,12 +115,12 @@ def fail_the_last_step(root, who) -> tuple:
     moody = MoodyRoot(root)
     with (
         warnings.catch_warnings(record=True),
-        holdfast.CheckpointManager(moody, every_steps=2, on_failure="warn") as manager,
+        holdfast.CheckpointManager(moody, every_steps=2, background=holdfast.Background(on_failure="warn")) as manager,
     ):
         warnings.simplefilter("always")
         manager.maybe_save(1, sharded_state(1))
         pending = manager.maybe_save(2, sharded_state(2))
-        pending.committed.exception()
+        pending.exception()
         if dist.get_rank() == who:
             manager._saver.pending._newest = manager._saver.pending._newest._replace(committed=None)
         events: list[holdfast.Event] = []
@@ -139,7 +141,9 @@ class FailingOnRank1(MoodyRoot):
 def go_on_after_a_failure(root, on_failure) -> list[str]:
     """Whatever fails is caught: the ranks must stay in step with each other."""
     told = []
-    with holdfast.CheckpointManager(FailingOnRank1(root), on_failure=on_failure, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(
+        FailingOnRank1(root), background=holdfast.Background(on_failure=on_failure), save_at_end=False
+    ) as manager:
         for step in range(1, 7):
             pending, view = manager._saver.pending, PendingSaves._view
             if step == 3 and dist.get_rank() == 0:  # ranks do not learn of the end of a save at the same moment
@@ -184,7 +188,9 @@ def raise_on_one_rank(root) -> None:
 
 
 def refuse_state_on_one_rank(root, async_save) -> str:
-    with holdfast.CheckpointManager(root, parts=["model", "seen", "mine"], async_save=async_save) as manager:
+    with holdfast.CheckpointManager(
+        root, run_options=holdfast.RunOptions(parts=["model", "seen", "mine"]), background=async_save
+    ) as manager:
         state = sharded_state(1)
         if dist.get_rank() == 1:
             del state["seen"]
@@ -216,15 +222,16 @@ def open_different_roots(root) -> str:
     return "not told"
 
 
-def fail_to_trace_on_one_rank(root) -> str:
-    trace = f"{root}/no/folder/trace.json" if dist.get_rank() == 1 else None
-    if trace is not None:
-        open(f"{root}/no", "w").close()
+def fail_to_open_on_one_rank(root) -> str:
     try:
-        with holdfast.CheckpointManager(f"{root}/run", trace=trace):
-            return "opened"
-    except OSError:
-        pass
+        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                warnings.simplefilter("error")
+                not_by_python(patch, signal.SIGUSR1)
+            with holdfast.CheckpointManager(f"{root}/run"):
+                return "opened"
+    except Exception as error:
+        assert "SIGUSR1 will not be noticed" in str(error)  # noqa: PT017 - also what the other rank raised
     with holdfast.CheckpointManager(f"{root}/run"):
         return "told, and the run is free"
 
@@ -273,7 +280,9 @@ class Odd(holdfast.keep.Policy):
 
 
 def open_with_a_policy_of_its_own(root) -> str:
-    with holdfast.CheckpointManager(root, keep=Odd() | holdfast.keep.last(2), signals=iter(["SIGTERM"]), every_steps=2):
+    with holdfast.CheckpointManager(
+        root, keep=Odd() | holdfast.keep.last(2), on_signal=holdfast.OnSignal(signals=iter(["SIGTERM"])), every_steps=2
+    ):
         return "opened"
 
 
@@ -287,7 +296,9 @@ def save_what_is_damaged_at_once(root) -> str:
 
     Run._note = damaged_meanwhile
     try:
-        with holdfast.CheckpointManager(root, keep_last=1, verify_before_delete=True) as manager:
+        with holdfast.CheckpointManager(
+            root, keep_last=1, keep=holdfast.Retention(verify_before_delete=True)
+        ) as manager:
             for step in (1, 2, 3, 4):
                 try:
                     manager.save(step, {"model": {"weight": torch.ones(10)}}, wait=True)
@@ -350,7 +361,7 @@ def test_no_rank_begins_anew_if_nothing_is_whole(ranks, tmp_path):
 
 
 def test_all_ranks_raise_a_failure_at_the_same_save(ranks, tmp_path):
-    first, second = ranks(2).run(go_on_after_a_failure, tmp_path, "raise")
+    first, second = ranks(2).run(go_on_after_a_failure, tmp_path, "error")
     assert first == second == ["step 3 raised OSError"]
     assert steps_in(tmp_path) == [1, 4, 5, 6]
 
@@ -400,7 +411,7 @@ def test_ranks_open_together_or_not_at_all(ranks, tmp_path):
     assert ranks(2).run(open_what_is_in_use, tmp_path / "a") == ["RunInUseError"] * 2
     assert ranks(2).run(open_different_roots, tmp_path / "b") == ["told"] * 2
     (tmp_path / "c").mkdir()
-    assert ranks(2).run(fail_to_trace_on_one_rank, tmp_path / "c") == ["told, and the run is free"] * 2
+    assert ranks(2).run(fail_to_open_on_one_rank, tmp_path / "c") == ["told, and the run is free"] * 2
 
 
 @pytest.mark.parametrize(
@@ -408,29 +419,33 @@ def test_ranks_open_together_or_not_at_all(ranks, tmp_path):
     [
         {"every_steps": 3},
         {"every_minutes": 3},
-        {"signals": ()},
+        {"on_signal": None},
         {"keep_last": 2},
-        {"keep_best": (1, "loss")},
-        {"async_save": False},
-        {"writer": "process"},
-        {"when_busy": "copy"},
-        {"check_tearing": True},
-        {"overlap": True},
-        {"on_full": "prune"},
-        {"on_failure": "warn"},
+        {"keep": holdfast.keep.best(1, "loss")},
+        {"background": False},
+        {"background": holdfast.Background(writer="process")},
+        {"background": holdfast.Background(when_busy="copy")},
+        {"background": holdfast.Background(check_tearing=True)},
+        {"background": holdfast.Background(overlap=True)},
+        {"background": holdfast.Background(on_failure="warn")},
+        {"on_full_disk": holdfast.OnFullDisk(action="prune")},
+        {"on_full_disk": holdfast.OnFullDisk(wait_seconds=60)},
         {"save_at_end": False},
-        {"verify_before_delete": True},
-        {"dry_run": True},
-        {"parts": ["model"]},
+        {"keep": holdfast.Retention(verify_before_delete=True)},
+        {"keep": holdfast.Retention(dry_run=True)},
+        {"run_options": holdfast.RunOptions(run_id="other")},
+        {"run_options": holdfast.RunOptions(take_over=True)},
+        {"run_options": holdfast.RunOptions(parts=["model"])},
         {"read_only": True},
     ],
-    ids=lambda options: next(iter(options)),
+    ids=lambda options: str(next(iter(options.values())))[:60],
 )
 def test_ranks_with_different_options_are_told_when_they_open(ranks, tmp_path, options):
     first, second = ranks(2).run(open_with_options_of_its_own, tmp_path, options)
     assert first == second
-    (name,) = options
-    assert name.partition("_")[0] in first
+    ((name, given),) = options.items()
+    named = {"keep_last": "Retention.policy", "on_signal": "signals", "keep": "Retention."}.get(name, name)
+    assert (f"{type(given).__name__}." if is_dataclass(given) and name != "keep" else named) in first
     assert first.count("=") == 2  # what is the same is not told
     assert not any(tmp_path.iterdir())
 

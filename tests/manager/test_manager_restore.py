@@ -52,7 +52,7 @@ def test_a_fresh_start_is_none_and_leaves_the_state_alone(tmp_path):
 
 
 def test_the_newest_is_restored(tmp_path):
-    a_run(tmp_path, 3, 20, 100, metadata={"git": "1a2b3c"})
+    a_run(tmp_path, 3, 20, 100, save_options={"metadata": {"git": "1a2b3c"}})
     restored, state = restored_from(tmp_path)
     assert is_state_of(state, 100)
     assert (restored.step, restored.path) == (100, str(tmp_path / "step-00000100"))

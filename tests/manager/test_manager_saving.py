@@ -41,18 +41,18 @@ def train_step(training) -> None:
 
 
 def test_metadata_of_the_manager_and_of_the_call(tmp_path):
-    with holdfast.CheckpointManager(tmp_path, metadata={"git": "1a2b3c", "who": "all"}) as manager:
+    with holdfast.CheckpointManager(tmp_path, save_options={"metadata": {"git": "1a2b3c", "who": "all"}}) as manager:
         manager.save(1, state_of(1), metadata={"who": "me"})
     (info,) = manager.steps()
     assert info.metadata == {"git": "1a2b3c", "who": "me"}
     with pytest.raises(ValueError, match="belongs to the manager"):
-        holdfast.CheckpointManager(tmp_path, metadata={"holdfast": 1})
+        holdfast.CheckpointManager(tmp_path, save_options={"metadata": {"holdfast": 1}})
 
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_save_options(tmp_path, async_save):
     options = {"exclude": "*.frozen", "cast": {"model.*": torch.bfloat16}, "max_file_size": 4096}
-    with holdfast.CheckpointManager(tmp_path, async_save=async_save, save_options=options) as manager:
+    with holdfast.CheckpointManager(tmp_path, background=async_save, save_options=options) as manager:
         manager.save(1, {"model": {"w": torch.ones(8000), "frozen": torch.ones(5)}, "step": 1})
     saved = holdfast.open(tmp_path / folder_of(1))
     assert sorted(saved.keys()) == ["model.w", "step"]
@@ -62,7 +62,9 @@ def test_save_options(tmp_path, async_save):
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_a_set_of_parts_is_saved_whole_or_not_at_all(tmp_path, async_save):
-    with holdfast.CheckpointManager(tmp_path, parts=["model", "seen"], async_save=async_save) as manager:
+    with holdfast.CheckpointManager(
+        tmp_path, run_options=holdfast.RunOptions(parts=["model", "seen"]), background=async_save
+    ) as manager:
         manager.save(1, state_of(1))
         for wrong in ({"model": {}}, {**state_of(2), "more": 1}, [1, 2]):
             with pytest.raises(ValueError, match=r"has the parts \['model', 'seen'\].*Nothing was saved"):
@@ -90,7 +92,9 @@ def test_with_overlap_the_optimizers_are_found_and_their_steps_wait(tmp_path, mo
 
     monkeypatch.setattr("holdfast._manager.saver.begin_save", begin)
     expected = {}
-    with holdfast.CheckpointManager(tmp_path, every_steps=1, overlap=True, when_busy="copy") as manager:
+    with holdfast.CheckpointManager(
+        tmp_path, every_steps=1, background=holdfast.Background(overlap=True, when_busy="copy")
+    ) as manager:
         for step in range(1, 6):
             train_step(training)
             expected[step] = training["model"].weight.detach().clone()
@@ -101,7 +105,7 @@ def test_with_overlap_the_optimizers_are_found_and_their_steps_wait(tmp_path, mo
 
 
 def test_overlap_without_an_optimizer_is_warned_of_once(tmp_path):
-    with holdfast.CheckpointManager(tmp_path, every_steps=1, overlap=True) as manager:
+    with holdfast.CheckpointManager(tmp_path, every_steps=1, background=holdfast.Background(overlap=True)) as manager:
         with pytest.warns(RuntimeWarning, match="no torch.optim.Optimizer in the state") as told:
             train(manager, range(1, 4))
         assert len(told) == 1
@@ -118,7 +122,9 @@ def test_how_to_copy_is_passed_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr("holdfast._manager.saver.begin_save", begin)
     options = {"memory_budget": 100_000_000}
-    with holdfast.CheckpointManager(tmp_path, check_tearing=True, save_options=options) as manager:
+    with holdfast.CheckpointManager(
+        tmp_path, background=holdfast.Background(check_tearing=True), save_options=options
+    ) as manager:
         manager.save(1, state_of(1))
     assert given == [(True, 100_000_000)]
 
@@ -133,9 +139,11 @@ def test_without_overlap_all_is_copied_in_the_call(tmp_path):
 
 def test_a_writer_process_saves_and_the_run_is_kept_in_order(tmp_path):
     events: list[holdfast.Event] = []
-    with holdfast.CheckpointManager(
-        tmp_path, every_steps=1, keep_last=2, writer="process", on_event=events.append
-    ) as manager:
+    background = holdfast.Background(writer="process")
+    with (
+        holdfast.subscribe(events.append),
+        holdfast.CheckpointManager(tmp_path, every_steps=1, keep_last=2, background=background) as manager,
+    ):
         train(manager, range(1, 4))
     assert steps_in(tmp_path) == [2, 3]
     assert [event.step for event in events if event.name == "save.write"] == [1, 2, 3]
@@ -143,7 +151,7 @@ def test_a_writer_process_saves_and_the_run_is_kept_in_order(tmp_path):
 
 
 def test_a_writer_process_cannot_save_to_memory(tmp_path):
-    manager = holdfast.CheckpointManager(f"memory://{tmp_path}", writer="process")
+    manager = holdfast.CheckpointManager(f"memory://{tmp_path}", background=holdfast.Background(writer="process"))
     with pytest.raises(ValueError, match="memory of this process"):
         manager.save(1, state_of(1))
     manager.close()
@@ -164,13 +172,13 @@ class SlowRoot(MoodyRoot):
 
 def test_when_busy(tmp_path):
     root = SlowRoot(tmp_path)
-    with holdfast.CheckpointManager(root, when_busy="raise") as manager:
+    with holdfast.CheckpointManager(root, background=holdfast.Background(when_busy="error")) as manager:
         manager.maybe_save(1, state_of(1))
         first = manager.save(1, state_of(1))
         with pytest.raises(SaveInProgressError):
             manager.save(2, state_of(2))
         root.go_on.set()
-        first.wait()
+        first.result()
         manager.save(2, state_of(2))
     assert steps_in(tmp_path) == [1, 2]
 
@@ -204,7 +212,7 @@ def test_a_failed_save_is_raised_by_the_next_one_and_the_run_goes_on_after_that(
     with holdfast.CheckpointManager(moody) as manager:
         failed = manager.save(1, state_of(1))
         with pytest.raises(OSError, match="Input/output"):
-            failed.wait()
+            failed.result()
         with pytest.raises(OSError, match=r"Input/output error.*step-00000001"):
             manager.save(2, state_of(2))
         manager.save(3, state_of(3))
@@ -233,15 +241,20 @@ def test_a_failed_save_is_raised_at_the_end_and_the_last_step_is_saved(tmp_path,
     assert restored_from(tmp_path)[0].step == 3  # and the run is free for others
 
 
-@pytest.mark.parametrize("on_failure", ["raise", "warn"])
+@pytest.mark.parametrize("on_failure", ["error", "warn"])
 def test_a_last_step_whose_own_save_failed_is_saved_at_the_end(tmp_path, moody, on_failure):
     told = pytest.raises(OSError, match="Input/output")
     if on_failure == "warn":
         told = pytest.warns(RuntimeWarning, match="step 4 was saved at the second attempt only: OSError")
     moody.failing = {4}
-    with told, holdfast.CheckpointManager(moody, every_steps=2, on_failure=on_failure) as manager:
+    with (
+        told,
+        holdfast.CheckpointManager(
+            moody, every_steps=2, background=holdfast.Background(on_failure=on_failure)
+        ) as manager,
+    ):
         train(manager, range(1, 4))
-        manager.maybe_save(4, state_of(4), metrics={"loss": 0.25}).committed.exception()
+        manager.maybe_save(4, state_of(4), metrics={"loss": 0.25}).exception()
         moody.failing = set()
     assert steps_in(tmp_path) == [2, 4]
     assert is_state_of(restored_from(tmp_path)[1], 4)
@@ -252,7 +265,7 @@ def test_a_last_step_that_fails_twice_is_told_as_the_first_failure(tmp_path, moo
     moody.failing = {2}
     with (
         pytest.warns(RuntimeWarning, match="step 2 was not saved: OSError"),
-        holdfast.CheckpointManager(moody, every_steps=2, on_failure="warn") as manager,
+        holdfast.CheckpointManager(moody, every_steps=2, background=holdfast.Background(on_failure="warn")) as manager,
     ):
         train(manager, range(1, 3))
     assert moody.failures == 2
@@ -263,13 +276,13 @@ def test_a_last_step_that_fails_twice_is_told_as_the_first_failure(tmp_path, moo
 @pytest.mark.parametrize("go_back", [True, False])
 def test_a_step_that_failed_is_not_saved_again_if_the_state_may_be_another_by_now(tmp_path, moody, go_back):
     moody.failing = {2}
-    manager = holdfast.CheckpointManager(moody, on_failure="warn", every_steps=2)
+    manager = holdfast.CheckpointManager(moody, background=holdfast.Background(on_failure="warn"), every_steps=2)
     manager.save(1, state_of(1), wait=True)
     if go_back:
-        manager.maybe_save(2, state_of(2)).committed.exception()
+        manager.maybe_save(2, state_of(2)).exception()
         manager.restore(state_of(0))
     else:
-        manager.save(2, state_of(2)).committed.exception()  # who calls this need not tell of the steps after it
+        manager.save(2, state_of(2)).exception()  # who calls this need not tell of the steps after it
     moody.failing = set()
     with pytest.warns(RuntimeWarning, match="step 2 was not saved"):
         manager.close()
@@ -278,7 +291,7 @@ def test_a_step_that_failed_is_not_saved_again_if_the_state_may_be_another_by_no
 
 def test_several_failures_are_all_told(moody, caplog):
     moody.failing = {1, 2}
-    manager = holdfast.CheckpointManager(moody, when_busy="copy")
+    manager = holdfast.CheckpointManager(moody, background=holdfast.Background(when_busy="copy"))
     manager.save(1, state_of(1))
     manager._saver.pending.raise_failures = lambda: None  # as if it had not ended yet
     manager.save(2, state_of(2))
@@ -289,8 +302,8 @@ def test_several_failures_are_all_told(moody, caplog):
 
 def test_failures_can_be_warnings(tmp_path, moody):
     moody.failing = {1, 3}
-    with holdfast.CheckpointManager(moody, on_failure="warn") as manager:
-        manager.save(1, state_of(1)).committed.exception()
+    with holdfast.CheckpointManager(moody, background=holdfast.Background(on_failure="warn")) as manager:
+        manager.save(1, state_of(1)).exception()
         with pytest.warns(RuntimeWarning, match="step 1 was not saved: OSError: .*Input/output"):
             manager.save(2, state_of(2))
         manager.wait()
@@ -320,7 +333,7 @@ def test_the_programs_own_error_is_not_masked_by_that_of_a_save(moody):
 
 def test_a_failed_save_now_is_raised_now(tmp_path, moody):
     moody.failing = {1}
-    with holdfast.CheckpointManager(moody, async_save=False, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(moody, background=False, save_at_end=False) as manager:
         with pytest.raises(OSError, match="Input/output"):
             manager.save(1, state_of(1))
         assert not (tmp_path / folder_of(1)).exists()
@@ -331,7 +344,7 @@ def test_a_failed_save_now_is_raised_now(tmp_path, moody):
 def test_a_failed_replacement_leaves_the_old_one(tmp_path, moody):
     a_run(tmp_path, 1)
     moody.failing = {1}
-    manager = holdfast.CheckpointManager(moody, async_save=False)
+    manager = holdfast.CheckpointManager(moody, background=False)
     with pytest.raises(OSError, match="Input/output"):
         manager.save(1, state_of(99))
     manager.close()
@@ -347,7 +360,7 @@ def test_on_a_full_disk_the_last_checkpoint_stays(tmp_path, moody, async_save):
     moody.full = {3}
 
     def program() -> None:
-        with holdfast.CheckpointManager(moody, async_save=async_save) as manager:
+        with holdfast.CheckpointManager(moody, background=async_save) as manager:
             manager.save(3, state_of(3))
 
     with pytest.raises(StorageFullError, match=r"no space for .*step-00000003") as raised:
@@ -374,9 +387,9 @@ class FreedByDeletion(MoodyRoot):
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_on_a_full_disk_it_is_told_how_much_the_save_before_needed(moody, async_save):
-    with holdfast.CheckpointManager(moody, async_save=async_save, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(moody, background=async_save, save_at_end=False) as manager:
         saved = manager.save(1, state_of(1))
-        needed = (saved.wait() if async_save else saved).bytes_written
+        needed = (saved.result() if async_save else saved).bytes_written
         moody.full = {2}
         with pytest.raises(StorageFullError) as raised:
             manager.save(2, state_of(2), wait=True)
@@ -389,7 +402,9 @@ def test_on_a_full_disk_the_oldest_goes_if_that_is_wanted(tmp_path, async_save, 
     root = FreedByDeletion(tmp_path)
     with (
         caplog.at_level(logging.WARNING),
-        holdfast.CheckpointManager(root, async_save=async_save, on_full="prune") as manager,
+        holdfast.CheckpointManager(
+            root, background=async_save, on_full_disk=holdfast.OnFullDisk(action="prune")
+        ) as manager,
     ):
         manager.save(3, state_of(3))
     assert root.failures == 1
@@ -398,13 +413,16 @@ def test_on_a_full_disk_the_oldest_goes_if_that_is_wanted(tmp_path, async_save, 
 
 
 def test_on_a_full_disk_the_best_is_the_last_to_go(tmp_path):
-    with holdfast.CheckpointManager(tmp_path, async_save=False) as manager:
+    with holdfast.CheckpointManager(tmp_path, background=False) as manager:
         for step, loss in ((1, 0.1), (2, 0.9)):
             manager.save(step, state_of(step), metrics={"loss": loss})
         manager.save(4, state_of(4))
     root = FreedByDeletion(tmp_path, room_for=3)
-    options = {"keep_last": 10, "keep_best": (1, "loss"), "on_full": "prune", "async_save": False}
-    with holdfast.CheckpointManager(root, **options) as manager:
+    on_full_disk = holdfast.OnFullDisk(action="prune")
+    best = holdfast.keep.best(1, "loss")
+    with holdfast.CheckpointManager(
+        root, keep_last=10, keep=best, on_full_disk=on_full_disk, background=False
+    ) as manager:
         manager.save(3, state_of(3))
     assert steps_in(tmp_path) == [1, 3, 4]
 
@@ -412,7 +430,9 @@ def test_on_a_full_disk_the_best_is_the_last_to_go(tmp_path):
 def test_on_a_full_disk_the_one_that_was_saved_last_stays(tmp_path):
     a_run(tmp_path, 10, 20, 30)
     root = FreedByDeletion(tmp_path, room_for=3)
-    with holdfast.CheckpointManager(root, on_full="prune", async_save=False) as manager:
+    with holdfast.CheckpointManager(
+        root, on_full_disk=holdfast.OnFullDisk(action="prune"), background=False
+    ) as manager:
         manager.restore(state_of(0), step=10)
         manager.delete(10)
         manager.save(2, state_of(2))
@@ -431,7 +451,9 @@ def test_on_a_full_disk_a_deletion_that_failed_earlier_does_not_count(tmp_path, 
 
     monkeypatch.setattr(LocalRoot, "remove", no_removal)
     root = FreedByDeletion(tmp_path)  # of step 1 only an empty folder is left
-    with holdfast.CheckpointManager(root, on_full="prune", async_save=False) as manager:
+    with holdfast.CheckpointManager(
+        root, on_full_disk=holdfast.OnFullDisk(action="prune"), background=False
+    ) as manager:
         with pytest.raises(NotDeletedError):
             manager.delete(1)
         manager.save(3, state_of(3))
@@ -441,7 +463,12 @@ def test_on_a_full_disk_a_deletion_that_failed_earlier_does_not_count(tmp_path, 
 
 def test_a_dry_run_prunes_nothing(tmp_path):
     a_run(tmp_path, 1, 2)
-    manager = holdfast.CheckpointManager(FreedByDeletion(tmp_path), async_save=False, on_full="prune", dry_run=True)
+    manager = holdfast.CheckpointManager(
+        FreedByDeletion(tmp_path),
+        background=False,
+        on_full_disk=holdfast.OnFullDisk(action="prune"),
+        keep=holdfast.Retention(dry_run=True),
+    )
     with pytest.raises(StorageFullError):
         manager.save(3, state_of(3))
     manager.close()
@@ -460,7 +487,7 @@ def test_preflight_tells_of_this_manager(tmp_path, capsys):
 
 def test_a_preflight_is_told_to_those_who_watch(tmp_path):
     events = []
-    with holdfast.CheckpointManager(tmp_path, on_event=events.append) as manager:
+    with holdfast.subscribe(events.append), holdfast.CheckpointManager(tmp_path) as manager:
         manager.preflight(state_of(1))
         with pytest.raises(PreflightError):
             manager.preflight({"no": object()})

@@ -27,19 +27,20 @@ from holdfast._manager.measuring import (
     measure_copies,
     measure_writes,
     memory_limits,
-    plain_options,
     shortages,
 )
 from holdfast._manager.preflight import run_preflight
 from holdfast._manager.preflight_report import PreflightReport, Problem
 from holdfast._manager.probing import look_for_islands
 from holdfast._ranks.collectives import Collectives
+from holdfast._save.options import CheckedOptions
 from holdfast._stores.local_store import LocalStore
 from holdfast._stores.memory_store import MemoryStore
 from holdfast._stores.roots import LocalRoot
 from holdfast._stores.store import Store
 from holdfast.errors import PreflightError
 from tests.manager.small_disks import small_disk
+from tests.properties import examples
 from tests.rank_pool import RankPool
 
 NOBODY = 65534
@@ -138,7 +139,7 @@ def test_a_place_that_is_none_is_a_problem():
 
 def test_options_of_the_save_count(tmp_path):
     state = {"keep": torch.ones(MB), "drop": torch.ones(MB)}
-    chosen = plain_options(include="keep", cast={"*": torch.bfloat16})
+    chosen = CheckedOptions.of({"include": "keep", "cast": {"*": torch.bfloat16}})
     report = run_preflight(state, tmp_path, options=lambda: chosen, async_save=True)
     assert report.tensor_count == 1
     assert 2 * MB < report.checkpoint_bytes < 2.1 * MB
@@ -201,7 +202,7 @@ def test_the_size_is_that_of_the_checkpoint(tmp_path, state):
     assert size.tensor_count == report.tensor_count
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=5),
     dtype=st.sampled_from([torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64]),
@@ -378,7 +379,7 @@ class SlowStore(MemoryStore):
             self.now += self.seconds + len(sink.content) / self.rate
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(rate=st.floats(1e4, 1e11), seconds=st.floats(0, 0.5))
 def test_a_disk_is_measured_within_the_time_there_is(rate, seconds):
     store = SlowStore("slow", seconds, rate)
@@ -705,7 +706,9 @@ def test_a_manager_that_was_given_another_path_is_named(ranks: RankPool, tmp_pat
 
 
 def managed_with_other_parts(folder: Path) -> Any:
-    return managed_problems(folder, {"x": 1} if dist.get_rank() == 1 else {"model": 1}, parts=["model"])
+    return managed_problems(
+        folder, {"x": 1} if dist.get_rank() == 1 else {"model": 1}, run_options=holdfast.RunOptions(parts=["model"])
+    )
 
 
 def test_a_rank_with_other_parts_is_named(ranks: RankPool, tmp_path):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from holdfast import keep
 from holdfast._manager.retention import Policy, always_kept, plan_deletions
 from holdfast._manager.steps import StepInfo
+from tests.properties import examples
 
 NOW = datetime(2026, 3, 1, tzinfo=timezone.utc)
 
@@ -99,7 +100,7 @@ def test_bytes_limit_what_the_rules_keep_and_the_oldest_go_first():
     steps = [step(1, nbytes=40), step(2, nbytes=30), step(3, nbytes=20), step(4, nbytes=10)]
     assert deleted(keep.everything().within(max_bytes=100), steps) == []
     assert deleted(keep.everything().within(max_bytes=99), steps) == [1]
-    assert deleted(keep.everything().within(max_bytes=59), steps) == [1, 2]
+    assert deleted(keep.everything().within(max_bytes="59 B"), steps) == [1, 2]
     assert deleted(keep.everything().within(max_bytes=1), steps) == [1, 2, 3]
 
 
@@ -237,7 +238,7 @@ def test_a_policy_of_ones_own():
 
 # --- properties ---------------------------------------------------------------------------------------------------
 
-examples = settings(max_examples=50)
+FEW = settings(max_examples=examples(50))
 hours = st.none() | st.integers(-2, 30)
 infos = st.builds(
     step,
@@ -277,7 +278,7 @@ policies = st.recursive(
 )
 
 
-@examples
+@FEW
 @given(listings, policies)
 def test_nothing_is_deleted_that_must_stay(steps, policy):
     doomed = plan_deletions(steps, policy, NOW)
@@ -290,7 +291,7 @@ def test_nothing_is_deleted_that_must_stay(steps, policy):
         assert not timed or max(timed, key=lambda info: (info.saved_at, info.step)) in stay
 
 
-@examples
+@FEW
 @given(listings, policies)
 def test_every_step_is_either_kept_for_a_reason_or_deleted(steps, policy):
     kept, doomed = policy.kept(steps, NOW), plan_deletions(steps, policy, NOW)
@@ -299,7 +300,7 @@ def test_every_step_is_either_kept_for_a_reason_or_deleted(steps, policy):
     assert [info.step for info in doomed] == sorted(info.step for info in doomed)
 
 
-@examples
+@FEW
 @given(listings, policies)
 def test_once_all_is_deleted_there_is_nothing_more_to_delete(steps, policy):
     doomed = plan_deletions(steps, policy, NOW)
@@ -307,7 +308,7 @@ def test_once_all_is_deleted_there_is_nothing_more_to_delete(steps, policy):
     assert plan_deletions(left, policy, NOW) == []
 
 
-@examples
+@FEW
 @given(listings, policies, st.randoms())
 def test_the_order_of_the_list_does_not_matter(steps, policy, random):
     shuffled = steps.copy()
@@ -315,7 +316,7 @@ def test_the_order_of_the_list_does_not_matter(steps, policy, random):
     assert plan_deletions(shuffled, policy, NOW) == plan_deletions(steps, policy, NOW)
 
 
-@examples
+@FEW
 @given(listings, policies, policies)
 def test_a_policy_more_never_deletes_more(steps, one, other):
     joined = {info.step for info in plan_deletions(steps, one | other, NOW)}
@@ -323,7 +324,7 @@ def test_a_policy_more_never_deletes_more(steps, one, other):
     assert joined == apart[0] & apart[1]
 
 
-@examples
+@FEW
 @given(listings, policies, limits)
 def test_a_limit_never_keeps_more_and_is_kept(steps, policy, limit):
     before, after = policy.kept(steps, NOW), policy.within(**limit).kept(steps, NOW)
@@ -341,7 +342,7 @@ def test_a_limit_never_keeps_more_and_is_kept(steps, policy, limit):
         assert sum(info.nbytes for info in good if info.step in after) <= limit["max_bytes"]
 
 
-@examples
+@FEW
 @given(listings, policies, limits)
 def test_a_limit_deletes_no_more_than_it_has_to(steps, policy, limit):
     if "max_bytes" not in limit:

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import _wrap_exception as stock_wrap_excep
 
 from holdfast._ranks.failures import PackedFailure, is_wrapped_exception, pack_failure, unpack_failure, wrap_exception
 from holdfast.errors import DamagedCheckpointError, RemoteError
+from tests.properties import examples
 
 BUILTIN = st.sampled_from([ValueError, RuntimeError, KeyError, OSError, KeyboardInterrupt, SystemExit])
 ARGUMENTS = st.lists(st.text() | st.integers() | st.none(), max_size=2)
@@ -33,7 +34,7 @@ def sent(error: BaseException):
     return unpack_failure(pickle.loads(pickle.dumps(packed)))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(kind=BUILTIN, arguments=ARGUMENTS)
 def test_an_ordinary_exception_arrives_as_it_was_with_its_stack(kind, arguments):
     error, stack = sent(kind(*arguments))

@@ -78,7 +78,7 @@ def load_everything(folder: Path, state: dict[str, Any]) -> None:
 
 
 def open_everything(folder: Path) -> None:
-    holdfast.open(folder).load()
+    holdfast.open(folder).read()
 
 
 def bits_to_flip(path: Path, every_bit: bool) -> Iterator[tuple[int, int]]:
@@ -235,7 +235,7 @@ def test_a_data_file_that_is_not_as_it_was(tmp_path, way):
         for read in (
             lambda key=key: holdfast.load({key: torch.zeros_like(state[key])}, tmp_path),
             lambda key=key: holdfast.open(tmp_path)[key][50:60],
-            lambda key=key: holdfast.open(tmp_path).load(key),
+            lambda key=key: holdfast.open(tmp_path).read(key),
         ):
             with pytest.raises(DamagedCheckpointError) as caught:
                 read()
@@ -301,7 +301,7 @@ def test_a_record_among_the_files_of_another_save(tmp_path):
     holdfast.save(small_state(), tmp_path / "new")
     shutil.copy(tmp_path / "old" / "holdfast.json", tmp_path / "new")
     with pytest.raises(DamagedCheckpointError, match="is missing"):
-        holdfast.open(tmp_path / "new").load()
+        holdfast.open(tmp_path / "new").read()
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read_says_so(tmp_path):

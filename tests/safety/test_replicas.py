@@ -62,7 +62,7 @@ def test_copies_that_differ_are_named_with_their_ranks_and_the_lowest_ranks_copy
 
 @pytest.mark.parametrize(
     ("options", "environment"),
-    [({"replica_check": "error"}, {}), ({}, {"HOLDFAST_REPLICA_CHECK": "error"})],
+    [({"replica_mismatch": "error"}, {}), ({}, {"HOLDFAST_REPLICA_MISMATCH": "error"})],
     ids=["planner", "environment"],
 )
 def test_copies_that_differ_can_be_an_error_on_every_rank(ranks: RankPool, tmp_path, options, environment):
@@ -75,7 +75,7 @@ def test_copies_that_differ_can_be_an_error_on_every_rank(ranks: RankPool, tmp_p
 
 
 def test_the_comparison_can_be_switched_off(ranks: RankPool, tmp_path):
-    assert ranks(2).run(save_differing, tmp_path, {"replica_check": "off"}, {}) == [("saved", [])] * 2
+    assert ranks(2).run(save_differing, tmp_path, {"replica_mismatch": "ignore"}, {}) == [("saved", [])] * 2
 
 
 def of_different_kinds(what: str) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def of_different_kinds(what: str) -> dict[str, Any]:
 
 def save_different_kinds(folder: Path, what: str) -> str:
     try:
-        dcp.save(of_different_kinds(what), checkpoint_id=folder, planner=DefaultSavePlanner(replica_check="off"))
+        dcp.save(of_different_kinds(what), checkpoint_id=folder, planner=DefaultSavePlanner(replica_mismatch="ignore"))
     except CheckpointException as error:
         ((cause, _),) = error.failures.values()
         assert isinstance(cause, ReplicaMismatchError)

@@ -82,7 +82,7 @@ class GatedStore(LocalStore):
 
 def assert_same_content(path: Any, expected: Any) -> None:
     """Fail unless two checkpoints have the same in them, bit by bit."""
-    assert_same(holdfast.open(path).load(), holdfast.open(expected).load())
+    assert_same(holdfast.open(path).read(), holdfast.open(expected).read())
 
 
 def scribble(value: Any) -> None:

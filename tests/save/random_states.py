@@ -21,19 +21,19 @@ import holdfast
 from tests.dcp.states import bits, of_bytes
 
 
-@holdfast.declare
+@holdfast.register_type
 class Color(enum.Enum):
     RED = 1
     BLUE = 2
 
 
-@holdfast.declare
+@holdfast.register_type
 class Pair(NamedTuple):
     first: Any
     second: Any
 
 
-@holdfast.declare
+@holdfast.register_type
 @dataclasses.dataclass
 class Settings:
     rate: Any

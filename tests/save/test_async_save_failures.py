@@ -71,13 +71,13 @@ def test_a_full_disk_fails_the_save_and_leaves_the_earlier_checkpoint(tmp_path) 
     files = sorted(tmp_path.iterdir())
     pending = holdfast.async_save(state(), FullStore(tmp_path), overwrite=True)
     with pytest.raises(OSError, match="No space left") as caught:
-        pending.wait()
+        pending.result()
     assert caught.value.errno == errno.ENOSPC
     assert pending.done()
     assert pending.progress().phase == "failed"
     assert "failed" in repr(pending)
     assert sorted(tmp_path.iterdir()) == files
-    assert holdfast.open(tmp_path).load() == {"earlier": 1}
+    assert holdfast.open(tmp_path).read() == {"earlier": 1}
 
 
 @pytest.mark.parametrize("verb", ["save", "async_save"])
@@ -89,12 +89,12 @@ def test_a_failure_that_nobody_saw_is_told_by_the_next_call(tmp_path, verb: str)
     assert told[0].filename == __file__
     assert len(told) == 1
     with pytest.raises(OSError, match="No space left"):
-        failed.wait()  # and is still there to be asked for
+        failed.result()  # and is still there to be asked for
 
 
 def test_a_failure_that_was_seen_is_not_told_again(tmp_path, recwarn) -> None:
     failed = holdfast.async_save(state(), FullStore(tmp_path / "full"))
-    assert isinstance(failed.committed.exception(PATIENCE), OSError)
+    assert isinstance(failed.exception(PATIENCE), OSError)
     holdfast.save(state(), tmp_path / "x")
     assert not recwarn.list
 
@@ -104,7 +104,7 @@ def test_saves_after_a_failed_one_go_on(tmp_path) -> None:
     pending = [holdfast.async_save(state(), store, when_busy="copy") for store in (gated, full)]
     gated.gate.set()
     pending.append(holdfast.async_save(state(), tmp_path / "2"))
-    assert [type(each.committed.exception(PATIENCE)) for each in pending] == [type(None), OSError, type(None)]
+    assert [type(each.exception(PATIENCE)) for each in pending] == [type(None), OSError, type(None)]
 
 
 def test_a_wait_ends_in_time_and_the_save_goes_on(tmp_path) -> None:
@@ -113,10 +113,15 @@ def test_a_wait_ends_in_time_and_the_save_goes_on(tmp_path) -> None:
     with pytest.raises(
         TimeoutError, match=r"after 0.01 s the save has not ended: <PendingSave to .*x: .*> *\. It goes"
     ):
-        pending.wait(0.01)
+        pending.result(0.01)
+    with pytest.raises(TimeoutError, match=r"after 0.01 s the save has not ended"):
+        pending.exception(0.01)
+    assert not pending.done()
     assert not pending.committed.cancel()
     store.gate.set()
-    assert pending.wait(PATIENCE).tensor_count == 1
+    assert pending.result(PATIENCE).tensor_count == 1
+    assert pending.exception() is None
+    assert pending.done()
 
 
 # --- over ranks ------------------------------------------------------------------------------------------------------
@@ -130,8 +135,8 @@ def save_what_rank_1_cannot(path: str) -> str:
     else:
         pending = holdfast.async_save(bad, path)
         with pytest.raises(UnsupportedValueError) as caught:
-            pending.wait(PATIENCE)
-    again = holdfast.async_save({"value": 2}, path).wait(PATIENCE)
+            pending.result(PATIENCE)
+    again = holdfast.async_save({"value": 2}, path).result(PATIENCE)
     return f"{caught.value} {again.world_size}"
 
 
@@ -139,7 +144,7 @@ def test_a_rank_whose_state_cannot_be_saved_does_not_keep_others_waiting(ranks: 
     told = ranks(3).run(save_what_rank_1_cannot, str(tmp_path / "x"))
     assert all("value: values of type" in each for each in told)
     assert all(each.endswith("[on rank 1] 3") for each in (told[0], told[2]))
-    assert holdfast.open(tmp_path / "x").load() == {"value": 2}
+    assert holdfast.open(tmp_path / "x").read() == {"value": 2}
 
 
 def warn_rank_1_of_a_failure_that_the_others_saw(path: str) -> str:
@@ -150,11 +155,11 @@ def warn_rank_1_of_a_failure_that_the_others_saw(path: str) -> str:
             warnings.simplefilter("error")
             with pytest.raises(RuntimeWarning) as caught:
                 holdfast.async_save({"value": 2}, f"{path}/x")
-        failed.committed.exception()
+        failed.exception()
     else:
-        assert failed.committed.exception(PATIENCE) is not None
+        assert failed.exception(PATIENCE) is not None
         with pytest.raises(RuntimeWarning) as caught:
-            holdfast.async_save({"value": 2}, f"{path}/x").wait(PATIENCE)
+            holdfast.async_save({"value": 2}, f"{path}/x").result(PATIENCE)
     return str(caught.value)
 
 
@@ -171,11 +176,11 @@ def save_to_different_places(path: str) -> list[str]:
     for place, options in (
         (f"{path}/{rank}", {}),
         (f"{path}/x", {"overwrite": rank == 1}),
-        (f"{path}/x", {"check_replicas": rank == 1}),
+        (f"{path}/x", {"replica_mismatch": "warn" if rank == 1 else "error"}),
     ):
         pending = holdfast.async_save({"w": torch.ones(3)}, place, **options)
         with pytest.raises(RankDisagreementError) as caught:
-            pending.wait(PATIENCE)
+            pending.result(PATIENCE)
         told.append(str(caught.value))
     return told
 
@@ -185,7 +190,7 @@ def test_ranks_that_disagree_about_the_call_are_told_so(ranks: RankPool, tmp_pat
         assert "/0" in told[0]
         assert "/1" in told[0]
         assert "overwrite=True" in told[1]
-        assert "check_replicas=True" in told[2]
+        assert "replica_mismatch='warn'" in told[2]
     assert not list(tmp_path.iterdir())
 
 
@@ -194,7 +199,7 @@ def save_to_a_disk_full_for_rank_1(path: str) -> str:
     pending = holdfast.async_save(
         {"own": holdfast.PerRank(torch.ones(1000))}, FullStore(Path(path), (1,)), overwrite=True
     )
-    error = pending.committed.exception(PATIENCE)
+    error = pending.exception(PATIENCE)
     return f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
 
 
@@ -202,7 +207,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(ranks: RankPool, tmp_path
     for told in ranks(2).run(save_to_a_disk_full_for_rank_1, str(tmp_path / "x")):
         assert told.startswith("OSError: [Errno 28] No space left on device")
         assert "on rank 1" in told
-    assert holdfast.open(tmp_path / "x").load() == {"earlier": 1}
+    assert holdfast.open(tmp_path / "x").read() == {"earlier": 1}
     assert len(list((tmp_path / "x").iterdir())) <= 2
 
 
@@ -213,10 +218,10 @@ def test_a_killed_writer_process_is_told_and_replaced(tmp_path) -> None:
     holdfast.save({"earlier": 1}, tmp_path)
     pending = holdfast.async_save(state(), DeadlyStore(tmp_path), overwrite=True, writer="process")
     with pytest.raises(WriterProcessError, match=f"killed by signal 9 while it saved to {tmp_path}") as caught:
-        pending.wait(PATIENCE)
+        pending.result(PATIENCE)
     assert caught.value.exit_code == -signal.SIGKILL
-    assert holdfast.open(tmp_path).load() == {"earlier": 1}
-    holdfast.async_save(state(), tmp_path, overwrite=True, writer="process").wait(PATIENCE)
+    assert holdfast.open(tmp_path).read() == {"earlier": 1}
+    holdfast.async_save(state(), tmp_path, overwrite=True, writer="process").result(PATIENCE)
     assert holdfast.open(tmp_path)["w"][:].eq(1).all()
 
 
@@ -231,7 +236,7 @@ def test_what_a_writer_process_cannot_have_is_refused_in_the_call(tmp_path) -> N
 def test_an_error_in_a_writer_process_is_the_error_of_the_save(tmp_path) -> None:
     pending = holdfast.async_save(state(), FullStore(tmp_path / "x"), writer="process")
     with pytest.raises(OSError, match="No space left") as caught:
-        pending.wait(PATIENCE)
+        pending.result(PATIENCE)
     assert caught.value.errno == errno.ENOSPC
     assert not list((tmp_path / "x").iterdir())
 
@@ -244,7 +249,7 @@ def test_a_writer_whose_answer_was_not_awaited_is_not_asked_again(tmp_path) -> N
     with holdfast.subscribe(leave):
         first = holdfast.async_save({"w": torch.ones(2)}, tmp_path / "first", writer="process")
         with pytest.raises(SystemExit):
-            first.wait()
+            first.result()
     second = holdfast.async_save({"w": torch.ones(2)}, tmp_path / "second", writer="process")
-    assert second.wait().path == str(tmp_path / "second")
-    assert holdfast.open(tmp_path / "second").verify()
+    assert second.result().path == str(tmp_path / "second")
+    assert holdfast.open(tmp_path / "second").verify().ok

@@ -72,7 +72,7 @@ def waits(monkeypatch) -> list[Any]:
 def test_memory_is_used_again(tmp_path, lent: list[int], writer: Any) -> None:
     model = nn.Linear(500, 500)
     for step in range(4):
-        holdfast.async_save({"model": model}, tmp_path / str(step), writer=writer).wait()
+        holdfast.async_save({"model": model}, tmp_path / str(step), writer=writer).result()
     assert len(lent) == 4
     assert len(set(lent)) == 1
 
@@ -104,15 +104,15 @@ def test_memory_of_a_save_in_flight_is_left_alone(tmp_path, lent: list[int], wri
         assert len(set(lent)) == 2
         assert not first.done()
         store.gate.set()
-        first.wait()
-    second.wait()
+        first.result()
+    second.result()
     state["w"].fill_(3)
     third = holdfast.async_save(state, tmp_path / "third", writer=writer)  # the memory of either is free by now
-    third.wait()
+    third.result()
     assert lent[2] in lent[:2]
     for number, name in enumerate(("first", "second"), start=1):
         assert holdfast.open(tmp_path / name)["w"][:].eq(number).all()
-        assert (holdfast.open(tmp_path / name).load()["array"] == number).all()
+        assert (holdfast.open(tmp_path / name).read()["array"] == number).all()
 
 
 def test_a_busy_call_waits(tmp_path, lent: list[int], waits: list[Any]) -> None:
@@ -125,7 +125,7 @@ def test_a_busy_call_waits(tmp_path, lent: list[int], waits: list[Any]) -> None:
     second = holdfast.async_save(state, tmp_path / "second", when_busy="wait")
     assert waits[1:] == [1]
     assert first.done()
-    second.wait()
+    second.result()
     assert len(set(lent)) == 1
 
 
@@ -141,21 +141,21 @@ def test_a_third_copy_waits_for_the_first(tmp_path, lent: list[int], waits: list
     assert not pending[1].done()
     stores[1].gate.set()
     for each in pending:
-        each.wait()
+        each.result()
     assert len(set(lent)) == 2
 
 
 def test_a_busy_call_raises_if_that_is_wanted(tmp_path) -> None:
     state = {"w": torch.ones(3)}
     store = GatedStore(tmp_path / "first")
-    first = holdfast.async_save(state, store, when_busy="raise")
+    first = holdfast.async_save(state, store, when_busy="error")
     with pytest.raises(SaveInProgressError, match="when_busy='wait'") as caught:
-        holdfast.async_save(state, tmp_path / "second", when_busy="raise")
+        holdfast.async_save(state, tmp_path / "second", when_busy="error")
     assert caught.value.pending == 1
     store.gate.set()
-    first.wait()
+    first.result()
     assert not (tmp_path / "second").exists()
-    holdfast.async_save(state, tmp_path / "second", when_busy="raise").wait()
+    holdfast.async_save(state, tmp_path / "second", when_busy="error").result()
 
 
 def test_unknown_wishes_are_refused(tmp_path) -> None:
@@ -176,7 +176,7 @@ def test_a_budget_that_is_too_small_is_refused_with_what_it_takes(tmp_path, kind
     needed = 64_000 + SMALLEST_BUDGET
     with pytest.raises(ValueError, match=f"needs 64,000 for a copy .* and {SMALLEST_BUDGET:,} to write"):
         holdfast.async_save({"w": value}, tmp_path / "x", memory_budget=needed - 1)
-    assert holdfast.async_save({"w": value}, tmp_path / "x", memory_budget=needed).wait().tensor_count == 1
+    assert holdfast.async_save({"w": value}, tmp_path / "x", memory_budget=needed).result().tensor_count == 1
 
 
 @pytest.mark.parametrize("kind", ["tensor", "array"])
@@ -193,8 +193,8 @@ def test_a_second_copy_is_taken_only_within_the_budget(tmp_path, waits: list[Any
         assert waits[1:] == [1] * must_wait, budget
         assert first.done() == must_wait
         store.gate.set()
-        first.wait()
-        second.wait()
+        first.result()
+        second.result()
 
 
 # --- leaks -----------------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_many_saves_leave_nothing_behind(fast_path, writer: Any) -> None:
             )
             model(torch.randn(2, 1000)).sum().backward()
             optimizer.step()
-        pending[-1].wait()
+        pending[-1].result()
         return pending
 
     def left() -> tuple[Any, ...]:
@@ -249,7 +249,7 @@ def test_many_saves_leave_nothing_behind(fast_path, writer: Any) -> None:
 def test_an_optimizer_that_is_gone_leaves_nothing_behind(tmp_path) -> None:
     model = nn.Linear(10, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    holdfast.async_save({"m": model}, tmp_path / "x", optimizers=optimizer).wait()
+    holdfast.async_save({"m": model}, tmp_path / "x", optimizers=optimizer).result()
     gone = weakref.ref(optimizer)
     assert optimizer in step_hooks._awaited
     del optimizer

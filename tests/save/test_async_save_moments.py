@@ -82,7 +82,7 @@ def test_a_step_waits_for_the_copy(tmp_path, make: Callable[..., Any]) -> None:
         optimizer.step()
         assert held.waits == 1
         assert pending.staged.done()
-    pending.wait()
+    pending.result()
     assert_same_content(tmp_path / "later", tmp_path / "now")
 
 
@@ -96,7 +96,7 @@ def test_steps_after_the_first_do_not_wait(tmp_path) -> None:
             optimizer.step()
         assert held.waits == 1
     assert pending.stalled > 0
-    pending.wait()
+    pending.result()
 
 
 def test_the_first_step_of_several_optimizers_waits_for_all_parameters(tmp_path) -> None:
@@ -112,8 +112,8 @@ def test_the_first_step_of_several_optimizers_waits_for_all_parameters(tmp_path)
             optimizers[first].step()
             assert held.waits == 1
             optimizers[1 - first].step()
-        pending.wait()
-        assert_same(holdfast.open(tmp_path / str(first)).load()["model"], before)
+        pending.result()
+        assert_same(holdfast.open(tmp_path / str(first)).read()["model"], before)
 
 
 def test_a_step_waits_for_all_saves_that_copy(tmp_path) -> None:
@@ -128,8 +128,8 @@ def test_a_step_waits_for_all_saves_that_copy(tmp_path) -> None:
         optimizer.step()
         assert held.waits == 2
     for name, each in zip(("first", "second"), pending, strict=True):
-        each.wait()
-        found, expected = (holdfast.open(tmp_path / one).load()["model"] for one in (name, "now"))
+        each.result()
+        found, expected = (holdfast.open(tmp_path / one).read()["model"] for one in (name, "now"))
         weights = {key: value for key, value in expected.items() if "running" not in key and "num_" not in key}
         assert_same({key: found[key] for key in weights}, weights)
 
@@ -151,7 +151,7 @@ def test_closures_and_histories_of_an_optimizer(tmp_path) -> None:
         pending = holdfast.async_save(state, tmp_path / "later", optimizers=optimizer)
         optimizer.step(closure)
         assert held.waits == 1
-    pending.wait()
+    pending.result()
     assert_same_content(tmp_path / "later", tmp_path / "now")
 
 
@@ -175,7 +175,7 @@ def test_what_no_optimizer_owns_is_copied_in_the_call(tmp_path) -> None:
         model(torch.randn(8, 200))  # changes the buffers of the norm
         scribble([state["frozen"], state["array"]])
         assert not pending.staged.done()
-    pending.wait()
+    pending.result()
     assert_same_content(tmp_path / "later", tmp_path / "now")
 
 
@@ -190,7 +190,7 @@ def test_parts_of_a_parameters_memory_that_are_something_else_are_copied_in_the_
         pending = holdfast.async_save(state, tmp_path / "x", optimizers=optimizer)
         memory[LARGE:] = 2  # what torch counts as a change of all of them would be called a torn copy
     with pytest.raises(holdfast.errors.TornSnapshotError, match="'weight' was changed"):
-        pending.wait()
+        pending.result()
     beside, around = beside.data, around.data
     memory.fill_(1)
     weight = nn.Parameter(memory[:LARGE].data)
@@ -201,8 +201,8 @@ def test_parts_of_a_parameters_memory_that_are_something_else_are_copied_in_the_
         beside.fill_(2)
         weight.grad = torch.ones(LARGE, 200)
         optimizer.step()
-    pending.wait()
-    assert {float(value.sum()) for value in holdfast.open(tmp_path / "x").load().values()} == {LARGE * 200.0}
+    pending.result()
+    assert {float(value.sum()) for value in holdfast.open(tmp_path / "x").read().values()} == {LARGE * 200.0}
 
 
 def test_code_that_changes_parameters_can_wait_for_the_copy(tmp_path) -> None:
@@ -214,7 +214,7 @@ def test_code_that_changes_parameters_can_wait_for_the_copy(tmp_path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data.lerp_(torch.ones(()), 0.5)  # torch does not notice this
-    pending.wait()
+    pending.result()
     assert_same_content(tmp_path / "later", tmp_path / "now")
 
 
@@ -228,7 +228,7 @@ def test_an_optimizer_with_odd_entries_in_its_state_is_taken(tmp_path) -> None:
         weight.grad = torch.ones(LARGE, 200)
         optimizer.step()
         assert held.waits == 1
-    pending.wait()
+    pending.result()
     assert holdfast.open(tmp_path / "x")["weight"][:].eq(1).all()
 
 
@@ -268,7 +268,7 @@ def test_every_kind_of_tensor_is_copied_in_the_call(tmp_path, writer: Any, check
     assert pending.staged.done()
     scribble({name: tensor for name, tensor in state.items() if name != "expanded"})
     state["expanded"][0].zero_()
-    pending.wait()
+    pending.result()
     assert_same_content(tmp_path / "later", tmp_path / "now")
 
 
@@ -306,7 +306,7 @@ def test_values_are_those_of_the_call(tmp_path, writer: Any) -> None:
     state["own"].value["position"][0] = 2
     state["own"].value["buffer"].zero_()
     random.random(), np.random.rand(), torch.rand(1)
-    pending.wait()
+    pending.result()
     assert_same_content(tmp_path / "later", tmp_path / "now")
 
 
@@ -322,9 +322,9 @@ def test_tied_weights_are_copied_once_and_stay_tied(tmp_path, optimizers: bool) 
         model(torch.randn(8, 200)).sum().backward()
         optimizer.step()
         assert held.waits == optimizers
-    pending.wait()
+    pending.result()
     assert_same_content(tmp_path / "later", tmp_path / "now")
-    loaded = holdfast.open(tmp_path / "later").load()["model"]
+    loaded = holdfast.open(tmp_path / "later").read()["model"]
     assert loaded["0.weight"] is loaded["1.weight"]
 
 
@@ -339,7 +339,7 @@ def test_options_of_save_are_those_of_async_save(tmp_path) -> None:
     }
     holdfast.save({"model": model, "other": 1}, tmp_path / "now", **options)
     for writer in ("thread", "process"):
-        holdfast.async_save({"model": model, "other": 1}, tmp_path / writer, writer=writer, **options).wait()
+        holdfast.async_save({"model": model, "other": 1}, tmp_path / writer, writer=writer, **options).result()
         assert_same_content(tmp_path / writer, tmp_path / "now")
         assert holdfast.open(tmp_path / writer).metadata["note"] == 1
         assert len(list((tmp_path / writer).iterdir())) == len(list((tmp_path / "now").iterdir()))
@@ -372,7 +372,7 @@ def test_a_load_waits_for_the_copy_of_what_it_overwrites(tmp_path, load: Callabl
         pending = holdfast.async_save(before, tmp_path / "later", optimizers=optimizer)
         load(before, tmp_path / "before")
         assert held.waits == 1
-    pending.wait()
+    pending.result()
     assert_same_content(tmp_path / "later", tmp_path / "now")
 
 
@@ -389,4 +389,4 @@ def test_a_forked_child_does_not_wait_for_the_copies_of_its_parent(tmp_path) -> 
             finish_copies()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-    pending.wait()
+    pending.result()

@@ -28,9 +28,9 @@ def test_saves_to_one_path_are_carried_out_in_the_order_of_the_calls(tmp_path) -
     assert not any(each.done() for each in pending)
     assert [each.progress().phase for each in pending[1:]] == ["waiting"] * 2
     store.gate.set()
-    identities = [each.wait(PATIENCE).identity for each in pending]
+    identities = [each.result(PATIENCE).identity for each in pending]
     assert ended == [0, 1, 2]
-    assert holdfast.open(tmp_path / "x").load() == {"n": 2}
+    assert holdfast.open(tmp_path / "x").read() == {"n": 2}
     assert len(set(identities)) == 3
 
 
@@ -47,7 +47,7 @@ def test_a_save_waits_for_background_saves_to_the_same_path(tmp_path, monkeypatc
     monkeypatch.setattr(SaveQueue, "wait_for", open_the_gate_and_wait)
     holdfast.save({"n": 2}, tmp_path / "x", overwrite=True)
     assert pending.done()
-    assert holdfast.open(tmp_path / "x").load() == {"n": 2}
+    assert holdfast.open(tmp_path / "x").read() == {"n": 2}
 
 
 def test_a_load_waits_for_background_saves_to_the_same_path(tmp_path, monkeypatch) -> None:
@@ -62,7 +62,7 @@ def test_a_load_waits_for_background_saves_to_the_same_path(tmp_path, monkeypatc
     assert loading.wait(PATIENCE)
     store.gate.set()
     thread.join(PATIENCE)
-    pending.wait()
+    pending.result()
     assert into["w"].tolist() == [0, 1, 2, 3]
 
 
@@ -90,10 +90,10 @@ def test_a_callback_does_not_wait_for_the_save_that_calls_it(tmp_path, act: Any,
 
     with holdfast.subscribe(on_event):
         pending = holdfast.async_save({"w": torch.ones(2)}, tmp_path / "x", writer=writer)
-        pending.wait(PATIENCE)
-        holdfast.async_save({"w": torch.ones(2)}, tmp_path / "last").wait(PATIENCE)
+        pending.result(PATIENCE)
+        holdfast.async_save({"w": torch.ones(2)}, tmp_path / "last").result(PATIENCE)
     assert done == ["save"]
-    assert all(holdfast.open(folder).verify() for folder in tmp_path.iterdir())
+    assert all(holdfast.open(folder).verify().ok for folder in tmp_path.iterdir())
     assert (tmp_path / "x-copy").exists() == (act is save_a_copy)
 
 
@@ -103,14 +103,14 @@ def test_a_save_elsewhere_does_not_wait(tmp_path) -> None:
     holdfast.save({"n": 2}, tmp_path / "y")
     assert not pending.done()
     store.gate.set()
-    pending.wait(PATIENCE)
+    pending.result(PATIENCE)
 
 
 def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path) -> None:
     holdfast.save({"n": 1}, tmp_path)
     with pytest.raises(holdfast.errors.CheckpointExistsError):
-        holdfast.async_save({"n": 2}, tmp_path).wait()
-    assert holdfast.open(tmp_path).load() == {"n": 1}
+        holdfast.async_save({"n": 2}, tmp_path).result()
+    assert holdfast.open(tmp_path).read() == {"n": 1}
 
 
 def test_a_relative_path_is_that_of_the_call(tmp_path, monkeypatch) -> None:
@@ -121,9 +121,9 @@ def test_a_relative_path_is_that_of_the_call(tmp_path, monkeypatch) -> None:
         weight = nn.Parameter(torch.ones(3))
         pending = holdfast.async_save({"w": weight}, "x", optimizers=torch.optim.SGD([weight]))
         monkeypatch.chdir(tmp_path / "there")
-    pending.wait(PATIENCE)
+    pending.result(PATIENCE)
     assert pending.path == str(tmp_path / "here" / "x")
-    assert holdfast.open(tmp_path / "here" / "x").load()["w"].tolist() == [1, 1, 1]
+    assert holdfast.open(tmp_path / "here" / "x").read()["w"].tolist() == [1, 1, 1]
 
 
 # --- progress --------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_progress_in_every_phase(tmp_path) -> None:
         assert 80_000 < pending.progress().total_bytes <= total + 64
         assert not pending.done()
         held.let_go()
-    pending.wait(PATIENCE)
+    pending.result(PATIENCE)
     whole = pending.progress().total_bytes
     assert pending.progress() == ("committed", whole, whole)
     phases = {what: progress.phase for what, progress in store.seen if what != "look"}
@@ -191,7 +191,7 @@ def test_a_writer_tells_how_far_it_is(tmp_path, monkeypatch, writer: Any) -> Non
     enter, advance = Counter.enter, Counter.advance
     monkeypatch.setattr(Counter, "enter", lambda self, name: (told.append(name), enter(self, name)))
     monkeypatch.setattr(Counter, "advance", lambda self, nbytes: (told.append(nbytes), advance(self, nbytes)))
-    holdfast.async_save({"w": torch.ones(1000)}, tmp_path / "x", writer=writer).wait(PATIENCE)
+    holdfast.async_save({"w": torch.ones(1000)}, tmp_path / "x", writer=writer).result(PATIENCE)
     names = [each for each in told if isinstance(each, str)]
     assert list(dict.fromkeys(names)) == ["compare", "plan", "write", "commit"]
     between = told[told.index("write") + 1 : told.index("commit")]

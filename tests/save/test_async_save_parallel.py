@@ -54,7 +54,7 @@ def train_on(path: str, wrap: Any, make: Any, writer: Any, overlap: bool) -> dic
         waits = held.waits
         backward()
         optimizer.step()
-    report = pending.wait()
+    report = pending.result()
     return {
         "early": early,
         "waits": [waits_before, waits],
@@ -109,13 +109,13 @@ def train_with_zero(path: str) -> list[int]:
         before = held.waits
         optimizer.step()
         after = held.waits
-    pending.wait()
+    pending.result()
     return [before, after]
 
 
 def test_an_optimizer_whose_ranks_send_parameters_to_each_other_waits(ranks: RankPool, tmp_path) -> None:
     assert ranks(2).run(train_with_zero, str(tmp_path)) == [[0, 1]] * 2
-    found, expected = (holdfast.open(tmp_path / name).load()["model"] for name in ("later", "now"))
+    found, expected = (holdfast.open(tmp_path / name).read()["model"] for name in ("later", "now"))
     assert all(torch.equal(found[key], expected[key]) for key in expected if "seen" not in key)
 
 
@@ -129,13 +129,13 @@ def save_in_parts(path: str) -> list[Any]:
     state["w"].fill_(-1)
     with pytest.raises(ValueError, match=f"rank {rank} is not in the process group"):
         holdfast.async_save(state, f"{path}/no", process_group=groups[1 - rank // 2])
-    return [each.wait().world_size for each in pending]
+    return [each.result().world_size for each in pending]
 
 
 def test_groups_save_for_themselves(ranks: RankPool, tmp_path) -> None:
     assert ranks(4).run(save_in_parts, str(tmp_path)) == [[2, 4]] * 4
     for half in (0, 1):
-        found = holdfast.open(tmp_path / str(half)).load()
+        found = holdfast.open(tmp_path / str(half)).read()
         assert found["w"].eq(half).all()
         assert found["rank"] == [2 * half, 2 * half + 1]
     assert not (tmp_path / "no").exists()

@@ -60,7 +60,7 @@ def save_without_threads(folder: Path) -> None:
         pending = holdfast.async_save(state, folder / "later", optimizers=optimizer)
         optimizer.step()
         holdfast.load(state, folder / "now")
-        pending.wait(PATIENCE)
+        pending.result(PATIENCE)
     holdfast.load(state, folder / "later")
     assert_same_content(folder / "later", folder / "now")
 
@@ -126,10 +126,11 @@ def ask_in_children(folder: Path) -> dict[str, str]:
     with held_back() as held:
         pending = holdfast.async_save({"m": model}, store, optimizers=optimizer)
         asked: dict[str, Callable[[], Any]] = {
-            "wait": pending.wait,
-            "wait, for a second": lambda: pending.wait(1),
+            "result": pending.result,
+            "result, for a second": lambda: pending.result(1),
+            "exception": pending.exception,
             "committed": pending.committed.result,
-            "exception": pending.committed.exception,
+            "exception of committed": pending.committed.exception,
             "staged": pending.staged.result,
             "done": pending.done,
             "progress": pending.progress,
@@ -138,8 +139,8 @@ def ask_in_children(folder: Path) -> dict[str, str]:
         found = {name: in_a_child(act) for name, act in asked.items()}
         held.let_go()
     store.gate.set()
-    pending.wait(PATIENCE)
-    found["ended"] = in_a_child(lambda: pending.done() and pending.wait().tensor_count)
+    pending.result(PATIENCE)
+    found["ended"] = in_a_child(lambda: pending.done() and pending.result().tensor_count)
     return found
 
 
@@ -152,12 +153,15 @@ def test_in_a_forked_process_a_save_of_its_parent_is_an_error_at_once_and_not_a_
         assert told.startswith("OtherProcessError"), name
         assert "belongs to process" in told
         assert "wait for it in process" in told
-    assert str(tmp_path / "native") in found["wait"]
+    assert str(tmp_path / "native") in found["result"]
 
 
 def ask_managers_in_children(folder: Path) -> list[str]:
     model, optimizer = model_and_optimizer()
-    with holdfast.CheckpointManager(folder / "run", overlap=True) as manager, held_back() as held:
+    with (
+        holdfast.CheckpointManager(folder / "run", background=holdfast.Background(overlap=True)) as manager,
+        held_back() as held,
+    ):
         manager.save(1, {"m": model, "o": optimizer})
         found = [in_a_child(manager.wait)]
         held.let_go()

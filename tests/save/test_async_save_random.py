@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import holdfast
+from tests.properties import examples
 from tests.save.overlapping import held_back, scribble
 from tests.save.random_states import Drawn, Settings, difference, states, ties_are_kept
 
@@ -34,19 +35,19 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def saved_both_ways(state: Any, **options: Any) -> tuple[Any, holdfast.PendingSave]:
     """What a save stores now, and a background save that has begun now."""
     holdfast.save(state, "memory://random/now", overwrite=True)
-    return holdfast.open("memory://random/now").load(), holdfast.async_save(
+    return holdfast.open("memory://random/now").read(), holdfast.async_save(
         state, "memory://random/later", overwrite=True, **options
     )
 
 
 def assert_stored(pending: holdfast.PendingSave, expected: Any, state: Any) -> None:
-    pending.wait(60)
-    found = holdfast.open("memory://random/later").load()
+    pending.result(60)
+    found = holdfast.open("memory://random/later").read()
     assert difference(found, expected) is None
     assert ties_are_kept(found, state)
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=states(), check=st.booleans())
 def test_a_background_save_stores_what_a_save_would(drawn: Drawn, check: bool) -> None:
     expected, pending = saved_both_ways(drawn.state, check_tearing=check)
@@ -55,7 +56,7 @@ def test_a_background_save_stores_what_a_save_would(drawn: Drawn, check: bool) -
     assert_stored(pending, expected, drawn.state)
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=states(), chosen=st.randoms(use_true_random=False))
 def test_a_background_save_stores_what_a_save_would_if_steps_wait_for_it(drawn: Drawn, chosen: Any) -> None:
     unique = {tensor.data_ptr(): tensor for tensor in tensors_in(drawn.state) if tensor.numel()}

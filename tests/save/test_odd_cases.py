@@ -28,8 +28,8 @@ def saved(state: Any, path: Path, **options: Any) -> Path:
 
 
 def test_a_pattern_means_what_lies_below_also_if_its_keys_need_brackets(tmp_path):
-    assert holdfast.open(saved(ODD, tmp_path / "1", include="data")).load() == {"data": ODD["data"]}
-    assert holdfast.open(saved(ODD, tmp_path / "2", exclude=["data", "m"])).load() == {"w": ODD["w"]}
+    assert holdfast.open(saved(ODD, tmp_path / "1", include="data")).read() == {"data": ODD["data"]}
+    assert holdfast.open(saved(ODD, tmp_path / "2", exclude=["data", "m"])).read() == {"w": ODD["w"]}
     everything = holdfast.open(saved(ODD, tmp_path / "3"))
     assert everything.load("data") == {"data": ODD["data"]}
     assert everything.load("w") == {"w": ODD["w"]}
@@ -58,7 +58,7 @@ def test_a_save_of_nothing_is_refused(tmp_path, choice):
         holdfast.save({"model": torch.ones(2), "step": 1}, tmp_path / "x", **choice)
     assert not (tmp_path / "x").exists()
     holdfast.save({}, tmp_path / "empty")
-    assert holdfast.open(tmp_path / "empty").load() == {}
+    assert holdfast.open(tmp_path / "empty").read() == {}
 
 
 @pytest.mark.parametrize("kind", ["native", "dcp", "torch"])
@@ -74,7 +74,7 @@ def test_loaded_tensors_have_memory_whatever_the_default_device_is(tmp_path, kin
     target: dict[str, Any] = {"w": None, "n": {}}
     with torch.device("meta"):
         holdfast.load(target, path)
-        opened = holdfast.open(path).load()
+        opened = holdfast.open(path).read()
     for found in (target, opened):
         assert found["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
         assert found["n"]["c"].tolist() == [0, 1, 2]

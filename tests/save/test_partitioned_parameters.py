@@ -68,14 +68,14 @@ def test_partitioned_parameters_are_all_named_and_nothing_is_written(tmp_path: P
     assert list(caught.value.keys) == KEYS
     assert all(repr(key) in str(caught.value) for key in KEYS)
     with pytest.raises(PartitionedParameterError) as caught:
-        holdfast.async_save(state(), tmp_path / "saved").wait()
+        holdfast.async_save(state(), tmp_path / "saved").result()
     assert list(caught.value.keys) == KEYS
     assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_manager_refuses_them_too(tmp_path: Path, wait: bool):
-    with holdfast.CheckpointManager(tmp_path, on_failure="raise") as manager:
+    with holdfast.CheckpointManager(tmp_path, background=holdfast.Background(on_failure="error")) as manager:
         with pytest.raises(PartitionedParameterError) as caught:
             manager.save(1, {"model": partition(net())}, wait=wait)
         assert list(caught.value.keys) == KEYS
@@ -135,7 +135,7 @@ def save_on_ranks(folder: Path) -> list[Any]:
     state = {"model": partition(net()) if torch.distributed.get_rank() else net()}
     for save in (
         lambda: holdfast.save(state, folder / "saved"),
-        lambda: holdfast.async_save(state, folder / "saved").wait(),
+        lambda: holdfast.async_save(state, folder / "saved").result(),
         lambda: dcp.save(state, checkpoint_id=folder / "dcp"),
     ):
         try:

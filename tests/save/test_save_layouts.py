@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import holdfast
+from holdfast._compat.dtensors import splits_parts_of_their_own_sizes
 from holdfast._layout.placements import local_pieces
 from tests.dcp.states import blank, of_bytes, same_bits, same_parts, sharded_tensor
 from tests.rank_pool import RankPool
@@ -52,7 +53,11 @@ def _placement(choose: random.Random, ndim: int) -> Placement:
     if ndim == 0 or choose.random() < 0.25:
         return Replicate()
     dim = choose.randrange(ndim)
-    return Shard(dim) if choose.random() < 0.7 else _StridedShard(dim, split_factor=choose.randint(1, 3))
+    if choose.random() < 0.7:
+        return Shard(dim)
+    factor = choose.randint(1, 3)
+    # Uneven sizes in several parts are refused with torches that have no rule for them.
+    return _StridedShard(dim, split_factor=factor if splits_parts_of_their_own_sizes() else 1)
 
 
 def random_tensors(seed: int, count: int) -> dict[str, torch.Tensor]:
@@ -135,7 +140,7 @@ def test_random_layouts_on_n_ranks_load_into_others_on_m(ranks: RankPool, tmp_pa
     assert tensors == COUNT
     content = sum(tensor.numel() * tensor.dtype.itemsize for tensor in full.values())
     assert content <= nbytes <= content + 40_000 * saving  # headers; nothing is stored twice
-    found = holdfast.open(path).load()["tensors"]
+    found = holdfast.open(path).read()["tensors"]
     assert [key for key in full if not same_bits(found[key], full[key])] == []
     for loading in (1, 2, 3, 4):
         lost = ranks(loading).run(load_layouts, path, seed, seed + 2 + loading)
@@ -191,7 +196,7 @@ def test_ranks_share_the_writing_of_what_several_hold(ranks: RankPool, tmp_path)
     assert len(sizes) == 4
     assert max(sizes) < 1.1 * min(sizes)
     full = torch.arange(40_000.0).reshape(200, 200)
-    found = holdfast.open(tmp_path / "x").load()
+    found = holdfast.open(tmp_path / "x").read()
     assert all(torch.equal(found[f"w{n}"], full + n) for n in range(4))
 
 

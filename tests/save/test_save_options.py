@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import pydoc
 import re
 import shutil
 import stat
@@ -18,6 +20,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._save.options import SaveOptions
 from tests.save.random_states import difference
 from tests.torches import dtypes
 
@@ -26,7 +29,7 @@ from tests.torches import dtypes
 
 def chosen(tmp_path: Path, state: object, **options: object) -> object:
     holdfast.save(state, tmp_path / "x", overwrite=True, **options)
-    return holdfast.open(tmp_path / "x").load()
+    return holdfast.open(tmp_path / "x").read()
 
 
 STATE = {
@@ -175,13 +178,19 @@ def test_files_have_the_size_that_was_asked_for(tmp_path, limit):
         assert file.stat().st_size - header <= max(limit, 8)
     total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.values())
     assert len(files) >= total / max(limit, 8)
-    assert difference(holdfast.open(tmp_path / "x").load(), state) is None
+    assert difference(holdfast.open(tmp_path / "x").read(), state) is None
+
+
+def test_sizes_may_be_written_as_people_write_them(tmp_path):
+    holdfast.save({"w": torch.ones(1000)}, tmp_path / "x", max_file_size="1 KB", memory_budget="1MiB")
+    holdfast.async_save({"w": torch.ones(1000)}, tmp_path / "y", max_file_size="1 KB", memory_budget="1MiB").result()
+    assert [len(list((tmp_path / name).glob("data-*"))) for name in "xy"] == [4, 4]
 
 
 @pytest.mark.parametrize("name", ["max_file_size", "memory_budget"])
-@pytest.mark.parametrize("number", [0, -1, 1.5, "2 GB", True])
+@pytest.mark.parametrize("number", [0, -1, 1.5, "2 parsecs", True])
 def test_sizes_must_be_numbers_of_bytes(tmp_path, name, number):
-    with pytest.raises(ValueError, match=f"{name} must be a number of bytes"):
+    with pytest.raises(ValueError, match=f"{name}: .* is no size"):
         holdfast.save({"w": torch.ones(2)}, tmp_path / "x", **{name: number})
 
 
@@ -214,7 +223,7 @@ def test_a_copy_of_the_folder_is_a_checkpoint(tmp_path):
     holdfast.save(state, tmp_path / "x")
     subprocess.run(["cp", "-r", tmp_path / "x", tmp_path / "copy"], check=True)
     shutil.rmtree(tmp_path / "x")
-    assert torch.equal(holdfast.open(tmp_path / "copy").load()["w"], state["w"])
+    assert torch.equal(holdfast.open(tmp_path / "copy").read()["w"], state["w"])
     target = {"w": torch.zeros(3), "own": holdfast.PerRank(0)}
     holdfast.load(target, tmp_path / "copy")
     assert torch.equal(target["w"], state["w"])
@@ -229,7 +238,7 @@ def test_metadata_and_a_stamp_are_in_the_record(tmp_path):
     holdfast.save({"w": torch.ones(1)}, tmp_path / "x", metadata=metadata)
     checkpoint = holdfast.open(tmp_path / "x")
     assert checkpoint.metadata == metadata
-    written = checkpoint.written
+    written = checkpoint.provenance
     assert before <= datetime.fromisoformat(written["time"]) <= datetime.now(timezone.utc)
     assert written["world_size"] == 1
     assert (written["torch"], written["numpy"]) == (torch.__version__, np.__version__)
@@ -256,10 +265,35 @@ def test_a_result_tells_what_was_done(tmp_path):
     assert holdfast.load(target, tmp_path / "x").identity == saved.identity
 
 
-@pytest.mark.parametrize("check", ["error", None, 1, "off"])
-def test_an_unknown_way_to_check_replicas_is_refused(tmp_path, check):
-    with pytest.raises(ValueError, match="check_replicas must be True, False or 'warn'"):
-        holdfast.save({}, tmp_path / "x", check_replicas=check)
+@pytest.mark.parametrize("wish", [True, False, None, 1, "off", "raise"])
+def test_an_unknown_wish_about_replicas_is_refused(tmp_path, wish):
+    with pytest.raises(ValueError, match="replica_mismatch must be 'error', 'warn' or 'ignore'"):
+        holdfast.save({}, tmp_path / "x", replica_mismatch=wish)
+
+
+@pytest.mark.parametrize("save", [holdfast.save, holdfast.async_save])
+def test_help_shows_every_option_with_its_default(save):
+    shown = inspect.signature(save).parameters
+    assert list(shown)[:2] == ["state", "path"]
+    assert {name: shown[name].default for name in SaveOptions.__annotations__} == {
+        "metadata": None,
+        "include": None,
+        "exclude": None,
+        "cast": None,
+        "replica_mismatch": "error",
+        "allow_pickle": False,
+        "max_file_size": None,
+        "memory_budget": None,
+    }
+    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in shown.values())
+    assert "replica_mismatch: 'OnFinding' = 'error'" in pydoc.render_doc(save, renderer=pydoc.plaintext)
+
+
+@pytest.mark.parametrize("save", [holdfast.save, holdfast.async_save])
+def test_a_misspelt_option_is_a_type_error(tmp_path, save):
+    with pytest.raises(TypeError, match=r"unexpected 'overwite'.*exclude"):
+        save({}, tmp_path / "x", overwite=True)
+    assert not (tmp_path / "x").exists()
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

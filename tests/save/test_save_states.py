@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import holdfast
+from tests.properties import examples
 from tests.save.random_states import (
     TORCH_DTYPES,
     Drawn,
@@ -30,14 +31,14 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("states")
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(states())
 def test_any_state_comes_back_exactly(folder, drawn):
     state = drawn.state
     path = folder / str(next(numbers))
     holdfast.save(state, path)
     with holdfast.open(path) as checkpoint:
-        found = checkpoint.load()
+        found = checkpoint.read()
     assert difference(found, state) is None
     assert ties_are_kept(found, state)
     untouched = dict.fromkeys(state)
@@ -45,7 +46,7 @@ def test_any_state_comes_back_exactly(folder, drawn):
     assert difference(untouched, state) is None
 
 
-@settings(max_examples=70, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=examples(70), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(states())
 def test_any_state_loads_into_blank_memory_of_the_same_form(folder, drawn):
     state = drawn.state
@@ -57,7 +58,7 @@ def test_any_state_loads_into_blank_memory_of_the_same_form(folder, drawn):
     assert ties_are_kept(fresh, state)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(tensors().map(lambda tensor: Drawn({"tensor": tensor})))
 def test_files_hold_every_tensor_under_its_key_for_safetensors_to_read(folder, drawn):
     """Not only our own reader finds the bytes."""
@@ -102,7 +103,7 @@ ROOTS = {
 def test_a_state_may_be_anything(tmp_path, name):
     holdfast.save(ROOTS[name], tmp_path / "x")
     expected = dict(ROOTS[name].state_dict()) if name == "a model" else ROOTS[name]
-    assert difference(holdfast.open(tmp_path / "x").load(), expected) is None
+    assert difference(holdfast.open(tmp_path / "x").read(), expected) is None
 
 
 def test_views_that_only_overlap_are_not_tied(tmp_path):
@@ -126,7 +127,7 @@ def test_views_that_only_overlap_are_not_tied(tmp_path):
         "of torch": torch.from_numpy(array),
     }
     holdfast.save(state, tmp_path / "x")
-    found = holdfast.open(tmp_path / "x").load()
+    found = holdfast.open(tmp_path / "x").read()
     assert difference(found, state) is None
     assert tied_places(found) == {
         frozenset({"state['base']", "state['same']"}),
@@ -144,7 +145,7 @@ def test_tied_tensors_are_stored_once(tmp_path):
 def test_a_cast_of_one_name_unties_it(tmp_path):
     weight = torch.randn(10)
     holdfast.save({"a": weight, "b": weight, "c": weight}, tmp_path / "x", cast={"a": "float16"})
-    found = holdfast.open(tmp_path / "x").load()
+    found = holdfast.open(tmp_path / "x").read()
     assert (found["a"].dtype, found["b"].dtype) == (torch.float16, torch.float32)
     assert found["b"] is found["c"]
 
@@ -192,11 +193,11 @@ def test_saving_changes_nothing(tmp_path):
     assert difference(snapshot(), before) is None
     assert identities == [id(part) for part in [*state.values(), *model.parameters(), *optimizer.state.values()]]
     assert fresh.state_dict()["state"] == {}
-    assert list(holdfast.open(tmp_path / "x").load("fresh")["fresh"]["state"]) == []
+    assert list(holdfast.open(tmp_path / "x").read("fresh")["fresh"]["state"]) == []
 
 
 def test_what_is_stored_is_what_was_there_during_the_save(tmp_path):
     weight = torch.zeros(10)
     holdfast.save({"w": weight}, tmp_path / "x")
     weight.add_(1)
-    assert holdfast.open(tmp_path / "x").load()["w"].sum() == 0
+    assert holdfast.open(tmp_path / "x").read()["w"].sum() == 0

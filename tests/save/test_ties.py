@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 from holdfast._load.tensor_handles import TensorHandle
 from tests.models import Tied
+from tests.properties import examples
 from tests.rank_pool import RankPool
 from tests.sharding import mesh_of_all_ranks
 
@@ -32,7 +33,7 @@ def save(way: str, state: Any, path: Any, **options: Any) -> None:
     if way == "now":
         holdfast.save(state, path, **options)
     else:
-        holdfast.async_save(state, path, writer=way, **options).wait(PATIENCE)  # type: ignore[arg-type]
+        holdfast.async_save(state, path, writer=way, **options).result(PATIENCE)  # type: ignore[arg-type]
 
 
 def outcome_of(way: str, state: Any, path: Any, **options: Any) -> str:
@@ -148,7 +149,7 @@ def save_buffer_twice(path: str, way: str) -> str:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_buffer_of_ddp_may_have_another_name_in_the_state(ranks: RankPool, tmp_path, way):
     assert ranks(2).run(save_buffer_twice, str(tmp_path / "x"), way) == ["saved"] * 2
-    found = holdfast.open(tmp_path / "x").load()
+    found = holdfast.open(tmp_path / "x").read()
     assert torch.equal(found["alias"], torch.full((5,), 7.0))
     assert torch.equal(found["model"]["seen"], torch.full((5,), 7.0))
 
@@ -156,32 +157,32 @@ def test_a_buffer_of_ddp_may_have_another_name_in_the_state(ranks: RankPool, tmp
 def save_tied_on_one_rank(path: str, way: str, tied_rank: int, other_value: float, check: Any) -> str:
     one = torch.ones(6)
     other = one if dist.get_rank() == tied_rank else torch.full((6,), other_value)
-    return outcome_of(way, {"a": one, "b": other}, path, check_replicas=check)
+    return outcome_of(way, {"a": one, "b": other}, path, replica_mismatch=check)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tied_rank", [0, 1])
 def test_a_tie_of_one_rank_hides_no_value_of_another(ranks: RankPool, tmp_path, way, tied_rank):
-    found = ranks(2).run(save_tied_on_one_rank, str(tmp_path / "x"), way, tied_rank, 2.0, True)
+    found = ranks(2).run(save_tied_on_one_rank, str(tmp_path / "x"), way, tied_rank, 2.0, "error")
     assert found == ["ReplicaMismatchError ['b']"] * 2
-    assert ranks(2).run(save_tied_on_one_rank, str(tmp_path / "y"), way, tied_rank, 1.0, True) == ["saved"] * 2
+    assert ranks(2).run(save_tied_on_one_rank, str(tmp_path / "y"), way, tied_rank, 1.0, "error") == ["saved"] * 2
     assert stored_in(tmp_path / "y") == {"a": "a", "b": "b"}
-    assert ranks(2).run(save_tied_on_one_rank, str(tmp_path / "z"), way, tied_rank, 2.0, False) == ["saved"] * 2
+    assert ranks(2).run(save_tied_on_one_rank, str(tmp_path / "z"), way, tied_rank, 2.0, "ignore") == ["saved"] * 2
     assert holdfast.open(tmp_path / "z")["b"][:].tolist() in ([1.0] * 6, [2.0] * 6)
 
 
 def save_where_the_first_name_is_no_tensor(path: str, way: str, check: Any) -> str:
     weights = torch.arange(4.0)
     state = {"embed": None} if dist.get_rank() == 0 else {"embed": weights, "head": weights}
-    return outcome_of(way, state, path, check_replicas=check)
+    return outcome_of(way, state, path, replica_mismatch=check)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_first_name_of_a_tensor_may_be_something_else_on_another_rank(ranks: RankPool, tmp_path, way):
-    found = ranks(2).run(save_where_the_first_name_is_no_tensor, str(tmp_path / "x"), way, True)
+    found = ranks(2).run(save_where_the_first_name_is_no_tensor, str(tmp_path / "x"), way, "error")
     assert found == ["ReplicaMismatchError ['embed']"] * 2
-    assert ranks(2).run(save_where_the_first_name_is_no_tensor, str(tmp_path / "y"), way, False) == ["saved"] * 2
-    loaded = holdfast.open(tmp_path / "y").load()
+    assert ranks(2).run(save_where_the_first_name_is_no_tensor, str(tmp_path / "y"), way, "ignore") == ["saved"] * 2
+    loaded = holdfast.open(tmp_path / "y").read()
     assert loaded["embed"] is None
     assert loaded["head"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
@@ -303,8 +304,9 @@ def save_and_load(path: str, case: Case, way: str) -> str:
     return found
 
 
-@pytest.mark.parametrize(("way", "examples"), [("now", 60), ("thread", 60), ("process", 15)])
-def test_each_rank_gets_back_what_it_held_and_agreed_ties_are_stored_once(ranks: RankPool, tmp_path, way, examples):
+@pytest.mark.hypothesis
+@pytest.mark.parametrize(("way", "count"), [("now", 60), ("thread", 60), ("process", 15)])
+def test_each_rank_gets_back_what_it_held_and_agreed_ties_are_stored_once(ranks: RankPool, tmp_path, way, count):
     places = itertools.count()
 
     layouts = dict.fromkeys(("a", "b", "c"), Layout(1, False))
@@ -312,7 +314,7 @@ def test_each_rank_gets_back_what_it_held_and_agreed_ties_are_stored_once(ranks:
         layouts, [{"a": 0, "b": 0, "c": 0}, {"a": 0, "b": 1, "c": 1}], [[10.0, 20.0, 30.0], [10.0, 20.0, 30.0]]
     )
 
-    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(count), database=None, suppress_health_check=list(HealthCheck))
     @given(case=cases())
     @example(case=tied_but_differing)
     def check(case: Case) -> None:

@@ -102,11 +102,11 @@ def save(way: str, path: Any, number: int, overwrite: bool) -> None:
     if way == "now":
         holdfast.save(state_of(number), path, overwrite=overwrite)
     else:
-        holdfast.async_save(state_of(number), path, overwrite=overwrite, writer=way).wait(PATIENCE)  # type: ignore[arg-type]
+        holdfast.async_save(state_of(number), path, overwrite=overwrite, writer=way).result(PATIENCE)  # type: ignore[arg-type]
 
 
 def assert_holds(path: Any, number: int, world_size: int) -> None:
-    found = holdfast.open(path).load()
+    found = holdfast.open(path).read()
     assert found["step"] == number
     assert holdfast.verify(path).ok
     for own in range(world_size):

@@ -93,7 +93,9 @@ def test_steps_of_a_wrapped_optimizer_wait_for_an_overlapped_save(tmp_path: Path
     state = {"model": model, "optim": wrapped}
     expected = []
     if managed:
-        with holdfast.CheckpointManager(tmp_path, overlap=True, check_tearing=True) as manager:
+        with holdfast.CheckpointManager(
+            tmp_path, background=holdfast.Background(overlap=True, check_tearing=True)
+        ) as manager:
             for step in range(1, 4):
                 expected.append(copy.deepcopy(dict(model.state_dict())))
                 manager.save(step, state)
@@ -105,7 +107,7 @@ def test_steps_of_a_wrapped_optimizer_wait_for_an_overlapped_save(tmp_path: Path
             expected.append(copy.deepcopy(dict(model.state_dict())))
             pending = holdfast.async_save(state, place, optimizers=wrapped, check_tearing=True)
             train_without_buffers(model, wrapped)
-            pending.wait()
+            pending.result()
     for place, values in zip(places, expected, strict=True):
         found, _ = trained(seed=9)
         holdfast.load({"model": found}, place)
@@ -173,7 +175,7 @@ def test_an_optimizer_that_takes_no_hook_is_refused_and_later_saves_are_not_torn
     assert not (tmp_path / "refused").exists()
     pending = holdfast.async_save({"model": model, "optim": ahead}, tmp_path / "saved", check_tearing=True)
     train(model, optimizer, 1)
-    pending.wait()
+    pending.result()
 
 
 def save_in_ddp(folder: Path) -> list[float]:

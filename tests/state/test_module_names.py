@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from holdfast._state.contract import Context
 from holdfast._state.module_names import canonical_name, parameter_names, strip_wrapper_names
 from holdfast._state.per_rank import PerRank
+from tests.properties import examples
 
 WRAPPERS = {
     "parallel": nn.DataParallel,
@@ -27,7 +28,7 @@ def wrap(module: nn.Module, chain: list[str]) -> nn.Module:
     return module
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(CHAINS, CHAINS, CHAINS)
 def test_wrappers_leave_no_trace_wherever_they_nest(outside, middle, inside):
     leaf = wrap(nn.Linear(1, 1), inside)

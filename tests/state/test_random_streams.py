@@ -16,6 +16,7 @@ from holdfast._formats.native.refs import ANYTHING, TensorRef
 from holdfast._state import random_streams as device_streams
 from holdfast._state.expanding import adapter_for, per_rank_of
 from holdfast._state.random_streams import RngState, derive
+from tests.properties import examples
 from tests.rank_pool import RankPool
 from tests.state.memory_checkpoint import MemoryCheckpoint
 
@@ -57,7 +58,7 @@ def through_a_checkpoint(captured: Any) -> Any:
     return loaded
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(st.integers(0, 2**32 - 1), st.integers(0, 5))
 def test_the_same_numbers_follow_after_a_restore(seed: int, before: int):
     seed_all(seed)

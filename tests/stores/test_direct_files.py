@@ -26,6 +26,7 @@ from holdfast._stores.direct_files import DirectFile, count_cached_pages
 from holdfast._stores.file_reader import open_file
 from holdfast._stores.local_store import LocalStore
 from holdfast.errors import DamagedCheckpointError
+from tests.properties import examples
 
 MIB = 1 << 20
 
@@ -105,7 +106,7 @@ def refusing(function: Callable[..., int], descriptors: set[int]) -> Callable[..
 # --- writing -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(size=sizes, cuts=st.lists(st.floats(0, 1), max_size=4), through_rooms=st.booleans(), memory=st.none() | sizes)
 def test_a_file_of_any_size_written_in_any_parts_has_just_these_bytes(size, cuts, through_rooms, memory):
     content = some_bytes(size)
@@ -123,7 +124,7 @@ def test_a_file_of_any_size_written_in_any_parts_has_just_these_bytes(size, cuts
 
 def fill_rooms(sink: Any, content: bytes, memory: int | None) -> None:
     while content:
-        room = sink.room(memory)
+        room = sink.buffer(memory)
         if room is None:
             sink.write(content)
             return
@@ -276,7 +277,7 @@ def reader_of(path: Path) -> Iterator[file_reader.FileReader]:
 ranges = st.tuples(sizes, sizes).map(lambda pair: (min(pair[0], len(READ_FROM)), pair[1]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(part=ranges, cached=st.lists(ranges, max_size=2), method=st.sampled_from(["read_into", "read_shared"]))
 def test_any_part_is_read_whatever_is_cached(large_file, part, cached, method):
     drop_from_cache(large_file)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystem as StockFileSystem
 
 from holdfast._stores.local_filesystem import FileSystem
+from tests.properties import examples
 from tests.rank_pool import RankPool
 
 fs = FileSystem()
@@ -147,7 +148,7 @@ def test_a_path_without_a_folder_that_can_be_written_to_is_not_taken_for_writing
     assert ranks(1).run(ids_without_write_access, process_group=False) == [(False, True)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12))
 def test_ids_are_taken_as_stock_takes_them(text):
     both_validate(text)

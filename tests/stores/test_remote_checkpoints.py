@@ -132,7 +132,7 @@ def test_of_two_saves_that_commit_at_once_one_wins(bucket, url, monkeypatch):
 @pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.long)])
 def test_saves_go_on_in_the_background(bucket, url, writer):
     state = {"w": torch.zeros(1000), "step": 0}
-    holdfast.async_save(state, url, writer=writer).wait()
+    holdfast.async_save(state, url, writer=writer).result()
     assert holdfast.open(url)["step"] == 0
     assert holdfast.verify(url).ok
 
@@ -159,19 +159,19 @@ def restore(bucket: Bucket, url: str) -> tuple[int | None, torch.Tensor, int]:
 
 @pytest.mark.parametrize("async_save", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_run_keeps_its_last_checkpoints_and_goes_on(ranks, bucket, url, async_save):
-    ranks(2).run(train, bucket, url, range(1, 5), async_save=async_save)
+    ranks(2).run(train, bucket, url, range(1, 5), background=async_save)
     assert steps_in(url) == [3, 4]
     folders = {path.split("/")[-2] for path in bucket.client().find(url) if "step-" in path}
     assert folders == {folder_of(step) for step in (3, 4)}
     for step, whole, seed in ranks(2).run(restore, bucket, url):
         assert (step, seed) == (4, 4)
         assert torch.equal(whole, numbers(4))
-    ranks(2).run(train, bucket, url, range(5, 7), async_save=async_save)
+    ranks(2).run(train, bucket, url, range(5, 7), background=async_save)
     assert steps_in(url) == [5, 6]
 
 
 def test_a_damaged_checkpoint_of_a_run_is_passed_over(bucket, url):
-    with holdfast.CheckpointManager(url, async_save=False, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(url, background=False, save_at_end=False) as manager:
         for step in (1, 2):
             manager.save(step, {"w": torch.full((1000,), float(step))})
     client = bucket.client()

@@ -87,7 +87,7 @@ def test_an_object_is_one_request_or_several_parts(store, bucket, requests, nbyt
 )
 def test_parts_take_no_more_memory_than_they_may(bucket, memory, part, uploads):
     upload = S3Upload(bucket.client(), {}, "s3://somewhere", 100 * ROOM_BYTES)
-    assert upload.room(memory).nbytes == part
+    assert upload.buffer(memory).nbytes == part
     assert upload._uploads == uploads
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
@@ -16,6 +17,7 @@ from holdfast._stores.local_store import LocalStore
 from holdfast._stores.memory_store import MemoryStore
 from holdfast._stores.store import Store
 from holdfast.errors import CommitConflictError, DamagedCheckpointError
+from tests.properties import examples
 
 NAMES = st.sampled_from(["record", "data-1", "data-2", ".hidden"])
 CONTENTS = st.binary(max_size=40)
@@ -114,13 +116,15 @@ class MemoryMachine(StoreMachine):
         self.stores[0].delete(list(self.expected))
 
 
+@pytest.mark.hypothesis
 def test_a_local_store_holds_what_a_dict_would_hold() -> None:
     run(LocalMachine)
 
 
+@pytest.mark.hypothesis
 def test_a_memory_store_holds_what_a_dict_would_hold() -> None:
     run(MemoryMachine)
 
 
 def run(machine: Any) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(60), stateful_step_count=25))

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast._stores.filesystem import ReaderView
+from tests.properties import examples
 
 
 class Watched(io.BytesIO):
@@ -54,7 +55,7 @@ def target_of(stream: io.BytesIO, offset: int, whence: int) -> int:
     return {os.SEEK_SET: 0, os.SEEK_CUR: stream.tell(), os.SEEK_END: len(stream.getvalue())}[whence] + offset
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(windows(), st.lists(operations, max_size=12))
 @example((b"0123456789", 2, 5), [("seek", -3, os.SEEK_END), ("read", None)])
 @example((b"0123456789", 2, 5), [("read", 0), ("read", 1), ("read", 0), ("readinto", 0)])
@@ -81,7 +82,7 @@ def test_every_operation_does_what_it_does_on_a_stream_of_just_these_bytes(windo
         assert offset <= start <= start + size <= offset + length
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(windows(), windows(), st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=10))
 def test_two_windows_of_one_stream_do_not_disturb_each_other(one, other, script):
     content = one[0] + other[0]
@@ -93,7 +94,7 @@ def test_two_windows_of_one_stream_do_not_disturb_each_other(one, other, script)
         assert views[which].read(size) == models[which].read(size)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(windows(), st.integers(1, 10))
 def test_a_window_that_reaches_beyond_its_stream_ends_where_the_stream_does(window, excess):
     content, offset, _ = window

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from holdfast._watching.calls import Call, emitting_to
 from holdfast._watching.subscribers import subscriptions
-from holdfast.watching import Call, Event, about, emitting_to, subscribe
+from holdfast.watching import Event, about, subscribe
 
 
 @pytest.fixture
@@ -239,7 +240,7 @@ def test_events_are_not_made_when_nobody_listens(monkeypatch: pytest.MonkeyPatch
 
 def test_watching_needs_neither_torch_nor_opentelemetry() -> None:
     program = (
-        "import sys; from holdfast.watching import Call, subscribe\n"
+        "import sys; from holdfast._watching.calls import Call; from holdfast.watching import subscribe\n"
         "with subscribe(print), Call('save', 'a') as call, call.phase('write'): pass\n"
         "print({'torch', 'opentelemetry'} & set(sys.modules))\n"
     )

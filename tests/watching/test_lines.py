@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from holdfast._watching.calls import Call
 from holdfast._watching.logs import line, time_span
-from holdfast.watching import Call, Event
+from holdfast.watching import Event
 
 
 def event(**changes: Any) -> Event:

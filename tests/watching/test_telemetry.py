@@ -18,7 +18,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from holdfast._watching import telemetry as telemetry_module
-from holdfast.watching import Call, Event, emitting_to, subscribe
+from holdfast._watching.calls import Call, emitting_to
+from holdfast.watching import Event, subscribe
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def test_a_provider_that_fails_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -
 def test_opentelemetry_is_imported_by_programs_and_not_by_us() -> None:
     program = """
 import json, sys
-from holdfast.watching import Call
+from holdfast._watching.calls import Call
 Call("save", "a").finish()
 before = "opentelemetry" in sys.modules
 import os

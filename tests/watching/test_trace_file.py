@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast._watching import trace_file as trace_appending
+from holdfast._watching.calls import Call
 from holdfast._watching.trace_file import TraceFile
-from holdfast.watching import Call, Event, trace_to
+from holdfast.watching import Event, trace_to
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
@@ -240,7 +241,7 @@ def test_a_trace_that_cannot_be_written_breaks_nothing(tmp_path: Path, caplog: p
 def test_threads_and_processes_may_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     program = (
-        "import sys; from holdfast.watching import Call\n"
+        "import sys; from holdfast._watching.calls import Call\n"
         "for number in range(40):\n"
         "    with Call('save', 'a') as call, call.phase('write'): pass\n"
     )
@@ -265,7 +266,8 @@ def test_threads_and_processes_may_share_a_file(tmp_path: Path) -> None:
 
 KILLED_IN_A_PHASE = """
 import os, signal, sys
-from holdfast.watching import Call, trace_to
+from holdfast._watching.calls import Call
+from holdfast.watching import trace_to
 trace_to(sys.argv[1])
 call = Call("save", "a", 1)
 with call.phase("plan"):
@@ -285,7 +287,8 @@ def test_a_kill_in_a_phase_leaves_the_phases_before_it(tmp_path: Path) -> None:
 
 KILLED_ANYWHERE = """
 import itertools, sys
-from holdfast.watching import Call, trace_to
+from holdfast._watching.calls import Call
+from holdfast.watching import trace_to
 trace_to(sys.argv[1])
 print("ready", flush=True)
 for step in itertools.count():
@@ -332,7 +335,7 @@ def test_a_trace_that_has_no_place_breaks_no_save(tmp_path, monkeypatch, caplog)
     monkeypatch.setenv("HOLDFAST_TRACE", "trace-without-a-place.json")
     holdfast.save({"w": torch.ones(2)}, tmp_path / "x")
     assert caplog.text.count("a subscriber failed") == 1
-    assert holdfast.open(tmp_path / "x").verify()
+    assert holdfast.open(tmp_path / "x").verify().ok
 
 
 def test_a_child_that_is_forked_while_an_event_is_written_does_not_keep_the_lock(tmp_path, monkeypatch) -> None:

@@ -40,7 +40,7 @@ Cast = Annotated[
     ),
 ]
 ShardSize = Annotated[
-    str, typer.Option("--max-shard-size", metavar="SIZE", help="The most bytes of each file in a safetensors folder.")
+    str, typer.Option("--max-file-size", metavar="SIZE", help="The most bytes of each file in a safetensors folder.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there, in one step.")]
 NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not read the result back to compare it.")]
@@ -67,7 +67,7 @@ def convert(
     exclude: Exclude = None,
     rename: Rename = None,
     cast: Cast = None,
-    max_shard_size: ShardSize = "5GB",
+    max_file_size: ShardSize = "5GB",
     only_tensors: Annotated[bool, typer.Option("--only-tensors", help="Leave out all values.")] = False,
     overwrite: Overwrite = False,
     no_check: NoCheck = False,
@@ -93,7 +93,7 @@ def convert(
             exclude=exclude,
             rename=pairs(rename, option="--rename") or None,
             cast=cast_from(cast),
-            max_shard_size=max_shard_size,
+            max_file_size=max_file_size,
             overwrite=overwrite,
             only_tensors=only_tensors,
             check=not no_check,

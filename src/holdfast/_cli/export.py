@@ -17,7 +17,7 @@ from holdfast._cli.options import AllowPickle, Json, Memory, Quiet, pairs
     examples=[
         Example("holdfast export runs/a/step-00000100 model-hf", "a folder that Hugging Face's loaders read"),
         Example(
-            "holdfast export runs/a/step-00000100 model-bf16 --cast bfloat16 --max-shard-size 2GB",
+            "holdfast export runs/a/step-00000100 model-bf16 --cast bfloat16 --max-file-size 2GB",
             "in half the bytes, in files of 2 GB",
         ),
     ],
@@ -34,7 +34,7 @@ def export(
             show_default=False,
         ),
     ] = None,
-    max_shard_size: ShardSize = "5GB",
+    max_file_size: ShardSize = "5GB",
     include: Annotated[
         list[str] | None,
         typer.Option(
@@ -93,7 +93,7 @@ def export(
             source,
             destination,
             part=part,
-            max_shard_size=max_shard_size,
+            max_file_size=max_file_size,
             include=include,
             exclude=exclude,
             rename=pairs(rename, option="--rename") or None,

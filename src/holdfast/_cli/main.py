@@ -14,7 +14,7 @@ import typer
 from holdfast._base.torch_needed import is_about_torch
 from holdfast._cli.app import app
 from holdfast._cli.console import note, print_json
-from holdfast.errors import CheckpointException, HoldfastError
+from holdfast.errors import HoldfastError
 
 MODULES = (
     "ls",
@@ -108,7 +108,7 @@ def _refused(error: Any, has_json: bool) -> int:
 
 
 def _failed(error: Exception, has_json: bool) -> int:
-    is_expected = isinstance(error, (HoldfastError, CheckpointException, OSError, ValueError, TypeError))
+    is_expected = isinstance(error, (HoldfastError, OSError, ValueError, TypeError))
     message = str(error) or type(error).__name__
     if isinstance(error, ImportError) and is_about_torch(error):
         message = "this needs torch, which is not installed (pip install torch)"

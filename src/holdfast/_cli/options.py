@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast._base.sizes import parse_size
+from holdfast._base.arguments import parse_size
 
 
 def size_in_bytes(text: str | int) -> int:

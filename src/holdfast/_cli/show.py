@@ -11,7 +11,7 @@ from holdfast._cli.console import progress, reply
 from holdfast._cli.options import AllowPickle, Exclude, Json, Memory, Place, Quiet
 
 if TYPE_CHECKING:
-    from holdfast._load.checkpoint import Checkpoint
+    from holdfast._load.checkpoint import Checkpoint, source_of
     from holdfast._load.stored_nodes import StoredNode
     from holdfast._tools.inspecting.statistics import Statistics
 
@@ -109,7 +109,7 @@ class _Counting(NamedTuple):
         refs = {leaf.value.key: leaf.value for leaf in leaves if _is_tensor(leaf)}
         numbers = [ref for ref in refs.values() if are_numbers(ref)]
         with progress("reading", quiet=self.quiet) as on_progress:
-            found = count(checkpoint.source, numbers, memory_budget=self.memory, on_progress=on_progress)
+            found = count(source_of(checkpoint), numbers, memory_budget=self.memory, on_progress=on_progress)
         return {key: own.result() for key, own in found.items()}
 
 
@@ -167,7 +167,7 @@ def _tree_as_text(
 
         words = [str(counted[ref.key])] if ref.key in counted else []
         if values:
-            shown = elements_of(TensorHandle(checkpoint.source, ref), limit=12)
+            shown = elements_of(TensorHandle(source_of(checkpoint), ref), limit=12)
             text = " ".join(in_words(shown, everything=False).split())
             words.append(text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}…")
         return "  ".join(words)
@@ -175,7 +175,7 @@ def _tree_as_text(
     root = tree_of(leaves)
     drawing = Drawing(checkpoint, depth=depth, everything=everything, remark=remark if values or counted else None)
     headline = f"{checkpoint.path} ({checkpoint.format}): {summed(root) or 'nothing'}, {size(root.nbytes)}"
-    repaired = "".join(f"repaired: {repair}\n" for repair in repairs_in(checkpoint.written))
+    repaired = "".join(f"repaired: {repair}\n" for repair in repairs_in(checkpoint.provenance))
     return f"{headline}\n{repaired}{drawing.text(root)}"
 
 
@@ -213,7 +213,7 @@ def _tree_as_json(
     from holdfast.errors import HoldfastError
 
     def elements_in(ref: Any) -> Any:
-        found = elements_of(TensorHandle(checkpoint.source, ref), limit=None if everything else _MOST_ELEMENTS)
+        found = elements_of(TensorHandle(source_of(checkpoint), ref), limit=None if everything else _MOST_ELEMENTS)
         return None if isinstance(found, Excerpt) else plain_elements(found)
 
     def chunks_of(key: str) -> Any:
@@ -242,8 +242,8 @@ def _tree_as_json(
     return {
         "path": checkpoint.path,
         "format": checkpoint.format,
-        "identity": checkpoint.source.identity,
-        "repairs": [repair.to_json() for repair in repairs_in(checkpoint.written)],
+        "identity": source_of(checkpoint).identity,
+        "repairs": [repair.to_json() for repair in repairs_in(checkpoint.provenance)],
         "tensors": tensors,
         "values": plain_values,
     }

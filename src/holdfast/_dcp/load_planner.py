@@ -30,7 +30,7 @@ from holdfast._formats.dcp.plan import LoadPlan, ReadItem
 from holdfast._layout.materialize import materialize
 from holdfast._layout.tensor_kinds import KIND, TO_LOAD, is_partitioned
 from holdfast._layout.tensors import on_this_rank
-from holdfast._settings import Strictness
+from holdfast._settings import OnFinding
 from holdfast.errors import StateMismatchError
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class DefaultLoadPlanner(LoadPlanner):
         allow_partial_load: bool = False,
         *,
         allow_pickle: bool | None = None,
-        dtype_change: Strictness | None = None,
+        dtype_change: OnFinding | None = None,
     ) -> None:
         if dtype_change is not None:
             settings.check("dtype_change", dtype_change)
@@ -141,8 +141,8 @@ class DefaultLoadPlanner(LoadPlanner):
     def _fill_with_number(self, fqn: str, target: torch.Tensor, number: complex) -> None:
         """Put a stored number into a tensor of one element, if it stays the same number there."""
         stored = torch.tensor(number).dtype
-        strictness = self.dtype_change or settings.current().dtype_change
-        if strictness != "off" and not torch.can_cast(stored, target.dtype):
+        on_change = self.dtype_change or settings.current().dtype_change
+        if on_change != "ignore" and not torch.can_cast(stored, target.dtype):
             raise StateMismatchError(
                 f"'{fqn}' is the number {number} in the checkpoint, which a tensor of {target.dtype} cannot hold. "
                 f"Put a tensor of {stored} there.",
@@ -185,7 +185,7 @@ class DefaultLoadPlanner(LoadPlanner):
             )
 
 
-def plan_load(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: bool, dtype_change: Strictness) -> LoadPlan:
+def plan_load(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: bool, dtype_change: OnFinding) -> LoadPlan:
     """Plan the load of a flat state; all that does not fit is raised together."""
     stored = metadata.state_dict_metadata
     problems = LoadProblems(stored)
@@ -298,7 +298,7 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         known = {name for key in metadata.state_dict_metadata for name in _names_for(key, metadata)}
         problems = LoadProblems(sorted(known))
         problems.missing.extend(sorted((self.keys or set()) - known))
-        problems.raise_or_warn("off")
+        problems.raise_or_warn("ignore")
 
     def _tell_what_stays_behind(self, metadata: Metadata) -> None:
         """What was not selected is meant to stay behind."""

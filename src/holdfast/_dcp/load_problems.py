@@ -10,10 +10,10 @@ import torch
 from holdfast._base.notices import warn_caller
 from holdfast._base.texts import listed
 from holdfast._formats.dcp.metadata import Metadata
-from holdfast._settings import Strictness
+from holdfast._settings import OnFinding
 from holdfast._state.mismatches import MOST_SHOWN, Mismatches
 
-_ADVICE = "HOLDFAST_DTYPE_CHANGE=error|warn|off, or DefaultLoadPlanner(dtype_change=...), says what happens."
+_ADVICE = "HOLDFAST_DTYPE_CHANGE=error|warn|ignore, or DefaultLoadPlanner(dtype_change=...), says what happens."
 
 
 class LoadProblems(Mismatches):
@@ -27,7 +27,7 @@ class LoadProblems(Mismatches):
         """The tensor will be converted from ``saved`` to ``current``, if that is allowed."""
         self._conversions[key] = (saved, current)
 
-    def raise_or_warn(self, dtype_change: Strictness) -> None:
+    def raise_or_warn(self, dtype_change: OnFinding) -> None:
         """Raise with everything that stands in the way; warn of conversions that are allowed."""
         if dtype_change == "error":
             self.dtypes.update(self._conversions)

@@ -25,7 +25,7 @@ from holdfast._ranks.differences import (
     refuse_different_kinds,
     refuse_differing,
 )
-from holdfast._settings import Strictness
+from holdfast._settings import OnFinding
 
 # Who writes an item that several ranks hold.
 
@@ -155,12 +155,12 @@ def _what_pickle_stores(value: Any) -> list[Any]:
 
 _ADVICE = (
     "If every rank's value matters (a random state, a data position), put the rank into the key; if not, make the "
-    "copies equal first. HOLDFAST_REPLICA_CHECK=error|warn|off, or DefaultSavePlanner(replica_check=...), says what "
-    "happens."
+    "copies equal first. HOLDFAST_REPLICA_MISMATCH=error|warn|ignore, or "
+    "DefaultSavePlanner(replica_mismatch=...), says what happens."
 )
 
 
-def settle_differences(all_plans: list[SavePlan], strictness: Strictness) -> list[SavePlan]:
+def settle_differences(all_plans: list[SavePlan], on_mismatch: OnFinding) -> list[SavePlan]:
     """Refuse keys of different kinds, and treat copies that differ: the lowest rank keeps its copy, loudly."""
     _refuse_different_kinds(all_plans)
     found = differing(
@@ -171,9 +171,9 @@ def settle_differences(all_plans: list[SavePlan], strictness: Strictness) -> lis
     by_key: dict[str, Differing] = {}
     for index, groups in found.items():
         by_key.setdefault(index.fqn, Differing(index.fqn, tuple(map(tuple, groups.values()))))
-    if strictness == "error":
+    if on_mismatch == "error":
         refuse_differing(list(by_key.values()), _ADVICE)
-    if strictness == "warn":
+    if on_mismatch == "warn":
         kept = "The copy of the lowest rank is saved, the others are lost."
         warn_caller(describe_differing(list(by_key.values()), f"{kept} {_ADVICE}"))
     owners = {index: min(min(ranks) for ranks in groups.values()) for index, groups in found.items()}

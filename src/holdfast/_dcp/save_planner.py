@@ -21,7 +21,7 @@ from holdfast._formats.archives.values import encode_value
 from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
 from holdfast._formats.dcp.plan import BytesIOWriteData, SavePlan, WriteItem, WriteItemType
 from holdfast._layout.tensors import may_be_replicated
-from holdfast._settings import Strictness
+from holdfast._settings import OnFinding
 from holdfast.errors import InvalidPlanError, UnsupportedValueError
 
 logger = logging.getLogger(__name__)
@@ -45,17 +45,17 @@ class DefaultSavePlanner(SavePlanner):
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = False,
         *,
-        replica_check: Strictness | None = None,
+        replica_mismatch: OnFinding | None = None,
     ) -> None:
         if dedup_replicated_tensors is not None:
             logger.warning("DefaultSavePlanner: dedup_replicated_tensors has no effect; copies are always written once")
-        if replica_check is not None:
-            settings.check("replica_check", replica_check)
+        if replica_mismatch is not None:
+            settings.check("replica_mismatch", replica_mismatch)
         self.flatten_state_dict = flatten_state_dict
         self.flatten_sharded_tensors = flatten_sharded_tensors
         self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
         self._enable_plan_caching = enable_plan_caching
-        self.replica_check = replica_check
+        self.replica_mismatch = replica_mismatch
         self.state_dict: STATE_DICT_TYPE = {}
         self.mappings: dict[str, ObjectPath] = {}
         self.is_coordinator = False
@@ -79,7 +79,7 @@ class DefaultSavePlanner(SavePlanner):
         plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
         if self.flatten_state_dict:
             plan = replace(plan, planner_data=self.mappings)
-        if len(self.peers) > 1 and self._strictness() != "off":
+        if len(self.peers) > 1 and self._on_mismatch() != "ignore":
             plan = self._with_fingerprints(plan)
         self.plan = plan
         return self._cache.announce(plan) if self._enable_plan_caching else plan
@@ -147,11 +147,11 @@ class DefaultSavePlanner(SavePlanner):
     def _cache(self) -> plan_cache.PlanCache:
         return plan_cache.PlanCache(self._cached_plans_key)
 
-    def _strictness(self) -> Strictness:
-        return self.replica_check or settings.current().replica_check
+    def _on_mismatch(self) -> OnFinding:
+        return self.replica_mismatch or settings.current().replica_mismatch
 
     def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        settled = settle_differences(all_plans, self._strictness())
+        settled = settle_differences(all_plans, self._on_mismatch())
         global_plan, metadata = create_default_global_save_plan(self._dedup_save_plans(settled))
         if self.flatten_state_dict:
             metadata.planner_data = merge_planner_data(global_plan)

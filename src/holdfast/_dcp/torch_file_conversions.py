@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from holdfast import _settings as settings
+from holdfast._base.arguments import Size, checked_budget
 from holdfast._base.boxes import Box
-from holdfast._base.sizes import checked_budget
 from holdfast._base.tuning import MEMORY_BUDGET, READ_BYTES
 from holdfast._compat.tensors import negative_view
 from holdfast._dcp.load_planner import EmptyStateDictLoadPlanner
@@ -125,7 +125,7 @@ def torch_file_to_dcp(
     folder: AnyPath,
     *,
     allow_pickle: bool | None = None,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     progress: bool = False,
 ) -> None:
     """Save the dict in a ``torch.save`` file as a DCP checkpoint, from this process alone."""
@@ -147,7 +147,7 @@ def dcp_to_torch_file(
     file: AnyPath,
     *,
     allow_pickle: bool | None = None,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     progress: bool = False,
 ) -> None:
     """Write a DCP checkpoint as one ``torch.save`` file of whole tensors, from this process alone.

@@ -22,7 +22,7 @@ from holdfast._base.tuning import (
 from holdfast._stores.file_reader import open_file
 from holdfast._stores.filesystem import AnyPath, FileSystemBase
 from holdfast._stores.local_filesystem import FileSystem
-from holdfast._stores.store import too_short
+from holdfast._stores.store import CachedReader, too_short
 from holdfast._stores.store_files import StoreFiles
 from holdfast.errors import DamagedCheckpointError
 
@@ -100,11 +100,11 @@ def read_with_crc(file: Ranges, begin: int, memory: memoryview, crc: int = 0) ->
 
     ``crc`` is that of all that was read before.
     """
-    read_cached = getattr(file, "read_cached", None)
+    cached = file if isinstance(file, CachedReader) else None
     done = 0
     while done < memory.nbytes:
         piece = memory[done : done + CACHED_READ_BYTES]
-        if read_cached is None or not read_cached(begin + done, piece):
+        if cached is None or not cached.read_cached(begin + done, piece):
             piece = memory[done:]  # a disk works better with one large request
             file.read_into(begin + done, piece)
         crc = crc32(piece, crc)

@@ -172,7 +172,7 @@ class Source(ABC):
         """What the user noted."""
 
     @property
-    def written(self) -> Mapping[str, Any]:
+    def provenance(self) -> Mapping[str, Any]:
         """What is known about how and when it was written."""
         return {}
 

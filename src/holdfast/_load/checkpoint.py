@@ -1,10 +1,13 @@
-"""``holdfast.open``: a checkpoint as a read-only mapping, of which nothing is read before it is asked for."""
+"""``holdfast.open``: a checkpoint as a read-only mapping, of which nothing is read before it is asked for.
+
+``holdfast.read`` reads what is stored at once, as it is.
+"""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
@@ -12,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from holdfast._base.arguments import Size
 from holdfast._base.html_tables import page, table
-from holdfast._base.patterns import Chooser, Patterns, Selection, chooser
+from holdfast._base.patterns import Patterns, Selection, chooser
 from holdfast._base.texts import in_short
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.trees import NOTHING, pruned, refs_in, substituted, with_lists
@@ -23,11 +27,14 @@ from holdfast._load.stored_nodes import StoredNode
 from holdfast._load.tensor_handles import TensorHandle, as_elements, torch_is_here
 from holdfast._stores.store import Store
 from holdfast._watching.progress import OnProgress, size
-from holdfast.errors import UnknownKeyError
+from holdfast.errors import MissingPackageError, UnknownKeyError
 
 if TYPE_CHECKING:
+    import torch
+
+    from holdfast._tools.inspecting.damage import VerifyReport
     from holdfast._tools.inspecting.statistics import Statistics
-    from holdfast._tools.reporting.report import Report
+    from holdfast._tools.reporting.report import HtmlReport
 
 _WHICH_THERE_ARE = "list(checkpoint), or `holdfast show`, tells which there are"
 
@@ -52,6 +59,41 @@ def open_checkpoint(path: str | os.PathLike[str] | Store, *, allow_pickle: bool 
     return Checkpoint(open_source(path, allow_pickle=allow_pickle))
 
 
+def read(
+    path: str | os.PathLike[str] | Store,
+    *,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    device: str | torch.device | None = None,
+    allow_pickle: bool = False,
+) -> Any:
+    """The stored state as nested containers, of a checkpoint of any format, without a state to load into.
+
+    Containers and keys have the types with which they were saved, tensors that were tied are one tensor again, and what
+    every rank had its own of is a list, by rank. Every digest is compared. It is no collective call: each process that
+    calls it reads everything that it asks for. Without torch, tensors are numpy arrays.
+
+    Args:
+        path: a checkpoint of any format: a path, a URL or a ``Store``.
+        include: only what has these keys; the containers around it stay.
+        exclude: without what has these keys.
+        device: where to put the tensors; in the memory of the host by default.
+        allow_pickle: load values that were stored as pickles, which can run any code.
+
+    Example:
+        >>> import tempfile, torch
+        >>> import holdfast
+        >>> path = tempfile.mkdtemp() + "/step-100"
+        >>> saved = holdfast.save({"model": {"w": torch.ones(2)}, "step": 100, "seen": [1, 2]}, path)
+        >>> holdfast.read(path)
+        {'model': {'w': tensor([1., 1.])}, 'step': 100, 'seen': [1, 2]}
+        >>> holdfast.read(path, exclude="model")
+        {'step': 100, 'seen': [1, 2]}
+    """
+    with open_checkpoint(path, allow_pickle=allow_pickle) as checkpoint:
+        return checkpoint.read(include, exclude=exclude, device=device)
+
+
 @contextmanager
 def opened(place: str | os.PathLike[str] | Store | Checkpoint, *, allow_pickle: bool = False) -> Iterator[Checkpoint]:
     """A checkpoint for a ``with`` block. One that the caller has opened stays open."""
@@ -68,15 +110,10 @@ class Checkpoint(Mapping[str, Any]):
     A tensor is read when its handle is sliced, and only as much of it as that takes.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, on_use: Callable[[str], object] | None = None) -> None:
+        """``on_use`` is called with every key whose value is asked for, or whose tensor is read."""
         self._source = source
-        self.looked_at: set[str] = set()
-        """Keys whose value was asked for, or whose tensor was read."""
-
-    @property
-    def source(self) -> Source:
-        """What it is read from: for those who read regions of tensors into memory of their own."""
-        return self._source
+        self._on_use = on_use
 
     @property
     def path(self) -> str:
@@ -94,15 +131,15 @@ class Checkpoint(Mapping[str, Any]):
         return self._source.metadata
 
     @property
-    def written(self) -> Mapping[str, Any]:
-        """When, by how many ranks, and with which versions it was written, as far as that is known."""
-        return self._source.written
+    def provenance(self) -> Mapping[str, Any]:
+        """When, by how many ranks, and with which versions it was saved, as far as that is known."""
+        return self._source.provenance
 
     def __getitem__(self, key: str) -> Any:
         leaf = self._leaves.get(key)
         if leaf is None:
             raise self._unknown(key)
-        self.looked_at.add(key)
+        self._note_use(key)
         return substituted(leaf.value, self._handle)
 
     def __iter__(self) -> Iterator[str]:
@@ -122,44 +159,41 @@ class Checkpoint(Mapping[str, Any]):
         chosen = Selection(pattern, exclude)
         found = [leaf for key, leaf in self._leaves.items() if chosen(key)]
         if not found and not chosen.is_everything:
-            raise self.lacks(pattern, exclude)
+            raise no_such_keys(self, pattern, exclude)
         return found
-
-    def lacks(self, include: Patterns | None, exclude: Patterns | None = None) -> UnknownKeyError:
-        """What to raise if patterns leave no key of it."""
-        if include is None:
-            text = f"all keys of {self.path} are excluded by {_in_words(exclude)}"
-            return UnknownKeyError(text, key=_in_words(exclude), path=self.path, near=[])
-        return self._unknown(_in_words(include))
 
     def tree(self) -> Any:
         """The saved state in its containers, with a handle in place of every tensor."""
         return substituted(with_lists(self._source.tree), self._handle)
 
-    def load(self, pattern: Patterns | None = None, *, verify: bool = True) -> Any:
-        """The saved state, or the part of it whose keys are meant by ``pattern``, read into memory.
+    def read(
+        self,
+        include: Patterns | None = None,
+        *,
+        exclude: Patterns | None = None,
+        device: str | torch.device | None = None,
+        verify: bool = True,
+    ) -> Any:
+        """The saved state, or what is included of it and not excluded, read into memory; see ``holdfast.read``.
 
-        Containers and keys are of the types that they had. Tensors that were tied are one tensor again. What every rank
-        had its own of is a list, by rank.
+        ``verify=False`` compares no digests.
         """
         tree = self._source.tree
-        if pattern is not None:
-            chosen = Chooser(pattern)
+        chosen = Selection(include, exclude)
+        if not chosen.is_everything:
             keys = {leaf.path: key for key, leaf in self._leaves.items()}
             tree = pruned(tree, (), lambda path: path in keys and chosen(keys[path]))
             if tree is NOTHING:
-                raise UnknownKeyError(
-                    f"no key of {self.path} is meant by {pattern!r}; {_WHICH_THERE_ARE}",
-                    key=str(pattern),
-                    path=self.path,
-                    near=[],
-                )
+                raise no_such_keys(self, include, exclude)
+        place = _placing(device)
         refs = {ref.key: ref for ref in refs_in(tree)}
         buffers = {key: np.empty(ref.shape, ref.dtype.carrier) for key, ref in refs.items()}
         self._source.read_many([], WholeReads.into(buffers), verify=verify)
-        self.looked_at.update(key for key, leaf in self._leaves.items() if pattern is None or chosen(key))
+        for key in filter(chosen, self._leaves):
+            self._note_use(key)
+        # Taken out one by one: what was copied to a device need not stay in the memory of the host.
         elements = {
-            key: as_elements(buffers[key], ref, as_torch=ref.numpy is None and torch_is_here())
+            key: place(as_elements(buffers.pop(key), ref, as_torch=ref.numpy is None and torch_is_here()))
             for key, ref in refs.items()
         }
         return substituted(with_lists(tree), lambda ref: elements[ref.key])
@@ -191,7 +225,7 @@ class Checkpoint(Mapping[str, Any]):
         pattern: Patterns | None = None,
         *,
         bins: int = 64,
-        memory_budget: int | None = None,
+        memory_budget: Size | None = None,
         on_progress: OnProgress | None = None,
     ) -> Statistics:
         """What the numbers in a tensor are like: smallest, largest, mean, spread, norm, how many are nan, a histogram.
@@ -233,9 +267,9 @@ class Checkpoint(Mapping[str, Any]):
         compare: str | os.PathLike[str] | Store | Checkpoint | None = None,
         statistics: Patterns | bool | None = None,
         verify: bool = False,
-        memory_budget: int | None = None,
+        memory_budget: Size | None = None,
         on_progress: OnProgress | None = None,
-    ) -> Report:
+    ) -> HtmlReport:
         """A page about it, for a browser or a notebook. It is written to ``path`` if that is given.
 
         ``compare`` is another checkpoint, ``statistics`` says which tensors to count and draw (True for all, False for
@@ -255,13 +289,21 @@ class Checkpoint(Mapping[str, Any]):
             report.save(path)
         return report
 
-    def verify(self) -> int:
-        """Read everything and compare all digests that the format has. Returns how many bytes were read.
+    def verify(
+        self,
+        *,
+        include: Patterns | None = None,
+        exclude: Patterns | None = None,
+        memory_budget: int | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> VerifyReport:
+        """Read everything that is stored, compare it with all digests there are, and list all damage.
 
-        Raises ``DamagedCheckpointError`` at the first damage, which names file and key. ``holdfast.verify`` goes on and
-        gives a report of all damage.
+        The same as ``holdfast.verify``, with the same arguments and the same report: ``report.ok`` is the verdict.
         """
-        return self._source.verify()
+        from holdfast._tools.inspecting.verify import verify
+
+        return verify(self, include=include, exclude=exclude, memory_budget=memory_budget, on_progress=on_progress)
 
     def close(self) -> None:
         """Let go of what is open."""
@@ -286,7 +328,7 @@ class Checkpoint(Mapping[str, Any]):
         facts = (
             f"{self.format}, {len(tensors):,} tensors, {size(sum(ref.nbytes for ref in tensors))}, {len(self):,} keys"
         )
-        saved = self.written.get("time")
+        saved = self.provenance.get("time")
         rows = ((key, *_in_columns(leaf.value)) for key, leaf in self._leaves.items())
         listed = table(["key", "what", "size"], rows, numbers=[2], total=len(self))
         whole = page(self.path, f"{facts}, saved {saved}" if saved else facts, listed)
@@ -300,7 +342,13 @@ class Checkpoint(Mapping[str, Any]):
         return TensorHandle(self._source, ref, self._note_read)
 
     def _note_read(self, ref: TensorRef) -> None:
-        self.looked_at.update(self._names[ref.key])
+        if self._on_use is not None:
+            for key in self._names[ref.key]:
+                self._on_use(key)
+
+    def _note_use(self, key: str) -> None:
+        if self._on_use is not None:
+            self._on_use(key)
 
     @cached_property
     def _names(self) -> Mapping[str, list[str]]:
@@ -315,11 +363,39 @@ class Checkpoint(Mapping[str, Any]):
         below = [other for other in self._leaves if other.startswith(f"{key}.")]
         near = below[:5] or difflib.get_close_matches(str(key), list(self._leaves)[:5000], n=3)
         if below:
-            text = f"{key!r} is not one entry but {len(below)}, such as {below[0]!r}; load({key!r}) reads them all"
+            text = f"{key!r} is not one entry but {len(below)}, such as {below[0]!r}; read({key!r}) reads them all"
         else:
             hint = f"did you mean {near[0]!r}?" if near else _WHICH_THERE_ARE
             text = f"there is no {key!r} in {self.path}; {hint}"
         return UnknownKeyError(text, key=str(key), path=self.path, near=near)
+
+
+def source_of(checkpoint: Checkpoint) -> Source:
+    """What an opened checkpoint is read from, for those who read regions of tensors into memory of their own."""
+    return checkpoint._source
+
+
+def no_such_keys(checkpoint: Checkpoint, include: Patterns | None, exclude: Patterns | None = None) -> UnknownKeyError:
+    """What to raise if patterns leave no key of a checkpoint."""
+    if include is None:
+        text = f"all keys of {checkpoint.path} are excluded by {_in_words(exclude)}"
+        return UnknownKeyError(text, key=_in_words(exclude), path=checkpoint.path, near=[])
+    return checkpoint._unknown(_in_words(include))
+
+
+def _placing(device: str | torch.device | None) -> Callable[[Any], Any]:
+    """Puts tensors on a device, and leaves arrays of numpy alone. A device that is not there is an error at once."""
+    if device is None:
+        return lambda elements: elements
+    if not torch_is_here():
+        raise MissingPackageError(
+            f"to read tensors to the device {str(device)!r} takes torch, which is not installed",
+            install="torch",
+        )
+    import torch
+
+    torch.empty(0, device=device)
+    return lambda elements: elements.to(device) if isinstance(elements, torch.Tensor) else elements
 
 
 def _in_words(patterns: Any) -> str:

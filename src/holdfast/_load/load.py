@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from holdfast._background.copying import finish_copies
 from holdfast._background.futures import warn_of_unseen_failures
 from holdfast._background.queues import Claim, wait_for_conflicting_saves
+from holdfast._base.arguments import Size
 from holdfast._base.boxes import volume
 from holdfast._base.garbage import no_garbage_collection
 from holdfast._base.notices import add_note, warn_caller
@@ -25,6 +26,7 @@ from holdfast._load.options import LoadOptions, Transforms
 from holdfast._load.planning import LoadPlan, plan_load
 from holdfast._load.report import LoadReport
 from holdfast._ranks.meeting import meeting, own_place
+from holdfast._settings import OnFinding
 from holdfast._stores.places import in_messages
 from holdfast._stores.store import Store
 from holdfast._watching.calls import Call, Phase
@@ -48,10 +50,10 @@ def load(
     rename: Rename | None = None,
     cast: bool | Patterns | Mapping[Pattern, Any] = False,
     transform: Transforms | None = None,
-    optimizer_mismatch: Literal["error", "warn", "ignore"] = "error",
+    optimizer_mismatch: OnFinding = "error",
     verify: bool | Literal["first"] = True,
     allow_pickle: bool = False,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a state, in place. With a process group all its ranks call this together.
@@ -226,7 +228,7 @@ class _Load:
             untouched=found.untouched,
             not_requested=agreement.not_requested,
             notes=[
-                *map(str, repairs_in(self.source.written)),
+                *map(str, repairs_in(self.source.provenance)),
                 *found.notes,
                 *(note for _, adapter in found.adapters for note in adapter.notes()),
             ],

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
+from holdfast._base.arguments import Size, check_choice, checked_budget
 from holdfast._base.patterns import Choice, Chooser, Pattern, Patterns, Rename, Renaming, Selection, chooser
-from holdfast._base.sizes import checked_budget
 from holdfast._formats.native.torch_elements import dtype_from_user
+from holdfast._settings import OnFinding
 
 if TYPE_CHECKING:
     from holdfast._load.checkpoint import Checkpoint
@@ -40,7 +41,7 @@ class LoadOptions:
     """Whether digests are compared: while reading, or also before."""
     memory_budget: int | None
     """How many bytes may be allocated beside the state."""
-    optimizer_mismatch: Literal["error", "warn", "ignore"] = "error"
+    optimizer_mismatch: OnFinding = "error"
     """What to do about an optimizer that is of another kind, or grouped in another way, than the stored one."""
 
     @classmethod
@@ -56,14 +57,12 @@ class LoadOptions:
         cast: bool | Patterns | Mapping[Pattern, Any],
         transform: Transforms | None,
         verify: bool | Literal["first"],
-        memory_budget: int | None,
-        optimizer_mismatch: Literal["error", "warn", "ignore"] = "error",
+        memory_budget: Size | None,
+        optimizer_mismatch: OnFinding = "error",
     ) -> LoadOptions:
         """The arguments of ``load``, checked."""
-        if verify not in (True, False, "first"):
-            raise ValueError(f"verify must be True, False or 'first', not {verify!r}")
-        if optimizer_mismatch not in ("error", "warn", "ignore"):
-            raise ValueError(f"optimizer_mismatch must be 'error', 'warn' or 'ignore', not {optimizer_mismatch!r}")
+        check_choice("verify", verify, (True, False, "first"))
+        check_choice("optimizer_mismatch", optimizer_mismatch, get_args(OnFinding))
         if transform is not None and not isinstance(transform, Mapping):
             raise TypeError(f"transform takes keys of the state with a function for each, not {transform!r}")
         return cls(

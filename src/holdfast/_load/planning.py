@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,14 +124,15 @@ def plan_load(state: Any, source: Source, options: LoadOptions, *, rank: int, wo
     """Match a checkpoint with a state. What does not fit is noted in the plan."""
     root = StoredNode.of(source.tree)
     new_keys: Mapping[str, str] = {}
-    matcher = Matcher(state, options, rank=rank, world_size=world_size, kinds=optimizers_noted(source.written))
+    matcher = Matcher(state, options, rank=rank, world_size=world_size, kinds=optimizers_noted(source.provenance))
     if options.renaming:
         root, new_keys = rename(root, options.renaming, _known_of(state, matcher.context))
     outcome = matcher.match_state(state, root)
     found = matcher.found
     found.notes += _unused(options, found)
     settle_missing_names(found)
-    checkpoint = Checkpoint(source)
+    used = set[str]()
+    checkpoint = Checkpoint(source, on_use=used.add)
     made = [write for transform in found.transforms for write in make(transform, checkpoint, found, options.casts)]
     dense, special = found.dense.without(source.lack_parts([ref.key for ref in found.dense.refs]))
     reads, uncovered = _reads([*found.fills, *special], source, rank)
@@ -139,7 +140,7 @@ def plan_load(state: Any, source: Source, options: LoadOptions, *, rank: int, wo
     reads += _reads(tied, source, rank)[0]
     if not uncovered:
         found.misfits.update(conflicts([*reads, *made], source))
-    unexpected, not_requested = _left_over(state, root, new_keys, checkpoint, options)
+    unexpected, not_requested = _left_over(state, root, new_keys, used, options)
     return LoadPlan(
         outcome=outcome,
         writes=once_each([*reads, *made]),
@@ -199,7 +200,7 @@ def _reads(fills: Sequence[Fill], source: Source, rank: int) -> tuple[list[Write
 
 
 def _left_over(
-    state: Any, root: StoredNode, new_keys: Mapping[str, str], checkpoint: Checkpoint, options: LoadOptions
+    state: Any, root: StoredNode, new_keys: Mapping[str, str], used: Collection[str], options: LoadOptions
 ) -> tuple[list[str], list[str]]:
     """Stored keys that nothing took: of parts of the checkpoint that the state has too, and of others."""
     of_state, of_others = list[str](), list[str]()
@@ -209,7 +210,7 @@ def _left_over(
     parts = {_first_part(readable((name,))) for name in state} if isinstance(state, Mapping) else None
     for leaf in left:
         key = new_keys.get(leaf.key, leaf.key)
-        if leaf.key in checkpoint.looked_at or not options.wanted(key):
+        if leaf.key in used or not options.wanted(key):
             continue
         (of_state if parts is None or _first_part(key) in parts else of_others).append(leaf.key)
     return of_state, of_others

@@ -11,16 +11,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast._compat.sharded_tensors import ShardedTensor
-from holdfast._formats.native.declared import declared_as
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.refs import (
     ANYTHING,
     PerRankValues,
     PickledValue,
     TensorRef,
-    UndeclaredValue,
     UnknownValue,
+    UnregisteredValue,
 )
+from holdfast._formats.native.registered_types import registered_as
 from holdfast._formats.native.torch_elements import torch_dtype
 from holdfast._formats.native.values import numpy_dtype_from
 from holdfast._layout.sharded_tensors import local_shards
@@ -141,7 +141,7 @@ def in_words(stored: Any) -> str:
     """What is stored, for a message that goes on with what the state has."""
     if isinstance(stored, TensorRef):
         return "a tensor"
-    if isinstance(stored, (PerRankValues, PickledValue, UndeclaredValue, UnknownValue)):
+    if isinstance(stored, (PerRankValues, PickledValue, UnregisteredValue, UnknownValue)):
         return "not a plain value"
     return f"a {type(stored).__name__}"
 
@@ -150,15 +150,15 @@ def why_inert(value: Any) -> str | None:
     """Why a stored value cannot be given back as what it was; None if it can."""
     if isinstance(value, PickledValue):
         return "is stored as a pickle, which can run any code; allow_pickle=True loads it"
-    if isinstance(value, UndeclaredValue) and declared_as(value.kind, value.type) is not None:
+    if isinstance(value, UnregisteredValue) and registered_as(value.kind, value.type) is not None:
         return (
             f"is a {value.kind} of {value.type} of which only some fields are stored or to be loaded, or others than "
             "the class has; put one into the state to load the fields into"
         )
-    if isinstance(value, UndeclaredValue):
+    if isinstance(value, UnregisteredValue):
         return (
-            f"is a {value.kind} of {value.type}, which this program has not declared; call holdfast.declare with that "
-            "class"
+            f"is a {value.kind} of {value.type}, which this program has not registered; call "
+            "holdfast.register_type with that class"
         )
     if isinstance(value, UnknownValue):
         return f"is of a type that this Holdfast does not know ({value.type})"

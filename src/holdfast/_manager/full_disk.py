@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from holdfast._manager.options import FullDiskAction
 from holdfast._ranks.meeting import meeting
 from holdfast._watching.progress import size
 from holdfast.errors import CheckpointException, StorageFullError
@@ -26,13 +27,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-OnFull = Literal["raise", "prune", "wait"]
-
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_ADVICE: dict[OnFull, str] = {
-    "raise": "Make room, keep fewer checkpoints, or choose on_full='prune' or 'wait'.",
+_ADVICE: dict[FullDiskAction, str] = {
+    "error": "Make room, keep fewer checkpoints, or choose OnFullDisk(action='prune') or 'wait'.",
     "prune": "Make room, or keep and pin fewer checkpoints.",
-    "wait": "Make room, keep fewer checkpoints, or choose on_full='prune'.",
+    "wait": "Make room, keep fewer checkpoints, or choose OnFullDisk(action='prune').",
 }
 _LONGEST_PAUSE = 10.0
 """The other ranks wait for the coordinator meanwhile, and must not take it for dead."""
@@ -118,7 +117,7 @@ def next_to_go(steps: Iterable[S], spare: Collection[int] = (), saved_last: int 
 class WhenFull:
     """What to do on a full disk."""
 
-    on_full: OnFull = "raise"
+    action: FullDiskAction = "error"
     prune: Callable[[], str | None] = lambda: None
     """Deletes one checkpoint that may go and returns its name; None if there is none. Called on the coordinator."""
     free_bytes: Callable[[], int | None] = lambda: None
@@ -132,10 +131,6 @@ class WhenFull:
     poll_seconds: float = 10.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-
-    def __post_init__(self) -> None:
-        if self.on_full not in ("raise", "prune", "wait"):
-            raise ValueError(f"on_full must be 'raise', 'prune' or 'wait', not {self.on_full!r}")
 
 
 def save_despite_full_disk(
@@ -221,9 +216,9 @@ class _Story:
         ranks.barrier()  # until now others may not have removed yet what they wrote
         how_much = _asked(needed, ranks)
         ranks.broadcast("clean up", self._clean_up)
-        if self._when_full.on_full == "prune":
+        if self._when_full.action == "prune":
             return self._prune(ranks, full, how_much)
-        if self._when_full.on_full == "wait":
+        if self._when_full.action == "wait":
             return self._wait(ranks, full, how_much)
         return self._error(full, self._look(ranks, how_much))
 
@@ -301,7 +296,7 @@ class _Story:
         deleted = f" Deleted to make room: {', '.join(self._deleted)}." if self._deleted else ""
         message = (
             f"{self._told(full, view)}{deleted}{why} Nothing was committed, what was written is removed, and the "
-            f"newest checkpoint of before is untouched. {_ADVICE[self._when_full.on_full]}"
+            f"newest checkpoint of before is untouched. {_ADVICE[self._when_full.action]}"
         )
         return StorageFullError(
             message,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,26 +16,31 @@ from holdfast import _settings as settings
 from holdfast._load.load import load
 from holdfast._load.report import LoadReport
 from holdfast._manager import steps as steps_of_run
-from holdfast._manager.full_disk import OnFull
-from holdfast._manager.pending import OnFailure
-from holdfast._manager.preemption import USUAL_SIGNALS, Preemption
+from holdfast._manager.options import (
+    Background,
+    OnFullDisk,
+    OnSignal,
+    Retention,
+    RunOptions,
+    as_texts,
+    background_of,
+    expect,
+    retention_of,
+)
 from holdfast._manager.preflight import run_preflight
 from holdfast._manager.preflight_report import PreflightReport
-from holdfast._manager.pulse import Beat, Options, Pulse, refuse_different_options
+from holdfast._manager.pulse import Beat, Pulse, refuse_different_options
 from holdfast._manager.restoring import RestoredStep, Restoring, chosen_step
-from holdfast._manager.retention import KeepBest, Policy, joined_policy, most_kept
-from holdfast._manager.run import Retention, Run
+from holdfast._manager.retention import Policy
+from holdfast._manager.run import Run
 from holdfast._manager.saver import Saver, Saving, Wanted
 from holdfast._manager.steps import Mode, StepInfo, step_number
 from holdfast._ranks.meeting import meeting, own_place
-from holdfast._save.async_save import How, Writer
+from holdfast._save.options import SaveOptions
 from holdfast._save.pending import PendingSave
 from holdfast._save.report import SaveReport
-from holdfast._save.snapshots import WhenBusy
 from holdfast._stores.roots import Root, root_at
-from holdfast._watching.event import Event, about
-from holdfast._watching.subscribers import subscribe
-from holdfast._watching.trace_file import trace_to
+from holdfast._watching.event import about
 from holdfast.errors import RankDisagreementError
 
 if TYPE_CHECKING:
@@ -60,32 +64,15 @@ class CheckpointManager:
         *,
         every_steps: int | None = None,
         every_minutes: float | None = None,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: KeepBest | None = None,
-        keep: Policy | None = None,
-        max_age: timedelta | None = None,
-        max_bytes: int | None = None,
-        async_save: bool = True,
-        overlap: bool = False,
-        writer: Writer = "thread",
-        when_busy: WhenBusy = "wait",
-        check_tearing: bool = False,
-        on_failure: OnFailure = "raise",
-        on_full: OnFull = "raise",
         save_at_end: bool = True,
-        verify_before_delete: bool = False,
-        dry_run: bool = False,
-        signals: Iterable[str | int] = USUAL_SIGNALS,
-        grace_seconds: float | None = 30.0,
-        parts: Sequence[str] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        save_options: Mapping[str, Any] | None = None,
-        run: str | None = None,
-        take_over: bool = False,
+        keep_last: int | None = None,
+        keep: Policy | Retention | None = None,
+        background: bool | Background = True,
+        on_signal: OnSignal | None = OnSignal(),
+        on_full_disk: OnFullDisk = OnFullDisk(),
+        save_options: SaveOptions | None = None,
+        run_options: RunOptions = RunOptions(),
         read_only: bool = False,
-        on_event: Callable[[Event], object] | None = None,
-        trace: str | os.PathLike[str] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         """Nothing is touched before the ``with`` block, or the first call.
@@ -94,42 +81,20 @@ class CheckpointManager:
             root: the folder of the run: a path, a URL such as ``s3://bucket/run``, or a ``Root`` of one's own.
             every_steps: save when a multiple of this is reached.
             every_minutes: save when so much time has passed since the last save, by the clock of the first rank.
-            keep_last: keep the newest ones. Without any ``keep`` argument all checkpoints are kept.
-            keep_every: keep the first one at or after each multiple of this.
-            keep_best: keep the best by a metric: ``(2, "loss")`` the two with the lowest, ``(1, "accuracy", "max")``.
-            keep: other policies of ``holdfast.keep``, joined by ``|``. All ``keep`` arguments count together.
-            max_age: delete what is older, except the newest and pinned ones. If the clock has leapt by half of
-                that or more since the save before, only when three saves confirm it.
-            max_bytes: delete the oldest as long as there is more in all, except the newest and pinned ones.
-            async_save: save in the background. ``save(..., wait=True)`` and the last save do not.
-            overlap: copy the state during forward and backward as well, which the optimizers in the state wait for. Not
-                for programs that change parameters without an optimizer (see ``async_save``).
-            writer: as for ``async_save``.
-            when_busy: as for ``async_save``.
-            check_tearing: as for ``async_save``.
-            on_failure: a background save that failed is raised by the next save, ``wait`` and the end of the block;
-                ``"warn"`` warns and goes on.
-            on_full: if the disk is full: ``"raise"``, ``"prune"`` (delete the oldest that may go, and try again), or
-                ``"wait"`` until there is room.
             save_at_end: save the last step at the end of the ``with`` block, if it was not or that failed. Not after an
                 exception. What is saved is the state of that moment, under the step of the last ``maybe_save``.
-            verify_before_delete: read all of a new checkpoint before an older one is deleted for it.
-            dry_run: delete nothing by the policy; only tell what would be deleted.
-            signals: those that ask the program to stop. All ranks agree on it, the state is saved, and ``should_stop``
-                becomes true. Handlers that were there are called too. None with ``()``.
-            grace_seconds: how long the program will live after such a signal, as far as known. No save waits longer for
-                room on a full disk then, and there is a warning if it is little for a save.
-            parts: the names that every state to be saved must have, no more and no fewer: a checkpoint of a set is the
-                whole set.
-            metadata: to be found in every checkpoint of this manager.
-            save_options: other arguments of ``save``, such as ``{"exclude": "model.frozen.*", "cast": ...}``.
+            keep_last: keep so many of the newest ones. Without this and ``keep`` all checkpoints are kept.
+            keep: which others to keep: a policy of ``holdfast.keep``, or a ``Retention`` that also says how carefully
+                the rest is deleted.
+            background: save in the background, perhaps as a ``Background`` says. With False every save is waited for;
+                ``save(..., wait=True)`` and the last save are in any case.
+            on_signal: save and stop when the cluster says that it will end the program. None lets signals alone.
+            on_full_disk: what to do when there is no space for a checkpoint.
+            save_options: arguments of ``save``, such as ``{"exclude": "model.frozen.*", "metadata": {"git": "1a2b"}}``.
                 ``memory_budget`` is that of ``async_save`` if saves are in the background.
-            run: the id that the run must have, or gets if it is new.
-            take_over: take the run from a job that is still alive on this machine. That one can save no more.
+            run_options: which run it must be, whether to take it from another job, which parts every state has.
             read_only: only look and restore, beside the job that trains or after it: for evaluations. Nothing is
                 written, deleted or set aside, and no signal is handled.
-            on_event: called with every event of saves, loads and deletions (see ``holdfast.subscribe``).
-            trace: write a trace for Perfetto or Chrome to this file.
             process_group: the ranks of the run; all by default.
 
         Example:
@@ -145,51 +110,35 @@ class CheckpointManager:
             ...     [info.step for info in manager.steps()], restored.step
             ([30, 35], 35)
         """
+        expect("on_full_disk", on_full_disk, OnFullDisk)
+        expect("run_options", run_options, RunOptions)
+        expect("on_signal", on_signal, OnSignal, type(None))
         self.root = root_at(root)
         self.run_id = ""
         """The id of the run, once it is open."""
-        policy = joined_policy(keep_last, keep_every, keep_best, keep).within(max_age=max_age, max_bytes=max_bytes)
-        self._most_kept = most_kept(keep_last, keep_every, keep_best, keep)
-        self._run = Run(self.root, Retention(policy, verify_before_delete, dry_run))
-        self._saving = Saving(
-            async_save=async_save,
-            overlap=overlap,
-            how=How(writer=writer, when_busy=when_busy, check_tearing=check_tearing),
-            on_failure=on_failure,
-            on_full=on_full,
-            parts=parts,
-            metadata=metadata,
-            save_options=save_options,
-        )
+        self._retention = retention_of(keep_last, keep)
+        self._background = background_of(background)
+        self._run = Run(self.root, self._retention)
+        self._saving = Saving(self._background, on_full_disk, run_options.parts, save_options)
         self._saver = Saver(self._run, self._saving, process_group)
         self._saves_at_end = save_at_end
         self._every = (every_steps, every_minutes)
         self._pulse = Pulse(every_steps=every_steps, every_minutes=every_minutes)
-        self._preemption = Preemption(signals, grace_seconds=grace_seconds)
-        alike = {
-            "every_steps": every_steps,
-            "every_minutes": every_minutes,
-            "keep": policy,
-            "async_save": async_save,
-            "overlap": overlap,
-            "writer": writer,
-            "when_busy": when_busy,
-            "check_tearing": check_tearing,
-            "on_failure": on_failure,
-            "on_full": on_full,
-            "save_at_end": save_at_end,
-            "verify_before_delete": verify_before_delete,
-            "dry_run": dry_run,
-            "signals": self._preemption.names,
-            "parts": parts and sorted(parts),
-            "run": run,
-            "take_over": take_over,
-            "read_only": read_only,
-        }
-        self._options: Options = {name: str(value) for name, value in alike.items()}
-        self._claims = (run, take_over)
+        self._preemption = (on_signal or OnSignal(signals=())).preemption()
+        self._run_options = run_options
         self._is_read_only = read_only
-        self._watchers = (on_event, trace)
+        self._must_be_alike = as_texts(
+            self._retention,
+            self._background or Background(),
+            on_full_disk,
+            run_options,
+            every_steps=every_steps,
+            every_minutes=every_minutes,
+            save_at_end=save_at_end,
+            background=self._background is not None,
+            signals=self._preemption.names,
+            read_only=read_only,
+        )
         self._group = process_group
         self._place_at_opening: tuple[int, int] | None = None
         self._opened_by: int | None = None
@@ -277,9 +226,10 @@ class CheckpointManager:
                 "not load what the others saved. Use a path that all of them see."
             )
         with ExitStack() as opening, self._meeting("open the run") as ranks:
-            refuse_different_options(self.root.location, ranks.all_gather_object(self._options))
+            refuse_different_options(self.root.location, ranks.all_gather_object(self._must_be_alike))
             self._run.id = self.run_id = ranks.broadcast("open the run", lambda: self._claim(opening))
-            ranks.all_gather_status("watch", lambda: self._watch(opening))
+            if not self._is_read_only:
+                ranks.all_gather_status("listen to signals", lambda: opening.enter_context(self._preemption))
             self._while_open = opening.pop_all()
         every_steps, every_minutes = self._every
         self._pulse = Pulse(
@@ -298,19 +248,9 @@ class CheckpointManager:
     def _claim(self, opening: ExitStack) -> str:
         if self._is_read_only:
             return self._run.look_up()
-        run, take_over = self._claims
-        claimed = self._run.claim(run, take_over=take_over)
+        claimed = self._run.claim(self._run_options.run_id, take_over=self._run_options.take_over)
         opening.callback(self._run.release)
         return claimed
-
-    def _watch(self, opening: ExitStack) -> None:
-        on_event, trace = self._watchers
-        if on_event is not None:
-            opening.enter_context(subscribe(on_event))
-        if trace is not None:
-            opening.enter_context(trace_to(trace))
-        if not self._is_read_only:
-            opening.enter_context(self._preemption)
 
     def _open_to(self, what: str) -> None:
         """Open the run to change something of it."""
@@ -354,7 +294,7 @@ class CheckpointManager:
             return self._save_before_a_stop(wanted)
         if decision.save is None or is_saved:
             return None
-        return self._save(wanted, decision.save, wait=not self._saving.async_save)
+        return self._save(wanted, decision.save, wait=self._background is None)
 
     def _save_before_a_stop(self, wanted: Wanted) -> SaveReport | PendingSave | None:
         """Nothing is saved twice: there may be little time."""
@@ -384,7 +324,7 @@ class CheckpointManager:
         """
         self._open_to("save")
         self._pulse.restart_minutes()
-        wait = not self._saving.async_save if wait is None else wait
+        wait = self._background is None if wait is None else wait
         return self._save(Wanted.of(step, state, metrics, metadata), "asked for", wait=wait)
 
     def _save(self, wanted: Wanted, reason: str, *, wait: bool) -> PendingSave | SaveReport:
@@ -523,15 +463,16 @@ class CheckpointManager:
             if isinstance(error, RankDisagreementError) and not all(map(_is_opening, error.views.values())):
                 raise  # some rank is elsewhere, and would not come to the preflight
             not_opened = error  # on all ranks, and there may be more to tell than this
+        background = self._background or Background()
         with self._run.probes() if not_opened is None else nullcontext(_note_nothing) as note:
             report = run_preflight(
                 state,
                 self.root,
-                kept=self._most_kept,
+                kept=None if self._retention.policy is None else self._retention.policy.most_kept,
                 stored_bytes=lambda: sum(info.nbytes for info in self.steps() if info.is_ours),
-                async_save=self._saving.async_save,
-                writer=self._saving.how.writer,
-                copies=2 if self._saving.how.when_busy == "copy" else 1,
+                async_save=self._background is not None,
+                writer=background.writer,
+                copies=2 if background.when_busy == "copy" else 1,
                 memory_budget=(self._saving.save_options or {}).get("memory_budget"),
                 options=lambda: self._saving.options(self.run_id, Wanted(0, state), "preflight"),
                 note=note,

@@ -21,7 +21,7 @@ from holdfast._formats.native.layout import DATA_ALIGNMENT
 from holdfast._layout.descriptions import Holding, dtype_of_whole
 from holdfast._save.agreement import agree
 from holdfast._save.capture import Capture, Captured
-from holdfast._save.options import SaveOptions
+from holdfast._save.options import CheckedOptions
 from holdfast._stores.store import Store
 
 if TYPE_CHECKING:
@@ -265,16 +265,9 @@ class CheckpointSize:
     """The bytes that each rank has to copy if its state is to go on changing."""
 
 
-def plain_options(**options: Any) -> SaveOptions:
-    """The options of a save for which nothing was said, but for those that are given."""
-    names = ("include", "exclude", "cast", "metadata", "max_file_size", "memory_budget")
-    said = {**dict.fromkeys(names), "overwrite": False, "check_replicas": True, "allow_pickle": False, **options}
-    return SaveOptions.of(**said)
-
-
-def look_at(state: Any, options: SaveOptions, rank: int, world_size: int) -> Captured:
+def look_at(state: Any, options: CheckedOptions, rank: int, world_size: int) -> Captured:
     """What a save would find in a state. No tensor is read, let alone copied."""
-    return Capture.of(replace(options, check_replicas=False), rank, world_size).take(state)
+    return Capture.of(replace(options, replica_mismatch="ignore"), rank, world_size).take(state)
 
 
 def share_of(captured: Captured) -> Share:
@@ -305,7 +298,7 @@ def size_of(shares: Sequence[Share]) -> CheckpointSize:
     )
 
 
-def checkpoint_size(state: Any, ranks: Collectives, options: SaveOptions | None = None) -> CheckpointSize:
+def checkpoint_size(state: Any, ranks: Collectives, options: CheckedOptions | None = None) -> CheckpointSize:
     """What a checkpoint of ``state`` will be like. All ranks call this, each with its own part.
 
     Example:
@@ -316,7 +309,7 @@ def checkpoint_size(state: Any, ranks: Collectives, options: SaveOptions | None 
         >>> size.written, size.copied, 4_000_000 < size.nbytes < 4_100_000
         ([4000000], [4000000], True)
     """
-    chosen = options or plain_options()
+    chosen = options or CheckedOptions.of()
     return ranks.all_reduce("size", lambda: share_of(look_at(state, chosen, ranks.rank, ranks.world_size)), size_of)
 
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from holdfast._background.futures import SaveFuture
 from holdfast._base.notices import warn_caller
+from holdfast._manager.options import OnFailure
 from holdfast._ranks.meeting import meeting
 from holdfast._save.pending import PendingSave
 from holdfast._save.report import SaveReport
 from holdfast.errors import RemoteError
 
 logger = logging.getLogger(__name__)
-
-OnFailure = Literal["raise", "warn"]
 
 
 class _View(NamedTuple):
@@ -62,8 +61,6 @@ class PendingSaves:
         may_be_damaged: bool = False,
     ) -> None:
         """With ``may_be_damaged`` some rank may ``note_damage``, and so they ask each other at every save."""
-        if on_failure not in ("raise", "warn"):
-            raise ValueError(f"on_failure must be 'raise' or 'warn', not {on_failure!r}")
         self._place = place
         self._on_failure: OnFailure = on_failure
         self._group = process_group

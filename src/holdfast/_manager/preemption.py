@@ -101,16 +101,22 @@ class Preemption:
                 RuntimeWarning,
             )
             return self
-        for number in self._signals:
-            if signal.getsignal(number) is None:
-                warn_caller(
-                    f"{number.name} will not be noticed: a library that is not written in Python handles it",
-                    RuntimeWarning,
-                )
-                continue
-            self._watches.append(_Watch(number, self, self._clock))
+        try:
+            for number in self._signals:
+                self._watch(number)
+        except BaseException:  # a program may have warnings raised
+            self.stop_listening()
+            raise
         _listening.append(self)
         return self
+
+    def _watch(self, number: signal.Signals) -> None:
+        if signal.getsignal(number) is None:
+            warn_caller(
+                f"{number.name} will not be noticed: a library that is not written in Python handles it", RuntimeWarning
+            )
+            return
+        self._watches.append(_Watch(number, self, self._clock))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -18,6 +18,7 @@ import torch
 from holdfast import _settings as settings
 from holdfast._background.messages import Request
 from holdfast._background.writer_process import find_main_script, idle_writer, pack_request
+from holdfast._base.arguments import Size, checked_size
 from holdfast._compat.tensors import local_part
 from holdfast._layout.tensor_kinds import is_dtensor
 from holdfast._manager.measuring import (
@@ -26,7 +27,6 @@ from holdfast._manager.measuring import (
     measure_copies,
     measure_writes,
     memory_limits,
-    plain_options,
     share_of,
 )
 from holdfast._manager.preflight_findings import Findings, HowSaved, report_of
@@ -34,7 +34,7 @@ from holdfast._manager.preflight_report import Check, PreflightReport, Problem
 from holdfast._manager.probing import Probe, folder_of_probe, name_of_measured
 from holdfast._ranks.meeting import meeting, own_place
 from holdfast._save.capture import Captured
-from holdfast._save.options import SaveOptions
+from holdfast._save.options import CheckedOptions
 from holdfast._stores.memory_store import MemoryStore
 from holdfast._stores.roots import Root, root_at
 from holdfast._watching.calls import Call
@@ -58,8 +58,8 @@ def run_preflight(
     async_save: bool = False,
     writer: Literal["thread", "process"] = "thread",
     copies: int = 1,
-    memory_budget: int | None = None,
-    options: Callable[[], SaveOptions] = plain_options,
+    memory_budget: Size | None = None,
+    options: Callable[[], CheckedOptions] = CheckedOptions.of,
     note: Callable[[str], None] = lambda folder: None,
     process_group: dist.ProcessGroup | None = None,
 ) -> PreflightReport:
@@ -92,7 +92,7 @@ def run_preflight(
         ...
           estimate: committed after ... s; training stands still for ...
     """
-    how = HowSaved(kept, async_save, writer, copies, memory_budget)
+    how = HowSaved(kept, async_save, writer, copies, checked_size("memory_budget", memory_budget))
     # Not the path: if it differs between ranks, that is one of the problems to be told.
     rank, world_size = own_place(process_group)
     with Call("preflight", getattr(root, "location", root), rank=rank, world_size=world_size) as told:
@@ -111,7 +111,7 @@ class _Preflight:
         self,
         root: str | os.PathLike[str] | Root,
         how: HowSaved,
-        options: Callable[[], SaveOptions],
+        options: Callable[[], CheckedOptions],
         ranks: Collectives,
         note: Callable[[str], None],
     ) -> None:

@@ -6,12 +6,12 @@ newest one, those that are set aside, and all that this run did not save.
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from holdfast._base.arguments import Size, checked_size
 from holdfast._manager.steps import Mode, StepInfo, by_metric
 
 _WITNESSES = 3
@@ -58,15 +58,26 @@ class Policy(ABC):
     def _best_among(self, candidates: Sequence[StepInfo], now: datetime) -> frozenset[int]:
         return frozenset()
 
-    def within(self, *, max_age: timedelta | None = None, max_bytes: int | None = None) -> Policy:
-        """The same, but nothing that is older, and no more bytes in all: the oldest go first.
+    @property
+    def most_kept(self) -> int | None:
+        """How many steps it keeps at most, pinned ones aside; None if nobody knows.
+
+        >>> (last(3) | best(1, "loss")).most_kept, (last(3) | every(1000)).most_kept
+        (4, None)
+        """
+        return None
+
+    def within(self, *, max_age: timedelta | None = None, max_bytes: Size | None = None) -> Policy:
+        """The same, but nothing that is older, and no more bytes (such as ``"2TB"``) in all: the oldest go first.
 
         What always stays is not affected, but its bytes count.
 
-        >>> str(last(10).within(max_bytes=10**12))
+        >>> str(last(10).within(max_bytes="1TB"))
         'last 10, at most 1000000000000 bytes'
         """
-        return self if max_age is None and max_bytes is None else _Limited(self, max_age, max_bytes)
+        if max_age is None and max_bytes is None:
+            return self
+        return _Limited(self, max_age, checked_size("max_bytes", max_bytes))
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -165,6 +176,10 @@ class _Everything(Policy):
 class _Last(Policy):
     count: int
 
+    @property
+    def most_kept(self) -> int:
+        return self.count
+
     def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
         return {info.step: str(self) for info in steps[-self.count :]}
 
@@ -177,6 +192,10 @@ class _Best(Policy):
     count: int
     metric: str
     mode: Mode
+
+    @property
+    def most_kept(self) -> int:
+        return self.count
 
     def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
         return {info.step: str(self) for info in by_metric(steps, self.metric, self.mode)[: self.count]}
@@ -220,6 +239,11 @@ class _Either(Policy):
     one: Policy
     other: Policy
 
+    @property
+    def most_kept(self) -> int | None:
+        one, other = self.one.most_kept, self.other.most_kept
+        return None if one is None or other is None else one + other
+
     def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
         return _joined([self.one.choose(steps, now), self.other.choose(steps, now)])
 
@@ -236,11 +260,13 @@ class _Limited(Policy):
     max_age: timedelta | None
     max_bytes: int | None
 
+    @property
+    def most_kept(self) -> int | None:
+        return self.policy.most_kept
+
     def __post_init__(self) -> None:
         if self.max_age is not None:
             _duration("max_age", self.max_age)
-        if self.max_bytes is not None:
-            _positive("max_bytes", self.max_bytes)
 
     def choose(self, steps: Sequence[StepInfo], now: datetime) -> dict[int, str]:
         chosen = self.policy.choose(steps, now)
@@ -329,46 +355,3 @@ def _duration(what: str, age: timedelta) -> timedelta:
     if age <= timedelta(0):
         raise ValueError(f"{what} is longer than no time, and not {age}")
     return age
-
-
-# The ``keep`` arguments of a manager, put together.
-
-
-KeepBest = tuple[int, str] | tuple[int, str, Mode]
-
-
-def joined_policy(
-    keep_last: int | None, keep_every: int | None, keep_best: KeepBest | None, keep: Policy | None
-) -> Policy:
-    """The policy that keeps what any of these keeps; everything if none is given.
-
-    >>> str(joined_policy(3, None, (1, "loss"), None))
-    'last 3, best 1 by loss'
-    """
-    if keep is not None and not isinstance(keep, Policy):
-        raise TypeError(f"keep is a policy of holdfast.keep, as in keep=holdfast.keep.last(3), not {keep!r}")
-    wanted: object = keep_best
-    if wanted is not None and not (isinstance(wanted, (tuple, list)) and len(wanted) in (2, 3)):
-        raise TypeError(
-            f"keep_best is a number and a metric, as in (1, 'loss') or (1, 'score', 'max'), not {keep_best!r}"
-        )
-    given = [keep] if keep is not None else []
-    if keep_last is not None:
-        given.append(last(keep_last))
-    if keep_every is not None:
-        given.append(every(keep_every))
-    if keep_best is not None:
-        given.append(best(*keep_best))
-    return functools.reduce(lambda one, other: one | other, given) if given else everything()
-
-
-def most_kept(
-    keep_last: int | None, keep_every: int | None, keep_best: KeepBest | None, keep: Policy | None
-) -> int | None:
-    """How many checkpoints there can be, pinned ones aside; None if nobody knows.
-
-    >>> most_kept(3, None, (1, "loss"), None), most_kept(3, 1000, None, None)
-    (4, None)
-    """
-    counts = [0 if keep_last is None else keep_last, 0 if keep_best is None else keep_best[0]]
-    return None if keep is not None or keep_every is not None or not any(counts) else sum(counts)

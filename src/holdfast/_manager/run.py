@@ -7,14 +7,14 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 from holdfast import _settings as settings
 from holdfast._manager.deleting import Deleter, Deletion
 from holdfast._manager.full_disk import next_to_go
-from holdfast._manager.retention import Policy, plan_deletions
+from holdfast._manager.options import Retention
+from holdfast._manager.retention import everything, plan_deletions
 from holdfast._manager.run_file import RunFile, RunState
 from holdfast._manager.steps import (
     SET_ASIDE,
@@ -39,16 +39,6 @@ _BETWEEN_LOOKS = 0.02
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Retention:
-    """What is kept, and how carefully the rest is deleted."""
-
-    policy: Policy
-    verify: bool = False
-    """Read all of the new checkpoint before an older one goes."""
-    dry_run: bool = False
-
-
 class Run:
     """What the coordinator does. Other ranks only look (``steps``)."""
 
@@ -61,6 +51,7 @@ class Run:
         self._file = RunFile(root)
         self._token = secrets.token_hex(16)
         self._retention = retention
+        self._policy = retention.policy or everything()
         self._saved_last: int | None = None
         self._has_waited_in_vain = False
         self.on_damage: Callable[[int, Exception], None] = lambda step, error: None
@@ -75,7 +66,7 @@ class Run:
     @property
     def verifies_before_deletions(self) -> bool:
         """Whether a step may turn out to be damaged before older ones are deleted."""
-        return self._retention.verify
+        return self._retention.verify_before_delete
 
     def look_up(self) -> str:
         """The id of the run; empty if there is none yet."""
@@ -164,7 +155,7 @@ class Run:
             for each in doomed:
                 _tell(Deletion(each.step, each.path, each.nbytes, 0.0, "would be deleted"), *self.place)
         elif doomed or self._deleter.failed:
-            newest = look_at(self.root, step, state) if self._retention.verify else None
+            newest = look_at(self.root, step, state) if self._retention.verify_before_delete else None
             self._deleter.submit(doomed, verify_first=newest)
 
     def plan_deletions(self) -> list[StepInfo]:
@@ -172,7 +163,7 @@ class Run:
         return self._doomed(self._file.read())
 
     def _doomed(self, state: RunState) -> list[StepInfo]:
-        policy = self._retention.policy
+        policy = self._policy
         if policy.keeps_everything:
             return []  # and to look at all steps would take longer with each
         doomed = plan_deletions(list_steps(self.root, state), policy, datetime.now(timezone.utc))
@@ -184,7 +175,7 @@ class Run:
         if self._retention.dry_run:
             return None
         steps = [info for info in self.steps() if info.unreadable is None]  # who knows what that is
-        best = self._retention.policy.best_of(steps, datetime.now(timezone.utc))
+        best = self._policy.best_of(steps, datetime.now(timezone.utc))
         going = next_to_go(steps, spare=best, saved_last=self._saved_last)
         if going is None:
             return None

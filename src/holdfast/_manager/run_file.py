@@ -262,8 +262,8 @@ class RunFile:
         who = "this process already (a manager that was not closed)" if is_this_process else f"another job: {owner}"
         return RunInUseError(
             f"the checkpoints in {self.root.location} are in use by {who}. Two jobs would mix up their steps: give "
-            "each a folder of its own, or stop that one. With take_over=True it is this one that goes on, and that one "
-            "cannot save there any more.",
+            "each a folder of its own, or stop that one. With RunOptions(take_over=True) it is this one that "
+            "goes on, and that one cannot save there any more.",
             path=self.root.location,
             host=owner.host,
             pid=owner.pid,

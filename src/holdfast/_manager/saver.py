@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +14,15 @@ import torch.distributed as dist
 
 from holdfast._background.queues import Claim, wait_for_conflicting_saves
 from holdfast._base.notices import warn_caller
-from holdfast._manager.full_disk import OnFull, WhenFull, save_despite_full_disk
-from holdfast._manager.pending import OnFailure, PendingSaves
+from holdfast._manager.full_disk import WhenFull, save_despite_full_disk
+from holdfast._manager.options import Background, OnFailure, OnFullDisk
+from holdfast._manager.pending import PendingSaves
 from holdfast._manager.run import Run
 from holdfast._manager.steps import folder_of, step_number
 from holdfast._manager.summaries import noted_metadata
 from holdfast._ranks.meeting import meeting, own_place
 from holdfast._save.async_save import How, begin_save
-from holdfast._save.options import SaveOptions
+from holdfast._save.options import CheckedOptions, SaveOptions, refuse_unknown_options
 from holdfast._save.pending import PendingSave
 from holdfast._save.report import SaveReport
 from holdfast._save.save import save_together
@@ -41,16 +42,6 @@ _LAST_CHANCES = ("preemption", "end")
 
 _SPARE_TIME = 2.0
 """How many times as long as the last save there should be for one. The disk may be busy with that of other jobs."""
-
-_NOTHING_SPECIAL: Mapping[str, Any] = {
-    "include": None,
-    "exclude": None,
-    "cast": None,
-    "check_replicas": True,
-    "allow_pickle": False,
-    "max_file_size": None,
-    "memory_budget": None,
-}
 
 
 @dataclass(frozen=True)
@@ -78,42 +69,32 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Saving:
-    """How steps are saved. The fields are those arguments of ``CheckpointManager``."""
+    """How steps are saved."""
 
-    async_save: bool = True
-    overlap: bool = False
-    how: How = field(default_factory=How)
-    on_failure: OnFailure = "raise"
-    on_full: OnFull = "raise"
+    background: Background | None = None
+    """None if every save is waited for."""
+    on_full_disk: OnFullDisk = OnFullDisk()
     parts: Sequence[str] | None = None
-    metadata: Mapping[str, Any] | None = None
-    save_options: Mapping[str, Any] | None = None
+    save_options: SaveOptions | None = None
 
     def check(self) -> None:
         """Raise for what is wrong."""
-        self.how.check()
-        WhenFull(self.on_full)
-        unknown = sorted(set(self.save_options or {}) - set(_NOTHING_SPECIAL))
-        if unknown:
-            raise TypeError(
-                f"save_options has {', '.join(map(repr, unknown))}, and can have: {', '.join(_NOTHING_SPECIAL)}"
-            )
-        if isinstance(self.parts, str):
-            raise TypeError(f"parts is a list of names, not the text {self.parts!r}")
+        refuse_unknown_options("save_options", self.save_options or {})
         self.options("", Wanted(0, dict.fromkeys(self.parts or ())), "")
 
-    def options(self, run: str, wanted: Wanted, reason: str) -> SaveOptions:
+    def options(self, run: str, wanted: Wanted, reason: str) -> CheckedOptions:
         """The options for one save. Raises for a state that has other parts than it must have."""
         self._refuse_other_parts(wanted.state)
-        metadata = {**(self.metadata or {}), **(wanted.metadata or {})}
+        given = self.save_options or {}
+        metadata = {**(given.get("metadata") or {}), **(wanted.metadata or {})}
         noted = noted_metadata(run, wanted.step, wanted.metrics, reason, metadata)
-        return SaveOptions.of(**{**_NOTHING_SPECIAL, **(self.save_options or {})}, metadata=noted, overwrite=True)
+        return CheckedOptions.of({**given, "metadata": noted}, overwrite=True)
 
-    def how_to_save(self, state: Any) -> How:
+    def how_to_save(self, state: Any, background: Background) -> How:
         """How to save this state in the background."""
-        optimizers = optimizers_in(state) if self.overlap else ()
+        optimizers = optimizers_in(state) if background.overlap else ()
         budget = (self.save_options or {}).get("memory_budget")
-        return replace(self.how, optimizers=optimizers, memory_budget=budget)
+        return replace(background.how, optimizers=optimizers, memory_budget=budget)
 
     def _refuse_other_parts(self, state: Any) -> None:
         if self.parts is None:
@@ -138,8 +119,9 @@ class Saver:
         self._newest: SaveReport | None = None
         self._end: float | None = None
         self._has_warned = False
+        on_failure: OnFailure = "error" if saving.background is None else saving.background.on_failure
         self.pending = PendingSaves(
-            run.root.location, saving.on_failure, process_group, may_be_damaged=run.verifies_before_deletions
+            run.root.location, on_failure, process_group, may_be_damaged=run.verifies_before_deletions
         )
         run.on_damage = self.pending.note_damage
 
@@ -152,7 +134,7 @@ class Saver:
         if newest is not None and seconds < _SPARE_TIME * newest.seconds:
             logger.warning(
                 "only %.0f s are left to save in before the program is ended, and the last save took %.0f s. If your "
-                "cluster waits for longer, say so with grace_seconds",
+                "cluster waits for longer, say so with OnSignal(grace_seconds=...)",
                 seconds,
                 newest.seconds,
             )
@@ -171,11 +153,12 @@ class Saver:
                 report = self._save_now(wanted, store, make_options)
                 self.pending.forget_newest()
                 return report
-            how = self._saving.how_to_save(wanted.state)
+            background = self._saving.background or Background()  # which one save may be, of a manager that waits
+            how = self._saving.how_to_save(wanted.state, background)
             how = replace(how, attempts=functools.partial(self._attempts, wanted.step))
 
-            def make_options_and_warn() -> SaveOptions:
-                if self._saving.overlap and how.optimizers == []:
+            def make_options_and_warn() -> CheckedOptions:
+                if background.overlap and how.optimizers == []:
                     self._warn_of_no_optimizers()
                 return make_options()
 
@@ -195,7 +178,7 @@ class Saver:
             RuntimeWarning,
         )
 
-    def _save_now(self, wanted: Wanted, store: Store, make_options: Callable[[], SaveOptions]) -> SaveReport:
+    def _save_now(self, wanted: Wanted, store: Store, make_options: Callable[[], CheckedOptions]) -> SaveReport:
         wait_for_conflicting_saves(Claim(store.location))
         call = f"holdfast.CheckpointManager.save of step {wanted.step} to {store.location}"
         rank, world_size = own_place(self._group)
@@ -209,7 +192,8 @@ class Saver:
         """A save, around which the coordinator keeps the run in order."""
         root, committed = self._run.root, False
         when_full = WhenFull(
-            self._saving.on_full,
+            self._saving.on_full_disk.action,
+            wait_seconds=self._saving.on_full_disk.wait_seconds,
             prune=self._run.prune,
             free_bytes=root.free_bytes,
             clean_up=lambda: self._run.clean_up(step),
@@ -228,6 +212,6 @@ class Saver:
 
     def _needed(self, ranks: Collectives) -> int | None:
         """About as much as for the save before, if there was one."""
-        if self._saving.on_full == "prune":
+        if self._saving.on_full_disk.action == "prune":
             return None  # some disks show late what a deletion has freed, and one more checkpoint would go meanwhile
         return ranks.broadcast("size", lambda: None if self._newest is None else self._newest.bytes_written)

@@ -169,7 +169,7 @@ def _first_cause(error: CheckpointException) -> Exception:
     rank, (cause, _) = next(iter(error.failures.items()))
     others = sorted(set(error.failures) - {rank})
     where = f"on rank {rank}" + (f"; rank(s) {others} failed too" if others else "")
-    if isinstance(cause, HoldfastError):
+    if isinstance(cause, HoldfastError) and not isinstance(cause, CheckpointException):
         return _told(cause, rank, where)
     if not isinstance(cause, Exception):
         # Ctrl-C, or the end of a program, is meant for the rank where it happens, and not for the others.

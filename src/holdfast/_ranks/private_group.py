@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from holdfast._compat.groups import (
+    backends_take_another_timeout,
     connection_of_its_own,
     default_group,
     set_backend_timeout,
@@ -259,11 +260,14 @@ class PrivateGroup:
         """Wait for all ranks, then connect to them.
 
         Gloo waits five times its timeout for a rank that dies in the midst of connecting, so it gets a shorter one,
-        which begins when all are there.
+        which begins when all are there. Where gloo would keep that one for good, a wait that is too long for a rank
+        that died is better than one that is too short for a rank that is slow.
         """
         store.set(_here(self.rank), "")
         store.wait([_here(rank) for rank in range(len(self.members))], self._timeout)
-        patience = max(self._timeout / 5, min(self._timeout, _SHORTEST_PATIENCE))
+        patience = self._timeout
+        if backends_take_another_timeout():
+            patience = max(self._timeout / 5, min(self._timeout, _SHORTEST_PATIENCE))
         backend: Any = dist.ProcessGroupGloo(store, self.rank, len(self.members), patience)
         set_backend_timeout(backend, self._timeout)
         return backend

@@ -6,11 +6,11 @@ import functools
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,12 @@ from holdfast._background.futures import warn_of_unseen_failures
 from holdfast._background.messages import watcher
 from holdfast._background.queues import Claim, Lane
 from holdfast._background.step_hooks import changed_only_by, checked_optimizers, hold_steps_back, watch_steps
+from holdfast._base.arguments import Size, check_choice, checked_size
 from holdfast._base.garbage import no_garbage_collection
-from holdfast._base.patterns import Pattern, Patterns
-from holdfast._base.sizes import checked_bytes
 from holdfast._base.tuning import MEMORY_BUDGET, SMALLEST_BUDGET
 from holdfast._ranks.meeting import own_place, refuse_outsider
 from holdfast._save.capture import Capture, Captured
-from holdfast._save.options import SaveOptions
+from holdfast._save.options import CheckedOptions, SaveOptions, refuse_unknown_options, shows_save_options
 from holdfast._save.pending import Counter, PendingSave
 from holdfast._save.report import SaveReport
 from holdfast._save.save import SaveRun
@@ -39,11 +38,14 @@ from holdfast._stores.store import Store
 from holdfast._watching.calls import Call, Phases
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from holdfast._ranks.collectives import Collectives
 
 Writer = Literal["thread", "process"]
 
 
+@shows_save_options
 def async_save(
     state: Any,
     path: str | os.PathLike[str] | Store,
@@ -53,15 +55,8 @@ def async_save(
     when_busy: WhenBusy = "wait",
     check_tearing: bool = False,
     overwrite: bool = False,
-    metadata: Mapping[str, Any] | None = None,
-    include: Patterns | None = None,
-    exclude: Patterns | None = None,
-    cast: Mapping[Pattern, Any] | None = None,
-    check_replicas: bool | Literal["warn"] = True,
-    allow_pickle: bool = False,
-    max_file_size: int | None = None,
-    memory_budget: int | None = None,
     process_group: dist.ProcessGroup | None = None,
+    **options: Unpack[SaveOptions],
 ) -> PendingSave:
     """Take a private copy of a state, and save it in the background while the program goes on.
 
@@ -80,20 +75,14 @@ def async_save(
         writer: a thread of this process, or a ``"process"`` of its own, which never competes with the program for
             Python's lock.
         when_busy: if an earlier save is still being written, ``"wait"`` for its memory, take a second ``"copy"`` within
-            ``memory_budget``, or ``"raise"`` ``SaveInProgressError``. Saves are carried out in the order of the calls.
+            ``memory_budget``, or raise ``SaveInProgressError`` (``"error"``). Saves are carried out in the order of
+            the calls.
         check_tearing: compare digests of the state at the call and of the copy, to find out whether something changed
             the state while it was copied. Takes time in the call; what torch itself counts as a change is found anyway.
-        overwrite: this and all other arguments are those of ``save``.
-        metadata: as for ``save``.
-        include: as for ``save``.
-        exclude: as for ``save``.
-        cast: as for ``save``.
-        check_replicas: as for ``save``.
-        allow_pickle: as for ``save``.
-        max_file_size: as for ``save``.
-        memory_budget: bytes that may be allocated beyond the state. By default one copy of this rank's part of it, two
-            with ``when_busy="copy"``, and 64 MiB.
+        overwrite: as for ``save``.
         process_group: as for ``save``. It needs no backend for the CPU.
+        options: all others are those of ``save``. Only ``memory_budget`` counts the copy as well: by default it is one
+            copy of this rank's part of the state, two with ``when_busy="copy"``, and 64 MiB.
 
     Example:
         >>> import tempfile, torch
@@ -102,25 +91,16 @@ def async_save(
         >>> state = {"weights": torch.ones(4)}
         >>> pending = holdfast.async_save(state, path)
         >>> _ = state["weights"].zero_()                  # training goes on
-        >>> pending.wait().tensor_count                   # before it matters
+        >>> pending.result().tensor_count                 # before it matters
         1
         >>> holdfast.open(path)["weights"][:]
         tensor([1., 1., 1., 1.])
     """
-    options = functools.partial(
-        SaveOptions.of,
-        include=include,
-        exclude=exclude,
-        cast=cast,
-        metadata=metadata,
-        overwrite=overwrite,
-        check_replicas=check_replicas,
-        allow_pickle=allow_pickle,
-        max_file_size=max_file_size,
-        memory_budget=None,
+    refuse_unknown_options("holdfast.async_save()", options)
+    how = How(optimizers, writer, when_busy, check_tearing, options.pop("memory_budget", None))
+    return begin_save(
+        state, path, functools.partial(CheckedOptions.of, options, overwrite=overwrite), how, process_group
     )
-    how = How(optimizers, writer, when_busy, check_tearing, memory_budget)
-    return begin_save(state, path, options, how, process_group)
 
 
 @dataclass(frozen=True)
@@ -131,22 +111,21 @@ class How:
     writer: Writer = "thread"
     when_busy: WhenBusy = "wait"
     check_tearing: bool = False
-    memory_budget: int | None = None
+    memory_budget: Size | None = None
+    """For copies and buffers together."""
     attempts: Attempts = once
     """What to do if it fails."""
 
     def check(self) -> None:
         """Raise for what is not understood."""
-        if self.writer not in ("thread", "process"):
-            raise ValueError(f"writer must be 'thread' or 'process', not {self.writer!r}")
-        if self.when_busy not in ("wait", "copy", "raise"):
-            raise ValueError(f"when_busy must be 'wait', 'copy' or 'raise', not {self.when_busy!r}")
+        check_choice("writer", self.writer, get_args(Writer))
+        check_choice("when_busy", self.when_busy, get_args(WhenBusy))
 
 
 def begin_save(
     state: Any,
     path: str | os.PathLike[str] | Store,
-    make_options: Callable[[], SaveOptions],
+    make_options: Callable[[], CheckedOptions],
     how: How,
     process_group: dist.ProcessGroup | None,
 ) -> PendingSave:
@@ -166,14 +145,14 @@ def begin_save(
         give_up_in_background(error, lane, claim, coordinator_rank=0)
         begun.phases.call.finish(error=error)
         raise
-    options: SaveOptions = work.keywords["options"]
+    options: CheckedOptions = work.keywords["options"]
     committed = save_copy_in_background(
         work,
         begun.copied,
         lane,
         claim,
         call=f"holdfast.async_save to {claim}, overwrite={options.overwrite!r}, "
-        f"check_replicas={options.check_replicas!r}",
+        f"replica_mismatch={options.replica_mismatch!r}",
         attempts=how.attempts,
         in_process=how.writer == "process",
         told=begun.phases.call,
@@ -204,7 +183,7 @@ class _Begun:
             self.counter.stall(time.perf_counter() - began)
 
     def prepared(
-        self, state: Any, path: str | os.PathLike[str] | Store, options: SaveOptions, how: How, lane: Lane
+        self, state: Any, path: str | os.PathLike[str] | Store, options: CheckedOptions, how: How, lane: Lane
     ) -> functools.partial[SaveReport]:
         """Capture and copy. Returns what is to be done with the copy."""
         how.check()
@@ -240,7 +219,7 @@ class _Begun:
 
 
 def save_copy(
-    ranks: Collectives, captured: dict[str, Any], *, store: Store, options: SaveOptions, phases: Phases
+    ranks: Collectives, captured: dict[str, Any], *, store: Store, options: CheckedOptions, phases: Phases
 ) -> SaveReport:
     """Save what was captured and copied, with the given ranks: in a thread, or in a writer process."""
     watched = watcher.get()
@@ -272,7 +251,7 @@ def _refuse_if_it_cannot_be_sent(store: Store) -> None:
 def _shares_of(how: How, snapshot: int) -> tuple[int | None, int]:
     """What may be allocated for writing (None for the default), and for all copies that are in use at a time."""
     wished = 2 * snapshot if how.when_busy == "copy" else snapshot
-    budget = checked_bytes("memory_budget", how.memory_budget)
+    budget = checked_size("memory_budget", how.memory_budget)
     if budget is None:
         return None, wished
     if budget - snapshot < SMALLEST_BUDGET:

@@ -11,15 +11,15 @@ import torch
 
 from holdfast._base.patterns import Choice, Selection
 from holdfast._compat.tensors import PACKED
-from holdfast._formats.native.declared import declared_class, kind_to_declare
 from holdfast._formats.native.keys import readable
-from holdfast._formats.native.refs import Slot, UndeclaredValue
+from holdfast._formats.native.refs import Slot, UnregisteredValue
+from holdfast._formats.native.registered_types import registered_type, registrable_kind
 from holdfast._formats.native.trees import NOTHING, children_of, part_of, pruned
 from holdfast._formats.native.values import Encoder, Path, key_of
 from holdfast._layout import tensor_kinds as partitioned
 from holdfast._layout.descriptions import HeldTensor, Holding, LocalTensor, dtype_of_whole, hold, others_may_have_it
 from holdfast._save.agreement import noted_ties
-from holdfast._save.options import SaveOptions
+from holdfast._save.options import CheckedOptions
 from holdfast._state.expanding import Expanded, expand
 from holdfast.errors import PartitionedParameterError, UnsupportedTensorError, UnsupportedValueError
 
@@ -50,16 +50,16 @@ def _is_in(tree: Any, path: Path) -> bool:
 
 
 def _selected(value: Any, path: Path, wanted: Callable[[Path], bool]) -> Any:
-    return pruned(value, path, wanted, tensors=(torch.Tensor, np.ndarray, Slot), part_of=_part_of_declared)
+    return pruned(value, path, wanted, tensors=(torch.Tensor, np.ndarray, Slot), part_of=_part_of_registered)
 
 
-def _part_of_declared(value: Any, fields: Mapping[str, Any], path: Path) -> UndeclaredValue:
-    """What is not declared cannot be stored as a whole either, unless it is pickled, and then with all its fields."""
-    if declared_class(type(value)) is None and not isinstance(value, UndeclaredValue):
-        key, kind = key_of(path), kind_to_declare(type(value)) or type(value).__name__
+def _part_of_registered(value: Any, fields: Mapping[str, Any], path: Path) -> UnregisteredValue:
+    """What is not registered cannot be stored as a whole either, unless it is pickled, and then with all its fields."""
+    if registered_type(type(value)) is None and not isinstance(value, UnregisteredValue):
+        key, kind = key_of(path), registrable_kind(type(value)) or type(value).__name__
         raise UnsupportedValueError(
-            f"only some fields of '{key}' are to be saved, which takes a declared {kind}: put @holdfast.declare above "
-            f"{type(value).__qualname__}",
+            f"only some fields of '{key}' are to be saved, which takes a registered {kind}: put "
+            f"@holdfast.register_type above {type(value).__qualname__}",
             key=key,
             keys=[key],
         )
@@ -113,14 +113,14 @@ class Capture:
     """Only note what is to be compared: taking digests takes time."""
 
     @classmethod
-    def of(cls, options: SaveOptions, rank: int, world_size: int, *, compare_later: bool = False) -> Capture:
+    def of(cls, options: CheckedOptions, rank: int, world_size: int, *, compare_later: bool = False) -> Capture:
         """As a save wants it."""
         return cls(
             rank=rank,
             selection=options.selection,
             cast=options.cast,
             allow_pickle=options.allow_pickle,
-            compare_copies=world_size > 1 and options.check_replicas is not False,
+            compare_copies=world_size > 1 and options.replica_mismatch != "ignore",
             compare_later=compare_later,
         )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from holdfast._background.futures import SaveFuture
@@ -23,15 +25,16 @@ class SaveProgress(NamedTuple):
 class PendingSave:
     """What ``async_save`` returns. Nothing has to be done with it: the program waits for pending saves when it ends.
 
-    A failure is raised by ``wait`` and by ``committed.result()``. If nobody asks, the next call to the library warns of
-    it, and the program ends with an exit code that tells.
+    It is asked as the futures of ``concurrent.futures`` are: ``result``, ``exception``, ``done``. If nobody asks for a
+    failure, the next call to the library warns of it, and the program ends with exit code 1.
     """
 
     path: str
     staged: Future[None]
     """Done when the program may change its state. Without ``optimizers`` that is so when ``async_save`` returns."""
     committed: SaveFuture[SaveReport]
-    """Done when the checkpoint is durable and complete. It cannot be cancelled: the other ranks count on this one."""
+    """Done when the checkpoint is durable and complete: the future itself, for callbacks, ``asyncio.wrap_future`` and
+    ``concurrent.futures.wait``. It cannot be cancelled: the other ranks count on this one."""
 
     def __init__(self, path: str, staged: Future[None], committed: SaveFuture[SaveReport], counter: Counter) -> None:
         self.path = path
@@ -44,14 +47,25 @@ class PendingSave:
         """For how many seconds the program has waited so far: in the call, and before a step of an optimizer."""
         return self._counter.stalled
 
-    def wait(self, timeout: float | None = None) -> SaveReport:
-        """What was saved, when it is committed. Raises what the save raised, or ``TimeoutError``.
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """What was saved, when it is committed. Raises what the save raised, or ``TimeoutError``: then it goes on.
 
         In a process that was forked meanwhile, this and the other questions raise ``OtherProcessError``: a save goes on
         in the process that began it.
         """
-        try:
+        with self._told_in_time(timeout):
             return self.committed.result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the save raised, or None, when it has ended. Raises ``TimeoutError`` if that takes longer."""
+        with self._told_in_time(timeout):
+            return self.committed.exception(timeout)
+
+    @contextmanager
+    def _told_in_time(self, timeout: float | None) -> Iterator[None]:
+        """A ``TimeoutError`` that says how far the save is, in the place of that of the future."""
+        try:
+            yield
         except FutureTimeoutError:
             if self.done():
                 raise  # it is the error of the save itself

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
@@ -17,7 +17,6 @@ from holdfast._base.environment import noted_optimizers, stamp
 from holdfast._base.garbage import no_garbage_collection
 from holdfast._base.json_parts import dumps
 from holdfast._base.notices import warn_caller
-from holdfast._base.patterns import Pattern, Patterns
 from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.names import new_generation
 from holdfast._layout.descriptions import Holding
@@ -36,7 +35,7 @@ from holdfast._save.files import (
     write_chunks,
 )
 from holdfast._save.merged_trees import fill_slots, merge_trees, refuse_shared_keys, renamed_tensors, tensor_keys
-from holdfast._save.options import SaveOptions
+from holdfast._save.options import CheckedOptions, SaveOptions, refuse_unknown_options, shows_save_options
 from holdfast._save.report import SaveReport
 from holdfast._stores.places import in_messages, store_at
 from holdfast._stores.store import Store
@@ -44,6 +43,7 @@ from holdfast._watching.calls import Call, Phases, by_phase
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from typing_extensions import Unpack
 
     from holdfast._ranks.collectives import Collectives
 
@@ -76,7 +76,7 @@ class SaveRun:
 
     store: Store
     ranks: Collectives
-    options: SaveOptions
+    options: CheckedOptions
     phases: Phases
     advance: Callable[[int], None] | None = None
     """Told of every part that is written, in bytes."""
@@ -198,16 +198,16 @@ class SaveRun:
             )
 
     def _treat_differences(self, differing: list[Differing]) -> None:
-        if self.options.check_replicas is True:
+        if self.options.replica_mismatch == "error":
             refuse_differing(differing, _ADVICE)
-        elif self.options.check_replicas == "warn" and differing:
+        elif self.options.replica_mismatch == "warn" and differing:
             outcome = "The copies of the lowest ranks are saved, the others are lost."
             warn_caller(describe_differing(differing, f"{outcome} {_ADVICE}"))
 
 
 _ADVICE = (
     "If every rank's value matters (a data position, a random state), wrap it in holdfast.PerRank(value). If not, make "
-    "the copies equal first, or say check_replicas='warn' to store those of the lowest rank."
+    "the copies equal first, or say replica_mismatch='warn' to store those of the lowest rank."
 )
 """On copies that differ."""
 
@@ -234,20 +234,14 @@ def _with_own(tree: Any, own: Sequence[Mapping[str, Any]]) -> Any:
     return tree
 
 
+@shows_save_options
 def save(
     state: Any,
     path: str | os.PathLike[str] | Store,
     *,
     overwrite: bool = False,
-    metadata: Mapping[str, Any] | None = None,
-    include: Patterns | None = None,
-    exclude: Patterns | None = None,
-    cast: Mapping[Pattern, Any] | None = None,
-    check_replicas: bool | Literal["warn"] = True,
-    allow_pickle: bool = False,
-    max_file_size: int | None = None,
-    memory_budget: int | None = None,
     process_group: dist.ProcessGroup | None = None,
+    **options: Unpack[SaveOptions],
 ) -> SaveReport:
     """Save a state to a folder. With a process group all its ranks call this together, each with its own part.
 
@@ -264,12 +258,12 @@ def save(
         include: which keys to save; all by default. Patterns such as ``"model.*"``, regular expressions, functions.
         exclude: which of these not to save.
         cast: patterns and the dtype to store their floating point tensors as: ``{"model.*": torch.bfloat16}``.
-        check_replicas: compare what several ranks hold before one copy is stored. ``"warn"`` stores the copy of the
-            lowest rank where they differ, False takes all copies to be equal.
+        replica_mismatch: what several ranks hold is compared before one copy is stored. If copies differ, that is an
+            ``"error"``; ``"warn"`` stores the copy of the lowest rank, and ``"ignore"`` compares nothing.
         allow_pickle: store values that the format has no place for as pickles. Loading them needs the same.
-        max_file_size: bytes of data in one file at most. Larger tensors are cut.
-        memory_budget: bytes that may be allocated beyond the state, apart from some 2 KB per tensor. 64 MiB by default,
-            256 KiB at least.
+        max_file_size: the most bytes of data in one file, as a number or such as ``"5GB"``. Larger tensors are cut.
+        memory_budget: how much may be allocated beyond the state, apart from some 2 KB per tensor, such as
+            ``"256MB"``: 64 MiB by default, 256 KiB at least.
         process_group: the ranks that save. All by default; this process alone if there is no process group.
 
     Example:
@@ -282,22 +276,13 @@ def save(
         >>> holdfast.open(path)["step"]
         100
     """
-    make_options = functools.partial(
-        SaveOptions.of,
-        include=include,
-        exclude=exclude,
-        cast=cast,
-        metadata=metadata,
-        overwrite=overwrite,
-        check_replicas=check_replicas,
-        allow_pickle=allow_pickle,
-        max_file_size=max_file_size,
-        memory_budget=memory_budget,
-    )
+    refuse_unknown_options("holdfast.save()", options)
+    make_options = functools.partial(CheckedOptions.of, options, overwrite=overwrite)
     place = in_messages(path)
     warn_of_unseen_failures()
     wait_for_conflicting_saves(Claim(place))
-    call = f"holdfast.save to {place}, overwrite={overwrite!r}, check_replicas={check_replicas!r}"
+    on_mismatch = options.get("replica_mismatch", "error")
+    call = f"holdfast.save to {place}, overwrite={overwrite!r}, replica_mismatch={on_mismatch!r}"
     rank, world_size = own_place(process_group)
     with Call("save", place, rank=rank, world_size=world_size) as told, meeting(call, process_group) as ranks:
         return save_together(ranks, state, path, make_options, told)
@@ -307,7 +292,7 @@ def save_together(
     ranks: Collectives,
     state: Any,
     path: str | os.PathLike[str] | Store,
-    make_options: Callable[[], SaveOptions],
+    make_options: Callable[[], CheckedOptions],
     call: Call,
 ) -> SaveReport:
     """Save with ranks that are together already, and tell of it."""

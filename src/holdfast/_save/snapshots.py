@@ -69,7 +69,7 @@ class CopiedTensor(NamedTuple):
         raise AssertionError(f"this rank was asked for a part of {self.key!r} that it does not hold: {box}")
 
 
-WhenBusy = Literal["wait", "copy", "raise"]
+WhenBusy = Literal["wait", "copy", "error"]
 
 
 @dataclass
@@ -145,7 +145,7 @@ def wait_for_memory(lane: Lane, nbytes: int, when_busy: WhenBusy, most: int) -> 
         pending = _in_use(lane)
         if not pending:
             return
-        if when_busy == "raise":
+        if when_busy == "error":
             raise SaveInProgressError(
                 "an earlier background save has not ended yet. Wait for it, save less often, or let async_save wait "
                 "(when_busy='wait') or take memory for one more copy (when_busy='copy').",

@@ -8,7 +8,6 @@ from typing import Any
 
 from holdfast._base.texts import some_of
 from holdfast._formats.native.refs import ANYTHING
-from holdfast._state.module_names import strip_wrapper_names
 from holdfast.errors import OptimizerMismatchError
 
 Name = str | int
@@ -179,6 +178,8 @@ def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _bare(name: Name) -> Name:
+    from holdfast._state.module_names import strip_wrapper_names  # needs torch, which comparing checkpoints does not
+
     return strip_wrapper_names(name) if isinstance(name, str) else name
 
 

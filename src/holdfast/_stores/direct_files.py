@@ -137,7 +137,7 @@ class DirectFile:
         """Those that may be under way: as many as there are rooms at most."""
         self._direct = open_directly(path, descriptor, os.O_WRONLY)
 
-    def room(self) -> memoryview:
+    def buffer(self) -> memoryview:
         """Memory for the next bytes: what is free of the room that is being filled. Waits until there is some."""
         if self._room is None:
             self._raise_error()
@@ -157,7 +157,7 @@ class DirectFile:
         """Take all of it: it may be changed afterwards."""
         taken = 0
         while taken < view.nbytes:
-            room = self.room()
+            room = self.buffer()
             count = min(room.nbytes, view.nbytes - taken)
             # numpy lets other threads run while it copies.
             np.frombuffer(room, np.uint8)[:count] = np.frombuffer(view, np.uint8)[taken : taken + count]

@@ -126,7 +126,7 @@ def sink_atomically(path: str | os.PathLike[str], expected: int, memory: int) ->
         name = f"/proc/self/fd/{descriptor}"  # it has no other name yet
         sink = FileSink(descriptor, name, expected)
         try:
-            sink.room(memory)  # the first call decides
+            sink.buffer(memory)  # the first call decides
             yield sink
             sink.finish()
             os.ftruncate(descriptor, sink.size)  # the expectation may have been too large

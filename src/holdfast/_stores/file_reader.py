@@ -24,10 +24,10 @@ from holdfast._stores.direct_files import (
     rounded_up,
 )
 from holdfast._stores.os_errors import naming
-from holdfast._stores.store import Buffer, too_short
+from holdfast._stores.store import Buffer, CachedReader, SharedReader, too_short
 
 
-class FileReader:
+class FileReader(CachedReader, SharedReader):
     """Reads at any place, without a position that threads would share."""
 
     def __init__(self, descriptor: int, path: str, size: int) -> None:

@@ -7,11 +7,11 @@ import os
 from holdfast._base.tuning import DIRECT_FROM
 from holdfast._stores.direct_files import DirectFile
 from holdfast._stores.os_errors import naming, some
-from holdfast._stores.store import Buffer
+from holdfast._stores.store import Buffer, BufferedSink
 
 
-class FileSink:
-    """A small file is written as it comes. A large one is collected in rooms and written past the page cache."""
+class FileSink(BufferedSink):
+    """A small file is written as it comes. A large one is collected in buffers and written past the page cache."""
 
     def __init__(self, descriptor: int, path: str, size: int | None) -> None:
         self.descriptor = descriptor
@@ -33,7 +33,7 @@ class FileSink:
             else:
                 self._write_all(view)
 
-    def room(self, memory: int | None = None) -> memoryview | None:
+    def buffer(self, memory: int | None = None) -> memoryview | None:
         """Memory to be filled with the next bytes; None if ``write`` serves as well.
 
         ``memory`` is how much there may be in all. The first call decides.
@@ -41,10 +41,10 @@ class FileSink:
         if self._expected < DIRECT_FROM:
             return None
         with naming(self.path):
-            return self._large_file(memory).room()
+            return self._large_file(memory).buffer()
 
     def advance(self, count: int) -> None:
-        """So many bytes of the room are filled."""
+        """So many bytes of the buffer are filled."""
         assert self._direct is not None
         self._direct.advance(count)
         self.size += count

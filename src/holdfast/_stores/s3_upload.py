@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast._base.tuning import KIB, MIB, ROOM_BYTES, UPLOADS
 from holdfast._stores.fsspec_filesystem import name_is_taken, only_os_errors
-from holdfast._stores.store import Buffer
+from holdfast._stores.store import Buffer, BufferedSink
 
 log = logging.getLogger("holdfast.stores")
 
@@ -30,7 +30,7 @@ _UNKNOWN = {"NotImplemented", "501"}
 _REFUSED = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "OperationAborted"}
 
 
-class S3Upload:
+class S3Upload(BufferedSink):
     """A sink. Its rooms are the parts: while one is filled, those before are on their way."""
 
     def __init__(self, fs: Any, place: dict[str, str], path: str, expected: int | None) -> None:
@@ -58,13 +58,13 @@ class S3Upload:
             return
         view = view.cast("B")
         while view.nbytes:
-            room = self.room(None)
+            room = self.buffer(None)
             count = min(room.nbytes, view.nbytes)
             room[:count] = view[:count]
             self.advance(count)
             view = view[count:]
 
-    def room(self, memory: int | None = None) -> memoryview:
+    def buffer(self, memory: int | None = None) -> memoryview:
         """What is free of the part that is being filled. The first call decides how large parts are, and how many are
         in memory at once; below the smallest part that S3 takes, it is one of those."""
         if self._ended:

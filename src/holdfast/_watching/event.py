@@ -94,7 +94,8 @@ def about(step: int | None = None, **detail: Any) -> Iterator[None]:
 
     It holds for this thread. A call that goes on in another one keeps what was known when it began.
 
-    >>> from holdfast.watching import Call, subscribe
+    >>> from holdfast._watching.calls import Call
+    >>> from holdfast.watching import subscribe
     >>> with subscribe(lambda event: print(event.step, event.detail["reason"])), about(step=500, reason="steps"):
     ...     Call("save", "runs/a").finish()
     500 steps

@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from holdfast._base.arguments import Size
 from holdfast._dcp.load_planner import DynamicMetaLoadPlanner
 from holdfast._dcp.torch_file_conversions import dcp_to_torch_file, torch_file_to_dcp
 from holdfast._dcp.torch_file_reader import BroadcastingTorchSaveReader
@@ -30,7 +31,7 @@ def dcp_to_torch_save(
     torch_save_path: AnyPath,
     *,
     allow_pickle: bool | None = None,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     progress: bool = False,
 ) -> None:
     """Write a DCP checkpoint as one file that ``torch.load`` reads.
@@ -68,7 +69,7 @@ def torch_save_to_dcp(
     dcp_checkpoint_dir: AnyPath,
     *,
     allow_pickle: bool | None = None,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     progress: bool = False,
 ) -> None:
     """Save the dict in a file of ``torch.save`` as a DCP checkpoint, which any number of ranks can load.

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from holdfast._compat.groups import default_group
 from holdfast._compat.sharded_tensors import ChunkShardingSpec, ShardedTensor
 from holdfast._dcp.load import load_state
 from holdfast._dcp.load_planner import DefaultLoadPlanner
@@ -109,7 +110,7 @@ def _alloc_tensor(props: TensorProperties, size: Sequence[int], device_type: str
 def _create_colwise_spec(pg: dist.ProcessGroup | None = None) -> ChunkShardingSpec:
     """Split by the first dimension over the ranks of a group, which are named by their numbers in the whole job."""
     device_type = group_device_type(pg)
-    members = dist.get_process_group_ranks(pg)
+    members = dist.get_process_group_ranks(pg or default_group())  # before 2.7, torch wants to be told
     return ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/{rank_device(rank, device_type)}" for rank in members])
 
 

@@ -16,9 +16,14 @@ from holdfast._formats.dcp.metadata import Seal, _StorageInfo
 STOCK_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 
 
-# Strides are in the classes of 2.15 and later, and never in the files that we write; older ones have no version.
+# Strides are in the classes of 2.15 and later, and never in the files that we write; older ones have no version,
+# and those before 2.7 no modules.
 STORES_TRANSFORMS = "transform_descriptors" in stock_filesystem._StorageInfo.__dataclass_fields__  # since 2.7
-NOT_IN_EVERY_TORCH = {"strides"} | ({"version"} - stock.Metadata.__dataclass_fields__.keys())
+NOT_IN_EVERY_TORCH = (
+    {"strides"}
+    | ({"version"} - stock.Metadata.__dataclass_fields__.keys())
+    | ({"modules"} - stock.StorageMeta.__dataclass_fields__.keys())
+)
 
 
 def example(*, seal: bool = True) -> ours.Metadata:

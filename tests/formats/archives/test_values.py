@@ -27,6 +27,7 @@ from holdfast._formats.archives.values import decode_value, encode_value, needs_
 from holdfast._formats.dcp.archive import read_directory
 from holdfast.errors import DamagedCheckpointError, HoldfastError, RefusedPickleError
 from tests.formats.dcp.blobs import entries_of, torch_blob, zipped
+from tests.properties import examples
 
 UTC = datetime.timezone.utc
 EAST = datetime.timezone(datetime.timedelta(hours=5, minutes=30), "east")
@@ -195,7 +196,7 @@ NESTED = st.recursive(
 
 
 @given(NESTED)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_any_nested_value_comes_back_exactly(value: Any) -> None:
     blob = encode_value(value)
     assert same(decode(blob), value)

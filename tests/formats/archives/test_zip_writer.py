@@ -44,7 +44,7 @@ class Rooms(io.BytesIO):
         self.sizes = sizes
         self.lent = bytearray()
 
-    def room(self) -> memoryview:
+    def buffer(self, memory: int | None = None) -> memoryview:
         self.lent = bytearray(self.sizes[self.tell() % len(self.sizes)])
         return memoryview(self.lent)
 

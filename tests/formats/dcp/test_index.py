@@ -42,6 +42,7 @@ from holdfast.errors import (
     UnsupportedVersionError,
 )
 from tests.formats.archives.graphs import STOCK_MODULES, example, facts, modules_in, stock_pickle, to_stock
+from tests.properties import examples
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 SOURCE = "/run/.metadata"
@@ -98,7 +99,7 @@ def indexes(draw: st.DrawFn) -> Metadata:
 
 
 @given(indexes())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_any_index_comes_back_as_it_was(metadata: Metadata) -> None:
     back = decode(encode_index(metadata))
     assert facts(back) == facts(metadata)
@@ -108,7 +109,7 @@ def test_any_index_comes_back_as_it_was(metadata: Metadata) -> None:
 
 
 @given(indexes())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_any_index_of_ours_is_in_stock_what_stock_would_have_written(metadata: Metadata) -> None:
     loaded = pickle.loads(encode_index(metadata))
     assert facts(loaded) == facts(to_stock(metadata))
@@ -116,13 +117,13 @@ def test_any_index_of_ours_is_in_stock_what_stock_would_have_written(metadata: M
 
 
 @given(indexes(), st.sampled_from([2, 3, 4, 5]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_any_index_of_stock_is_read_as_it_is(metadata: Metadata, protocol: int) -> None:
     assert facts(decode(stock_pickle(metadata, protocol))) == facts(metadata)
 
 
 @given(indexes(), st.booleans())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_the_shortcut_and_the_machine_agree(metadata: Metadata, by_stock: bool) -> None:
     data = stock_pickle(metadata) if by_stock else encode_index(metadata)
     fast = decode(data)

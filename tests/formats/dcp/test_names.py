@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast._formats.dcp import names as layout
+from tests.properties import examples
 
 ranks = st.integers(0, 5000)
 generations = st.text("0123456789abcdef", min_size=8, max_size=8)
@@ -59,7 +60,7 @@ def test_a_generation_has_the_form_that_names_are_recognized_by():
     assert layout.is_data_file(data_file(0, layout.new_generation(), 0))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(ranks, generations, st.integers(0, 99))
 def test_our_data_files_are_recognized_as_data_of_their_rank_and_generation(rank, generation, number):
     name = data_file(rank, generation, number)
@@ -74,13 +75,13 @@ def test_data_files_of_stock_are_recognized(name):
     assert layout.is_data_file(name)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(foreign | indexes | temporaries)
 def test_other_files_are_not_taken_for_data(name):
     assert not layout.is_data_file(name)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(ranks)
 def test_a_ranks_own_index_names_its_rank_and_the_common_one_none(rank):
     assert layout.rank_of_index(layout.metadata_name(rank)) == rank
@@ -89,13 +90,13 @@ def test_a_ranks_own_index_names_its_rank_and_the_common_one_none(rank):
     assert layout.metadata_name(rank) == f"__{rank}.metadata"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(foreign | data_files | temporaries)
 def test_other_files_are_not_taken_for_an_index(name):
     assert layout.rank_of_index(name) is None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(indexes, generations | st.uuids().map(str))
 def test_a_temporary_index_is_never_taken_for_an_index(name, save_id):
     temporary = layout.temporary_name(name, save_id)
@@ -105,20 +106,20 @@ def test_a_temporary_index_is_never_taken_for_an_index(name, save_id):
     assert layout.stale_names([temporary], []) == [temporary]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(ranks, generations | st.uuids().map(str))
 def test_a_temporary_index_names_its_rank(rank, save_id):
     assert layout.rank_of_temporary_index(layout.temporary_name(layout.metadata_name(rank), save_id)) == rank
     assert layout.rank_of_temporary_index(layout.temporary_name(layout.metadata_name(None), save_id)) is None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(foreign | data_files | indexes)
 def test_other_files_are_not_taken_for_a_temporary_index(name):
     assert layout.rank_of_temporary_index(name) is None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     st.lists(data_files | indexes | temporaries | foreign, unique=True, max_size=12),
     st.data(),
@@ -136,7 +137,7 @@ def test_what_a_new_checkpoint_made_useless_is_everything_of_the_format_that_it_
     assert set(stale) <= set(present)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(foreign, unique=True), folders)
 def test_files_of_others_are_never_stale(present, folder):
     assert layout.stale_names(in_folder(folder, present), []) == []
@@ -153,7 +154,7 @@ parts_of_ranks = st.builds(data_file, few_ranks, st.none() | generations, st.int
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(parts_of_ranks, unique=True, max_size=12), st.integers(1, 4), st.data())
 def test_where_ranks_save_for_themselves_every_stale_file_is_removed_by_exactly_one_rank(present, world_size, data):
     in_use = data.draw(st.sets(st.sampled_from(present))) if present else set()
@@ -163,20 +164,20 @@ def test_where_ranks_save_for_themselves_every_stale_file_is_removed_by_exactly_
     assert sorted(removed) == sorted(set(present) - in_use)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(parts_of_ranks, unique=True), st.integers(1, 6))
 def test_where_ranks_save_for_themselves_none_but_rank_0_touches_files_of_others(present, rank):
     for name in layout.stale_names_of_rank(present, [], rank, rank + 1):
         assert name.startswith((f"__{rank}_", f"__{rank}."))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(indexes, unique=True))
 def test_where_ranks_save_for_themselves_indexes_in_place_are_not_stale(present):
     assert layout.stale_names_of_rank(present, [], 0, 1) == []
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(data_files | indexes | temporaries | foreign, unique=True), generations, folders)
 def test_the_files_of_a_save_are_told_from_all_others_by_its_generation(present, generation, folder):
     present = [name for name in present if generation not in name]
@@ -186,7 +187,7 @@ def test_the_files_of_a_save_are_told_from_all_others_by_its_generation(present,
     assert all(PurePath(name).name == name for name in found)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     st.lists(data_files | indexes | temporaries | foreign, unique=True, max_size=8),
     st.lists(st.tuples(generations, st.booleans()), unique_by=lambda save: save[0], max_size=4),

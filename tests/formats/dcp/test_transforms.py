@@ -16,6 +16,7 @@ from holdfast._formats.dcp.metadata import MetadataIndex
 from holdfast._formats.dcp.plan import WriteItem, WriteItemType
 from holdfast._formats.dcp.transforms import ReaderTransforms, WriterTransforms
 from holdfast.errors import HoldfastError
+from tests.properties import examples
 from tests.torches import stock_module
 
 StockRegistry: Any = stock_module("_extension").ExtensionRegistry
@@ -129,7 +130,7 @@ def written(transforms: Any, parts: list[bytes], raw: io.BytesIO) -> list[str]:
     return descriptors
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(chains, contents)
 def test_what_went_through_any_chain_of_transforms_comes_back(chain, parts):
     raw = io.BytesIO()
@@ -138,7 +139,7 @@ def test_what_went_through_any_chain_of_transforms_comes_back(chain, parts):
     assert back.read() == b"".join(parts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(chains, contents)
 def test_the_stored_bytes_and_their_description_are_those_of_stock(chain, parts):
     chain = [extension for extension in chain if not isinstance(extension, Gzip)]  # which stores the time
@@ -161,7 +162,7 @@ def test_the_last_transform_sees_the_data_first():
     assert raw.getvalue() == b"<<cba>"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(chains, st.lists(contents, min_size=2, max_size=4))
 def test_the_file_stays_open_for_the_items_that_follow(chain, items):
     raw, spans = io.BytesIO(), []

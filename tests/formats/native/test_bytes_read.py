@@ -14,6 +14,7 @@ import holdfast
 from holdfast._formats.native.record import BLOCK_BYTES as BLOCK
 from holdfast._formats.native.source import NativeSource
 from holdfast._formats.source import Request, WholeReads
+from tests.properties import examples
 from tests.stores.counting import CountingMemoryStore, bytes_in, bytes_twice
 
 
@@ -59,7 +60,9 @@ def slices(size: int) -> st.SearchStrategy[slice]:
     return st.tuples(st.integers(0, size - 1), st.integers(1, size)).map(lambda s: slice(s[0], min(s[0] + s[1], size)))
 
 
-FEW = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+FEW = settings(
+    max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @FEW

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from holdfast._formats.native.refs import PerRankValues
 from holdfast._formats.native.values import Encoder, key_of, keys_of, leaves
 from holdfast.errors import DamagedCheckpointError
+from tests.properties import examples
 
 TENSOR = {"$": "tensor", "key": "k"}
 
@@ -64,7 +65,7 @@ def test_an_int_of_thousands_of_digits_can_be_a_key():
 parts = st.text(st.sampled_from('a.[]"0\\\ud83d\ude00😀'), max_size=3) | st.integers(0, 2) | st.none() | st.just(0.5)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.lists(parts, max_size=3).map(tuple), max_size=8, unique=True))
 def test_different_paths_have_different_keys_in_any_order(paths):
     keys = keys_of(paths)

@@ -90,7 +90,7 @@ class LendsRooms(io.BytesIO):
         self.sizes = itertools.cycle(sizes)
         self.lent = None
 
-    def room(self, memory):
+    def buffer(self, memory):
         if self.lent is None:
             size = next(self.sizes)
             self.lent = bytearray(size) if size else None

@@ -37,7 +37,7 @@ def test_all_of_them_are_read(folder, few_descriptors):
     holdfast.load(state, folder)
     assert all(torch.equal(state[key], value) for key, value in STATE.items())
     with holdfast.open(folder) as checkpoint:
-        checkpoint.verify()
+        assert checkpoint.verify().ok
 
 
 def test_none_stays_open(folder):

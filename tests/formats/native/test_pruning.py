@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast._formats.native.dtypes import dtype_named
-from holdfast._formats.native.refs import PerRankValues, TensorRef, UndeclaredValue
+from holdfast._formats.native.refs import PerRankValues, TensorRef, UnregisteredValue
 from holdfast._formats.native.trees import NOTHING, pruned
 
 
@@ -49,10 +49,10 @@ def test_of_objects_the_wanted_fields_are_left():
         return path[-1] == "a"
 
     name = f"{__name__}:"
-    assert pruned(Pair(1, 2), (), only_a) == UndeclaredValue("namedtuple", f"{name}Pair", {"a": 1})
-    assert pruned(Record(1), (), only_a) == UndeclaredValue("dataclass", f"{name}Record", {"a": 1})
-    stored = UndeclaredValue("dataclass", "elsewhere:Record", {"a": 1, "b": 2})
-    assert pruned(stored, (), only_a) == UndeclaredValue("dataclass", "elsewhere:Record", {"a": 1})
+    assert pruned(Pair(1, 2), (), only_a) == UnregisteredValue("namedtuple", f"{name}Pair", {"a": 1})
+    assert pruned(Record(1), (), only_a) == UnregisteredValue("dataclass", f"{name}Record", {"a": 1})
+    stored = UnregisteredValue("dataclass", "elsewhere:Record", {"a": 1, "b": 2})
+    assert pruned(stored, (), only_a) == UnregisteredValue("dataclass", "elsewhere:Record", {"a": 1})
 
 
 def test_what_is_a_tensor_decides_whether_a_list_is_one_leaf():

@@ -38,6 +38,7 @@ from holdfast._formats.source import Request
 from holdfast._save.files import WrittenFile, _columns
 from holdfast._stores.memory_store import MemoryStore
 from holdfast.errors import DamagedCheckpointError
+from tests.properties import examples
 from tests.stores.counting import CountingMemoryStore, bytes_in
 
 BLOCK = 4096
@@ -174,7 +175,7 @@ def memory_for(array: np.ndarray, sizes: Sequence[int], kind: str) -> np.ndarray
     return np.zeros(sizes, carrier)
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=examples(120), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_any_region_is_what_slicing_gives_and_takes_the_blocks_that_hold_it_once(data):
     stored = data.draw(checkpoints())
@@ -203,7 +204,7 @@ def test_any_region_is_what_slicing_gives_and_takes_the_blocks_that_hold_it_once
     check_reads(stored, needed, total)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_of_a_store_that_is_far_away_any_region_is_what_slicing_gives_too(data):
     """Few requests rather than small ones: a block may be read twice, and no other ones are read."""
@@ -268,7 +269,7 @@ def check_reads(stored: Stored, needed: set[tuple[str, int]], total: int) -> Non
     assert total == bytes_in(stored.store.reads)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_regions_that_overlap_are_all_filled(data):
     stored = data.draw(checkpoints())
@@ -282,7 +283,7 @@ def test_regions_that_overlap_are_all_filled(data):
         assert request.into.tobytes() == expected.tobytes()
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_everything_is_verified_block_by_block(data):
     stored = data.draw(checkpoints())
@@ -474,6 +475,9 @@ class Cached:
         self.calls.append(("read", begin, memoryview(buffer).nbytes))
         self.inner.read_into(begin, buffer)
 
+    def is_cached(self, begin: int, size: int) -> bool:
+        return begin + size <= self.until
+
     def read_cached(self, begin: int, buffer: Any) -> bool:
         view = memoryview(buffer).cast("B")
         if begin + view.nbytes > self.until:
@@ -484,7 +488,7 @@ class Cached:
         return True
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.too_slow])
 @given(until=st.integers(0, 60 * BLOCK), straight=st.booleans())
 def test_what_is_cached_is_taken_in_small_steps_and_the_rest_at_once(until, straight):
     stored = large()
@@ -519,6 +523,9 @@ class Zeros:
 
     def __init__(self, cached: bool | None) -> None:
         self.is_cached = lambda begin, size: cached
+
+    def read_cached(self, begin: int, buffer: Any) -> bool:
+        return False
 
     def read_into(self, begin: int, buffer: Any) -> None:
         memoryview(buffer).cast("B")[:] = bytes(memoryview(buffer).nbytes)

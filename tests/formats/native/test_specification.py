@@ -30,7 +30,7 @@ from tests.rank_pool import RankPool
 
 
 def as_in_python(value: Any) -> Any:
-    """What the reader gave, with the objects of torch and the declared classes that it knows nothing of."""
+    """What the reader gave, with the objects of torch and the registered classes that it knows nothing of."""
     if isinstance(value, Tensor):
         dtype = getattr(torch, value.dtype)
         if not hasattr(value, "made"):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast._formats.native.dtypes import dtype_named
-from holdfast._formats.native.refs import PerRankValues, TensorRef, UndeclaredValue
+from holdfast._formats.native.refs import PerRankValues, TensorRef, UnregisteredValue
 from holdfast._formats.native.trees import children_of, hides_tensor, mapped, refs_in, substituted
 
 
@@ -34,7 +34,7 @@ def test_containers_are_opened_and_other_values_are_not():
     assert children_of(Record(1)) == [("a", 1), ("b", 2)]
     assert children_of(PerRankValues((5, 6))) == [(0, 5), (1, 6)]
     assert children_of([]) == []
-    for value in [3, "text", {1, 2}, None, torch.Size([1]), ref("x"), Record, UndeclaredValue("enum", "x", {})]:
+    for value in [3, "text", {1, 2}, None, torch.Size([1]), ref("x"), Record, UnregisteredValue("enum", "x", {})]:
         assert children_of(value) is None
 
 

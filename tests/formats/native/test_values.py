@@ -24,20 +24,21 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast._formats.native.refs import PerRankValues, PickledValue, UndeclaredValue, UnknownValue
-from holdfast._formats.native.values import Encoder, declare, decode, leaves, numpy_dtype_from
+from holdfast._formats.native.refs import PerRankValues, PickledValue, UnknownValue, UnregisteredValue
+from holdfast._formats.native.values import Encoder, decode, leaves, numpy_dtype_from, register_type
 from holdfast.errors import DamagedCheckpointError, UnreadablePickleError, UnsupportedValueError
+from tests.properties import examples
 
-Point = declare(collections.namedtuple("Point", ["x", "y"]))
+Point = register_type(collections.namedtuple("Point", ["x", "y"]))
 
 
-@declare
+@register_type
 class Color(enum.Enum):
     RED = 1
     BLUE = "b"
 
 
-@declare
+@register_type
 @dataclasses.dataclass(frozen=True)
 class Config:
     rate: Any
@@ -199,13 +200,15 @@ states = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(states)
 def test_any_state_comes_back_with_the_same_types_bits_and_order(state):
     assert fingerprint(round_trip(state)) == fingerprint(state)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow])
 @given(states)
 def test_what_was_read_is_stored_in_the_same_way_again(state):
     assert json.dumps(encode(round_trip(state))) == json.dumps(encode(state))
@@ -338,7 +341,7 @@ class Table(dict):
     pass
 
 
-class Undeclared(enum.IntEnum):
+class Unregistered(enum.IntEnum):
     ONE = 1
 
 
@@ -364,8 +367,8 @@ REFUSED = {
     "a subclass of int": Number(1),
     "a subclass of dict": Table(a=1),
     "a subclass of a numpy scalar": Float64(1),
-    "an undeclared enum": Undeclared.ONE,
-    "an undeclared dataclass": Plain(),
+    "an unregistered enum": Unregistered.ONE,
+    "an unregistered dataclass": Plain(),
     "a dict with a lambda": collections.defaultdict(lambda: 1),
     "a time zone with a name": datetime.datetime(2026, 1, 1, tzinfo=Zone()),
     "an offset with a name": datetime.time(1, tzinfo=datetime.timezone(datetime.timedelta(0), "here")),
@@ -414,7 +417,7 @@ def test_all_that_is_refused_is_named_in_one_error():
     assert caught.value.key == "a.1"
     assert caught.value.keys == ["a.1", "b.5", "c.d"]
     assert "a.1" in str(caught.value)
-    assert "put @holdfast.declare above the class" in str(caught.value)
+    assert "put @holdfast.register_type above the class" in str(caught.value)
     assert pickle.loads(pickle.dumps(caught.value)).keys == caught.value.keys
 
 
@@ -550,7 +553,7 @@ def test_values_that_this_torch_does_not_know_are_kept(stored):
     assert encode(decode(stored, str)) == stored
 
 
-def test_undeclared_and_unknown_values_can_be_keys_of_dicts():
+def test_unregistered_and_unknown_values_can_be_keys_of_dicts():
     pairs = [
         [{"$": "enum", "type": "gone:E", "name": "A"}, 1],
         [{"$": "enum", "type": "gone:E", "name": "B"}, 2],
@@ -563,7 +566,7 @@ def test_undeclared_and_unknown_values_can_be_keys_of_dicts():
     state = decode(stored, str)
 
     assert (
-        state[UndeclaredValue("enum", "gone:E", {"name": "A"})] == 1
+        state[UnregisteredValue("enum", "gone:E", {"name": "A"})] == 1
         if False
         else list(state.values()) == [1, 2, 3, 4, 5]
     )
@@ -746,7 +749,7 @@ def test_no_name_in_a_file_imports_anything():
 
     found = decode(stored, str)
 
-    assert [type(value) for value in found] == [UndeclaredValue, UndeclaredValue, UnknownValue, UnknownValue]
+    assert [type(value) for value in found] == [UnregisteredValue, UnregisteredValue, UnknownValue, UnknownValue]
     assert set(sys.modules) == before
 
 
@@ -764,7 +767,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.too_slow])
 @given(json_values)
 def test_any_json_is_read_or_is_damage(stored):
     try:
@@ -788,7 +791,7 @@ sys.modules["torch"] = None
 import collections, json
 import numpy as np
 from holdfast._formats.native.refs import UnknownValue
-from holdfast._formats.native.values import Encoder, decode, declare, key_of, keys_of, leaves
+from holdfast._formats.native.values import Encoder, decode, register_type, key_of, keys_of, leaves
 
 taken = {}
 def take(path, array):

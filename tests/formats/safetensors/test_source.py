@@ -28,6 +28,7 @@ from holdfast.dcp.hf_storage import HuggingFaceStorageWriter
 from holdfast.errors import DamagedCheckpointError, UnsafePathError
 from tests.dcp.states import LAYOUTS, Layouts, bits, numbered, save
 from tests.formats.regions import DTYPES, differing_from, every_kind, requests_for, whole, wrong
+from tests.properties import examples
 from tests.rank_pool import RankPool
 
 KINDS = every_kind([dtype for dtype in DTYPES if dtype != torch.complex128])
@@ -79,7 +80,7 @@ def test_a_folder_is_listed_and_read(folder: Path, given_path: str) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_any_region_goes_into_any_memory(file: Path, folder: Path, data: st.DataObject) -> None:
     source = SafetensorsSource(data.draw(st.sampled_from([file, folder])))
     requests = data.draw(requests_for(source))
@@ -115,6 +116,7 @@ def save_parts(path: Path, writer_type: type, options: dict[str, bool], layouts:
     ],
     ids=["whole files", "parts", "parts by stock torch"],
 )
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_what_ranks_have_written_through_dcp(
     ranks: RankPool, tmp_path: Path, writer_type: type, options: dict[str, bool], layouts: list[str], world_size: int
@@ -129,7 +131,7 @@ def test_what_ranks_have_written_through_dcp(
     assert (len(source.chunks("rows")) > 1) == in_parts
 
     @given(data=st.data())
-    @settings(max_examples=30)
+    @settings(max_examples=examples(30))
     def regions_are_right(data: st.DataObject) -> None:
         requests = data.draw(requests_for(source))
         source.read(requests)
@@ -242,7 +244,7 @@ import numpy as np, holdfast
 for place in ({str(file)!r}, {str(folder)!r}):
     checkpoint = holdfast.open(place)
     print(len(checkpoint), checkpoint["float32.5x3"].numpy().sum() == {KINDS["float32.5x3"].sum().item()!r})
-    print(checkpoint.verify() > 0, checkpoint["bfloat16.5x3"][1:].dtype, checkpoint.layout("bfloat16.5x3")[0].nbytes)
+    print(checkpoint.verify().ok, checkpoint["bfloat16.5x3"][1:].dtype, checkpoint.layout("bfloat16.5x3")[0].nbytes)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
 

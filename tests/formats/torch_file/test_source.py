@@ -22,6 +22,7 @@ from holdfast._load.opening import open_source
 from holdfast.errors import DamagedCheckpointError, NotACheckpointError, RefusedPickleError, UnsupportedValueError
 from tests.dcp.states import bits, numbered
 from tests.formats.regions import differing_from, every_kind, random_tensor, requests_for, whole, wrong
+from tests.properties import examples
 
 BASE = random_tensor(torch.float32, (6, 8), 1)
 COMPLEX = random_tensor(torch.complex64, (3, 4), 2)
@@ -66,7 +67,7 @@ def test_every_dtype_shape_and_stride_is_listed_and_read(files: dict[str, Path],
 
 
 @given(data=st.data())
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 def test_any_region_goes_into_any_memory(files: dict[str, Path], data: st.DataObject) -> None:
     source = TorchFileSource(files[data.draw(st.sampled_from(["zip", "zip", "legacy"]))])
     requests = data.draw(requests_for(source))

@@ -67,7 +67,7 @@ def test_the_files_are_those_that_the_version_wrote(version: str):
 @folders("dtensor-1d", "dtensor-2d")
 def test_dtensors_are_joined(folder: Path):
     full = contents.one_dimension() if folder.name == "dtensor-1d" else contents.two_dimensions()
-    found = holdfast.open(folder).load()
+    found = holdfast.open(folder).read()
     assert_same({key: found["model"][key] for key in full}, full)
     assert found["step"] == 12
     for load in (lambda state: dcp.load(state, checkpoint_id=folder), lambda state: holdfast.load(state, folder)):
@@ -78,7 +78,7 @@ def test_dtensors_are_joined(folder: Path):
 
 def load_by_columns(folder: Path) -> dict[str, torch.Tensor]:
     full = {**contents.one_dimension(), **contents.two_dimensions()}
-    names = holdfast.open(folder).load("model.*")["model"]
+    names = holdfast.open(folder).read("model.*")["model"]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = {name: dtensor_of(emptied(full[name]), mesh, [Shard(full[name].ndim - 1)]) for name in names}
     dcp.load({"model": model}, checkpoint_id=folder)
@@ -95,7 +95,7 @@ def test_dtensors_are_loaded_by_three_ranks_in_another_layout(ranks: RankPool, f
 
 @folders("fsdp1", "fsdp2")
 def test_models_and_optimizers_of_fsdp_are_joined(folder: Path):
-    found = holdfast.open(folder).load()
+    found = holdfast.open(folder).read()
     assert_same({key: found["model"][key] for key in contents.MODEL_SHAPES}, contents.model())
     state = found["optim"]["state"]
     assert_same(
@@ -118,7 +118,7 @@ def test_a_model_and_its_optimizer_take_the_state_of_fsdp(folder: Path):
 
 @folders("one-process", "a-file-per-item", "zstd")
 def test_tensors_and_values_of_one_process(folder: Path):
-    found = holdfast.open(folder).load()
+    found = holdfast.open(folder).read()
     tensors = {key: tensor.detach() for key, tensor in contents.odd_tensors().items()}
     assert_same({key: found["tensors"][key].detach() for key in tensors}, tensors)
     state = {"tensors": emptied(tensors), "values": dict.fromkeys(contents.values())}
@@ -131,7 +131,7 @@ def test_tensors_and_values_of_one_process(folder: Path):
 
 @folders("own-keys")
 def test_keys_of_single_ranks(folder: Path):
-    found = holdfast.open(folder).load()
+    found = holdfast.open(folder).read()
     assert_same(found["shared"], contents.numbers(5))
     for rank in range(3):
         assert_same(found["own"][f"rank {rank}"], contents.own_of(rank)[f"rank {rank}"])
@@ -146,7 +146,7 @@ def test_checkpoints_without_collectives(folder: Path):
 
 @folders("hugging-face", "hugging-face-shards")
 def test_hugging_face_folders(folder: Path):
-    found = holdfast.open(folder).load()
+    found = holdfast.open(folder).read()
     assert_same({key: found[key] for key in contents.MODEL_SHAPES}, contents.model())
     state = emptied(contents.model())
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))

@@ -42,7 +42,7 @@ def write(format_: str, state: Mapping[str, Any], folder: Path, *, most: int = 6
 def read(target: str, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors and values by their keys."""
     if target == "native":
-        loaded = holdfast.open(path).load()
+        loaded = holdfast.open(path).read()
     elif target == "torch":
         loaded = torch.load(path, weights_only=True)
     elif target == "dcp":

@@ -17,6 +17,7 @@ import holdfast
 from holdfast._tools.converting import outgoing
 from tests.exact import assert_same
 from tests.formats.regions import random_tensor
+from tests.properties import examples
 from tests.tools.converting.formats import SOURCES, TARGETS, read, tensors_in, values_in, write
 
 DTYPES = [
@@ -71,7 +72,7 @@ def in_small_pieces(most: int) -> ExitStack:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("source", SOURCES)
-@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(6), suppress_health_check=[HealthCheck.too_slow])
 @given(state=states, piece=st.sampled_from([1, 24, 100, 1 << 20]), cut=st.sampled_from([16, 64, 1 << 20]))
 def test_every_element_and_value_arrives(source: str, target: str, state: dict[str, Any], piece: int, cut: int) -> None:
     with tempfile.TemporaryDirectory(dir=FAST_DISK) as folder:
@@ -80,7 +81,7 @@ def test_every_element_and_value_arrives(source: str, target: str, state: dict[s
         to = target.partition(" ")[0]
         only_tensors = to == "safetensors" and bool(values_in(state))
         with in_small_pieces(piece):
-            shards = {"max_shard_size": piece} if target == "safetensors folder" else {}
+            shards = {"max_file_size": piece} if target == "safetensors folder" else {}
             report = holdfast.convert(path, place, to=to, only_tensors=only_tensors, **shards)
         found, found_values = read(target, place)
         expected = tensors_in(state)
@@ -92,7 +93,7 @@ def test_every_element_and_value_arrives(source: str, target: str, state: dict[s
         assert report.elements == sum(tensor.numel() for tensor in expected.values())
 
 
-@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(5), suppress_health_check=[HealthCheck.too_slow])
 @given(state=states)
 def test_the_digest_is_that_of_the_content_in_every_format(state: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory(dir=FAST_DISK) as folder:

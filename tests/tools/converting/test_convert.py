@@ -64,9 +64,9 @@ def saved(tmp_path):
 def test_values_metadata_and_arrays_stay_what_they_are(saved, tmp_path):
     report = holdfast.convert(saved, tmp_path / "new", to="native")
 
-    assert_same(holdfast.open(tmp_path / "new").load(), holdfast.open(saved).load())
+    assert_same(holdfast.open(tmp_path / "new").read(), holdfast.open(saved).read())
     assert holdfast.open(tmp_path / "new").metadata == {"loss": 0.5}
-    assert holdfast.open(tmp_path / "new").written["converted_from"]["format"] == "native"
+    assert holdfast.open(tmp_path / "new").provenance["converted_from"]["format"] == "native"
     assert (report.tensors, report.values, report.elements) == (4, 2, 14)
     assert str(tmp_path / "new") in str(report)
     assert json.loads(json.dumps(report.to_json()))["checked"] is True
@@ -102,8 +102,8 @@ def test_keys_are_chosen_renamed_and_cast_by_the_names_of_the_source(saved, tmp_
         rename={"model": "net.inner"},
         cast={"model.weight": "bfloat16"},
     )
-    loaded = holdfast.open(tmp_path / "new").load()
-    expected = holdfast.open(saved).load("model.weight")["model"]["weight"].to(torch.bfloat16)
+    loaded = holdfast.open(tmp_path / "new").read()
+    expected = holdfast.open(saved).read("model.weight")["model"]["weight"].to(torch.bfloat16)
     assert loaded.keys() == {"net.inner", "step"}
     assert torch.equal(loaded["net.inner"]["weight"], expected)
     assert report.renamed == {"model.weight": "net.inner.weight"}
@@ -114,7 +114,7 @@ def test_keys_are_chosen_renamed_and_cast_by_the_names_of_the_source(saved, tmp_
 def test_a_cast_is_about_floating_point_tensors_alone(tmp_path):
     holdfast.save({"w": torch.ones(3), "n": torch.arange(3), "a": np.ones(3, "<f4")}, tmp_path / "saved")
     holdfast.convert(tmp_path / "saved", tmp_path / "new", to="native", cast=torch.float16)
-    loaded = holdfast.open(tmp_path / "new").load()
+    loaded = holdfast.open(tmp_path / "new").read()
     assert (loaded["w"].dtype, loaded["n"].dtype, loaded["a"].dtype) == (torch.float16, torch.int64, np.float32)
 
 
@@ -145,7 +145,7 @@ def test_the_first_pattern_that_fits_counts_and_those_that_fit_nothing_are_told(
         cast={"model.weight": "float16", "model": "float64", "modle": "bfloat16", re.compile("step|mean"): "float16"},
         rename={"modle": "net", "list": "tensors"},
     )
-    loaded = holdfast.open(tmp_path / "new").load()
+    loaded = holdfast.open(tmp_path / "new").read()
     assert loaded["model"]["weight"].dtype == torch.float16
     assert loaded["model"]["bias"].dtype == torch.float64
     assert report.unused == {"rename": ["modle"], "cast": ["modle", "step|mean"]}
@@ -156,8 +156,8 @@ def test_the_first_pattern_that_fits_counts_and_those_that_fit_nothing_are_told(
 
 @pytest.mark.parametrize(("to", "name"), [("native", "new"), ("torch", "new.pt"), ("safetensors", "new.safetensors")])
 def test_a_size_of_files_is_refused_where_there_is_no_folder_of_files(saved, tmp_path, to, name):
-    with pytest.raises(ValueError, match="max_shard_size"):
-        holdfast.convert(saved, tmp_path / name, to=to, only_tensors=True, max_shard_size="1MB")
+    with pytest.raises(ValueError, match="max_file_size"):
+        holdfast.convert(saved, tmp_path / name, to=to, only_tensors=True, max_file_size="1MB")
 
 
 def test_every_element_of_the_source_is_written_or_told_to_be_left_out(tmp_path):
@@ -268,7 +268,7 @@ def test_values_of_each_rank_stay_so_in_our_format_and_become_lists_elsewhere(ra
     assert holdfast.open(tmp_path / "new").source.tree["seed"] == holdfast.open(tmp_path / "saved").source.tree["seed"]
     assert holdfast.open(tmp_path / "new")["noise.1"].kind == "per_rank"
     expected = {"w": torch.arange(6.0), "seed": [10, 11], "noise": [torch.zeros(2), torch.ones(2)]}
-    assert_same(holdfast.open(tmp_path / "new").load(), expected)
+    assert_same(holdfast.open(tmp_path / "new").read(), expected)
     assert_same(torch.load(tmp_path / "new.pt", weights_only=True), expected)
     assert load_file(tmp_path / "new.safetensors").keys() == {"w", "noise.0", "noise.1"}
 
@@ -291,7 +291,7 @@ def test_notes_of_a_safetensors_file_stay(tmp_path):
 
 def test_a_store_takes_checkpoints_of_our_format_only(saved, tmp_path):
     report = holdfast.convert(saved, "memory://converted", to="native")
-    assert_same(holdfast.open("memory://converted").load(), holdfast.open(saved).load())
+    assert_same(holdfast.open("memory://converted").read(), holdfast.open(saved).read())
     assert report.destination == "memory://converted"
     with pytest.raises(ValueError, match="local path"):
         holdfast.convert(saved, "memory://other", to="safetensors", only_tensors=True)
@@ -325,9 +325,9 @@ def test_what_is_in_a_store_stays_until_the_new_one_is_proven(saved, tmp_path, o
         holdfast.convert(saved, Forgetful(place[9:]), to="native", overwrite=overwrite)
     assert sorted(listed.name for listed in MemoryStore(place[9:]).list()) == before
     if overwrite:
-        assert holdfast.open(place).load() == {"step": 7}
+        assert holdfast.open(place).read() == {"step": 7}
         holdfast.convert(saved, MemoryStore(place[9:]), to="native", overwrite=True)
-        assert_same(holdfast.open(place).load(), holdfast.open(saved).load())
+        assert_same(holdfast.open(place).read(), holdfast.open(saved).read())
 
 
 def test_values_that_nobody_can_compare_are_told(tmp_path):

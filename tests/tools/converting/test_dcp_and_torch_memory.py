@@ -130,7 +130,7 @@ def test_a_killed_conversion_leaves_nothing_under_the_final_name(tmp_path: Path)
     assert not (tmp_path / "out").exists()
     holdfast.convert(tmp_path / "native", tmp_path / "out", to="dcp")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["native", "out"]
-    assert torch.equal(holdfast.open(tmp_path / "out").load()["w"], torch.arange(1_000_000))
+    assert torch.equal(holdfast.open(tmp_path / "out").read()["w"], torch.arange(1_000_000))
 
 
 def test_a_killed_overwrite_leaves_the_old_result(tmp_path: Path) -> None:

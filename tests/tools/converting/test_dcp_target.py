@@ -19,6 +19,7 @@ import holdfast
 from holdfast.errors import DamagedCheckpointError, UnsupportedValueError
 from tests.dcp.states import numbered
 from tests.exact import assert_same
+from tests.properties import examples
 from tests.tools.converting.states import states
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is")
@@ -32,7 +33,7 @@ def loaded_by_stock(folder: Path) -> Any:
 
 @given(states())
 @example({"a": [{}], "b": [{}, {"c": 1}, [{}]], "tensor": torch.ones(1)})
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
 def test_stock_loads_any_state_as_it_was_saved(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]) -> None:
     folder = tmp_path_factory.mktemp("state")
     holdfast.save(state, folder / "native")

@@ -52,7 +52,7 @@ def save_sharded(path):
 
 def test_a_loader_takes_the_folder_with_every_weight(tmp_path):
     model = save_training(tmp_path / "saved")
-    report = holdfast.export(tmp_path / "saved", tmp_path / "hf", max_shard_size=300)
+    report = holdfast.export(tmp_path / "saved", tmp_path / "hf", max_file_size=300)
 
     state = load_like_transformers(tmp_path / "hf")
     fresh = Net()
@@ -73,7 +73,7 @@ def test_one_file_needs_no_index(tmp_path):
 
 def test_a_checkpoint_of_several_ranks_comes_together(ranks, tmp_path):
     expected = ranks(4).run(save_sharded, tmp_path / "saved")[0]
-    holdfast.export(tmp_path / "saved", tmp_path / "hf", max_shard_size="200B")
+    holdfast.export(tmp_path / "saved", tmp_path / "hf", max_file_size="200B")
     assert_same(dict(sorted(load_like_transformers(tmp_path / "hf").items())), dict(sorted(expected.items())))
 
 
@@ -223,5 +223,5 @@ def test_people_see_in_short_what_was_renamed_and_left_out(tmp_path):
 
 @pytest.mark.parametrize("size", ["much", "-1GB", 0, "0", 1.5])
 def test_sizes_that_make_no_sense_are_refused(tmp_path, size):
-    with pytest.raises(ValueError, match="max_shard_size"):
-        holdfast.export(tmp_path, tmp_path / "hf", max_shard_size=size)
+    with pytest.raises(ValueError, match="max_file_size"):
+        holdfast.export(tmp_path, tmp_path / "hf", max_file_size=size)

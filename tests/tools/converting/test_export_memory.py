@@ -80,7 +80,7 @@ def test_a_large_export_takes_hardly_more_memory_than_a_small_one(fast_disk: Pat
     holdfast.save({"model": {f"{n}.w": torch.full((3500, 3500), float(n)) for n in range(4)}}, fast_disk / "large")
 
     small = peak_of_export(fast_disk / "small", fast_disk / "small-hf")
-    large = peak_of_export(fast_disk / "large", fast_disk / "large-hf", "--max-shard-size", "120MB")
+    large = peak_of_export(fast_disk / "large", fast_disk / "large-hf", "--max-file-size", "120MB")
     tight = peak_of_export(fast_disk / "large", fast_disk / "tight-hf", "--memory", "8MB", "--no-check")
 
     assert large < small + 80 * MB  # 64 MiB is what buffers may take
@@ -98,7 +98,7 @@ def test_4_gb_of_4_ranks_are_exported_with_300_mb(ranks, tmp_path: Path) -> None
     total = sum(path.stat().st_size for path in (tmp_path / "saved").iterdir())
     assert total > 4_000 * MB
 
-    peak = peak_of_export(tmp_path / "saved", tmp_path / "hf", "--max-shard-size", "1GB")
+    peak = peak_of_export(tmp_path / "saved", tmp_path / "hf", "--max-file-size", "1GB")
 
     assert peak < 300 * MB
     assert_is_whole(tmp_path / "hf", rows, columns, count, 4)

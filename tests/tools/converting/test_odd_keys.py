@@ -24,7 +24,7 @@ def test_dcp_holds_any_text_as_a_key_whatever_is_below_it(tmp_path: Path, key: s
     holdfast.save(state, tmp_path / "native")
     report = holdfast.convert(tmp_path / "native", tmp_path / "dcp", to="dcp")
     found = {key: {"0": torch.ones(2), "steps": {"1": 5}, "list": [torch.zeros(1)], "1.5": "x"}, "other": 3}
-    assert_same(holdfast.open(tmp_path / "dcp").load(), found)
+    assert_same(holdfast.open(tmp_path / "dcp").read(), found)
     assert report
     loaded: dict[str, Any] = {key: {"0": torch.zeros(2)}}
     stock.load(loaded, checkpoint_id=tmp_path / "dcp")
@@ -36,9 +36,9 @@ def test_dcp_holds_any_text_as_a_key_whatever_is_below_it(tmp_path: Path, key: s
 def test_safetensors_hold_any_valid_text_as_a_name_and_the_empty_one_too(tmp_path: Path, key: str, rename: Any) -> None:
     holdfast.save({key: torch.ones(2)}, tmp_path / "native")
     holdfast.convert(tmp_path / "native", tmp_path / "x.safetensors", to="safetensors", rename=rename)
-    assert_same(holdfast.open(tmp_path / "x.safetensors").load(), {key: torch.ones(2)})
+    assert_same(holdfast.open(tmp_path / "x.safetensors").read(), {key: torch.ones(2)})
     holdfast.convert(tmp_path / "x.safetensors", tmp_path / "again", to="native", rename=rename)
-    assert_same(holdfast.open(tmp_path / "again").load(), {key: torch.ones(2)})
+    assert_same(holdfast.open(tmp_path / "again").read(), {key: torch.ones(2)})
 
 
 @pytest.mark.parametrize("to", ["safetensors", "native"])
@@ -56,7 +56,7 @@ def test_a_name_that_safetensors_cannot_hold_is_refused_and_the_advice_works(tmp
     assert caught.value.key == key
     assert f"'{key}'" in str(caught.value)
     holdfast.convert(tmp_path / "native", tmp_path / "x.safetensors", to="safetensors", rename={key: "b"})
-    assert_same(holdfast.open(tmp_path / "x.safetensors").load(), {"b": torch.ones(2)})
+    assert_same(holdfast.open(tmp_path / "x.safetensors").read(), {"b": torch.ones(2)})
 
 
 @pytest.mark.parametrize("key", ["a", "[a", "a\ud800"], ids=ascii)
@@ -86,7 +86,7 @@ def test_two_keys_that_would_be_stored_as_one_are_refused(tmp_path: Path, held: 
 
 def test_one_nan_is_a_key_like_any_other(tmp_path: Path) -> None:
     holdfast.save({"d": {NAN: torch.ones(2), 1.5: 2}, "set": {NAN, ANOTHER}}, tmp_path / "native")
-    found = holdfast.open(tmp_path / "native").load()
+    found = holdfast.open(tmp_path / "native").read()
     assert [key != key for key in found["d"]] == [True, False]
     assert len(found["set"]) == 2
 
@@ -98,4 +98,4 @@ def test_a_torch_file_with_two_nans_as_keys_of_tensors_is_refused_and_not_mixed_
     assert str(tmp_path / "x.pt") in str(caught.value)
     tied = torch.ones(2)
     torch.save({"d": {NAN: tied, ANOTHER: tied}}, tmp_path / "tied.pt")
-    assert [value.tolist() for value in holdfast.open(tmp_path / "tied.pt").load()["d"].values()] == [[1, 1]] * 2
+    assert [value.tolist() for value in holdfast.open(tmp_path / "tied.pt").read()["d"].values()] == [[1, 1]] * 2

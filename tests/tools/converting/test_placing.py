@@ -72,7 +72,7 @@ def test_a_kill_leaves_the_old_result_or_nothing_and_the_next_run_works(saved, t
 @pytest.mark.parametrize("is_readable", [True, False])
 def test_other_models_in_the_folder_are_not_lost_to_an_overwrite(saved, tmp_path, is_readable):
     model = tmp_path / "model"
-    holdfast.export(saved, model, max_shard_size="1MB")
+    holdfast.export(saved, model, max_file_size="1MB")
     save_file({"v": torch.zeros(3)}, model / "lora.safetensors")
     if not is_readable:
         (model / "model.safetensors.index.json").write_text("{")
@@ -122,7 +122,7 @@ def test_what_is_there_stays_unless_it_may_be_replaced(saved, tmp_path):
 
 
 def test_one_format_replaces_another_and_other_files_stay(saved, tmp_path):
-    holdfast.convert(saved, tmp_path / "new", to="safetensors", max_shard_size=100)
+    holdfast.convert(saved, tmp_path / "new", to="safetensors", max_file_size=100)
     (tmp_path / "new" / "config.json").write_text("{}")
     holdfast.convert(saved, tmp_path / "new", to="native", overwrite=True)
     assert holdfast.open(tmp_path / "new").format == "native"

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.errors import UnsupportedValueError
 from tests.exact import assert_same, bits_of
+from tests.properties import examples
 from tests.tools.converting.states import states
 
 
 @given(states(), st.integers(1, 4))
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
 def test_torch_loads_any_state_as_it_was_saved(
     tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any], quarters: int
 ) -> None:

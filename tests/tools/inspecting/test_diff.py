@@ -25,6 +25,7 @@ from holdfast._formats.native.refs import TensorRef
 from holdfast._tools.inspecting.changes import Change, compare
 from holdfast._tools.inspecting.diff import diff
 from holdfast.errors import UnknownKeyError
+from tests.properties import examples
 from tests.rank_pool import RankPool
 
 
@@ -45,7 +46,7 @@ def bits(array: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], TensorRef]:
 
 
 @given(data=st.data(), one=st.sampled_from(NUMPY_TYPES), same=st.booleans(), parts=st.integers(1, 3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_changes_are_what_numpy_says(data: st.DataObject, one: str, same: bool, parts: int) -> None:
     other = one if same else data.draw(st.sampled_from(NUMPY_TYPES))
     count = data.draw(st.integers(0, 20))

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 import holdfast
 from holdfast._tools.inspecting.explain import explain
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, StateMismatchError
+from tests.properties import examples
 from tests.rank_pool import RankPool
 
 # --- the same as load ------------------------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def _as_text(value: Any) -> str:
 
 
 @given(data=st.data(), arguments=options)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 def test_the_answer_is_what_load_does(data: st.DataObject, arguments: dict[str, Any]) -> None:
     stored = data.draw(states)
     target = data.draw(changed(stored))

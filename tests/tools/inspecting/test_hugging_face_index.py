@@ -129,7 +129,7 @@ def test_a_sum_that_holdfast_has_written_is_exact(tmp_path: Path) -> None:
 
 def test_what_convert_writes_has_a_sum_that_agrees(tmp_path: Path) -> None:
     holdfast.save({"a": torch.ones(5), "b": torch.ones(3, dtype=torch.bfloat16), "t": torch.ones(())}, tmp_path / "c")
-    holdfast.convert(tmp_path / "c", tmp_path / "model", to="safetensors", max_shard_size=20)
+    holdfast.convert(tmp_path / "c", tmp_path / "model", to="safetensors", max_file_size=20)
     assert (tmp_path / "model" / INDEX).exists()
     report = verify(tmp_path / "model")
     assert (report.ok, report.doubts) == (True, ())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast._tools.inspecting.elements import parse_key_slice, parsed
+from tests.properties import examples
 
 ARRAY = np.arange(5 * 6 * 7).reshape(5, 6, 7)
 
@@ -45,7 +46,7 @@ def _written(start: int | None, stop: int | None, step: int | None) -> str:
 
 
 @given(text=slices())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_parts_are_those_of_numpy(checkpoint: holdfast.Checkpoint, text: str) -> None:
     key, part = parse_key_slice(f"model.w[{text}]", checkpoint)
     assert key == "model.w"

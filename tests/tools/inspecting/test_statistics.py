@@ -23,6 +23,7 @@ from holdfast._formats.native.refs import TensorRef
 from holdfast._tools.inspecting.numbers import are_numbers
 from holdfast._tools.inspecting.statistics import Counts
 from holdfast.errors import UnknownKeyError, UnsupportedTensorError
+from tests.properties import examples
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
 INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint64]
@@ -94,7 +95,7 @@ def test_every_dtype_is_counted_as_torch_sees_it(dtype: torch.dtype, tmp_path: P
 )
 @example(values=np.zeros(0, np.float32), odd=[], cuts=[])
 @example(values=np.zeros(0, np.float32), odd=[math.nan], cuts=[0])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_counts_of_parts_add_up_to_those_of_the_whole(
     values: np.ndarray[Any, Any], odd: list[float], cuts: list[int]
 ) -> None:
@@ -110,7 +111,7 @@ def test_counts_of_parts_add_up_to_those_of_the_whole(
     values=npst.arrays(np.float64, st.integers(1, 300), elements=st.floats(-1e6, 1e6)),
     bins=st.integers(1, 20),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_histograms_are_those_of_numpy(
     values: np.ndarray[Any, Any], bins: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -24,6 +24,7 @@ import holdfast.dcp
 from holdfast._load.opening import open_source
 from holdfast._tools.inspecting.verify import verify
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, NotACheckpointError, UnknownKeyError
+from tests.properties import examples
 from tests.rank_pool import RankPool
 from tests.torches import ALONE
 
@@ -151,7 +152,7 @@ def test_what_is_no_checkpoint_is_an_error_and_not_damage(place: str, tmp_path: 
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_any_changed_byte_of_a_native_checkpoint_is_found(native: Path, scratch: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(file.name for file in native.iterdir())))
     size = (native / name).stat().st_size
@@ -201,7 +202,7 @@ def test_all_damage_is_listed(native: Path, scratch: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 def test_a_cut_file_names_what_was_lost(native: Path, scratch: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(file.name for file in native.iterdir() if file.name[0] == "d")))
     size = (native / name).stat().st_size
@@ -294,7 +295,7 @@ for place in {[str(native), str(tmp_path / "model.safetensors"), str(copy)]!r}:
 
 
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 def test_any_changed_byte_of_our_dcp_data_is_found(dcp: Path, scratch: Path, data: st.DataObject) -> None:
     items = open_source(dcp).stored_items()  # type: ignore[attr-defined]
     item = data.draw(st.sampled_from(sorted(item for item in items if item.key != "model.empty")))
@@ -336,7 +337,7 @@ def test_a_damaged_dcp_index_is_damage(dcp: Path, scratch: Path, content: bytes)
 
 
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 def test_any_changed_byte_of_an_entry_of_a_torch_file_is_found(
     torch_file: Path, scratch: Path, data: st.DataObject
 ) -> None:

@@ -75,7 +75,7 @@ def test_what_a_killed_overwrite_left_is_swept_and_the_checkpoint_stays(overwrit
 
     assert {debris.fate for debris in report.debris} == {"removed"}
     assert set(names_in(folder)) == whole
-    assert holdfast.open(folder).verify()
+    assert holdfast.open(folder).verify().ok
     assert repair(folder).debris == ()
 
 
@@ -116,7 +116,7 @@ def test_debris_of_a_killed_job_is_swept_from_its_run(tmp_path):
     assert report.ok
     assert [debris.fate for debris in report.debris] == ["removed"]
     assert names_in(folder) == []
-    assert holdfast.open(run / "step-00000001").verify()
+    assert holdfast.open(run / "step-00000001").verify().ok
 
 
 def test_a_save_that_only_lacked_its_record_is_told_and_never_swept(tmp_path):
@@ -133,7 +133,7 @@ def test_a_save_that_only_lacked_its_record_is_told_and_never_swept(tmp_path):
     assert "repair this folder by itself" in report.findings[0].remedy
     assert names_in(run / "step-00000002") == before
     assert repair(run / "step-00000002", apply=True).ok
-    assert holdfast.open(run / "step-00000002").load()["w"].tolist() == [1.0] * 1000
+    assert holdfast.open(run / "step-00000002").read()["w"].tolist() == [1.0] * 1000
 
 
 def test_a_run_in_use_is_left_to_its_manager(tmp_path):
@@ -217,7 +217,7 @@ def test_what_a_conversion_was_to_replace_is_put_back_before_its_folder_is_swept
     assert repair(tmp_path, apply=True, sweep=True).debris[0].fate == "removed"
 
     assert names_in(tmp_path) == ["model", "source"]
-    assert holdfast.open(tmp_path / "model").load()["w"].tolist() == [0] * 5
+    assert holdfast.open(tmp_path / "model").read()["w"].tolist() == [0] * 5
 
 
 def test_dcp_files_that_the_index_does_not_name_are_swept_if_they_are_ours(tmp_path):

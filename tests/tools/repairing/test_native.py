@@ -246,7 +246,7 @@ def test_damaged_columns_are_rebuilt_and_the_old_ones_are_kept(checkpoint, how):
     assert repair(checkpoint).findings == ()
     assert_equal(tensors_in(checkpoint), before)
     assert holdfast.open(checkpoint)["step"] == 5
-    assert holdfast.open(checkpoint).written["repaired"][0]["what"] == "columns"
+    assert holdfast.open(checkpoint).provenance["repaired"][0]["what"] == "columns"
     if damaged is not None:
         assert (checkpoint / f"{index.name}.before-repair").read_bytes() == damaged
     target = {"model": torch.nn.Linear(300, 200), "optim": [torch.ones(7), {"x": torch.ones(3)}], "step": 0}
@@ -302,7 +302,7 @@ def test_a_damaged_record_is_made_again_and_values_are_said_to_be_lost(checkpoin
     assert_equal(tensors_in(checkpoint), before)
     assert "step" not in holdfast.open(checkpoint)
     assert (checkpoint / f"{RECORD}.before-repair").read_bytes() == damaged
-    assert holdfast.open(checkpoint).verify()
+    assert holdfast.open(checkpoint).verify().ok
     model = torch.nn.Linear(300, 200)
     holdfast.load({"model": model}, checkpoint)
     assert torch.equal(model.weight, before["model.weight"])
@@ -372,7 +372,7 @@ def test_of_several_whole_saves_one_has_to_be_chosen(tmp_path):
     assert not repair(both, apply=True, generation="f" * 16).ok
     assert repair(both, apply=True, generation=generations[1]).ok
 
-    assert holdfast.open(both).load()["w"].tolist() == [2, 2, 2]
+    assert holdfast.open(both).read()["w"].tolist() == [2, 2, 2]
 
 
 def test_the_answer_says_that_content_was_not_compared(checkpoint):
@@ -396,7 +396,7 @@ def test_what_is_left_of_a_checkpoint_can_be_converted_as_the_answer_says(checkp
 
     assert "holdfast convert --exclude" in finding.remedy
     holdfast.convert(checkpoint, tmp_path / "left", to="native", exclude=finding.keys)
-    assert holdfast.open(tmp_path / "left").load()["step"] == 5
+    assert holdfast.open(tmp_path / "left").read()["step"] == 5
 
 
 def largest_of(folder):
@@ -417,7 +417,7 @@ def test_a_repair_that_another_save_overtakes_changes_nothing(checkpoint, monkey
 
     assert [finding.outcome for finding in report.findings] == ["failed"]
     assert list(holdfast.open(checkpoint)) == ["new"]
-    assert holdfast.open(checkpoint).verify()
+    assert holdfast.open(checkpoint).verify().ok
 
 
 def test_a_checkpoint_that_ranks_cut_is_repaired(tmp_path, ranks):

@@ -96,7 +96,7 @@ def main(root: str, *steps: str) -> None:
     import holdfast
 
     state = {"weight": torch.ones(STEP_BYTES // 4)}
-    with holdfast.CheckpointManager(SlowRoot(root), async_save=False, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(SlowRoot(root), background=False, save_at_end=False) as manager:
         for step in map(int, steps):
             with contextlib.suppress(OSError):
                 manager.save(step, state, metrics={"loss": 1 / step})

@@ -27,7 +27,7 @@ ODD_METRIC = "loss <img src=x onerror=alert(1)> é"
 def served(tmp_path_factory) -> Iterator[RunServer]:
     """A run with all sorts of checkpoints, which stays as it is."""
     root = tmp_path_factory.mktemp("pages") / "run größe <script>"
-    with holdfast.CheckpointManager(root, async_save=False, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(root, background=False, save_at_end=False) as manager:
         for step in STEPS:
             loss = 3 * math.exp(-step / 400) + (0.3 if step > 1000 else 0)
             metrics = {"loss": loss, "accuracy": 1 - loss / 4, ODD_METRIC: math.nan if step == 500 else step / 3}
@@ -197,7 +197,7 @@ def test_a_checkpoint_that_is_deleted_leaves_the_list_and_the_comparison(tmp_pat
         row(page, 100).get_by_role("checkbox").check()
         row(page, 200).get_by_role("checkbox").check()
         with holdfast.CheckpointManager(
-            tmp_path, keep=holdfast.keep.last(2), async_save=False, save_at_end=False
+            tmp_path, keep=holdfast.keep.last(2), background=False, save_at_end=False
         ) as manager:
             manager.save(300, state_of(300))
 

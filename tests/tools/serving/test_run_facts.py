@@ -29,7 +29,9 @@ def looked_at(watch: RunWatch) -> RunFacts:
 
 
 def test_a_run_is_listed_with_all_that_is_known_of_its_steps(tmp_path) -> None:
-    with holdfast.CheckpointManager(tmp_path, async_save=False, save_at_end=False, metadata={"git": "1a2b"}) as manager:
+    with holdfast.CheckpointManager(
+        tmp_path, background=False, save_at_end=False, save_options={"metadata": {"git": "1a2b"}}
+    ) as manager:
         manager.save(500, state_of(500), metrics={"loss": 0.25, "wild": math.inf})
         manager.save(1000, state_of(1000))
         manager.pin(500)
@@ -50,7 +52,7 @@ def test_a_run_is_listed_with_all_that_is_known_of_its_steps(tmp_path) -> None:
 
 def test_what_a_page_gets_is_plain_json(tmp_path) -> None:
     holdfast.save({"seen": 1}, tmp_path / "step-1", metadata={"nested": {"a": [1, None]}, "text": "ü"})
-    with holdfast.CheckpointManager(tmp_path, async_save=False, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(tmp_path, background=False, save_at_end=False) as manager:
         manager.save(2, state_of(2), metrics={"loss": math.nan})
 
     answer = json.loads(RunWatch(tmp_path).encoded().content)
@@ -239,7 +241,7 @@ def test_a_checkpoint_that_replaces_another_under_its_name_is_seen(tmp_path) -> 
 
 
 def test_a_copy_of_a_run_has_no_job_though_its_run_file_names_one(tmp_path) -> None:
-    with holdfast.CheckpointManager(tmp_path / "run", async_save=False, save_at_end=False) as manager:
+    with holdfast.CheckpointManager(tmp_path / "run", background=False, save_at_end=False) as manager:
         manager.save(1, state_of(1))
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
 

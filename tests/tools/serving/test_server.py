@@ -249,7 +249,7 @@ def test_damage_in_the_data_is_told_and_not_hidden(server) -> None:
 def test_a_checkpoint_that_retention_has_deleted_is_gone(server) -> None:
     assert visit(server, "/c/step-00000100").status == 200
     with holdfast.CheckpointManager(
-        server.location, keep=holdfast.keep.last(1), async_save=False, save_at_end=False
+        server.location, keep=holdfast.keep.last(1), background=False, save_at_end=False
     ) as manager:
         manager.save(300, state_of(300))
         manager.wait()

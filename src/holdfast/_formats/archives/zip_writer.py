@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from holdfast._base.crc import crc32
 from holdfast._base.tuning import STREAM_BYTES
 from holdfast._formats.archives import zip_layout as layout
+from holdfast._stores.store import BufferedSink
 
 ALIGNMENT = 64
 _ROOT = "archive/"
@@ -34,8 +35,7 @@ Memory begins and ends with a multiple of 16 bytes of the content, or with the c
 class ZipWriter:
     """Appends entries to what is at ``position`` of an output, one after another; ``close`` writes the directory.
 
-    An output may have a method ``room`` that lends the memory for what comes next, or None if it has none, and a method
-    ``advance`` to tell how much of it was filled. Then entries that are made piece by piece are made right there.
+    If the output is a ``BufferedSink``, entries that are made piece by piece are made in the memory that it lends.
 
     >>> import io, zipfile
     >>> stream = io.BytesIO()
@@ -48,7 +48,7 @@ class ZipWriter:
 
     def __init__(self, output: Output, position: int = 0) -> None:
         self._output = output
-        self._room: Callable[[], memoryview | None] = getattr(output, "room", lambda: None)
+        self._lender = output if isinstance(output, BufferedSink) else None
         self._position = position
         self._lines: list[bytes] = []
 
@@ -66,13 +66,13 @@ class ZipWriter:
         full_name, begin = self._begin_entry(name, size)
         crc = done = 0
         while done < size:
-            room = self._room()
-            memory = (memoryview(bytearray(STREAM_BYTES)) if room is None else room)[: size - done]
+            lent = None if self._lender is None else self._lender.buffer()
+            memory = (memoryview(bytearray(STREAM_BYTES)) if lent is None else lent)[: size - done]
             crc = fill(done, memory, crc)
-            if room is None:
+            if self._lender is None or lent is None:
                 self._output.write(memory)
             else:
-                self._output.advance(memory.nbytes)  # type: ignore[attr-defined]
+                self._lender.advance(memory.nbytes)
             done += memory.nbytes
         self._position += size
         self._end_entry(full_name, crc, size, begin)

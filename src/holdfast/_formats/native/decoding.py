@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from holdfast._base.notices import warn_caller
-from holdfast._formats.native.declared import DoesNotFit, declared_as, instance_of, member_named
 from holdfast._formats.native.encoding import FACTORIES, Path
 from holdfast._formats.native.keys import readable
 from holdfast._formats.native.leaf_types import STANDARD_TYPES, TORCH_TYPES, LeafType
@@ -30,7 +29,8 @@ from holdfast._formats.native.members import (
 )
 from holdfast._formats.native.names import RECORD
 from holdfast._formats.native.numpy_types import NUMPY_ARRAY, NUMPY_DTYPE, NUMPY_SCALAR
-from holdfast._formats.native.refs import PerRankValues, PickledValue, UndeclaredValue, UnknownValue
+from holdfast._formats.native.refs import PerRankValues, PickledValue, UnknownValue, UnregisteredValue
+from holdfast._formats.native.registered_types import DoesNotFit, instance_of, member_named, registered_as
 from holdfast.errors import DamagedCheckpointError, UnreadablePickleError
 
 PLAIN = frozenset({type(None), bool, int, float, str})
@@ -41,7 +41,7 @@ _MANY_KEYS = 1024
 def decode(stored: JSON, tensor: Callable[[str], Any], *, allow_pickle: bool = False) -> Any:
     """The state that was stored; ``tensor(key)`` gives what to put where a tensor is referred to.
 
-    Values per rank, of undeclared classes, of unknown types, and pickles (unless they are allowed) become the records
+    Values per rank, of unregistered classes, of unknown types, and pickles (unless they are allowed) become the records
     of ``refs.py``. Raises ``DamagedCheckpointError`` for what cannot have been stored.
 
     >>> decode({"betas": {"$": "tuple", "items": [0.9, 0.999]}}, tensor=str)
@@ -161,10 +161,10 @@ class Decoder:
         return self._tensor(key)
 
     def warn_of_misfit(self, type_name: str, reason: DoesNotFit) -> None:
-        """Say why a value stays undeclared although its class is declared."""
+        """Say why a value stays unregistered although its class is registered."""
         warn_caller(
             f"The stored value {readable(tuple(self._place))!r:.300} of class {type_name!r:.300} does not fit the "
-            f"class of this program: {reason}. It is given as an UndeclaredValue, which has the stored fields."
+            f"class of this program: {reason}. It is given as an UnregisteredValue, which has the stored fields."
         )
 
     def read_pickle(self, stored: Members) -> Any:
@@ -260,25 +260,25 @@ def _read_per_rank(decoder: Decoder, stored: Members) -> Any:
 
 def _read_enum(decoder: Decoder, stored: Members) -> Any:
     type_name, name = member(stored, "type", str), member(stored, "name", str)
-    declared = declared_as("enum", type_name)
+    registered = registered_as("enum", type_name)
     try:
-        if declared is not None:
-            return member_named(declared.cls, name)
+        if registered is not None:
+            return member_named(registered.cls, name)
     except DoesNotFit as error:
         decoder.warn_of_misfit(type_name, error)
-    return UndeclaredValue("enum", type_name, _Fields(name=name))
+    return UnregisteredValue("enum", type_name, _Fields(name=name))
 
 
 def _reads_fields(kind: str) -> Reader:
     def read(decoder: Decoder, stored: Members) -> Any:
         type_name, fields = member(stored, "type", str), decoder.members(member(stored, "fields", dict))
-        declared = declared_as(kind, type_name)
+        registered = registered_as(kind, type_name)
         try:
-            if declared is not None:
-                return instance_of(declared, fields)
+            if registered is not None:
+                return instance_of(registered, fields)
         except DoesNotFit as error:
             decoder.warn_of_misfit(type_name, error)
-        return UndeclaredValue(kind, type_name, _Fields(fields))
+        return UnregisteredValue(kind, type_name, _Fields(fields))
 
     return read
 

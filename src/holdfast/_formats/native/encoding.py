@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from holdfast._formats.native.declared import declared_class, fields_of, kind_to_declare, member_name
 from holdfast._formats.native.leaf_types import STANDARD_TYPES, TORCH_TYPES, LeafType
 from holdfast._formats.native.members import (
     DEEPEST,
@@ -29,7 +28,8 @@ from holdfast._formats.native.members import (
     stored_text,
 )
 from holdfast._formats.native.numpy_types import NUMPY_ARRAY, NUMPY_DTYPE, NUMPY_SCALAR, stored_numpy_dtype
-from holdfast._formats.native.refs import PerRankValues, PickledValue, Slot, TensorRef, UndeclaredValue, UnknownValue
+from holdfast._formats.native.refs import PerRankValues, PickledValue, Slot, TensorRef, UnknownValue, UnregisteredValue
+from holdfast._formats.native.registered_types import fields_of, member_name, registered_type, registrable_kind
 from holdfast.errors import UnsupportedValueError
 
 Path = tuple[Any, ...]
@@ -253,17 +253,17 @@ def _write_slot(encoder: Encoder, value: Slot) -> JSON:
     return {"$": SLOT, "name": value.name}
 
 
-def _write_declared(encoder: Encoder, value: Any) -> JSON:
-    declared = declared_class(type(value))
-    assert declared is not None
-    if declared.kind == "enum":
-        return {"$": "enum", "type": declared.name, "name": member_name(value)}
-    fields = encoder.members(value, fields_of(declared, value))
-    return {"$": declared.kind, "type": declared.name, "fields": fields}
+def _write_registered(encoder: Encoder, value: Any) -> JSON:
+    registered = registered_type(type(value))
+    assert registered is not None
+    if registered.kind == "enum":
+        return {"$": "enum", "type": registered.name, "name": member_name(value)}
+    fields = encoder.members(value, fields_of(registered, value))
+    return {"$": registered.kind, "type": registered.name, "fields": fields}
 
 
-def _write_undeclared(encoder: Encoder, value: UndeclaredValue) -> JSON:
-    """A value that was read by a program that did not declare its class goes back as it came."""
+def _write_unregistered(encoder: Encoder, value: UnregisteredValue) -> JSON:
+    """A value that was read by a program that did not register its class goes back as it came."""
     if value.kind == "enum":
         return {"$": "enum", "type": value.type, "name": value.fields["name"]}
     return {"$": value.kind, "type": value.type, "fields": encoder.members(value, dict(value.fields))}
@@ -330,7 +330,7 @@ _writers: dict[type, Writer] = {
     slice: _write_slice,
     PerRankValues: _write_per_rank,
     Slot: _write_slot,
-    UndeclaredValue: _write_undeclared,
+    UnregisteredValue: _write_unregistered,
     UnknownValue: _write_unknown,
     PickledValue: _write_pickled,
     TensorRef: Encoder.reference,
@@ -338,7 +338,7 @@ _writers: dict[type, Writer] = {
     np.memmap: _careful(_write_array),
     **{kind: _careful(_writes(leaf)) for kind, leaf in STANDARD_TYPES.items()},
 }
-"""By exact type. Types of torch and numpy, and declared classes, are added when they are first met."""
+"""By exact type. Types of torch and numpy, and registered classes, are added when they are first met."""
 
 
 def _writer_for(kind: type) -> Writer:
@@ -350,8 +350,8 @@ def _writer_for(kind: type) -> Writer:
 
 
 def _find_writer(kind: type) -> Writer | None:
-    if declared_class(kind) is not None:
-        return _careful(_write_declared)
+    if registered_type(kind) is not None:
+        return _careful(_write_registered)
     if issubclass(kind, np.generic):
         return _careful(_writes(NUMPY_SCALAR))
     if issubclass(kind, np.dtype):
@@ -368,9 +368,9 @@ def _find_writer(kind: type) -> Writer | None:
 
 def _why_not(kind: type) -> str:
     reason = f"values of type {kind.__module__}.{kind.__qualname__} are not stored"
-    declarable = kind_to_declare(kind)
-    if declarable is not None:
-        return f"{reason} unless the {declarable} is declared: put @holdfast.declare above the class"
+    registrable = registrable_kind(kind)
+    if registrable is not None:
+        return f"{reason} unless the {registrable} is registered: put @holdfast.register_type above the class"
     listed = [base.__name__ for base in kind.__mro__[1:-1] if base in _writers]
     if listed:
         return f"{reason}; convert it to {listed[0]}"

@@ -33,7 +33,7 @@ from holdfast._base.tuning import (
 from holdfast._formats.native.blocks import digest_blocks
 from holdfast._formats.native.read_plan import Runs, Slab, Stretch, Window, bytes_at, plan_reads, runs_of
 from holdfast._formats.native.readable_files import OpenFiles, ReadableFile
-from holdfast._stores.store import Reader
+from holdfast._stores.store import CachedReader, Reader, SharedReader
 from holdfast.errors import DamagedCheckpointError
 
 
@@ -179,12 +179,11 @@ class _Job:
         return total
 
     def _is_cached(self, reader: Reader, read: Stretch | Window) -> bool:
-        is_cached = getattr(reader, "is_cached", None)
-        if is_cached is None:
+        if not isinstance(reader, CachedReader):
             return False
         begin = read.begin if isinstance(read, Stretch) else read.begin(self.block_bytes)
         end = begin + read.nbytes if isinstance(read, Stretch) else read.end
-        return bool(is_cached(begin, end - begin))
+        return bool(reader.is_cached(begin, end - begin))
 
     def _read_stretch(self, reader: Reader, stretch: Stretch, buffer: npt.NDArray[np.uint8]) -> int:
         if not stretch.address:
@@ -246,18 +245,20 @@ class _Job:
         keys: Callable[[int, int], list[int]],
     ) -> None:
         """Read whole blocks and check them, as far as they are cached piece by piece, while the processor has them."""
-        read_cached = getattr(reader, "read_cached", None) if into.nbytes >= CACHED_READ_BYTES else None
+        cached = reader if into.nbytes >= CACHED_READ_BYTES and isinstance(reader, CachedReader) else None
         step = max(CACHED_READ_BYTES // self.block_bytes, 1) * self.block_bytes
         done = 0
-        while read_cached is not None and done < into.nbytes:
+        while cached is not None and done < into.nbytes:
             part = into[done : done + step]
-            if not read_cached(begin + done, part.data):
+            if not cached.read_cached(begin + done, part.data):
                 break
             self._check(file, begin + done, part, keys)
             done += part.nbytes
         if done < into.nbytes:
-            read_into = getattr(reader, "read_shared", reader.read_into) if self.fill_cache else reader.read_into
-            read_into(begin + done, into[done:].data)
+            if self.fill_cache and isinstance(reader, SharedReader):
+                reader.read_shared(begin + done, into[done:].data)
+            else:
+                reader.read_into(begin + done, into[done:].data)
             self._check(file, begin + done, into[done:], keys)
 
     def _check(

@@ -44,8 +44,8 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class UndeclaredValue:
-    """A value of a class that this program did not declare (see ``holdfast.declare``): its fields, as plain data.
+class UnregisteredValue:
+    """A value of a class that this program has not registered (``holdfast.register_type``): its fields, as plain data.
 
     ``kind`` is ``enum``, ``dataclass`` or ``namedtuple``; the only field of an enum member is ``name``.
     """

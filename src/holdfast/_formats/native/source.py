@@ -120,7 +120,7 @@ class NativeSource(Source):
         return noted if isinstance(noted, dict) else {}
 
     @property
-    def written(self) -> Mapping[str, Any]:
+    def provenance(self) -> Mapping[str, Any]:
         """How it was written."""
         return self.record.written
 

@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from holdfast._formats.native.declared import declared_class
 from holdfast._formats.native.encoding import Path
-from holdfast._formats.native.refs import PerRankValues, TensorRef, UndeclaredValue
+from holdfast._formats.native.refs import PerRankValues, TensorRef, UnregisteredValue
+from holdfast._formats.native.registered_types import registered_type
 
 # Nested states as they come out of a checkpoint: plain containers with references in place of tensors.
 
@@ -34,7 +34,7 @@ def children_of(value: Any) -> list[tuple[Any, Any]] | None:
         return list(zip(type(value)._fields, value, strict=True))  # type: ignore[attr-defined]
     if type(value) in (list, tuple):
         return list(enumerate(value))
-    if isinstance(value, UndeclaredValue) and value.kind != "enum":
+    if isinstance(value, UnregisteredValue) and value.kind != "enum":
         return list(value.fields.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, TensorRef)) and _is_of_user(value):
         names = [field.name for field in dataclasses.fields(value)]
@@ -82,7 +82,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return list(changed.values())
     if isinstance(value, PerRankValues):
         return PerRankValues(tuple(changed.values()))
-    if isinstance(value, UndeclaredValue):
+    if isinstance(value, UnregisteredValue):
         return dataclasses.replace(value, fields=changed)
     if isinstance(value, tuple):
         return type(value)(*changed.values()) if is_named(value) else tuple(changed.values())
@@ -126,13 +126,13 @@ NOTHING = object()
 """Stands for a part of a state that is not wanted."""
 
 
-def part_of(value: Any, fields: Mapping[str, Any], path: Path) -> UndeclaredValue:
+def part_of(value: Any, fields: Mapping[str, Any], path: Path) -> UnregisteredValue:
     """Some fields of a dataclass or named tuple, as they are stored: no object has fewer fields than its class."""
-    if isinstance(value, UndeclaredValue):
+    if isinstance(value, UnregisteredValue):
         return dataclasses.replace(value, fields=fields)
-    cls, declared = type(value), declared_class(type(value))
-    name = f"{cls.__module__}:{cls.__qualname__}" if declared is None else declared.name
-    return UndeclaredValue("namedtuple" if isinstance(value, tuple) else "dataclass", name, fields)
+    cls, registered = type(value), registered_type(type(value))
+    name = f"{cls.__module__}:{cls.__qualname__}" if registered is None else registered.name
+    return UnregisteredValue("namedtuple" if isinstance(value, tuple) else "dataclass", name, fields)
 
 
 def pruned(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +10,7 @@ import numpy.typing as npt
 from holdfast._base.tuning import ROOM_BYTES
 from holdfast._formats.native.blocks import Digests, digest_blocks
 from holdfast._formats.native.layout import ChunkToWrite, FileLayout
-from holdfast._stores.store import Sink
+from holdfast._stores.store import BufferedSink, Sink
 
 Bytes = npt.NDArray[np.uint8]
 Pieces = Callable[[ChunkToWrite], Iterable[Bytes]]
@@ -64,7 +63,8 @@ class _Rooms:
     """Memory that is filled, digested block by block, and handed on."""
 
     def __init__(self, sink: Sink, block_bytes: int, memory: int | None, advance: Callable[[int], None] | None) -> None:
-        self._sink: Any = sink
+        self._sink = sink
+        self._lender = sink if isinstance(sink, BufferedSink) else None
         self._advance = advance
         self._block_bytes = block_bytes
         self._memory = memory
@@ -107,7 +107,7 @@ class _Rooms:
         return np.concatenate([np.empty(0, np.uint32), *self._digests])
 
     def _begin(self) -> None:
-        lent = self._sink.room(self._memory) if hasattr(self._sink, "room") else None
+        lent = None if self._lender is None else self._lender.buffer(self._memory)
         room = np.empty(0, np.uint8) if lent is None else np.frombuffer(lent, np.uint8)
         # Digests are of whole blocks, so that a room which ends within a block is used up to its beginning.
         self._room = room[: self._whole_blocks(room.nbytes)]
@@ -124,9 +124,9 @@ class _Rooms:
     def _hand_on(self) -> None:
         part = self._room[: self._filled]
         self._digests.append(digest_blocks(part, self._block_bytes))
-        if self._room is self._own:
+        if self._lender is None or self._room is self._own:
             self._sink.write(part.data)
         else:
-            self._sink.advance(self._filled)
+            self._lender.advance(self._filled)
         if self._advance is not None:
             self._advance(self._filled)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from holdfast._base.arguments import Size, checked_budget, checked_size
 from holdfast._base.patterns import Patterns, Rename
-from holdfast._base.sizes import checked_budget
 from holdfast._base.torch_needed import needing_torch
 from holdfast._formats.source import Source
-from holdfast._load.checkpoint import Checkpoint, opened
+from holdfast._load.checkpoint import Checkpoint, opened, source_of
 from holdfast._stores.places import local_path, store_at
 from holdfast._stores.store import Store
 from holdfast._tools.converting.casts import Cast
@@ -22,13 +22,12 @@ from holdfast._tools.converting.placing import put_in_place, refuse_what_is_ther
 from holdfast._tools.converting.preparing import Prepared, Wishes, prepare
 from holdfast._tools.converting.proof import content_digest, prove
 from holdfast._tools.converting.report import ConversionReport
-from holdfast._tools.converting.safetensors_target import shard_size
 from holdfast._tools.converting.target import Target, Written
 from holdfast._tools.converting.work_folders import sweep, work_folder
 from holdfast._watching.progress import OnProgress, Tally
 from holdfast.errors import CheckpointException
 
-DEFAULT_SHARD_SIZE = "5GB"
+DEFAULT_FILE_SIZE = "5GB"
 
 _TARGETS = {
     "native": ("holdfast._tools.converting.native_target", "NativeTarget"),
@@ -48,11 +47,11 @@ def convert(
     exclude: Patterns | None = None,
     rename: Rename | None = None,
     cast: Cast | None = None,
-    max_shard_size: int | str | None = DEFAULT_SHARD_SIZE,
+    max_file_size: Size | None = DEFAULT_FILE_SIZE,
     overwrite: bool = False,
     only_tensors: bool = False,
     check: bool = True,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     allow_pickle: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ConversionReport:
@@ -70,7 +69,7 @@ def convert(
         exclude: patterns of keys that are not wanted.
         rename: new keys or prefixes by old ones, by regular expressions, or a function of the key.
         cast: a floating point type for all tensors of such types, or types by patterns of keys.
-        max_shard_size: the most bytes of each file in a folder of safetensors files, such as ``"5GB"``.
+        max_file_size: the most bytes of each file in a folder of safetensors files, such as ``"5GB"``.
         overwrite: replace a checkpoint that is there, in one step.
         only_tensors: leave out all values, which some formats cannot hold.
         check: read everything back and compare it before it gets its name.
@@ -89,29 +88,29 @@ def convert(
         >>> holdfast.open(f"{folder}/new")["step"]
         7
     """
-    target = target_for(to, destination, max_shard_size=max_shard_size)
+    target = target_for(to, destination, max_file_size=max_file_size)
     wishes = Wishes(include, exclude, rename, cast, only_tensors, allow_pickle, checked_budget(memory_budget))
     put_back_at(destination)
     with opened(source, allow_pickle=allow_pickle) as checkpoint:
-        prepared = prepare(checkpoint.source, target, wishes)
+        prepared = prepare(source_of(checkpoint), target, wishes)
         return carry_out(prepared, target, destination, overwrite=overwrite, check=check, on_progress=on_progress)
 
 
-def target_for(to: str, destination: Any, *, max_shard_size: int | str | None = DEFAULT_SHARD_SIZE) -> Target:
+def target_for(to: str, destination: Any, *, max_file_size: Size | None = DEFAULT_FILE_SIZE) -> Target:
     """What writes a format to a destination."""
     if to not in _TARGETS:
         raise ValueError(f"there is no format {to!r} to convert to; there are {', '.join(_TARGETS)}")
     module, name = _TARGETS[to]
     is_file = not isinstance(destination, Store) and os.fsdecode(destination).endswith(".safetensors")
     is_folder_of_shards = to == "safetensors" and not is_file
-    if max_shard_size != DEFAULT_SHARD_SIZE and not is_folder_of_shards:
+    if max_file_size != DEFAULT_FILE_SIZE and not is_folder_of_shards:
         raise ValueError(
-            f"max_shard_size ({max_shard_size}) is about the files of a safetensors folder, and {destination} ({to}) "
+            f"max_file_size ({max_file_size}) is about the files of a safetensors folder, and {destination} ({to}) "
             "is to be no such folder. Leave it out."
         )
     options: dict[str, Any] = {}
     if to == "safetensors":
-        options = {"is_file": is_file, "max_shard_size": shard_size(max_shard_size)}
+        options = {"is_file": is_file, "max_file_size": checked_size("max_file_size", max_file_size)}
     with needing_torch(f"converting to {to!r}"):
         made: Target = getattr(importlib.import_module(module), name)(**options)
     return made

@@ -9,21 +9,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast._base.arguments import Size, checked_budget, checked_size
 from holdfast._base.patterns import Patterns, Rename, Renaming, Selection
-from holdfast._base.sizes import checked_budget
 from holdfast._base.texts import some_of
 from holdfast._formats.format_names import is_of_a_checkpoint
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.trees import hides_tensor
 from holdfast._formats.source import Source
-from holdfast._load.checkpoint import Checkpoint, opened
+from holdfast._load.checkpoint import Checkpoint, opened, source_of
 from holdfast._load.stored_nodes import StoredNode
 from holdfast._stores.store import Store
 from holdfast._tools.converting.casts import Cast, Casts
 from holdfast._tools.converting.convert import carry_out, put_back_at
 from holdfast._tools.converting.preparing import Wishes, prepare_renamed, rename_flat, unused
 from holdfast._tools.converting.report import ConversionReport
-from holdfast._tools.converting.safetensors_target import SafetensorsTarget, shard_size
+from holdfast._tools.converting.safetensors_target import SafetensorsTarget
 from holdfast._watching.progress import OnProgress
 from holdfast.errors import StateMismatchError, UnknownKeyError
 
@@ -134,7 +134,7 @@ def export(
     destination: str | os.PathLike[str],
     *,
     part: str | None = None,
-    max_shard_size: int | str | None = "5GB",
+    max_file_size: Size | None = "5GB",
     include: Patterns | None = None,
     exclude: Patterns | None = None,
     rename: Rename | None = None,
@@ -143,7 +143,7 @@ def export(
     files: Sequence[str | os.PathLike[str]] = (),
     overwrite: bool = False,
     check: bool = True,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     allow_pickle: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ConversionReport:
@@ -157,7 +157,7 @@ def export(
         destination: the folder to make.
         part: where in the state the model is, such as ``"model"``. It is found by its name if nothing is given; the
             report tells what was taken, and what was not.
-        max_shard_size: the most bytes of each file, as a number or such as ``"5GB"``.
+        max_file_size: the most bytes of each file, as a number or such as ``"5GB"``.
         include: patterns of the model's names that are wanted (without ``part``); all are if nothing is given.
         exclude: patterns of names that are not wanted.
         rename: new names or prefixes by old ones, by regular expressions, or a function of the name.
@@ -182,10 +182,10 @@ def export(
         ('model', 2, ['model.safetensors'])
     """
     wishes = Wishes(allow_pickle=allow_pickle, memory_budget=checked_budget(memory_budget))
-    target = SafetensorsTarget(max_shard_size=shard_size(max_shard_size), files=_checked_files(files))
+    target = SafetensorsTarget(max_file_size=checked_size("max_file_size", max_file_size), files=_checked_files(files))
     put_back_at(destination)
     with opened(source, allow_pickle=allow_pickle) as checkpoint:
-        stored = checkpoint.source
+        stored = source_of(checkpoint)
         model = find_model(stored, part)
         chosen, renaming = Selection(include, exclude), Renaming(rename)
         wanted = {name: found for name, found in model.names.items() if chosen(name)}
@@ -253,9 +253,9 @@ def _agree(
     Those are taken out of ``named``: models leave out such names, and tie the tensors again when they are loaded.
     """
     with opened(like, allow_pickle=allow_pickle) as model:
-        part = find_model(model.source, None)
+        part = find_model(source_of(model), None)
         expected = {name: ref.shape for name, (_, ref) in part.names.items()}
-        location = model.source.location
+        location = source_of(model).location
     there = {ref.key for name, (_, ref) in named.items() if name in expected}
     tied = [name for name, (_, ref) in named.items() if name not in expected and ref.key in there]
     left_out = [named.pop(name)[0] for name in tied]

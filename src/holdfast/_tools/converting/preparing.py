@@ -14,7 +14,7 @@ from holdfast._base.environment import optimizers_noted
 from holdfast._base.patterns import Patterns, Rename, Renaming, Selection
 from holdfast._formats.native.dtypes import dtype_named, name_of
 from holdfast._formats.native.members import CannotStore
-from holdfast._formats.native.refs import PickledValue, TensorRef, UndeclaredValue, UnknownValue
+from holdfast._formats.native.refs import PickledValue, TensorRef, UnknownValue, UnregisteredValue
 from holdfast._formats.native.trees import NOTHING, children_of, mapped, pruned, substituted, with_lists
 from holdfast._formats.native.values import stored_numpy_dtype
 from holdfast._formats.source import Source
@@ -139,7 +139,7 @@ def prepare(source: Source, target: Target, wishes: Wishes) -> Prepared:
     )
     prepared.outgoing.arrays = arrays
     kept = [leaf.key for path, leaf in leaves.items() if path in wanted]
-    prepared.outgoing.optimizers = _moved(optimizers_noted(source.written), kept, renamed)
+    prepared.outgoing.optimizers = _moved(optimizers_noted(source.provenance), kept, renamed)
     return prepared
 
 
@@ -267,7 +267,7 @@ def _why_unread(value: Any) -> str | None:
         return "it is a pickle, and pickles were not allowed"
     if isinstance(value, UnknownValue):
         return f"it is a {value.type}, which cannot be read"
-    if isinstance(value, UndeclaredValue):
-        return f"it is a {value.kind} {value.type}, which this program does not have (see holdfast.declare)"
+    if isinstance(value, UnregisteredValue):
+        return f"it is a {value.kind} {value.type}, which this program does not have (see holdfast.register_type)"
     found = (_why_unread(child) for _, child in children_of(value) or ())
     return next((why for why in found if why is not None), None)

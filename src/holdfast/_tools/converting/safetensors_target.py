@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast._base.sizes import parse_size
 from holdfast._base.tuning import PIECE_BYTES, SHARE_OF_ROOMS
 from holdfast._formats.hf_folder.names import INDEX_NAME
 from holdfast._formats.safetensors.dtypes import IN_MEMORY, PAIRS
@@ -22,18 +21,6 @@ from holdfast.errors import UnsupportedTensorError
 
 _LARGEST_HEADER = 90_000_000
 """Readers refuse headers beyond 100 MB."""
-
-
-def shard_size(wish: int | str | None) -> int | None:
-    """The most bytes of a file, given as a number or as people write it; None for no limit.
-
-    >>> shard_size("5GB"), shard_size("1.5 GiB"), shard_size(1 << 20)
-    (5000000000, 1610612736, 1048576)
-    """
-    try:
-        return None if wish is None else parse_size(wish)
-    except ValueError as error:
-        raise ValueError(f"max_shard_size: {error}") from None
 
 
 def fill_shards(sizes: Mapping[str, int], largest: int | None) -> list[list[str]]:
@@ -79,10 +66,10 @@ class SafetensorsTarget(Target):
     arrays_are_tensors = True
 
     def __init__(
-        self, *, is_file: bool = False, max_shard_size: int | None = None, files: Sequence[str | Path] = ()
+        self, *, is_file: bool = False, max_file_size: int | None = None, files: Sequence[str | Path] = ()
     ) -> None:
         self.is_file = is_file
-        self._max_shard_size = max_shard_size
+        self._max_file_size = max_file_size
         self._files = [Path(file) for file in files]
 
     def refuse(self, outgoing: Outgoing) -> None:
@@ -104,7 +91,7 @@ class SafetensorsTarget(Target):
             LocalStore(place.parent).sync()
             return Written([place.name], nbytes)
         place.mkdir()
-        shards = fill_shards({key: tensor.nbytes for key, tensor in outgoing.names.items()}, self._max_shard_size)
+        shards = fill_shards({key: tensor.nbytes for key, tensor in outgoing.names.items()}, self._max_file_size)
         names = shard_names(len(shards))
         total = sum(_write_file(place / name, keys, outgoing) for name, keys in zip(names, shards, strict=True))
         if len(shards) > 1:
@@ -123,7 +110,7 @@ def _write_file(path: Path, keys: Sequence[str], outgoing: Outgoing) -> int:
     header, start = plan_header([_entry(key, outgoing.names[key]) for key in keys], _notes(outgoing))
     nbytes = _size_of(header)
     with LocalStore(path.parent).create(path.name, nbytes) as sink:
-        sink.room(outgoing.budget // SHARE_OF_ROOMS)  # the first call decides how much memory there is
+        sink.buffer(outgoing.budget // SHARE_OF_ROOMS)  # the first call decides how much memory there is
         sink.write(start)
         for piece in outgoing.stream(header.tensors):
             sink.write(piece.data)

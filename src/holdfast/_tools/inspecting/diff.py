@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from holdfast._base.arguments import Size, checked_budget
 from holdfast._base.patterns import Patterns, Rename, Renaming, Selection
-from holdfast._base.sizes import checked_budget
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.trees import children_of
 from holdfast._formats.source import Source
-from holdfast._load.checkpoint import Checkpoint, opened
+from holdfast._load.checkpoint import Checkpoint, no_such_keys, opened, source_of
 from holdfast._load.renaming import rename as rename_leaves
 from holdfast._load.stored_nodes import StoredNode
 from holdfast._stores.store import Store
@@ -62,7 +62,7 @@ def diff(
     exclude: Patterns | None = None,
     rename: Rename | None = None,
     values: bool = True,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     allow_pickle: bool = False,
     on_progress: OnProgress | None = None,
 ) -> DiffReport:
@@ -103,10 +103,10 @@ def diff(
     chosen = Selection(include, exclude)
     with ExitStack() as stack:
         before, after = (stack.enter_context(opened(place, allow_pickle=allow_pickle)) for place in (a, b))
-        first, second = _leaves_of(before.source, Renaming(rename)), _leaves_of(after.source)
-        both = _Comparison(before.source, after.source, first, second, chosen)
+        first, second = _leaves_of(source_of(before), Renaming(rename)), _leaves_of(source_of(after))
+        both = _Comparison(source_of(before), source_of(after), first, second, chosen)
         if both.is_empty and not chosen.is_everything:
-            raise after.lacks(include, exclude)
+            raise no_such_keys(after, include, exclude)
         both.look_at_keys()
         bytes_read = both.compare_tensors(budget, on_progress) if values else 0
         return both.report(time.perf_counter() - started, bytes_read, compared=values)

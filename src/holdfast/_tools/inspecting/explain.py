@@ -6,11 +6,12 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
+from holdfast._base.arguments import Size
 from holdfast._base.patterns import Pattern, Patterns, Rename, Renaming
 from holdfast._formats.native.numpy_types import numpy_dtype_from
 from holdfast._formats.native.refs import PerRankValues, TensorRef
@@ -19,11 +20,12 @@ from holdfast._formats.native.trees import mapped, refs_in
 from holdfast._formats.source import Source
 from holdfast._formats.torch_file.reserved_memory import reserved
 from holdfast._load.agreement import ADVICE, Agreement, agree
-from holdfast._load.checkpoint import Checkpoint, opened
+from holdfast._load.checkpoint import Checkpoint, opened, source_of
 from holdfast._load.options import Casts, LoadOptions, Transforms
 from holdfast._load.planning import LoadPlan, plan_load
 from holdfast._ranks.collectives import Collectives
 from holdfast._ranks.meeting import own_place
+from holdfast._settings import OnFinding
 from holdfast._state.per_rank import PerRank
 from holdfast._stores.store import Store
 from holdfast._tools.inspecting.explanation import Explanation
@@ -116,9 +118,9 @@ def explain(
     rename: Rename | None = None,
     cast: bool | Patterns | Mapping[Pattern, Any] = False,
     transform: Transforms | None = None,
-    optimizer_mismatch: Literal["error", "warn", "ignore"] = "error",
+    optimizer_mismatch: OnFinding = "error",
     allow_pickle: bool = False,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
 ) -> Explanation:
     """Find out whether a checkpoint would load into a state, without changing anything.
 
@@ -160,7 +162,7 @@ def explain(
         optimizer_mismatch=optimizer_mismatch,
     )
     with ExitStack() as stack:
-        source = stack.enter_context(opened(path, allow_pickle=allow_pickle)).source
+        source = source_of(stack.enter_context(opened(path, allow_pickle=allow_pickle)))
         described, state = _state_of(target, stack, allow_pickle)
         asking = _Asking(source, state, options)
         plan, agreement = asking.plan(options)
@@ -171,7 +173,7 @@ def _state_of(target: Any, stack: ExitStack, allow_pickle: bool) -> tuple[str, A
     """What the target is called, and the state that it is or stands for."""
     if not isinstance(target, (str, os.PathLike, Store, Checkpoint)):
         return "the state", target
-    source = stack.enter_context(opened(target, allow_pickle=allow_pickle)).source
+    source = source_of(stack.enter_context(opened(target, allow_pickle=allow_pickle)))
     return source.location, template_of(source)
 
 

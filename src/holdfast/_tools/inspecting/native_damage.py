@@ -17,7 +17,7 @@ from holdfast._formats.native.read_plan import runs_of
 from holdfast._formats.native.readable_files import OpenFiles, ReadableFile
 from holdfast._formats.native.reading import read_size
 from holdfast._formats.native.source import NativeSource
-from holdfast._stores.store import Reader
+from holdfast._stores.store import CachedReader, Reader
 from holdfast._tools.inspecting.damage import Damage
 from holdfast._tools.inspecting.parts import work_through
 from holdfast._watching.progress import Tally
@@ -209,10 +209,10 @@ class NativeCheck:
 
 def _digests_of(reader: Reader, begin: int, memory: npt.NDArray[np.uint8], block_bytes: int) -> Digests:
     """Of whole blocks; those that are cached are taken piece by piece, while the processor has them."""
-    read_cached = getattr(reader, "read_cached", None)
+    cached = reader if isinstance(reader, CachedReader) else None
     step = max(CACHED_READ_BYTES // block_bytes, 1) * block_bytes
     parts, done = [], 0
-    while read_cached is not None and done < memory.nbytes and read_cached(begin + done, memory[done : done + step]):
+    while cached is not None and done < memory.nbytes and cached.read_cached(begin + done, memory[done : done + step]):
         parts.append(digest_blocks(memory[done : done + step], block_bytes))
         done += step
     if done < memory.nbytes:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast._base.sizes import checked_budget
+from holdfast._base.arguments import Size, checked_budget
 from holdfast._base.texts import plain
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.source import Source
@@ -65,7 +65,7 @@ def statistics_of(
     refs: Sequence[TensorRef],
     *,
     bins: int = 64,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     on_progress: OnProgress | None = None,
 ) -> Statistics:
     """The statistics of all elements of some tensors together. ``bins=0`` leaves the histogram out, and reads once."""
@@ -87,7 +87,7 @@ def count(
     source: Source,
     refs: Sequence[TensorRef],
     *,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     on_progress: OnProgress | None = None,
 ) -> dict[str, Counts]:
     """All but the histogram, for each of these tensors, by its key."""
@@ -115,7 +115,7 @@ def count(
     return found
 
 
-def _through(source: Source, refs: Sequence[TensorRef], work: Any, memory: int | None, on_progress: Any) -> None:
+def _through(source: Source, refs: Sequence[TensorRef], work: Any, memory: Size | None, on_progress: Any) -> None:
     budget = checked_budget(memory)
     total = sum(ref.nbytes for ref in refs)
     tally = Tally(total, on_progress)
@@ -133,7 +133,7 @@ def _histogram(
     source: Source,
     refs: Sequence[TensorRef],
     edges: Array,
-    memory: int | None,
+    memory: Size | None,
     on_progress: OnProgress | None,
     *,
     all_finite: bool,

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from holdfast._base.arguments import Size, checked_budget
 from holdfast._base.environment import optimizers_noted
 from holdfast._base.patterns import dotted
-from holdfast._base.sizes import checked_budget
 from holdfast._base.texts import some_of
 from holdfast._formats.native.record import REPAIRED, repairs_in
 from holdfast._formats.native.refs import TensorRef
-from holdfast._load.checkpoint import Checkpoint
+from holdfast._load.checkpoint import Checkpoint, source_of
 from holdfast._tools.inspecting.numbers import are_numbers
 from holdfast._tools.inspecting.statistics import count
 from holdfast._watching.progress import OnProgress, size
@@ -104,7 +104,7 @@ def summarize(
     checkpoint: Checkpoint,
     *,
     finite: bool = False,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     on_progress: OnProgress | None = None,
 ) -> CheckpointSummary:
     """Put together what is known. With ``finite`` all tensors are read, to look for nan and infinities.
@@ -118,7 +118,7 @@ def summarize(
     (1, 2, {'model.w': (1, 0)})
     """
     checked_budget(memory_budget)
-    source = checkpoint.source
+    source = source_of(checkpoint)
     refs = list(source.tensors.values())
     files = source.files()
     found: dict[str, tuple[int, int]] | None = None
@@ -133,7 +133,7 @@ def summarize(
         path=checkpoint.path,
         format=checkpoint.format,
         identity=source.identity,
-        written=checkpoint.written,
+        written=checkpoint.provenance,
         metadata=checkpoint.metadata,
         files=len(files),
         bytes_on_disk=sum(nbytes for _, nbytes in files),

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from holdfast._formats.native.refs import TensorRef
-from holdfast._load.checkpoint import Checkpoint
+from holdfast._load.checkpoint import Checkpoint, source_of
 from holdfast._load.stored_nodes import StoredNode
 from holdfast._tools.inspecting.diff_report import shortly
 from holdfast._watching.progress import size
@@ -200,7 +200,7 @@ def summed(branch: Branch) -> str:
 def layout_in_words(checkpoint: Checkpoint, ref: TensorRef) -> str:
     """How a tensor is cut over files and ranks."""
     try:
-        chunks = checkpoint.source.chunk_places(ref.key)
+        chunks = source_of(checkpoint).chunk_places(ref.key)
     except HoldfastError:
         return "where it lies cannot be read"
     ranks = sorted({chunk.rank for chunk in chunks if chunk.rank is not None})

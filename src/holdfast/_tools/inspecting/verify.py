@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
+from holdfast._base.arguments import Size, checked_budget
 from holdfast._base.patterns import Patterns, Selection
-from holdfast._base.sizes import checked_budget
 from holdfast._formats.native.names import RECORD
 from holdfast._formats.native.record import repairs_in
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.source import Source
-from holdfast._load.checkpoint import Checkpoint, opened
+from holdfast._load.checkpoint import Checkpoint, no_such_keys, opened, source_of
 from holdfast._load.stored_nodes import StoredNode
 from holdfast._stores.places import in_messages, local_path
 from holdfast._stores.store import Store
@@ -45,7 +45,7 @@ def verify(
     *,
     include: Patterns | None = None,
     exclude: Patterns | None = None,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     allow_pickle: bool = False,
     on_progress: OnProgress | None = None,
 ) -> VerifyReport:
@@ -95,8 +95,8 @@ def verify(
             assert not isinstance(path, Checkpoint)  # it is open
             return _unopened(path, error, started)
         if not selection.is_everything and not looking.finds_any(checkpoint):
-            raise checkpoint.lacks(include, exclude)
-        return looking.at(checkpoint.source, started)
+            raise no_such_keys(checkpoint, include, exclude)
+        return looking.at(source_of(checkpoint), started)
 
 
 class _Check(Protocol):
@@ -146,7 +146,7 @@ class _Looking:
                 "The digests are in a file that is damaged: of the others only the sizes were compared.",
             )
         own = {name for name, _ in source.files()}
-        repairs = repairs_in(source.written)
+        repairs = repairs_in(source.provenance)
         chosen = self.chosen
         return VerifyReport(
             path=source.location,
@@ -220,7 +220,7 @@ def _own_file(source: Source, error: HoldfastError) -> str:
 
 def _digests_of(source: Source, *, in_part: bool) -> tuple[str, str]:
     """How much of a checkpoint has digests, and what that means."""
-    computed = [repair.time for repair in repairs_in(source.written) if repair.has_new_digests]
+    computed = [repair.time for repair in repairs_in(source.provenance) if repair.has_new_digests]
     if source.format == "native" and computed:
         which = "Every block that the chosen tensors lie in" if in_part else "Every byte that is there"
         return "some", (

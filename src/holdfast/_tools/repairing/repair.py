@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from holdfast._base.sizes import checked_budget
+from holdfast._base.arguments import Size, checked_budget
 from holdfast._formats.hf_folder.names import COMMIT_NAME
 from holdfast._formats.native.names import RECORD, generation_of
 from holdfast._formats.native.source import read_record
@@ -35,7 +35,7 @@ def repair(
     apply: bool = False,
     sweep: bool = False,
     generation: str | None = None,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     on_progress: OnProgress | None = None,
 ) -> RepairReport:
     """Find out what is wrong with the files of a checkpoint or of a whole run, and with ``apply`` put it right.
@@ -58,7 +58,7 @@ def repair(
         ['can be repaired']
         >>> [finding.outcome for finding in holdfast.repair(path, apply=True).findings]
         ['repaired']
-        >>> holdfast.open(path).load()["w"]
+        >>> holdfast.open(path).read()["w"]
         tensor([1., 1., 1.])
     """
     place = path.location if isinstance(path, Store) else os.fsdecode(path)

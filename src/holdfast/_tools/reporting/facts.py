@@ -49,7 +49,7 @@ def description(source: Source) -> dict[str, Any]:
     noted = dict(source.metadata)
     run = noted.pop(NOTE, None)
     run = run if isinstance(run, dict) else {}
-    written = dict(source.written)
+    written = dict(source.provenance)
     metrics = run.get("metrics")
     return {
         "name": name_of(source.location),
@@ -240,7 +240,7 @@ class _Written:
 
 def _world_size(source: Source) -> int:
     """How many ranks saved it; 0 if that is not recorded, or is no such number: the file may say anything."""
-    noted = source.written.get("world_size")
+    noted = source.provenance.get("world_size")
     return noted if isinstance(noted, int) and 0 < noted <= _MOST_RANKS else 0
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from holdfast._base.arguments import Size
 from holdfast._base.garbage import no_garbage_collection
 from holdfast._base.patterns import Chooser, Patterns
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.source import Source
-from holdfast._load.checkpoint import Checkpoint, opened
+from holdfast._load.checkpoint import Checkpoint, opened, source_of
 from holdfast._stores.store import Store
 from holdfast._tools.inspecting.diff import diff
 from holdfast._tools.inspecting.diff_report import DiffReport
@@ -93,7 +94,7 @@ def _is_of_an_optimizer(ref: TensorRef) -> bool:
 
 
 def statistics_facts(
-    source: Source, chosen: Mapping[int, TensorRef], memory_budget: int | None, on_progress: OnProgress
+    source: Source, chosen: Mapping[int, TensorRef], memory_budget: Size | None, on_progress: OnProgress
 ) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
     """The statistics of chosen tensors, and why others could not be read, by the number of their entry."""
     found: dict[int, dict[str, Any]] = {}
@@ -132,12 +133,12 @@ def compare_facts(
     other: Checkpoint,
     checkpoint: Checkpoint,
     entries: Sequence[Entry],
-    memory_budget: int | None,
+    memory_budget: Size | None,
     on_progress: OnProgress,
 ) -> dict[str, Any]:
     """How ``checkpoint``, with its entries, differs from ``other``, which was before."""
     found = diff(other, checkpoint, memory_budget=memory_budget, on_progress=on_progress)
-    before = entries_of(other.source)
+    before = entries_of(source_of(other))
     gone = set(found.only_in_a)
     numbers = {entry.key: number for number, entry in enumerate(entries)}
     statuses = Distinct()
@@ -154,8 +155,8 @@ def compare_facts(
     if gone:
         statuses.number("removed")
     return {
-        "checkpoint": description(other.source),
-        "totals": totals_of(other.source, before),
+        "checkpoint": description(source_of(other)),
+        "totals": totals_of(source_of(other), before),
         "statuses": statuses.things,
         "status": status,
         "differences": {numbers[key]: difference for key, difference in _differences(found).items()},
@@ -215,7 +216,7 @@ SCRIPTS = (
 
 
 @dataclass(frozen=True)
-class Report:
+class HtmlReport:
     """A page about a checkpoint, whole in one text. A notebook shows it when it is the last thing in a cell."""
 
     path: str
@@ -246,10 +247,10 @@ def make_report(
     compare: Place | None = None,
     statistics: Patterns | bool | None = None,
     verify: bool = False,
-    memory_budget: int | None = None,
+    memory_budget: Size | None = None,
     allow_pickle: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
-) -> Report:
+) -> HtmlReport:
     """Make a page about a checkpoint of any format, which shows what is in it, how it is stored, and how it was saved.
 
     Args:
@@ -275,7 +276,7 @@ def make_report(
         own = stack.enter_context(opened(checkpoint, allow_pickle=allow_pickle))
         other = None if compare is None else stack.enter_context(opened(compare, allow_pickle=allow_pickle))
         with no_garbage_collection():
-            entries = entries_of(own.source)
+            entries = entries_of(source_of(own))
             chosen = chosen_tensors(entries, statistics)
         whole = _bytes_of(own)
         parts = {
@@ -285,20 +286,22 @@ def make_report(
         }
         work = Work(parts, on_progress)
         checked = _verified(own, memory_budget, work.part("verify")) if verify else None
-        described, unread = statistics_facts(own.source, chosen, memory_budget, work.part("statistics"))
+        described, unread = statistics_facts(source_of(own), chosen, memory_budget, work.part("statistics"))
         changes = None if other is None else compare_facts(other, own, entries, memory_budget, work.part("compare"))
         with no_garbage_collection():
-            facts = facts_of(own.source, entries, statistics=described, unread=unread, verify=checked, compare=changes)
+            facts = facts_of(
+                source_of(own), entries, statistics=described, unread=unread, verify=checked, compare=changes
+            )
     title = f"{facts['checkpoint']['name']} · Holdfast report"
     text = page("report.html", title=title, styles=STYLES, scripts=SCRIPTS, data=facts)
-    return Report(facts["checkpoint"]["path"], facts, text)
+    return HtmlReport(facts["checkpoint"]["path"], facts, text)
 
 
 def _bytes_of(checkpoint: Checkpoint) -> int:
-    return sum(ref.nbytes for ref in checkpoint.source.tensors.values())
+    return sum(ref.nbytes for ref in source_of(checkpoint).tensors.values())
 
 
-def _verified(checkpoint: Checkpoint, memory_budget: int | None, on_progress: OnProgress) -> dict[str, Any]:
+def _verified(checkpoint: Checkpoint, memory_budget: Size | None, on_progress: OnProgress) -> dict[str, Any]:
     found = verify_checkpoint(checkpoint, memory_budget=memory_budget, on_progress=on_progress)
     return {
         "ok": found.ok,

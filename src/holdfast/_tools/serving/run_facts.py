@@ -156,7 +156,7 @@ class RunWatch:
         >>> import tempfile, torch
         >>> import holdfast
         >>> folder = tempfile.mkdtemp()
-        >>> with holdfast.CheckpointManager(folder, async_save=False, save_at_end=False) as manager:
+        >>> with holdfast.CheckpointManager(folder, background=False, save_at_end=False) as manager:
         ...     saved = manager.save(500, {"w": torch.ones(4)}, metrics={"loss": 0.25})
         >>> [(facts.step, facts.state, dict(facts.metrics)) for facts in RunWatch(folder).look().checkpoints]
         [(500, 'committed', {'loss': 0.25})]

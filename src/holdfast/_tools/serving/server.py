@@ -48,9 +48,9 @@ def serve(
         >>> import json, tempfile, torch, urllib.request
         >>> import holdfast
         >>> folder = tempfile.mkdtemp()
-        >>> with holdfast.CheckpointManager(folder, async_save=False, save_at_end=False) as manager:
+        >>> with holdfast.CheckpointManager(folder, background=False, save_at_end=False) as manager:
         ...     saved = manager.save(500, {"w": torch.ones(4)})
-        >>> with serve(folder) as server:
+        >>> with holdfast.serve(folder) as server:
         ...     answer = json.load(urllib.request.urlopen(server.url + "api/run.json"))
         >>> [checkpoint["name"] for checkpoint in answer["checkpoints"]]
         ['step-00000500']

@@ -220,7 +220,7 @@ class HoldfastReader(StorageReader):
                 kind=type(tree).__name__,
             )
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        top_level_only = source.written.get(NOT_FLATTENED) is True
+        top_level_only = source.provenance.get(NOT_FLATTENED) is True
         state = flat_state(tree, rank, world_size, top_level_only=top_level_only)
         self._opened = _Opened(source, state)
         _warn_of(state.left_out, source)

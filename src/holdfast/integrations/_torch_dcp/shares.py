@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from holdfast._base.boxes import Box, volume
 from holdfast._formats.archives.known_names import Known, known_class
 from holdfast._formats.archives.values import decode_value
-from holdfast._formats.native.declared import declared_class
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.layout import ChunkToWrite
+from holdfast._formats.native.registered_types import registered_type
 from holdfast._formats.native.values import JSON, Encoder, Path
 from holdfast._formats.tensor_bytes import tensor_pieces
 from holdfast._layout.descriptions import Bytes, Holding, LocalTensor, hold
@@ -111,7 +111,7 @@ class Gathering:
 
     def _decoded(self, fqn: str, blob: bytes) -> Any:
         try:
-            return decode_value(blob, source="the state", key=fqn, find_also=_find_declared)
+            return decode_value(blob, source="the state", key=fqn, find_also=_find_registered)
         except RefusedPickleError:
             if not self._allow_pickle:
                 raise
@@ -194,12 +194,12 @@ class _Resolver:
         return cast("torch.Tensor", data.detach())
 
 
-def _find_declared(module: str, name: str) -> Known | None:
-    """A class that the program declared, if there is one where the name leads to."""
+def _find_registered(module: str, name: str) -> Known | None:
+    """A class that the program registered, if there is one where the name leads to."""
     place: Any = sys.modules.get(module)
     for part in name.split("."):
         place = getattr(place, "__dict__", {}).get(part)  # no lookup that could run something
-    return known_class(place) if isinstance(place, type) and declared_class(place) is not None else None
+    return known_class(place) if isinstance(place, type) and registered_type(place) is not None else None
 
 
 def _free(name: str, taken: dict[str, LocalTensor]) -> str:
@@ -215,7 +215,7 @@ def _unsupported(refused: dict[str, str]) -> UnsupportedValueError:
     return UnsupportedValueError(
         "These values cannot be stored, so nothing was saved:\n"
         + "\n".join(lines)
-        + "\nTurn them into plain values, declare their classes with holdfast.declare, or pass "
+        + "\nTurn them into plain values, register their classes with holdfast.register_type, or pass "
         "HoldfastWriter(..., allow_pickle=True) to store them as pickles.",
         key=next(iter(refused)),
         keys=list(refused),

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from holdfast._background.snapshots import take_snapshot
+from holdfast._base.arguments import Size, checked_size
 from holdfast._base.boxes import Box, volume
 from holdfast._base.commits import Commit
 from holdfast._base.environment import stamp
-from holdfast._base.sizes import checked_bytes
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.names import new_generation
 from holdfast._formats.native.refs import TensorRef
@@ -251,12 +251,12 @@ class HoldfastWriter(StorageWriter, StagingIfNeeded):  # type: ignore[misc]
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
         allow_pickle: bool = False,
-        max_file_size: int | None = None,
+        max_file_size: Size | None = None,
     ) -> None:
         self.overwrite = overwrite
         self.metadata = checked_metadata(metadata)
         self.allow_pickle = allow_pickle
-        self.max_file_size = checked_bytes("max_file_size", max_file_size)
+        self.max_file_size = checked_size("max_file_size", max_file_size)
         self._store = None if path is None else store_at(path)
         self._rank = 0
         self._before: Before | None = None

@@ -1,4 +1,4 @@
-"""Declared classes: stored by their fields, given back as what they were, and never looked up by a file's word."""
+"""Registered classes: stored by their fields, given back as what they were, and never looked up by a file's word."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import pytest
 
-from holdfast._formats.native import declared as registry
-from holdfast._formats.native.refs import UndeclaredValue
-from holdfast._formats.native.values import Encoder, declare, decode
+from holdfast._formats.native import registered_types as registry
+from holdfast._formats.native.refs import UnregisteredValue
+from holdfast._formats.native.values import Encoder, decode, register_type
 from holdfast.errors import UnsupportedValueError
 
 
 @pytest.fixture(autouse=True)
-def _forget_what_a_test_declares(monkeypatch):
+def _forget_what_a_test_registers(monkeypatch):
     monkeypatch.setattr(registry, "_by_name", dict(registry._by_name))
     monkeypatch.setattr(registry, "_by_class", dict(registry._by_class))
 
@@ -31,8 +31,8 @@ def round_trip(value: Any) -> Any:
     return decode(encode(value), str)
 
 
-def test_a_declared_dataclass_comes_back():
-    @declare
+def test_a_registered_dataclass_comes_back():
+    @register_type
     @dataclasses.dataclass
     class Config:
         rate: float
@@ -51,7 +51,7 @@ def test_a_declared_dataclass_comes_back():
     "options", [{"frozen": True}, {"slots": True}, {"frozen": True, "slots": True}, {"kw_only": True}]
 )
 def test_dataclasses_of_all_makes_come_back(options):
-    @declare
+    @register_type
     @dataclasses.dataclass(**options)
     class Config:
         a: int
@@ -63,7 +63,7 @@ def test_dataclasses_of_all_makes_come_back(options):
 def test_loading_sets_the_fields_and_does_not_construct():
     made = []
 
-    @declare
+    @register_type
     @dataclasses.dataclass
     class Config:
         given: int
@@ -83,7 +83,7 @@ def test_loading_sets_the_fields_and_does_not_construct():
 
 
 def test_a_field_that_was_never_set_is_refused_by_name():
-    @declare
+    @register_type
     @dataclasses.dataclass
     class Config:
         late: int = dataclasses.field(init=False)
@@ -93,7 +93,7 @@ def test_a_field_that_was_never_set_is_refused_by_name():
 
 
 def test_attributes_that_are_no_fields_are_refused_but_for_cached_ones():
-    @declare
+    @register_type
     @dataclasses.dataclass
     class Config:
         a: int
@@ -105,7 +105,7 @@ def test_attributes_that_are_no_fields_are_refused_but_for_cached_ones():
     class Derived(Config):
         pass
 
-    declare(dataclasses.dataclass(Derived))
+    register_type(dataclasses.dataclass(Derived))
     for config in (Config(1), Derived(1)):
         assert config.double == 2
         assert vars(config) == {"a": 1, "double": 2}
@@ -116,30 +116,30 @@ def test_attributes_that_are_no_fields_are_refused_but_for_cached_ones():
         assert raised.value.keys == ["configs.0"]
 
 
-def test_declared_generic_and_inherited_dataclasses_come_back():
+def test_registered_generic_and_inherited_dataclasses_come_back():
     content = TypeVar("content")
 
     @dataclasses.dataclass
     class Base(Generic[content]):
         a: content
 
-    @declare
+    @register_type
     @dataclasses.dataclass
     class Child(Base[int]):
         b: int
 
     assert round_trip(Child(1, 2)) == Child(1, 2)
-    with pytest.raises(UnsupportedValueError, match="declare"):
+    with pytest.raises(UnsupportedValueError, match="register_type"):
         encode(Base(1))
 
 
 def test_named_tuples_of_both_kinds_come_back():
-    @declare
+    @register_type
     class Typed(NamedTuple):
         x: int
         y: float = 1.0
 
-    Plain = declare(collections.namedtuple("Plain", "x y"))  # noqa: N806
+    Plain = register_type(collections.namedtuple("Plain", "x y"))  # noqa: N806
 
     for value in (Typed(1), Plain(1, [2])):
         assert round_trip(value) == value
@@ -148,7 +148,7 @@ def test_named_tuples_of_both_kinds_come_back():
 
 @pytest.mark.parametrize("base", [enum.Enum, enum.IntEnum])
 def test_enum_members_come_back_as_the_members_themselves(base):
-    @declare
+    @register_type
     class Color(base):
         RED = 1
         CRIMSON = 1
@@ -161,7 +161,7 @@ def test_enum_members_come_back_as_the_members_themselves(base):
 
 @pytest.mark.parametrize("base", [enum.Flag, enum.IntFlag])
 def test_flags_come_back_alone_together_and_empty(base):
-    @declare
+    @register_type
     class Parts(base):
         MODEL = 1
         OPTIMIZER = 2
@@ -173,7 +173,7 @@ def test_flags_come_back_alone_together_and_empty(base):
 
 
 def test_flags_without_names_are_refused():
-    @declare
+    @register_type
     class Parts(enum.IntFlag):
         MODEL = 1
 
@@ -181,7 +181,7 @@ def test_flags_without_names_are_refused():
         encode(Parts(8))
 
 
-def test_without_a_declaration_the_fields_are_given_and_stored_again():
+def test_without_a_registration_the_fields_are_given_and_stored_again():
     stored = [
         {"$": "dataclass", "type": "elsewhere:Config", "fields": {"a": {"$": "tuple", "items": [1]}}},
         {"$": "namedtuple", "type": "elsewhere:Pair", "fields": {"x": 1}},
@@ -191,15 +191,15 @@ def test_without_a_declaration_the_fields_are_given_and_stored_again():
     found = decode(stored, str)
 
     assert found == [
-        UndeclaredValue("dataclass", "elsewhere:Config", {"a": (1,)}),
-        UndeclaredValue("namedtuple", "elsewhere:Pair", {"x": 1}),
-        UndeclaredValue("enum", "elsewhere:Color", {"name": "RED"}),
+        UnregisteredValue("dataclass", "elsewhere:Config", {"a": (1,)}),
+        UnregisteredValue("namedtuple", "elsewhere:Pair", {"x": 1}),
+        UnregisteredValue("enum", "elsewhere:Color", {"name": "RED"}),
     ]
     assert encode(found) == stored
 
 
-def test_a_class_that_was_moved_is_declared_under_its_old_name():
-    @declare(name="old.place:Config")
+def test_a_class_that_was_moved_is_registered_under_its_old_name():
+    @register_type(name="old.place:Config")
     @dataclasses.dataclass
     class Config:
         a: int
@@ -211,24 +211,24 @@ def test_a_class_that_was_moved_is_declared_under_its_old_name():
 
 
 def test_a_name_of_another_kind_is_not_taken():
-    @declare(name="some:Thing")
+    @register_type(name="some:Thing")
     class Thing(enum.Enum):
         A = 1
 
     stored = {"$": "dataclass", "type": "some:Thing", "fields": {"A": 1}}
 
-    assert isinstance(decode(stored, str), UndeclaredValue)
+    assert isinstance(decode(stored, str), UnregisteredValue)
 
 
 def test_fields_that_were_added_since_get_their_defaults():
-    @declare(name="m:C")
+    @register_type(name="m:C")
     @dataclasses.dataclass
     class Config:
         new: list[int] = dataclasses.field(default_factory=lambda: [7])
         old: int = 0
         newer: str = "x"
 
-    @declare(name="m:N")
+    @register_type(name="m:N")
     class Pair(NamedTuple):
         x: int
         y: int = 5
@@ -239,7 +239,7 @@ def test_fields_that_were_added_since_get_their_defaults():
 
 @pytest.mark.parametrize(("fields", "reason"), [({"a": 1, "gone": 2}, "no field 'gone'"), ({}, "'a' .* not stored")])
 def test_a_class_that_no_longer_fits_gives_the_fields_and_says_why(fields, reason):
-    @declare(name="m:C")
+    @register_type(name="m:C")
     @dataclasses.dataclass
     class Config:
         a: int
@@ -247,23 +247,23 @@ def test_a_class_that_no_longer_fits_gives_the_fields_and_says_why(fields, reaso
     with pytest.warns(UserWarning, match=reason):
         found = decode({"here": {"$": "dataclass", "type": "m:C", "fields": fields}}, str)
 
-    assert found["here"] == UndeclaredValue("dataclass", "m:C", fields)
+    assert found["here"] == UnregisteredValue("dataclass", "m:C", fields)
 
 
 def test_a_member_that_is_gone_gives_its_name_and_says_why():
-    @declare(name="m:E")
+    @register_type(name="m:E")
     class Color(enum.Enum):
         RED = 1
 
     with pytest.warns(UserWarning, match="no member 'BLUE'"):
         found = decode({"$": "enum", "type": "m:E", "name": "BLUE"}, str)
 
-    assert found == UndeclaredValue("enum", "m:E", {"name": "BLUE"})
+    assert found == UnregisteredValue("enum", "m:E", {"name": "BLUE"})
 
 
 def test_a_class_can_be_defined_again_as_in_a_notebook():
     def cell():
-        @declare
+        @register_type
         @dataclasses.dataclass
         class Config:
             a: int
@@ -277,7 +277,7 @@ def test_a_class_can_be_defined_again_as_in_a_notebook():
 
 
 def test_two_classes_cannot_have_one_name():
-    @declare(name="m:C")
+    @register_type(name="m:C")
     class One(enum.Enum):
         A = 1
 
@@ -285,8 +285,8 @@ def test_two_classes_cannot_have_one_name():
         A = 1
 
     with pytest.raises(ValueError, match="already is"):
-        declare(Two, name="m:C")
-    assert declare(One, name="m:C") is One
+        register_type(Two, name="m:C")
+    assert register_type(One, name="m:C") is One
 
 
 @dataclasses.dataclass
@@ -295,17 +295,17 @@ class AlsoADict(dict):
 
 
 @pytest.mark.parametrize("cls", [int, type("Plain", (), {}), AlsoADict, lambda: 1, 5])
-def test_only_enums_dataclasses_and_named_tuples_can_be_declared(cls):
+def test_only_enums_dataclasses_and_named_tuples_can_be_registered(cls):
     with pytest.raises(TypeError):
-        declare(cls)
+        register_type(cls)
 
 
-def test_declaring_after_a_refusal_helps():
+def test_registering_after_a_refusal_helps():
     class Color(enum.Enum):
         RED = 1
 
     with pytest.raises(UnsupportedValueError):
         encode(Color.RED)
-    declare(Color)
+    register_type(Color)
 
     assert round_trip(Color.RED) is Color.RED

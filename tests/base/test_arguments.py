@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast._base.sizes import parse_size
+from holdfast._base.arguments import parse_size
 
 
 @pytest.mark.parametrize(
