@@ -129,7 +129,7 @@ def start_again(screen: Screen, start: Start, run: Path) -> Progress:
     screen.line(scenes.survived(screen, start, progress))
     if start.die_in_save is not None:
         left = files_of(run / f"step-{start.die_in_save:08d}")
-        scenes.show_debris(screen, start.die_in_save, left)
+        scenes.show_leftovers(screen, start.die_in_save, left)
         if not left or RECORD in left:
             raise CheckFailed([f"the kill came too early or too late, and left {', '.join(left) or 'nothing'}"])
     return progress

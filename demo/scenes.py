@@ -182,7 +182,7 @@ def survived(screen: Screen, start: Start, progress: Progress) -> str:
     return f"{head}  {progress.seconds:6.1f} s  {screen.paint(f'{begun}, {end}', DIM)}"
 
 
-def show_debris(screen: Screen, step: int, files: Sequence[str]) -> None:
+def show_leftovers(screen: Screen, step: int, files: Sequence[str]) -> None:
     what = f"of step {step} there are {len(files)} files without a record, so nobody takes them for a checkpoint"
     screen.line(f"      {screen.paint(what, DIM)}")
 

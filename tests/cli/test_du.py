@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 from holdfast._stores.local_store import LocalStore
-from holdfast._tools.repairing.leftovers import heaps_of_dcp
+from holdfast._tools.repairing.leftovers import leftovers_of_dcp
 
 
 def rows(ran, place=0):
@@ -77,15 +77,15 @@ def test_a_run_shows_its_checkpoints_and_what_can_be_swept(prepared, cli):
     folder.mkdir()
     file = folder / "data-00112233aabbccdd-0-0.safetensors"
     file.write_bytes(bytes(3000))
-    assert cli("du", "runs/a", "--json").json["places"][0]["debris_bytes"] == 0  # it may be being written
+    assert cli("du", "runs/a", "--json").json["places"][0]["leftover_bytes"] == 0  # it may be being written
     os.utime(file, (1_000_000, 1_000_000))
 
     ran = cli("du", "runs/a", "--json")
 
     place = ran.json["places"][0]
-    assert place["debris_bytes"] == 3000
+    assert place["leftover_bytes"] == 3000
     assert rows(ran).keys() == {"step-00000100", "step-00000200", "step-00000300", "step-00000400"}
-    assert "3.0 KB of debris" in cli("du", "runs/a").out
+    assert "3.0 KB of leftover files" in cli("du", "runs/a").out
 
 
 def test_a_folder_of_files_of_torch_alone_is_shown(tmp_path, cli):
@@ -97,10 +97,10 @@ def test_a_folder_of_files_of_torch_alone_is_shown(tmp_path, cli):
     assert {name: row["bytes"] for name, row in rows(ran).items()} == {
         name: (tmp_path / name).stat().st_size for name in ("a.pt", "b.pt")
     }
-    assert ran.json["places"][0]["debris_bytes"] == 0
+    assert ran.json["places"][0]["leftover_bytes"] == 0
 
 
-def test_debris_beside_whole_checkpoints_of_all_formats_is_counted(prepared, cli):
+def test_leftovers_beside_whole_checkpoints_of_all_formats_is_counted(prepared, cli):
     old = [
         "runs/b/step-00000100/data-00112233aabbccdd-0-0.safetensors",
         "hf-model/model-00001-of-00001.safetensors.00112233.tmp",
@@ -112,7 +112,7 @@ def test_debris_beside_whole_checkpoints_of_all_formats_is_counted(prepared, cli
 
     ran = cli("du", ".", "runs/b", "--json")
 
-    assert [place["debris_bytes"] for place in ran.json["places"]] == [1100, 10]
+    assert [place["leftover_bytes"] for place in ran.json["places"]] == [1100, 10]
     assert "(holdfast repair --sweep --apply removes it)" in cli("du", "runs/b").out
 
 
@@ -132,19 +132,19 @@ def test_a_folder_is_shown_without_torch_whatever_its_formats(prepared):
 
     (place,) = json.loads(ran.stdout)["places"]
     assert {row["name"] for row in place["rows"]} >= {"dcp", "hf-model", "model.pt"}
-    assert place["debris_bytes"] == 100
+    assert place["leftover_bytes"] == 100
 
 
-def test_indexes_that_got_stuck_are_debris_only_if_there_is_one_of_the_whole(tmp_path):
+def test_indexes_that_got_stuck_are_leftovers_only_if_there_is_one_of_the_whole(tmp_path):
     for name in ("__0.metadata", "__1.metadata.00112233.tmp"):  # as ranks leave them that save without collectives
         (tmp_path / name).write_text("index")
         os.utime(tmp_path / name, (1_000_000, 1_000_000))
-    assert list(heaps_of_dcp(LocalStore(tmp_path), [])) == []
+    assert list(leftovers_of_dcp(LocalStore(tmp_path), [])) == []
     (tmp_path / ".metadata").write_text("index")
 
-    (heap,) = heaps_of_dcp(LocalStore(tmp_path), [])
+    (leftover,) = leftovers_of_dcp(LocalStore(tmp_path), [])
 
-    assert heap.names == ["__1.metadata.00112233.tmp"]
+    assert leftover.names == ["__1.metadata.00112233.tmp"]
 
 
 def test_people_see_the_largest_last(checkpoint, cli):

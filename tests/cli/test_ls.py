@@ -19,7 +19,7 @@ from holdfast._stores.local_store import LocalStore
 from holdfast._stores.places import store_at
 from holdfast._stores.roots import root_at
 from holdfast._tools.listing.listing import list_place
-from holdfast._tools.repairing.leftovers import debris_of
+from holdfast._tools.repairing.leftovers import leftovers_at
 from holdfast._tools.serving.run_facts import RunWatch
 
 LONG_AGO = 1_000_000
@@ -30,7 +30,7 @@ def entries(ran):
     return {entry["name"]: entry for entry in place["entries"]}
 
 
-def leave_debris(folder, *, is_old=True):
+def leave_a_cut_off_save(folder, *, is_old=True):
     folder.mkdir()
     file = folder / "data-00112233aabbccdd-0-0.safetensors"
     file.write_bytes(bytes(1000))
@@ -70,8 +70,8 @@ def test_states_tell_what_became_of_saves(prepared, cli):
     (run / "step-00000100/set-aside.json").write_text('{"reason": "loss was [red] NaN"}')
     record = run / "step-00000200/holdfast.json"
     record.write_bytes(record.read_bytes()[:-40])
-    leave_debris(run / "step-00000400")
-    leave_debris(run / "step-00000500", is_old=False)
+    leave_a_cut_off_save(run / "step-00000400")
+    leave_a_cut_off_save(run / "step-00000500", is_old=False)
 
     found = entries(cli("ls", run, "--json"))
 
@@ -80,7 +80,7 @@ def test_states_tell_what_became_of_saves(prepared, cli):
         "step-00000100": "set aside",
         "step-00000200": "damaged",
         "step-00000300": "committed",
-        "step-00000400": "debris",
+        "step-00000400": "leftover",
         "step-00000500": "being written",
     }
     assert found["step-00000100"]["why"] == "loss was [red] NaN"
@@ -128,7 +128,7 @@ def test_at_a_url_nobody_knows_whether_a_save_without_a_record_still_goes_on():
 
 
 def test_of_a_job_on_another_machine_nobody_knows_either(tmp_path, cli):
-    leave_debris(tmp_path / "step-00000002")
+    leave_a_cut_off_save(tmp_path / "step-00000002")
     elsewhere = replace(Owner.this_process("token"), place="another machine")
     RunFile(root_at(tmp_path)).change(lambda run: replace(run, owner=elsewhere))
 
@@ -138,20 +138,20 @@ def test_of_a_job_on_another_machine_nobody_knows_either(tmp_path, cli):
     assert "nobody knows here whether it has ended" in entry["why"]
 
 
-def test_what_a_dead_job_had_begun_is_debris_at_once(tmp_path, cli):
-    leave_debris(tmp_path / "step-00000002", is_old=False)
+def test_what_a_dead_job_had_begun_is_leftovers_at_once(tmp_path, cli):
+    leave_a_cut_off_save(tmp_path / "step-00000002", is_old=False)
     dead = replace(Owner.this_process("token"), started="long ago")
     RunFile(root_at(tmp_path)).change(lambda run: replace(run, owner=dead, unfinished={"step-00000002": ""}))
 
     (entry,) = entries(cli("ls", tmp_path, "--json")).values()
 
-    assert entry["state"] == "debris"
+    assert entry["state"] == "leftover"
 
 
 @pytest.mark.parametrize("age", [1, 200, 599, 700])
 @pytest.mark.parametrize("note", ["nothing", "a dead job", "a job elsewhere"])
 def test_ls_serve_and_repair_agree_about_a_save_without_a_record(tmp_path, age, note):
-    leave_debris(tmp_path / "step-00000002")
+    leave_a_cut_off_save(tmp_path / "step-00000002")
     file = tmp_path / "step-00000002/data-00112233aabbccdd-0-0.safetensors"
     os.utime(file, (time.time() - age, time.time() - age))
     here = Owner.this_process("token")
@@ -162,10 +162,10 @@ def test_ls_serve_and_repair_agree_about_a_save_without_a_record(tmp_path, age, 
 
     (entry,) = list_place(str(tmp_path)).entries
     (save,) = RunWatch(tmp_path).look().saves
-    (heap,) = debris_of(str(tmp_path))
+    (leftover,) = leftovers_at(str(tmp_path))
 
-    is_debris = note == "a dead job" or (note == "nothing" and age > 600)
-    assert (entry.state == "debris", save.activity == "debris", heap.obstacle is None) == (is_debris,) * 3
+    is_left_over = note == "a dead job" or (note == "nothing" and age > 600)
+    assert (entry.state == "leftover", save.activity == "leftover", leftover.obstacle is None) == (is_left_over,) * 3
 
 
 def test_ls_and_serve_list_the_same(prepared):
@@ -254,11 +254,11 @@ def test_work_folders_of_conversions_are_no_checkpoints(prepared, cli):
     assert not any(name.startswith(".") for name in entries(cli("ls", ".", "--json")))
 
 
-def test_a_run_that_a_job_owns_says_so_and_its_begun_saves_are_not_debris(tmp_path, cli):
+def test_a_run_that_a_job_owns_says_so_and_its_begun_saves_are_not_leftovers(tmp_path, cli):
     with holdfast.CheckpointManager(tmp_path / "run", every_steps=1) as manager:
         manager.save(1, {"w": torch.ones(2)})
         manager.wait()
-        leave_debris(tmp_path / "run/step-00000002")
+        leave_a_cut_off_save(tmp_path / "run/step-00000002")
         RunFile(root_at(tmp_path / "run")).change(lambda run: replace(run, unfinished={"step-00000002": ""}))
         ran = cli("ls", tmp_path / "run", "--json")
         (place,) = ran.json["places"]
@@ -267,7 +267,7 @@ def test_a_run_that_a_job_owns_says_so_and_its_begun_saves_are_not_debris(tmp_pa
         assert [entry["state"] for entry in place["entries"]] == ["committed", "being written"]
     (place,) = cli("ls", tmp_path / "run", "--json").json["places"]
     assert place["owner"] == ""
-    assert [entry["state"] for entry in place["entries"]] == ["committed", "debris"]
+    assert [entry["state"] for entry in place["entries"]] == ["committed", "leftover"]
 
 
 def test_formats_of_a_mixed_folder_are_told(prepared, cli):

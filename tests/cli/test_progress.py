@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
@@ -43,9 +44,31 @@ def test_a_terminal_gets_a_bar_that_is_wiped_away(monkeypatch, clock):
     with progress("verifying", clock=clock) as on_progress:
         clock.now = 2.0
         on_progress(10, 20)
-        assert "verifying  50% [###############...............] 10 B of 20 B, 5 B/s, 0:02 left" in stream.getvalue()
+        clock.now = 4.0
+        on_progress(15, 20)
+    shown = re.sub("\\x1b[^a-zA-Z]*[a-zA-Z]", "", stream.getvalue())
+    assert re.search(r"verifying .* 75% 15/20 bytes", shown)
+    assert stream.getvalue().endswith("\x1b[2K")
 
-    assert stream.getvalue().endswith(" \r")
+
+def test_an_answer_that_is_printed_meanwhile_goes_where_answers_go(monkeypatch, clock):
+    monkeypatch.setattr("sys.stderr", Terminal())
+    monkeypatch.setattr("sys.stdout", answers := Terminal())
+    with progress("verifying", clock=clock) as on_progress:
+        clock.now = 2.0
+        on_progress(10, 20)
+        print("the answer")
+
+    assert answers.getvalue() == "the answer\n"
+
+
+def test_a_terminal_that_went_away_is_no_reason_to_fail(monkeypatch, clock):
+    monkeypatch.setattr("sys.stderr", stream := Terminal())
+    with progress("verifying", clock=clock) as on_progress:
+        clock.now = 2.0
+        on_progress(10, 20)
+        stream.close()
+        on_progress(15, 20)
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])

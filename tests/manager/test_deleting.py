@@ -15,12 +15,12 @@ import pytest
 
 import holdfast
 from holdfast import keep
-from holdfast._formats.native.names import RECORD
+from holdfast._formats.native.names import RECORD, SET_ASIDE
 from holdfast._manager.deleting import Deleter, Deletion
 from holdfast._manager.owners import Owner
 from holdfast._manager.retention import plan_deletions
 from holdfast._manager.run_file import RUN_FILE, RunFile
-from holdfast._manager.steps import SET_ASIDE, StepInfo, folder_of, rows_of, set_aside
+from holdfast._manager.steps import StepInfo, folder_of, rows_of, set_aside
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, NotACheckpointError, RunTakenError
 from holdfast.stores import LocalRoot, LocalStore, MemoryRoot, Root
 from tests.manager.folders import TOKEN, a_run, files_in, loads, save_step, state_of, steps_in
@@ -164,7 +164,7 @@ def test_a_job_that_lost_its_run_deletes_nothing(root):
 
 def test_a_dry_run_tells_and_changes_nothing(disk):
     a_run(disk, 1, 2)
-    disk.child(folder_of(3)).put(DATA, b"debris")
+    disk.child(folder_of(3)).put(DATA, b"leftover")
     RunFile(disk).begin(TOKEN, {folder_of(3): ""})
     before = {name: (disk.folder / name).read_bytes() for name in files_in(disk.folder)}
     told = []
@@ -424,7 +424,7 @@ def test_a_deletion_that_is_refused_does_not_forget_the_save(root):
 def test_what_a_failed_save_left_in_the_folder_goes_with_the_step(tmp_path):
     root = Stubborn(tmp_path)
     run_file = a_run(root, 1)
-    leave_debris(root, 1)
+    leave_a_cut_off_save(root, 1)
     info, deleter = steps_in(root)[1], Deleter(run_file, TOKEN)
     root.kept = "data-"
     assert deleter.delete([info])[0].outcome == "failed"
@@ -478,7 +478,7 @@ def test_what_is_behind_a_link_is_listed_and_never_deleted(disk, tmp_path):
 
 def test_nothing_is_swept_behind_a_link(disk, tmp_path):
     run_file = a_run(disk, 1)
-    leave_debris(disk, 2)
+    leave_a_cut_off_save(disk, 2)
     moved = move_and_link(disk, 2, tmp_path / "cold")
     before = files_in(moved)
     assert Deleter(run_file, TOKEN).sweep() == []
@@ -630,10 +630,10 @@ def test_whoever_wants_to_write_waits_until_the_folder_is_deleted(tmp_path):
     deleter.close()
 
 
-# --- debris -------------------------------------------------------------------------------------------------------
+# --- what killed saves left ------------------------------------------------------------------------------------------
 
 
-def leave_debris(root: Root, step: int) -> None:
+def leave_a_cut_off_save(root: Root, step: int) -> None:
     """What a save leaves when it is killed before its commit."""
     RunFile(root).begin(TOKEN, {folder_of(step): ""})
     for name in (DATA, "index-00c0ffee00c0ffee.safetensors", f".{RECORD}.0a1b2c3d.tmp"):
@@ -642,7 +642,7 @@ def leave_debris(root: Root, step: int) -> None:
 
 def test_what_a_killed_save_left_is_swept(root):
     run_file = a_run(root, 1)
-    leave_debris(root, 2)
+    leave_a_cut_off_save(root, 2)
     assert Deleter(run_file, TOKEN).sweep() == [folder_of(2)]
     assert root.children() == [folder_of(1)]
     assert run_file.check(TOKEN).unfinished == {}
@@ -652,7 +652,7 @@ def test_what_a_killed_save_left_is_swept(root):
 def taken_from(root: Root, before: Owner) -> None:
     """A run whose owner this was, with what it has begun to write."""
     a_run(root, 1)
-    leave_debris(root, 2)
+    leave_a_cut_off_save(root, 2)
     RunFile(root).change(lambda state: replace(state, owner=before))
 
 
@@ -690,7 +690,7 @@ def test_what_is_committed_at_the_last_moment_is_not_swept(tmp_path):
             return Store(self.folder / name)
 
     a_run(LocalRoot(tmp_path), 1)
-    leave_debris(LocalRoot(tmp_path), 2)
+    leave_a_cut_off_save(LocalRoot(tmp_path), 2)
     deleter = Deleter(RunFile(Late(tmp_path)), TOKEN)
     before = files_in(tmp_path / folder_of(2))
     assert deleter.sweep() == []
@@ -719,7 +719,7 @@ def test_what_replaces_a_checkpoint_at_the_last_moment_is_not_swept(tmp_path):
     assert files_in(tmp_path / "run" / folder_of(1)) == files_in(tmp_path / "new")
 
 
-def test_debris_of_others_is_not_swept(root):
+def test_leftovers_of_others_is_not_swept(root):
     run_file = a_run(root, 1)
     root.child(folder_of(2)).put(DATA, b"another program writes here just now")
     assert Deleter(run_file, TOKEN).sweep() == []
@@ -728,16 +728,16 @@ def test_debris_of_others_is_not_swept(root):
 
 def test_files_of_others_are_not_swept(root):
     run_file = a_run(root, 1)
-    leave_debris(root, 2)
+    leave_a_cut_off_save(root, 2)
     root.child(folder_of(2)).put("model.safetensors", b"a model of somebody")
     root.child(folder_of(2)).put("notes.txt", b"notes")
     Deleter(run_file, TOKEN).sweep()
     assert {listed.name for listed in root.child(folder_of(2)).list()} == {"model.safetensors", "notes.txt"}
 
 
-def test_a_save_that_was_committed_after_all_stays_and_loses_only_the_debris(root):
+def test_a_save_that_was_committed_after_all_stays_and_loses_only_the_leftovers(root):
     run_file = a_run(root, 1)
-    leave_debris(root, 1)
+    leave_a_cut_off_save(root, 1)
     root.child(folder_of(1)).put("notes.txt", b"notes")
     before = {listed.name for listed in root.child(folder_of(1)).list()}
     Deleter(run_file, TOKEN).sweep()
@@ -757,7 +757,7 @@ def test_a_deletion_that_had_not_begun_is_forgotten(root):
 
 def test_a_folder_that_is_being_written_is_not_swept(root):
     run_file = a_run(root, 1)
-    leave_debris(root, 2)
+    leave_a_cut_off_save(root, 2)
     deleter = Deleter(run_file, TOKEN)
     deleter.protect(folder_of(2))
     assert deleter.sweep() == []
@@ -768,7 +768,7 @@ def test_a_folder_that_is_being_written_is_not_swept(root):
 
 def test_a_damaged_checkpoint_keeps_all_its_files(root):
     run_file = a_run(root)
-    leave_debris(root, 1)
+    leave_a_cut_off_save(root, 1)
     root.child(folder_of(1)).put(RECORD, b"damaged")
     assert Deleter(run_file, TOKEN).sweep() == []
     assert root.child(folder_of(1)).size(DATA) is not None

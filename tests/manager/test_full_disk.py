@@ -313,7 +313,7 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_hide_the_full_disk():
         save_despite_full_disk(find_no_space, "full", WhenFull("prune", prune=prune))
 
 
-def test_debris_that_cannot_be_removed_does_not_hide_the_full_disk(caplog):
+def test_leftovers_that_cannot_be_removed_does_not_hide_the_full_disk(caplog):
     def clean_up() -> None:
         raise PermissionError(errno.EACCES, "not yours")
 

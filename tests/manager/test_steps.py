@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._formats.native.names import RECORD
+from holdfast._formats.native.names import RECORD, SET_ASIDE
 from holdfast._manager.run_file import RunFile, RunState
 from holdfast._manager.steps import (
-    SET_ASIDE,
     StepInfo,
     best,
     folder_of,

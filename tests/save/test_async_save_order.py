@@ -14,7 +14,7 @@ from torch import nn
 
 import holdfast
 from holdfast._background.queues import SaveQueue
-from holdfast._save.pending import Counter
+from holdfast._watching.calls import Call
 from tests.save.overlapping import PATIENCE, GatedStore, held_back
 
 
@@ -151,9 +151,9 @@ class Watched(GatedStore):
         self.note("look")
         return super().list()
 
-    def create(self, name: str, size: int | None = None) -> Any:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Any:
         self.note("create")
-        return super().create(name, size)
+        return super().create(name, size, memory)
 
     def commit(self, name: str, content: bytes, *, replaces: bytes | None) -> None:
         self.note("commit")
@@ -188,14 +188,21 @@ def test_progress_in_every_phase(tmp_path) -> None:
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_a_writer_tells_how_far_it_is(tmp_path, monkeypatch, writer: Any) -> None:
     told: list[Any] = []
-    enter, advance = Counter.enter, Counter.advance
-    monkeypatch.setattr(Counter, "enter", lambda self, name: (told.append(name), enter(self, name)))
-    monkeypatch.setattr(Counter, "advance", lambda self, nbytes: (told.append(nbytes), advance(self, nbytes)))
+    send, receive = Call._send, Call.receive
+
+    def note(call: Call) -> None:
+        told.append((call.current_phase, call.done_bytes))
+
+    # In a thread it is the call itself that counts, and in a process one there, of which this one hears.
+    monkeypatch.setattr(Call, "_send", lambda self, event: (note(self), send(self, event)))
+    monkeypatch.setattr(Call, "receive", lambda self, update: (receive(self, update), note(self)))
     holdfast.async_save({"w": torch.ones(1000)}, tmp_path / "x", writer=writer).result(PATIENCE)
-    names = [each for each in told if isinstance(each, str)]
-    assert list(dict.fromkeys(names)) == ["compare", "plan", "write", "commit"]
-    between = told[told.index("write") + 1 : told.index("commit")]
-    assert sum(between) >= 4000
+    names = [name for name, _ in told]
+    assert list(dict.fromkeys(names)) == ["capture", "stage", "compare", "plan", "write", "commit"]
+    done = [nbytes for name, nbytes in told if name == "write"]
+    assert done == sorted(done)
+    assert done[0] == 0
+    assert done[-1] >= 4000
 
 
 # --- the end of a program --------------------------------------------------------------------------------------------
@@ -210,12 +217,12 @@ from holdfast._stores.local_store import LocalStore
 folder = Path(sys.argv[1])
 
 class Slow(LocalStore):
-    def create(self, name, size=None):
+    def create(self, name, size=None, memory=None):
         threading.Event().wait(0.5)  # still running when the script has ended
-        return super().create(name, size)
+        return super().create(name, size, memory)
 
 class Failing(Slow):
-    def create(self, name, size=None):
+    def create(self, name, size=None, memory=None):
         raise OSError("the disk is gone")
 
 weight = torch.nn.Parameter(torch.ones(1000, 1000))

@@ -175,23 +175,24 @@ def test_a_manager_in_a_forked_process_does_not_wait_for_saves_of_the_parent(ran
 
 def stage_in_children(folder: Path) -> list[str]:
     stager = DefaultStager(StagingOptions(False, False, True, False))
-    gate = threading.Event()
     tensor = torch.ones(10)
     first: Any = stager.stage({"a": tensor})
     first.result(PATIENCE)
-    stager._taker._thread.submit(gate.wait)  # type: ignore[union-attr]
-    second: Any = stager.stage({"a": tensor})
-
-    def stage_here() -> Any:
-        staged: Any = stager.stage({"a": tensor})
-        return isinstance(staged, Future) and staged.result(PATIENCE)["a"].sum().item()
 
     def close_here() -> None:
         stager.synchronize_staging()
         stager.close()
 
-    found = [in_a_child(second.result), in_a_child(stage_here), in_a_child(close_here)]
-    gate.set()
+    with held_back() as held:
+        second: Any = stager.stage({"a": tensor})
+
+        def stage_here() -> Any:
+            held.let_go()  # what this process copies; the thread that has begun is the parent's
+            staged: Any = stager.stage({"a": tensor})
+            return isinstance(staged, Future) and staged.result(PATIENCE)["a"].sum().item()
+
+        found = [in_a_child(second.result), in_a_child(stage_here), in_a_child(close_here)]
+        held.let_go()
     assert second.result(PATIENCE)["a"].sum() == 10
     stager.close()
     return found

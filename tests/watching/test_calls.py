@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast._watching.calls import Call, emitting_to
+from holdfast._watching.calls import Call, Update
 from holdfast._watching.subscribers import subscriptions
 from holdfast.watching import Event, about, subscribe
 
@@ -203,12 +203,15 @@ def test_a_part_in_another_process_sends_its_events_home(events: list[Event]) ->
         call = Call("save", "a", rank=2, world_size=4)
     away: Call = pickle.loads(pickle.dumps(call))
     sent: list[bytes] = []
-    with emitting_to(lambda event: sent.append(pickle.dumps(event))), away.phase("write", nbytes=8):
-        pass
+    away.send_to(lambda update: sent.append(pickle.dumps(update)))
+    with away.phase("write", nbytes=8):
+        away.advance(8)
     assert events == []
+    assert (call.current_phase, call.done_bytes) == ("", 0)
 
     for message in sent:
-        call.tell(pickle.loads(message))
+        call.receive(pickle.loads(message))
+    assert (call.current_phase, call.done_bytes) == ("write", 8)
     call.finish()
 
     assert [(event.name, event.call, event.step, event.rank) for event in events] == [
@@ -219,10 +222,48 @@ def test_a_part_in_another_process_sends_its_events_home(events: list[Event]) ->
 
 
 def test_a_sink_that_fails_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with emitting_to(lambda event: 1 / 0), Call("save", "a") as call, call.phase("write"):
-        pass
+    call = Call("save", "a")
+    call.send_to(lambda update: 1 / 0)
+    with call, call.phase("write"):
+        call.advance(8)
 
-    assert len(caplog.records) == 2
+    assert len(caplog.records) == 1
+
+
+def test_the_seconds_of_a_phase_are_those_of_all_its_parts() -> None:
+    call = Call("save", "a")
+    for name in ("write", "sync", "write"):
+        with call.phase(name) as part:
+            assert call.current_phase == name
+    assert list(call.seconds) == ["write", "sync"]
+    assert call.seconds["write"] > part.seconds
+
+
+def test_another_attempt_counts_from_the_beginning() -> None:
+    call = Call("save", "a")
+    for name in ("capture", "write"):
+        with call.phase(name):
+            call.advance(8)
+
+    call.start_over("capture")
+
+    assert list(call.seconds) == ["capture"]
+    assert call.done_bytes == 0
+
+
+def test_bytes_are_counted_in_any_thread_and_where_a_copy_of_the_call_is() -> None:
+    call = Call("save", "a")
+    away: Call = pickle.loads(pickle.dumps(call))
+    away.send_to(call.receive)
+    threads = [threading.Thread(target=lambda: [away.advance(1) for _ in range(1000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert away.done_bytes == 4000
+    call.receive(Update("write", away.done_bytes))
+    assert call.done_bytes == 4000
 
 
 def test_events_are_not_made_when_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import re
 
 import pytest
 
-from holdfast._watching.progress import ProgressBar, duration, render, size
+from holdfast._watching.progress import Progress, duration, size
+from holdfast._watching.progress_line import ProgressBar, render
 
 
 class Terminal(io.StringIO):
@@ -33,11 +34,11 @@ def test_it_shows_how_far_how_fast_and_how_long_still(monkeypatch: pytest.Monkey
     monkeypatch.setenv("COLUMNS", "120")
     stream, clock = Terminal(), Clock()
 
-    with ProgressBar(1_000_000_000, "saving", stream=stream, clock=clock) as bar:
+    with ProgressBar("saving", stream=stream, clock=clock) as bar:
         clock.now = 10.0
-        bar.advance(250_000_000)
+        bar.show(250_000_000, 1_000_000_000)
         clock.now = 40.0
-        bar.advance(750_000_000)
+        bar.show(1_000_000_000, 1_000_000_000)
 
     first, *_, last = frames(stream)
     assert first.startswith("saving  25% [#######")
@@ -50,10 +51,10 @@ def test_it_shows_how_far_how_fast_and_how_long_still(monkeypatch: pytest.Monkey
 def test_it_is_not_drawn_more_often_than_people_can_read() -> None:
     stream, clock = Terminal(), Clock()
 
-    with ProgressBar(1000, stream=stream, clock=clock) as bar:
-        for _ in range(1000):
+    with ProgressBar(stream=stream, clock=clock) as bar:
+        for number in range(1000):
             clock.now += 0.001
-            bar.advance(1)
+            bar.show(number, 1000)
 
     assert 5 <= len(frames(stream)) <= 12
 
@@ -62,27 +63,26 @@ def test_a_line_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     stream = Terminal()
 
-    with ProgressBar(10**12, "saving", stream=stream) as bar:
-        bar.advance(10**11)
+    with ProgressBar("saving", stream=stream) as bar:
+        bar.show(10**11, 10**12)
 
     assert max(len(frame) for frame in stream.getvalue().rstrip("\n").split("\r")) == 39
 
 
 def test_nothing_is_written_to_what_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
-    with ProgressBar(10, stream=stream) as bar, ProgressBar(10) as on_stderr:
-        bar.advance(5)
-        on_stderr.advance(5)
+    with ProgressBar(stream=stream) as bar, ProgressBar() as on_stderr:
+        bar.show(5, 10)
+        on_stderr.show(5, 10)
 
     assert stream.getvalue() == ""
     assert capfd.readouterr() == ("", "")
-    assert bar.done == 5
 
 
 def test_it_works_on_a_real_terminal() -> None:
     ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w") as stream, ProgressBar(10, "loading", stream=stream) as bar:
-        bar.advance(10)
+    with os.fdopen(theirs, "w") as stream, ProgressBar("loading", stream=stream) as bar:
+        bar.show(10, 10)
 
     assert re.search(rb"\rloading 100% \[#+\] 10 B of 10 B", os.read(ours, 10_000))
     os.close(ours)
@@ -91,12 +91,13 @@ def test_it_works_on_a_real_terminal() -> None:
 def test_a_terminal_that_went_away_stops_the_bar_and_nothing_else() -> None:
     stream = Terminal()
 
-    with ProgressBar(10, stream=stream, clock=Clock()) as bar:
+    with ProgressBar(stream=stream, clock=Clock()) as bar:
+        progress = Progress(10, bar.show)
         stream.close()
-        bar.advance(3)
-        bar.advance(4)
+        progress.advance(3)
+        progress.advance(4)
 
-    assert bar.done == 7
+    assert progress.done_bytes == 7
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from holdfast._watching import telemetry as telemetry_module
-from holdfast._watching.calls import Call, emitting_to
+from holdfast._watching.calls import Call, Update
 from holdfast.watching import Event, subscribe
 
 
@@ -114,14 +114,16 @@ def test_failures_are_marked(exporter: InMemorySpanExporter) -> None:
 
 
 def test_events_that_came_from_another_process_are_spans_too(exporter: InMemorySpanExporter) -> None:
-    sent: list[Event] = []
+    sent: list[Update] = []
     call = Call("save", "a")
     away: Call = pickle.loads(pickle.dumps(call))  # its span stays at home
-    with emitting_to(sent.append), away.phase("write"):
+    away.send_to(sent.append)
+    with away.phase("write"):
         pass
     assert exporter.get_finished_spans() == ()
 
-    call.tell(sent[0])
+    for update in sent:
+        call.receive(update)
     call.finish()
 
     assert list(by_name(exporter)) == ["holdfast.save.write", "holdfast.save"]

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from holdfast._background.arenas import ArenaPool, Lease, aligned
-from holdfast._background.copies import bytes_of, fingerprint_of_memory, has_ordinary_memory, transfer
-from holdfast._base.threads import ProcessFuture, some_threads, wait_for_all
+from holdfast._background.copies import bytes_of, fingerprint_of_memory, has_ordinary_memory, transfer, twin_over
+from holdfast._base.threads import ProcessFuture, work_through
 from holdfast._base.tuning import COPY_AT_ONCE, SMALL_TENSOR
 from holdfast._compat.tensors import count_of_changes
 from holdfast._formats.tensor_bytes import has_its_memory, lies_ready, move_small, tensor_pieces
@@ -81,11 +81,11 @@ class Copy:
 
     __slots__ = ("digest", "name", "source", "twin", "version")
 
-    def __init__(self, name: str, source: torch.Tensor) -> None:
+    def __init__(self, name: str, source: torch.Tensor, *, watched: bool = True) -> None:
         self.name = name
         self.source: Any = source
         self.twin: Any = None
-        self.version = count_of_changes(source)
+        self.version = count_of_changes(source) if watched else None
         self.digest: bytes | None = None
 
     def settle(self) -> None:
@@ -118,8 +118,11 @@ class Copy:
 class Copies:
     """Private copies of tensors, all in one block of memory.
 
-    First ``add`` all of them, then ``begin``, then ``copy_now`` or ``copy_later``. Tensors that are the same elements
-    are copied once.
+    First ``add`` all of them, then ``begin``, then ``copy_now`` or ``copy_later``. Who knows beforehand how much memory
+    they take may ``begin`` first, and gets each ``twin`` at once. Tensors that are the same elements are copied once.
+
+    Copies that are not ``watched`` have whatever the sources hold while they are copied. Copies with storages
+    ``of_their_own`` can be saved one by one by whoever saves storages as a whole, which takes some microseconds each.
 
     >>> copies, weights = Copies(), torch.ones(2)
     >>> copy = copies.add("weights", weights)
@@ -129,7 +132,10 @@ class Copies:
     tensor([1., 1.])
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, watched: bool = True, of_their_own: bool = False) -> None:
+        self._watched = watched
+        self._of_their_own = of_their_own
+        self._memory: _Memory | None = None
         self._waiting: list[Copy] = []
         self._by_address: dict[int, list[Copy]] = {}
         self._moment = Moment.now()
@@ -153,29 +159,39 @@ class Copies:
         for other in there:
             if fingerprint_of_memory(other.source) == fingerprint_of_memory(source):
                 return other
-        copy = Copy(name, source)
+        copy = Copy(name, source, watched=self._watched)
+        if self._memory is not None:
+            copy.twin = self._memory.twin_of(source)
         there.append(copy)
         self._waiting.append(copy)
         self.nbytes += aligned(bytes_of(source))
         return copy
 
-    def begin(self, pool: ArenaPool, *, check: bool = False) -> None:
-        """Take memory for all copies. ``check`` takes digests now, to be compared with those of the copies."""
-        self._by_address = {}
-        memory = _Memory(pool.lend(self.nbytes), self.nbytes)
+    def begin(self, pool: ArenaPool, nbytes: int | None = None, *, check: bool = False) -> None:
+        """Take memory for all copies: ``nbytes``, or as much as those need that were added.
+
+        ``check`` takes digests now, to be compared with those of the copies.
+        """
+        size = self.nbytes if nbytes is None else nbytes
+        self._memory = _Memory(pool.lend(size), size, of_their_own=self._of_their_own)
         for copy in self._waiting:
-            copy.twin = memory.twin_of(copy.source)
+            copy.twin = self._memory.twin_of(copy.source)
             if check:
                 copy.digest = digest_pieces(tensor_pieces(copy.source))
 
     def copy_now(self, chosen: Callable[[torch.Tensor], bool] | None = None) -> None:
         """Copy the elements, of all or of those that are chosen. They may change when this returns."""
+        self._let_go_of_memory()
         now, later = self._waiting, []
         if chosen is not None:
             is_now = [chosen(copy.source) for copy in self._waiting]
             now = [copy for copy, one in zip(self._waiting, is_now, strict=True) if one]
             later = [copy for copy, one in zip(self._waiting, is_now, strict=True) if not one]
-        _do_all(deque(_in_parts(now, self._moment)))
+        # As many threads as torch would use, which would wait for each other after every tensor: that takes long if the
+        # processors have more to do.
+        parts = list(_in_parts(now, self._moment))
+        threads = min(len(parts), torch.get_num_threads(), _MOST_THREADS)
+        work_through(parts, lambda part: part(), threads, "holdfast-stage")
         for copy in now:
             copy.settle()
         self._waiting = later
@@ -184,7 +200,10 @@ class Copies:
 
     def copy_later(self) -> None:
         """Copy what is not copied yet in a thread of its own."""
-        if not self.done.done():
+        self._let_go_of_memory()
+        if self.done.done():
+            return
+        if self._waiting:
             self._parts.extend(_in_parts(self._waiting, self._moment))
             self._unfinished = len(self._parts)
             with _lock:
@@ -192,6 +211,13 @@ class Copies:
             if not self._start_a_thread():
                 with interrupts_wait():  # what is left half done would be waited for
                     self._work()
+        else:
+            self.done.set_result(None)
+
+    def _let_go_of_memory(self) -> None:
+        """From here on nothing but the copies themselves keeps it."""
+        self._memory = None
+        self._by_address = {}
 
     def hurry(self) -> None:
         """Return when nothing is left to copy. One more thread copies: what is waited for is done sooner.
@@ -239,6 +265,7 @@ class Copies:
             for copy in waiting:
                 copy.settle()
         except BaseException as error:
+            waiting.clear()  # the error refers to this frame, and must not keep the copies
             self.done.set_exception(error)
         else:
             self.done.set_result(None)
@@ -266,43 +293,11 @@ def _forget_in_forked_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_forked_child)
 
 
-def _do_all(parts: deque[_Part]) -> None:
-    """Return when all parts are done, by as many threads as torch would use.
-
-    Torch's own would wait for each other after every tensor, which takes long if the processors have more to do.
-    """
-    helpers = min(len(parts), torch.get_num_threads(), _MOST_THREADS) - 1
-    pool = some_threads(helpers, "holdfast-stage") if helpers > 0 else None
-    if pool is None:
-        _do(parts)
-        return
-    with pool:
-        jobs = [pool.submit(_do, parts) for _ in range(helpers)]
-        try:
-            _do(parts)
-        finally:
-            wait_for_all(jobs)
-    for job in jobs:
-        job.result()
-
-
-def _do(parts: deque[_Part]) -> None:
-    while True:
-        try:
-            part = parts.popleft()
-        except IndexError:
-            return
-        try:
-            part()
-        except BaseException:
-            parts.clear()
-            raise
-
-
 class _Memory:
     """A block of memory that tensors are put into, one behind the other."""
 
-    def __init__(self, lease: Lease, size: int) -> None:
+    def __init__(self, lease: Lease, size: int, *, of_their_own: bool) -> None:
+        self._lease = lease if of_their_own else None
         self._bytes = lease.tensor(0, size)
         self._size = size
         self._used = 0
@@ -314,6 +309,8 @@ class _Memory:
         self._used += aligned(nbytes)
         if nbytes == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        if self._lease is not None:
+            return twin_over(self._lease.tensor(begin, nbytes), tensor)
         typed = self._as.get(tensor.dtype)
         if typed is None:
             whole = self._size // tensor.element_size() * tensor.element_size()

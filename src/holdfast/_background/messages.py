@@ -1,4 +1,4 @@
-"""What a program and its writer process say to each other: orders, progress, snapshots in shared memory."""
+"""What a program and its writer process say to each other: orders, answers, snapshots in shared memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,31 +21,14 @@ from holdfast._compat.sharded_tensors import ShardedTensor
 from holdfast._layout.checkpointable import FIELDS, is_checkpointable
 from holdfast._ranks.collectives import Collectives
 from holdfast._ranks.failures import PackedFailure, pack_failure, unpack_failure, wrap_exception
-from holdfast._watching.event import Event
+from holdfast._watching.calls import Call
 from holdfast.errors import CheckpointException, UnguardedScriptError
-
-# How a save that runs somewhere else tells how far it is.
-
-
-class Watcher(Protocol):
-    """Who wants to know."""
-
-    def advance(self, nbytes: int) -> None:
-        """So many more bytes are written."""
-
-    def enter(self, phase: str) -> None:
-        """A phase begins."""
-
-
-watcher: ContextVar[Watcher | None] = ContextVar("holdfast_watcher", default=None)
-"""Of the save that is under way here."""
-
 
 # What a program and its writer process say to each other.
 
 
-Work = Callable[[Collectives, dict[str, Any]], Any]
-"""Saves a state with the given ranks. Must be picklable to run in a writer process."""
+Work = Callable[[Collectives, Any, "Call | None"], Any]
+"""Saves a copy of a state with the given ranks. Must be picklable to run in a writer process."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +36,8 @@ class Request:
     """Save this. ``members`` is None for a save of one process alone."""
 
     work: Work
-    state: dict[str, Any]
+    state: Any
+    call: Call | None
     rank: int
     members: tuple[int, ...] | None
     coordinator_rank: int
@@ -67,27 +50,6 @@ class Exchange:
 
     method: str
     arguments: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Advance:
-    """So many more bytes are written. There is no answer to it."""
-
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Enter:
-    """A phase of the save begins. There is no answer to it."""
-
-    phase: str
-
-
-@dataclass(frozen=True)
-class Told:
-    """Something happened, for whoever watches. There is no answer to it."""
-
-    event: Event
 
 
 @dataclass(frozen=True)

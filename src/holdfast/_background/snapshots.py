@@ -1,23 +1,25 @@
 """A private copy of a state, which nothing that the program does later can change.
 
 Containers are rebuilt, tensors of every kind are copied to host memory, and everything else is deep-copied. The copy
-of the elements can be put off (``Snapshot.fill``), so that it can happen in another thread; all the rest is done when
+of the elements can be put off (``Snapshot.fill_later``), and then happens in another thread; all the rest is done when
 the snapshot is taken.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections import ChainMap, OrderedDict
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from holdfast._background.arenas import ArenaPool, Lease, Memory, aligned
+from holdfast._background.arenas import ArenaPool, Memory, aligned
 from holdfast._background.copies import (
     Storage,
     Stretch,
@@ -29,11 +31,10 @@ from holdfast._background.copies import (
     plain_parts,
     storage_of,
     stretches,
-    transfer,
-    twin_over,
     view_like,
 )
-from holdfast._background.copying import Moment
+from holdfast._background.copying import Copies
+from holdfast._base.threads import ProcessFuture
 from holdfast._layout.checkpointable import copy_fields, is_checkpointable
 from holdfast.errors import SnapshotError
 
@@ -51,28 +52,25 @@ class Snapshot:
         self._exact = exact
         self._stretches = stretches(plain_parts_of_state(state)) if exact else {}
         self._copied: dict[Storage, torch.Tensor] = {}
-        self._seen: dict[tuple[Any, ...], torch.Tensor] = {}
         self._deep_copies: dict[int, Any] = {}
-        self._todo: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._ready = Moment.now()
-        self._memory: Lease | None = pool.lend(_bytes_needed(state, self._stretches))
-        self._used = 0
+        self._copies = Copies(watched=False, of_their_own=True)
+        self._copies.begin(pool, _bytes_needed(state, self._stretches))
         self.state: dict[str, Any] = self._copy(state, ())
-
-    def fill(self, *, non_blocking: bool = False) -> dict[str, Any]:
-        """Copy the elements. The source may change as soon as this returns, and not before."""
-        with self._ready.device_copies():
-            for source, twin in self._todo:
-                transfer(source, twin, non_blocking=non_blocking)
-        self._forget_sources()
-        return self.state
-
-    def _forget_sources(self) -> None:
-        self._todo = []
-        self._seen = {}
         self._copied = {}
         self._deep_copies = {}
-        self._memory = None
+
+    def fill(self) -> dict[str, Any]:
+        """Copy the elements. The source may change as soon as this returns, and not before."""
+        self._copies.copy_now()
+        return self.state
+
+    def fill_later(self) -> ProcessFuture[dict[str, Any]]:
+        """Copy the elements in a thread. The source may change when the future is done, and not before."""
+        filled: ProcessFuture[dict[str, Any]] = ProcessFuture("the copy of a state for a background save")
+        filled.set_running_or_notify_cancel()
+        self._copies.done.add_done_callback(functools.partial(_pass_on, filled, self.state))
+        self._copies.copy_later()
+        return filled
 
     def _copy(self, value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, torch.Tensor):
@@ -98,7 +96,7 @@ class Snapshot:
             again: torch.Tensor = self._deep_copies[id(tensor)]
             return again
         try:
-            twin = copy_with(tensor, self._reserve)
+            twin = copy_with(tensor, functools.partial(self._reserve, ".".join(map(str, path))))
         except Exception as error:
             raise _cannot_copy(tensor, path, error) from error
         if is_checkpointable(tensor):
@@ -125,28 +123,16 @@ class Snapshot:
         except Exception:
             return value
 
-    def _reserve(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _reserve(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
         """A place for a plain tensor's elements, which ``fill`` brings there."""
         storage = storage_of(tensor) if self._exact else None
         if storage is not None:
-            return self._view_of_copy(storage, tensor)
-        known = fingerprint_of_memory(tensor)
-        if known not in self._seen:
-            assert self._memory is not None
-            twin = twin_over(self._memory.tensor(self._used, bytes_of(tensor)), tensor)
-            self._used += aligned(bytes_of(tensor))
-            self._todo.append((tensor, twin))
-            self._seen[known] = twin
-        return self._seen[known]
-
-    def _view_of_copy(self, storage: Storage, tensor: torch.Tensor) -> torch.Tensor:
-        stretch = self._stretches[storage]
-        if storage not in self._copied:
-            assert self._memory is not None
-            self._copied[storage] = self._memory.tensor(self._used, stretch.nbytes)
-            self._used += aligned(stretch.nbytes)
-            self._todo.append((bytes_in(tensor, stretch), self._copied[storage]))
-        return view_like(tensor, self._copied[storage], stretch)
+            stretch = self._stretches[storage]
+            if storage not in self._copied:
+                self._copied[storage] = self._copies.add(key, bytes_in(tensor, stretch)).twin
+            return view_like(tensor, self._copied[storage], stretch)
+        twin: torch.Tensor = self._copies.add(key, tensor).twin
+        return twin
 
     def _deep_copy(self, value: Any, path: tuple[Any, ...]) -> Any:
         try:
@@ -164,6 +150,14 @@ class Snapshot:
         made = copy.deepcopy(value, memo)  # type: ignore[arg-type]  # any mapping will do
         self._deep_copies.update(memo.maps[0])
         return made
+
+
+def _pass_on(filled: Future[dict[str, Any]], state: dict[str, Any], copied: Future[None]) -> None:
+    error = copied.exception()
+    if error is None:
+        filled.set_result(state)
+    else:
+        filled.set_exception(error)
 
 
 def plain_parts_of_state(state: Any) -> Iterator[torch.Tensor]:

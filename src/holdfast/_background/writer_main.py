@@ -21,21 +21,16 @@ from typing import Any, cast
 
 from holdfast import _settings as settings
 from holdfast._background.messages import (
-    Advance,
     Answer,
-    Enter,
     Exchange,
     PackedError,
     Request,
-    Told,
     opened,
     unpack,
-    watcher,
 )
 from holdfast._ranks.collectives import Collectives
 from holdfast._ranks.meeting import LinkedCollectives
-from holdfast._watching.calls import emitting_to
-from holdfast._watching.event import Event
+from holdfast._watching.calls import Update
 from holdfast.errors import UnguardedScriptError
 
 
@@ -70,25 +65,6 @@ class _RemoteLink:
         except (EOFError, OSError) as error:
             raise _ProgramIsGone from error
         return answer.get()
-
-
-class _RemoteWatcher:
-    """Tells the program how far the save is."""
-
-    def __init__(self, connection: Connection[Any, Any]) -> None:
-        self._connection = connection
-
-    def advance(self, nbytes: int) -> None:
-        self._tell(Advance(nbytes))
-
-    def enter(self, phase: str) -> None:
-        self._tell(Enter(phase))
-
-    def _tell(self, message: Advance | Enter) -> None:
-        try:
-            self._connection.send_bytes(pickle.dumps(message))
-        except OSError as error:
-            raise _ProgramIsGone from error
 
 
 def main(descriptor: int) -> None:
@@ -147,17 +123,19 @@ def _carry_out(request: Request, connection: Connection[Any, Any]) -> Any:
         if request.members is None
         else LinkedCollectives(_RemoteLink(connection, request.rank, request.members), request.coordinator_rank)
     )
-    token = watcher.set(_RemoteWatcher(connection))
+    if request.call is not None:
+        request.call.send_to(partial(_send_home, connection))
+    with settings.override(**request.settings):
+        return request.work(ranks, request.state, request.call)
+
+
+def _send_home(connection: Connection[Any, Any], update: Update) -> None:
+    """Tell the program how far the save is."""
+    message = pickle.dumps(update)
     try:
-        with settings.override(**request.settings), emitting_to(partial(_pass_on, connection)):
-            return request.work(ranks, request.state)
-    finally:
-        watcher.reset(token)
-
-
-def _pass_on(connection: Connection[Any, Any], event: Event) -> None:
-    with suppress(OSError):  # if the program is gone, that is noticed soon enough
-        connection.send_bytes(pickle.dumps(Told(event)))
+        connection.send_bytes(message)
+    except OSError as error:
+        raise _ProgramIsGone from error
 
 
 def _importer(preparation: dict[str, Any]) -> Callable[[], None]:

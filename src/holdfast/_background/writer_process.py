@@ -13,9 +13,8 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_preparation_data
@@ -23,20 +22,15 @@ from typing import Any, NamedTuple
 
 from holdfast._background.arenas import Arena
 from holdfast._background.messages import (
-    Advance,
     Answer,
-    Enter,
     Exchange,
     PackedError,
     Request,
-    Told,
-    Watcher,
-    in_shared_memory,
     opened,
     pack,
 )
 from holdfast._ranks.private_group import Link
-from holdfast._watching.event import Event
+from holdfast._watching.calls import Call, Update
 from holdfast.errors import WriterProcessError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +42,7 @@ class PackedRequest(NamedTuple):
     data: bytes
     arenas: list[Arena]
     main_script: dict[str, Any]
-    state: dict[str, Any]
+    state: Any
     """What the memory is lent to. Without it, the memory would be lent again while the writer reads it."""
 
 
@@ -84,13 +78,9 @@ class WriterProcess:
         request: PackedRequest,
         link: Link | None,
         destination: str,
-        watcher: Watcher | None = None,
-        hear: Callable[[Event], None] | None = None,
+        call: Call | None = None,
     ) -> Any:
-        """Have the process carry out ``request``, and pass its messages to the other ranks on.
-
-        ``watcher`` is told how far it is, and ``hear`` of events.
-        """
+        """Have the process carry out ``request``, and pass on its messages to the other ranks and to ``call``."""
         if self._process is not None and self._process.poll() is not None:
             logger.warning("%s; a new one is started", self._obituary())
             self.close()
@@ -104,7 +94,7 @@ class WriterProcess:
                     assert arena.descriptor is not None
                     reduction.send_handle(connection, arena.descriptor, self._process.pid)
                 connection.send_bytes(request.data)
-            answer = self._serve(connection, link, watcher, hear)
+            answer = self._serve(connection, link, call)
         except _ConnectionLost as lost:
             assert self._process is not None
             with suppress(subprocess.TimeoutExpired):
@@ -138,25 +128,15 @@ class WriterProcess:
                 self._process.wait()
         self._connection = self._process = None
 
-    def _serve(
-        self,
-        connection: Connection[Any, Any],
-        link: Link | None,
-        watcher: Watcher | None,
-        hear: Callable[[Event], None] | None,
-    ) -> Answer:
+    def _serve(self, connection: Connection[Any, Any], link: Link | None, call: Call | None) -> Answer:
         while True:
             with _noticing_a_lost_connection():
                 message = opened(connection.recv_bytes())
             if isinstance(message, Answer):
                 return message
-            if isinstance(message, Advance | Enter):
-                if watcher is not None:
-                    _pass_on(message, watcher)
-                continue
-            if isinstance(message, Told):
-                if hear is not None:
-                    hear(message.event)
+            if isinstance(message, Update):
+                assert call is not None
+                call.receive(message)
                 continue
             assert isinstance(message, Exchange)
             assert link is not None
@@ -194,13 +174,6 @@ class WriterProcess:
         return f"the writer process {self._process.pid} ended with exit code {code}"
 
 
-def _pass_on(message: Advance | Enter, watcher: Watcher) -> None:
-    if isinstance(message, Advance):
-        watcher.advance(message.nbytes)
-    else:
-        watcher.enter(message.phase)
-
-
 _idle: list[WriterProcess] = []
 
 
@@ -229,7 +202,6 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 def pack_request(request: Request, main_script: dict[str, Any]) -> PackedRequest:
     """A request in the form in which it is sent. Fails if something in it cannot be pickled."""
-    request = replace(request, state=in_shared_memory(request.state))
     return PackedRequest(*pack(request), main_script, request.state)
 
 

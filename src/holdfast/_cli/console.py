@@ -7,14 +7,14 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 from holdfast._base.texts import plain
-from holdfast._watching.progress import OnProgress, ProgressBar, is_terminal, render
+from holdfast._watching.progress import OnProgress, amounts, is_terminal, share
 
 # Texts that others have written, such as names of folders, as they can be shown on a terminal.
 
@@ -126,14 +126,31 @@ def _nothing(done: int, total: int) -> None:
 
 @contextmanager
 def _bar(label: str, clock: Callable[[], float]) -> Iterator[OnProgress]:
+    from rich import progress as bars  # only for what takes long
+
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.TaskProgressColumn(),
+        bars.DownloadColumn(),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    # What is printed meanwhile is an answer, which must not go where the bar is.
+    bar = bars.Progress(*columns, console=err(), transient=True, redirect_stdout=False, get_time=clock)
+    task = bar.add_task(label, total=None)
     started = clock()
-    with ProgressBar(0, label, clock=clock, transient=True) as bar:
 
-        def on_progress(done: int, total: int) -> None:
-            if clock() - started >= _PATIENCE:
-                bar.show(done, total)
+    def on_progress(done: int, total: int) -> None:
+        if clock() - started >= _PATIENCE:
+            bar.start()
+            bar.update(task, completed=done, total=total)
 
+    try:
         yield on_progress
+    finally:
+        with suppress(OSError, ValueError):  # the terminal is gone, which is no reason for a command to fail
+            bar.stop()
 
 
 def _lines(label: str, clock: Callable[[], float]) -> OnProgress:
@@ -144,12 +161,7 @@ def _lines(label: str, clock: Callable[[], float]) -> OnProgress:
         now = clock()
         if now - last >= _PAUSE:
             last = now
-            print(_line(label, done, total, now - started), file=sys.stderr, flush=True)
+            line = f"{label} {share(done, total):4.0%} {amounts(done, total, now - started)}"
+            print(line, file=sys.stderr, flush=True)
 
     return on_progress
-
-
-def _line(label: str, done: int, total: int, seconds: float) -> str:
-    """What ``render`` says, without the drawing of a bar."""
-    head, _, rest = render(done, total, seconds, label).partition(" [")
-    return f"{head} {rest.partition('] ')[2]}"

@@ -47,7 +47,7 @@ class Row(NamedTuple):
         Example("holdfast du runs/a/step-00000200", "the parts of a checkpoint, the largest last"),
         Example("holdfast du runs/a/step-00000200 --depth 2", "one level further down"),
         Example("holdfast du dcp --by rank", "who wrote how much"),
-        Example("holdfast du runs/a", "the checkpoints of a run, and what is debris"),
+        Example("holdfast du runs/a", "the checkpoints of a run, and what is left over"),
     ],
 )
 def du(
@@ -73,14 +73,14 @@ def _place(path: str, by: By, depth: int, allow_pickle: bool) -> dict[str, Any]:
     listing = list_place(path)
     if listing.kind == "checkpoint" and listing.entries[0].state in ("committed", "set aside"):
         return _checkpoint(path, by, depth, allow_pickle)
-    from holdfast._tools.repairing.leftovers import debris_of
+    from holdfast._tools.repairing.leftovers import leftovers_at
 
     rows = [Row(entry.name, entry.bytes_on_disk, 0) for entry in listing.entries]
     return {
         "path": listing.path,
         "kind": listing.kind,
         "bytes_on_disk": sum(row.nbytes for row in rows),
-        "debris_bytes": sum(heap.nbytes for heap in debris_of(path) if heap.obstacle is None),
+        "leftover_bytes": sum(leftover.nbytes for leftover in leftovers_at(path) if leftover.obstacle is None),
         "rows": [row.to_json() for row in sorted(rows, key=lambda row: row.nbytes)],
     }
 
@@ -158,6 +158,6 @@ def _headline(place: dict[str, Any]) -> str:
     on_disk = size(place["bytes_on_disk"])
     if place["kind"] == "checkpoint" and "tensor_bytes" in place:
         return f"{place['path']}: {on_disk} on the disk, {size(place['tensor_bytes'])} of tensors ({place['format']})"
-    debris = place["debris_bytes"]
-    tail = f", {size(debris)} of debris (holdfast repair --sweep --apply removes it)" if debris else ""
+    leftover = place["leftover_bytes"]
+    tail = f", {size(leftover)} of leftover files (holdfast repair --sweep --apply removes them)" if leftover else ""
     return f"{place['path']}: {on_disk} on the disk{tail}"

@@ -41,7 +41,7 @@ def repair(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> int:
-    """Rebuild what is lost from data files, and sweep debris.
+    """Rebuild what is lost from data files, and sweep leftover files.
 
     Without --apply it is a dry run. Of Holdfast's own format, the columns are rebuilt from the record and the headers
     of data files, and a record from the headers alone, where all tensors are whole (other values are lost then). Of a

@@ -155,8 +155,8 @@ def _what_pickle_stores(value: Any) -> list[Any]:
 
 _ADVICE = (
     "If every rank's value matters (a random state, a data position), put the rank into the key; if not, make the "
-    "copies equal first. HOLDFAST_REPLICA_MISMATCH=error|warn|ignore, or "
-    "DefaultSavePlanner(replica_mismatch=...), says what happens."
+    "copies equal first. HOLDFAST_REPLICA_MISMATCH=error|warn|ignore, or DefaultSavePlanner(replica_mismatch=...), "
+    "says what happens."
 )
 
 

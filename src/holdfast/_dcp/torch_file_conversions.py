@@ -7,7 +7,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +41,8 @@ from holdfast._formats.torch_file.reading import OpenTorchFile, open_torch_file
 from holdfast._ranks.collectives import Collectives
 from holdfast._stores.durable_files import sink_atomically
 from holdfast._stores.filesystem import AnyPath
-from holdfast._watching.progress import ProgressBar
+from holdfast._watching.progress import Progress
+from holdfast._watching.progress_line import ProgressBar
 from holdfast.errors import CheckpointNotFoundError, UnsupportedTensorError
 
 # A writer of DCP checkpoints for tensors whose elements are not in memory.
@@ -173,22 +174,22 @@ def dcp_to_torch_file(
 class _FromFile(DefaultSavePlanner):
     """Saves the tensors of a file, whose elements are not in memory."""
 
-    def __init__(self, file: OpenTorchFile, bar: ProgressBar) -> None:
+    def __init__(self, file: OpenTorchFile, progress: Progress) -> None:
         super().__init__()
         self._file = file
-        self._bar = bar
+        self._progress = progress
         self._under_way = 0
 
     def create_local_plan(self) -> SavePlan:
-        """Plan as usual; the bar learns how much there is to do, and the file what will be asked for."""
+        """Plan as usual; now it is known how much there is to do, and what the file will be asked for."""
         plan = super().create_local_plan()
         self._file.split(self.state_dict.values(), _is_array)
-        self._bar.total = sum(map(written_bytes, plan.items))
+        self._progress.total_bytes = sum(map(written_bytes, plan.items))
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The data of an item, which is asked for when the one before has been written."""
-        self._bar.advance(self._under_way)
+        self._progress.advance(self._under_way)
         self._under_way = written_bytes(write_item)
         return super().resolve_data(write_item)
 
@@ -220,9 +221,9 @@ class _Export:
         stand_ins = [self.planner.state_dict[key] for key in self._keys.values()]
         return describe(self.planner.original_state_dict, stand_ins)
 
-    def write(self, archive: ZipWriter, entries: Sequence[StoredBytes], bar: ProgressBar) -> None:
+    def write(self, archive: ZipWriter, entries: Sequence[StoredBytes], progress: Progress) -> None:
         """Write the bytes of one tensor after the other."""
-        bar.total = sum(entry.nbytes for entry in entries)
+        progress.total_bytes = sum(entry.nbytes for entry in entries)
         for batch in self._batches(entries):
             if isinstance(batch[0].source, torch.UntypedStorage):
                 archive.add(batch[0].name, bytes_of_storage(batch[0].source))
@@ -230,7 +231,7 @@ class _Export:
                 self._add_large(archive, batch[0].name, self._keys[id(batch[0].source)])
             else:
                 self._add_small(archive, {entry.name: self._keys[id(entry.source)] for entry in batch})
-            bar.advance(sum(entry.nbytes for entry in batch))
+            progress.advance(sum(entry.nbytes for entry in batch))
 
     def _batches(self, entries: Sequence[StoredBytes]) -> Iterator[list[StoredBytes]]:
         """Entries that are worth being read together: small tensors."""
@@ -322,11 +323,12 @@ def _alone() -> Collectives:
 
 
 @contextmanager
-def _bar(label: str, progress: bool) -> Iterator[ProgressBar]:
-    """A bar that is seen only if somebody wants to see it."""
-    with ProgressBar(0, label, stream=None if progress else io.StringIO()) as bar:
-        yield bar
-        bar.advance(bar.total - bar.done)
+def _bar(label: str, is_wanted: bool) -> Iterator[Progress]:
+    """Counts what is done, and shows it if somebody wants to see it."""
+    with ProgressBar(label) if is_wanted else nullcontext() as bar:
+        progress = Progress(0, None if bar is None else bar.show)
+        yield progress
+        progress.advance(progress.total_bytes - progress.done_bytes)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,19 +16,16 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast._formats.native.names import RECORD, generation_of
+from holdfast._formats.native.names import RECORD, files_in
 from holdfast._formats.native.record import decode_record
 from holdfast._formats.native.source import NativeSource
 from holdfast._manager.background_jobs import BackgroundJobs
 from holdfast._manager.probing import is_probe, remove_probe
 from holdfast._manager.run_file import RunFile, RunState
-from holdfast._manager.steps import DAMAGE, SET_ASIDE, StepInfo, identity_in, set_aside, step_of
+from holdfast._manager.steps import DAMAGE, StepInfo, identity_in, set_aside, step_of
 from holdfast._stores.roots import Root
 from holdfast._stores.store import Store
 from holdfast.errors import HoldfastError
-
-_TEMPORARY = re.compile(rf"\.(?:{re.escape(RECORD)}|{re.escape(SET_ASIDE)})\.[0-9a-f]{{8}}\.tmp")
-"""What a commit in a local folder leaves behind when it is killed."""
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +292,7 @@ def _remove_files(root: Root, name: str, identity: str) -> None:
     If it is not known which save that was, files of all saves are removed: none of them was committed.
     """
     store = root.child(name)
-    store.delete([listed.name for listed in store.list() if _is_left_by(identity, listed.name)])
+    store.delete(_left_by(identity, store))
     root.remove(name)
 
 
@@ -306,7 +302,7 @@ def _remove_uncommitted_files(root: Root, name: str, identity: str) -> bool:
     Its job was taken for dead, and may be alive on another machine.
     """
     store = root.child(name)
-    left = [listed.name for listed in store.list() if _is_left_by(identity, listed.name)]
+    left = _left_by(identity, store)
     if identity_in(store) is not None:
         return False
     store.delete(left)
@@ -316,19 +312,17 @@ def _remove_uncommitted_files(root: Root, name: str, identity: str) -> bool:
 
 def _remove_all_but_the_checkpoint(store: Store) -> None:
     """Remove what a killed save left in a folder beside the checkpoint that it was to replace."""
-    names = [
-        listed.name for listed in store.list()
-    ]  # before the record, which may be replaced just now by one of these
+    # Listed before the record is read, which may be replaced just now by one of these.
+    names = [listed.name for listed in store.list()]
     record = decode_record(store.read(RECORD), store.path_of(RECORD))
-    needed = {record.index.name, *(file.name for file in record.files)}
-    store.delete([name for name in names if generation_of(name) is not None and name not in needed])
+    store.delete(files_in(names, record.file_names()).of_any_save())
 
 
-def _is_left_by(identity: str, name: str) -> bool:
-    generation = generation_of(name)
-    if generation is not None:
-        return identity in ("", generation)
-    return name == SET_ASIDE or _TEMPORARY.fullmatch(name) is not None
+def _left_by(identity: str, store: Store) -> list[str]:
+    """The files of a save without a record, and what belongs to none."""
+    found = files_in(listed.name for listed in store.list())
+    data = found.by_save.get(identity, ()) if identity else found.of_any_save()
+    return [*data, *found.unfinished, *found.notes]
 
 
 def _refuse_what_is_not_ours(doomed: Collection[StepInfo]) -> None:

@@ -226,7 +226,7 @@ class _Preflight:
             return
         began = time.perf_counter()
         try:
-            request = Request(_do_nothing, {}, 0, None, 0, asdict(settings.current()))
+            request = Request(_do_nothing, {}, None, 0, None, 0, asdict(settings.current()))
             with idle_writer() as writer:
                 writer.save(pack_request(request, find_main_script()), None, "nowhere, as a test")
         except Exception as error:
@@ -262,7 +262,7 @@ def _tensors_of(captured: Captured) -> Iterator[torch.Tensor]:
             yield value
 
 
-def _do_nothing(ranks: Collectives, state: dict[str, Any]) -> Any:
+def _do_nothing(ranks: Collectives, state: dict[str, Any], call: Call | None) -> None:
     """What the writer process is asked for."""
 
 

@@ -11,13 +11,13 @@ from datetime import datetime, timezone
 from typing import Any
 
 from holdfast import _settings as settings
+from holdfast._formats.native.names import SET_ASIDE
 from holdfast._manager.deleting import Deleter, Deletion
 from holdfast._manager.full_disk import next_to_go
 from holdfast._manager.options import Retention
 from holdfast._manager.retention import everything, plan_deletions
 from holdfast._manager.run_file import RunFile, RunState
 from holdfast._manager.steps import (
-    SET_ASIDE,
     StepInfo,
     folder_of,
     identity_in,

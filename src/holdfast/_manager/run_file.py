@@ -155,8 +155,8 @@ class RunFile:
     def begin(self, token: str, folders: Mapping[str, str]) -> RunState:
         """Note that these folders are about to change, with the id of the save in them if it is known.
 
-        If the disk is full this is not noted, and the worst that comes of it is that debris of a kill stays: deleting
-        something must be possible just then.
+        If the disk is full this is not noted, and the worst that comes of it is that what a killed save left stays:
+        deleting something must be possible just then.
         """
         return self._noted(token, lambda state: replace(state, unfinished={**state.unfinished, **folders}))
 

@@ -14,16 +14,13 @@ from datetime import datetime, timezone
 from typing import Any, Literal
 
 from holdfast._base.json_objects import parse_json_object
-from holdfast._formats.native.names import RECORD
+from holdfast._formats.native.names import RECORD, SET_ASIDE
 from holdfast._formats.native.record import LARGEST_RECORD, decode_record
 from holdfast._manager.run_file import Row, RunState
 from holdfast._manager.summaries import Summary
 from holdfast._stores.roots import Root
 from holdfast._stores.store import Store
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastError, UnreadableCheckpointError
-
-SET_ASIDE = "set-aside.json"
-"""The object by which a checkpoint is passed over, though it is kept."""
 
 DAMAGE = (DamagedCheckpointError, CheckpointNotFoundError)
 """What another checkpoint can help against. Whatever else is wrong would be wrong with the next one too."""

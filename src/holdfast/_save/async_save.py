@@ -17,25 +17,24 @@ import torch.distributed as dist
 
 from holdfast import _settings as settings
 from holdfast._background.arenas import ArenaPool, Memory
-from holdfast._background.async_saves import Attempts, give_up_in_background, once, save_copy_in_background
+from holdfast._background.async_saves import Attempts, BackgroundSave, give_up_in_background, once, save_in_background
 from holdfast._background.futures import warn_of_unseen_failures
-from holdfast._background.messages import watcher
 from holdfast._background.queues import Claim, Lane
 from holdfast._background.step_hooks import changed_only_by, checked_optimizers, hold_steps_back, watch_steps
 from holdfast._base.arguments import Size, check_choice, checked_size
 from holdfast._base.garbage import no_garbage_collection
 from holdfast._base.tuning import MEMORY_BUDGET, SMALLEST_BUDGET
-from holdfast._ranks.meeting import own_place, refuse_outsider
+from holdfast._ranks.meeting import causes_instead_of_steps, own_place, refuse_outsider
 from holdfast._save.capture import Capture, Captured
 from holdfast._save.options import CheckedOptions, SaveOptions, refuse_unknown_options, shows_save_options
-from holdfast._save.pending import Counter, PendingSave
+from holdfast._save.pending import PendingSave
 from holdfast._save.report import SaveReport
 from holdfast._save.save import SaveRun
-from holdfast._save.snapshots import Snapshot, WhenBusy, note_memory, wait_for_memory, with_digests
+from holdfast._save.snapshots import CapturedCopy, WhenBusy, note_memory, wait_for_memory, with_digests
 from holdfast._stores.memory_store import MemoryStore
 from holdfast._stores.places import in_messages, store_at
 from holdfast._stores.store import Store
-from holdfast._watching.calls import Call, Phases
+from holdfast._watching.calls import Call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -135,98 +134,120 @@ def begin_save(
         refuse_outsider(process_group)
     lane, claim = Lane.of(process_group, alone=alone), Claim(in_messages(path))
     rank, world_size = own_place(process_group)
-    begun = _Begun(Phases(Call("save", claim, rank=rank, world_size=world_size)), Counter())
+    call = Call("save", claim, rank=rank, world_size=world_size)
     try:
         warn_of_unseen_failures()  # which raises, if the program has warnings do so
-        with begun.stalling():
-            work = begun.prepared(state, path, make_options(), how, lane)
+        with _stalling(call):
+            begun = _begin(state, path, make_options(), how, lane, call)
     except BaseException as error:
         # Or else the other ranks would wait for this one.
         give_up_in_background(error, lane, claim, coordinator_rank=0)
-        begun.phases.call.finish(error=error)
+        call.finish(error=error)
         raise
-    options: CheckedOptions = work.keywords["options"]
-    committed = save_copy_in_background(
-        work,
-        begun.copied,
+    options = begun.options
+    same = (
+        f"holdfast.async_save to {claim}, overwrite={options.overwrite!r}, "
+        f"replica_mismatch={options.replica_mismatch!r}"
+    )
+    committed = save_in_background(
+        BackgroundSave(
+            work=functools.partial(save_copy, store=begun.store, options=options),
+            take_copy=begun.take_copy,
+            claim=claim,
+            in_process=how.writer == "process",
+            call=call,
+            same_on_all_ranks=same,
+            attempts=functools.partial(_attempt, call, how.attempts),
+            around=functools.partial(_reporting, call, alone=alone),
+        ),
         lane,
-        claim,
-        call=f"holdfast.async_save to {claim}, overwrite={options.overwrite!r}, "
-        f"replica_mismatch={options.replica_mismatch!r}",
-        attempts=how.attempts,
-        in_process=how.writer == "process",
-        told=begun.phases.call,
-        watcher=begun.counter,
-        stalled=lambda: begun.counter.stalled,
     )
     note_memory(lane, committed, begun.nbytes)
-    return PendingSave(str(claim), begun.staged, committed, begun.counter)
+    return PendingSave(str(claim), begun.staged, committed, call)
 
 
+@contextmanager
+def _stalling(call: Call) -> Iterator[None]:
+    """The program waits for what happens in the ``with`` block."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        call.stall(time.perf_counter() - began)
+
+
+@contextmanager
+def _reporting(call: Call, ranks: Collectives, *, alone: bool) -> Iterator[None]:
+    """The call ends with the ``with`` block. The error is that of the rank that failed."""
+    call.rank, call.world_size = ranks.rank, ranks.world_size
+    with call, causes_instead_of_steps(alone=alone):
+        yield
+
+
+def _attempt(call: Call, attempts: Attempts, ranks: Collectives, save: Callable[[], SaveReport]) -> SaveReport:
+    report: SaveReport = attempts(ranks, save)
+    call.nbytes, call.slowest_rank = report.bytes_written, report.slowest_rank
+    call.detail["stalled"] = call.stalled
+    return report
+
+
+@dataclass(frozen=True)
 class _Begun:
-    """A save that is about to begin."""
+    """A save whose state is captured, and copied as far as that could not wait."""
 
-    def __init__(self, phases: Phases, counter: Counter) -> None:
-        self.phases = phases
-        self.counter = counter
-        self.nbytes = 0
-        self.staged: Future[None] = Future()
-        self._captured: list[Captured] = []
+    store: Store
+    options: CheckedOptions
+    nbytes: int
+    """What the copy takes."""
+    staged: Future[None]
+    _copy: list[Captured]
 
-    @contextmanager
-    def stalling(self) -> Iterator[None]:
-        """The program waits for what happens in the ``with`` block."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.counter.stall(time.perf_counter() - began)
-
-    def prepared(
-        self, state: Any, path: str | os.PathLike[str] | Store, options: CheckedOptions, how: How, lane: Lane
-    ) -> functools.partial[SaveReport]:
-        """Capture and copy. Returns what is to be done with the copy."""
-        how.check()
-        optimizers = checked_optimizers(how.optimizers)
-        watch_steps(optimizers)
-        store = _store_for(path, how.writer)
-        with self.phases.during("capture"), no_garbage_collection():
-            rank, world_size = (0, 1) if lane.link is None else (lane.link.rank, len(lane.link.members))
-            captured = Capture.of(options, rank, world_size, compare_later=True).take(state)
-            snapshot = Snapshot.of(captured)
-        copies = snapshot.copies
-        self.nbytes, self.staged, self.counter.total_bytes = snapshot.nbytes, copies.done, snapshot.nbytes
-        for_writing, for_copies = _shares_of(how, snapshot.nbytes)
-        options = replace(options, memory_budget=for_writing)
-        wait_for_memory(lane, snapshot.nbytes, how.when_busy, for_copies)
-        with self.phases.during("stage"):
-            copies.begin(_pool(how.writer), check=how.check_tearing)
-            self._captured.append(snapshot.captured())
-            if optimizers:
-                is_held_back = changed_only_by(optimizers)
-                copies.copy_now(lambda tensor: not is_held_back(tensor))
-                copies.copy_later()
-                hold_steps_back(optimizers, copies, self.counter.stall)
-            else:
-                copies.copy_now()
-        return functools.partial(save_copy, store=store, options=options.without_patterns(), phases=self.phases)
-
-    def copied(self) -> dict[str, Any]:
+    def take_copy(self) -> Captured:
         """The copy, when it is complete. Given once, so that nothing keeps it alive longer than the save."""
-        captured = self._captured.pop()
+        captured = self._copy.pop()
         self.staged.result()
-        return vars(captured)
+        return captured
+
+
+def _begin(
+    state: Any, path: str | os.PathLike[str] | Store, options: CheckedOptions, how: How, lane: Lane, call: Call
+) -> _Begun:
+    """Capture and copy."""
+    how.check()
+    optimizers = checked_optimizers(how.optimizers)
+    watch_steps(optimizers)
+    store = _store_for(path, how.writer)
+    with call.phase("capture"), no_garbage_collection():
+        rank, world_size = (0, 1) if lane.link is None else (lane.link.rank, len(lane.link.members))
+        captured = Capture.of(options, rank, world_size, compare_later=True).take(state)
+        snapshot = CapturedCopy.of(captured)
+    copies = snapshot.copies
+    call.total_bytes = snapshot.nbytes
+    for_writing, for_copies = _shares_of(how, snapshot.nbytes)
+    options = replace(options, memory_budget=for_writing)
+    wait_for_memory(lane, snapshot.nbytes, how.when_busy, for_copies)
+    with call.phase("stage"):
+        copies.begin(_pool(how.writer), check=how.check_tearing)
+        copied = snapshot.captured()
+        if optimizers:
+            is_held_back = changed_only_by(optimizers)
+            copies.copy_now(lambda tensor: not is_held_back(tensor))
+            copies.copy_later()
+            hold_steps_back(optimizers, copies, call.stall)
+        else:
+            copies.copy_now()
+    return _Begun(store, options.without_patterns(), snapshot.nbytes, copies.done, [copied])
 
 
 def save_copy(
-    ranks: Collectives, captured: dict[str, Any], *, store: Store, options: CheckedOptions, phases: Phases
+    ranks: Collectives, captured: Captured, call: Call | None, *, store: Store, options: CheckedOptions
 ) -> SaveReport:
     """Save what was captured and copied, with the given ranks: in a thread, or in a writer process."""
-    watched = watcher.get()
-    advance, phases.enter = (None, None) if watched is None else (watched.advance, watched.enter)
-    with phases.during("compare"):
-        complete = ranks.all_gather_status("compare", lambda: with_digests(Captured(**captured)))
-    return SaveRun(store, ranks, options, phases, advance=advance).save(complete)
+    assert call is not None
+    call.start_over("capture", "stage")
+    with call.phase("compare"):
+        complete = ranks.all_gather_status("compare", lambda: with_digests(captured))
+    return SaveRun(store, ranks, options, call).save(complete)
 
 
 def _store_for(path: str | os.PathLike[str] | Store, writer: Writer) -> Store:

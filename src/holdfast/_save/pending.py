@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from holdfast._background.futures import SaveFuture
 from holdfast._save.report import SaveReport
+from holdfast._watching.calls import Call
 
 
 class SaveProgress(NamedTuple):
@@ -36,16 +37,16 @@ class PendingSave:
     """Done when the checkpoint is durable and complete: the future itself, for callbacks, ``asyncio.wrap_future`` and
     ``concurrent.futures.wait``. It cannot be cancelled: the other ranks count on this one."""
 
-    def __init__(self, path: str, staged: Future[None], committed: SaveFuture[SaveReport], counter: Counter) -> None:
+    def __init__(self, path: str, staged: Future[None], committed: SaveFuture[SaveReport], call: Call) -> None:
         self.path = path
         self.staged = staged
         self.committed = committed
-        self._counter = counter
+        self._call = call
 
     @property
     def stalled(self) -> float:
         """For how many seconds the program has waited so far: in the call, and before a step of an optimizer."""
-        return self._counter.stalled
+        return self._call.stalled
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """What was saved, when it is committed. Raises what the save raised, or ``TimeoutError``: then it goes on.
@@ -77,14 +78,13 @@ class PendingSave:
 
     def progress(self) -> SaveProgress:
         """How far it is. Asks nobody and waits for nothing."""
-        phase, counter = self._phase(), self._counter
-        done = counter.total_bytes if phase == "committed" else min(counter.done_bytes, counter.total_bytes)
-        return SaveProgress(phase, done, counter.total_bytes)
+        phase, total = self._phase(), self._call.total_bytes
+        return SaveProgress(phase, total if phase == "committed" else min(self._call.done_bytes, total), total)
 
     def _phase(self) -> str:
         if self.committed.done():
             return "failed" if self.committed.has_failed() else "committed"
-        return self._counter.phase if self.staged.done() else "copying"
+        return _PHASES.get(self._call.current_phase, "waiting") if self.staged.done() else "copying"
 
     def __repr__(self) -> str:
         if not self.committed.is_known_here():
@@ -94,28 +94,4 @@ class PendingSave:
 
 
 _PHASES = {"compare": "planning", "plan": "planning", "write": "writing", "commit": "committing"}
-
-
-class Counter:
-    """What is known of a save while it runs."""
-
-    def __init__(self, total_bytes: int = 0) -> None:
-        self.phase = "waiting"
-        """For the copy, for saves before this one, or for other ranks."""
-        self.done_bytes = 0
-        self.total_bytes = total_bytes
-        self.stalled = 0.0
-
-    def advance(self, nbytes: int) -> None:
-        """So much more is written."""
-        self.done_bytes += nbytes
-
-    def enter(self, phase: str) -> None:
-        """A phase begins, perhaps once more because the save is tried again."""
-        self.phase = _PHASES.get(phase, self.phase)
-        if self.phase == "planning":
-            self.done_bytes = 0
-
-    def stall(self, seconds: float) -> None:
-        """The program has waited."""
-        self.stalled += seconds
+"""Before the first of them it waits for saves before this one, or for other ranks."""

@@ -19,27 +19,28 @@ from holdfast._base.json_parts import dumps
 from holdfast._base.notices import warn_caller
 from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.names import new_generation
+from holdfast._formats.native.writing import (
+    CheckpointContents,
+    Existing,
+    WrittenFile,
+    commit_checkpoint,
+    inspect_destination,
+    remove_unfinished,
+    write_chunks,
+)
 from holdfast._layout.descriptions import Holding
 from holdfast._ranks.committing import commit_for_all
 from holdfast._ranks.differences import Differing, describe_differing, refuse_differing
 from holdfast._ranks.meeting import meeting, own_place
 from holdfast._save.agreement import agree
 from holdfast._save.capture import Capture, Captured
-from holdfast._save.files import (
-    Before,
-    Contents,
-    WrittenFile,
-    commit_checkpoint,
-    look_before,
-    remove_unfinished,
-    write_chunks,
-)
+from holdfast._save.local_bytes import bytes_of
 from holdfast._save.merged_trees import fill_slots, merge_trees, refuse_shared_keys, renamed_tensors, tensor_keys
 from holdfast._save.options import CheckedOptions, SaveOptions, refuse_unknown_options, shows_save_options
 from holdfast._save.report import SaveReport
 from holdfast._stores.places import in_messages, store_at
 from holdfast._stores.store import Store
-from holdfast._watching.calls import Call, Phases, by_phase
+from holdfast._watching.calls import Call, by_phase
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -66,8 +67,8 @@ class _Plan:
 class _Decision:
     """What the checkpoint will contain, and what was there before."""
 
-    before: Before
-    contents: Contents
+    existing: Existing
+    contents: CheckpointContents
 
 
 @dataclass(frozen=True)
@@ -77,17 +78,14 @@ class SaveRun:
     store: Store
     ranks: Collectives
     options: CheckedOptions
-    phases: Phases
-    advance: Callable[[int], None] | None = None
-    """Told of every part that is written, in bytes."""
+    call: Call
 
     def save(self, captured: Captured) -> SaveReport:
         """All steps."""
-        with self.phases.during("plan"), no_garbage_collection():
+        with self.call.phase("plan"), no_garbage_collection():
             plan = self.plan(captured)
         files = self.write(plan, captured)
-        if self.phases.enter is not None:
-            self.phases.enter("commit")  # which the coordinator does, and the others wait for
+        self.call.enter("commit")  # which the coordinator does, and the others wait for
         return self.commit(plan, files)
 
     def plan(self, captured: Captured) -> _Plan:
@@ -112,16 +110,16 @@ class SaveRun:
         written: list[WrittenFile] = []
 
         def write() -> None:
-            with self.phases.during("write") as seen:  # without the time that this rank waits for others
+            with self.call.phase("write") as seen:  # without the time that this rank waits for others
                 files = write_chunks(
                     self.store,
                     plan.chunks,
-                    captured.local,
+                    bytes_of(captured.local, self.options.memory_budget),
                     generation=plan.generation,
                     rank=self.ranks.rank,
                     max_file_size=self.options.max_file_size,
                     memory_budget=self.options.memory_budget,
-                    advance=self.advance,
+                    advance=self.call.advance,
                 )
                 written.extend(files)
                 seen.nbytes = sum(file.nbytes for file in files)
@@ -142,24 +140,24 @@ class SaveRun:
             seconds = [seconds for _, seconds, _ in parts]
             contents = plan.decision.contents
             contents = replace(contents, written={**contents.written, "phases": by_phase(seconds)})
-            with self.phases.during("commit"), no_garbage_collection():
+            with self.call.phase("commit"), no_garbage_collection():
                 record = commit_checkpoint(
-                    self.store, plan.decision.before, every, contents, plan.generation, commit=commit
+                    self.store, plan.decision.existing, every, contents, plan.generation, commit=commit
                 )
             return SaveReport(
                 path=self.store.location,
                 identity=plan.generation,
                 tensor_count=len(record.tensors),
                 bytes_written=sum(file.nbytes for file in record.files),
-                seconds=max(elapsed for _, _, elapsed in parts) + self.phases.seconds["commit"],
+                seconds=max(elapsed for _, _, elapsed in parts) + self.call.seconds["commit"],
                 world_size=self.ranks.world_size,
-                phases={**by_phase(seconds), "commit": [self.phases.seconds["commit"]]},
+                phases={**by_phase(seconds), "commit": [self.call.seconds["commit"]]},
             )
 
         return commit_for_all(
             self.ranks,
             "commit",
-            lambda: (files, self.phases.seconds, self.phases.elapsed()),
+            lambda: (files, self.call.seconds, self.call.elapsed()),
             put_in_place,
             undo=lambda: remove_unfinished(self.store, [file.name for file in files]),
         )
@@ -173,7 +171,7 @@ class SaveRun:
 
     def _decide(self, proposals: list[_Proposal]) -> tuple[_Decision, Sequence[Sequence[ChunkToWrite]]]:
         """One checkpoint out of what all ranks propose, and the chunks that each of them writes."""
-        before = look_before(self.store, overwrite=self.options.overwrite)
+        existing = inspect_destination(self.store, overwrite=self.options.overwrite)
         tree, differing = merge_trees([proposals[proposal.same_tree_as].tree for proposal in proposals])
         tree = _with_own(tree, [proposal.own for proposal in proposals])
         self._refuse_empty_selection(tree)
@@ -187,8 +185,8 @@ class SaveRun:
         if agreed.ties:
             tree = renamed_tensors(tree, agreed.ties)
         written = stamp(self.ranks.world_size) | noted_optimizers([proposal.kinds for proposal in proposals])
-        contents = Contents(agreed.tensors, tree, self.options.metadata, written)
-        return _Decision(before, contents), agreed.chunks
+        contents = CheckpointContents(agreed.tensors, tree, self.options.metadata, written)
+        return _Decision(existing, contents), agreed.chunks
 
     def _refuse_empty_selection(self, tree: Any) -> None:
         if tree == {} and not self.options.is_everything:
@@ -296,12 +294,12 @@ def save_together(
     call: Call,
 ) -> SaveReport:
     """Save with ranks that are together already, and tell of it."""
-    phases = Phases(call)
+    call.start_over()
 
     def capture() -> tuple[SaveRun, Captured]:
-        with phases.during("capture"), no_garbage_collection():
+        with call.phase("capture"), no_garbage_collection():
             options = make_options()
-            run = SaveRun(store_at(path), ranks, options, phases)
+            run = SaveRun(store_at(path), ranks, options, call)
             return run, Capture.of(options, ranks.rank, ranks.world_size).take(state)
 
     run, captured = ranks.all_gather_status("capture", capture)

@@ -73,8 +73,8 @@ WhenBusy = Literal["wait", "copy", "error"]
 
 
 @dataclass
-class Snapshot:
-    """A state on its way into private memory."""
+class CapturedCopy:
+    """A captured state on its way into private memory: what to copy of it, and the same with the copies."""
 
     copies: Copies
     nbytes: int
@@ -83,7 +83,7 @@ class Snapshot:
     _parts: Mapping[str, list[tuple[Any, Copy | Any]]]
 
     @classmethod
-    def of(cls, captured: Captured) -> Snapshot:
+    def of(cls, captured: Captured) -> CapturedCopy:
         """Note what is to be copied. Numpy arrays are copied here and now."""
         copies = Copies()
         others = 0

@@ -5,17 +5,17 @@ Only files of checkpoints are removed, and a folder only if it is empty then.
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 
-from holdfast._formats.dcp import names as layout
+from holdfast._formats.dcp import names as dcp_names
+from holdfast._formats.folder_files import FolderFiles
 from holdfast._formats.hf_folder import names as hf_names
-from holdfast._formats.native.names import RECORD, generation_of
+from holdfast._formats.native import names as native_names
+from holdfast._formats.native.names import RECORD
 from holdfast._manager.run_file import RUN_FILE, RunFile, RunState
-from holdfast._manager.steps import SET_ASIDE
 from holdfast._stores.places import local_path
 from holdfast._stores.roots import Root
 from holdfast._stores.store import Store
@@ -31,11 +31,7 @@ from holdfast._tools.listing.liveliness import (
     why_perhaps_alive,
     without_owner_of_original,
 )
-from holdfast._tools.repairing.report import KEPT
 from holdfast.errors import HoldfastError, NotACheckpointError, NotDeletedError, RunInUseError
-
-_COPY = re.compile(rf"(.+){re.escape(KEPT)}[0-9]*", re.DOTALL)
-_ABOUT_A_MODEL = (hf_names.INDEX_NAME, hf_names.COMMIT_NAME)
 
 
 def refuse_to_remove(entry: Entry, *, force: bool) -> None:
@@ -52,8 +48,8 @@ def refuse_to_remove(entry: Entry, *, force: bool) -> None:
     if trouble:
         raise _kept(entry, f"may be in use: the run file beside it cannot be read ({trouble})")
     _refuse_in_use(root, name, entry, run)
-    names = _Names.of(store, entry.format)
-    if not names.first and not names.rest:
+    found = _files_in(store, entry.format)
+    if not found.index and not _rest(found, entry.format):
         raise _kept(entry, "has no files that could be told to be its own. Delete them yourself")
     if force:
         return
@@ -66,8 +62,8 @@ def refuse_to_remove(entry: Entry, *, force: bool) -> None:
         raise _kept(entry, "is being written, it seems. --force deletes it nevertheless")
     if entry.state == "unfinished":
         raise _kept(entry, f"may be being written: {entry.why}. --force deletes it nevertheless")
-    newer = [other for other in names.rest if _is_of_another_save(other, entry)]
-    alive = why_perhaps_alive(store, newer) if newer and entry.identity else None
+    newer = [name for save, names in found.of_our_saves().items() if save != entry.identity for name in names]
+    alive = why_perhaps_alive(store, newer) if newer and entry.identity and entry.format != "dcp" else None
     if alive is not None:
         raise _kept(entry, f"has files of another save beside it: {alive}. --force deletes all of it nevertheless")
 
@@ -116,73 +112,44 @@ def remove(entry: Entry) -> list[str]:
             raise NotACheckpointError(f"{entry.path} is no checkpoint any more.", path=entry.path, found=[]) from error
         if now.identity != entry.identity:
             raise _kept(entry, "has been replaced by another save meanwhile")
-        names = _Names.of(store, entry.format)
-        if owner_in(run) is not None:  # who may begin to save here at any moment
-            names = names.of_save(entry.identity)
-        store.delete(names.first)
+        found = _files_in(store, entry.format)
+        if owner_in(run) is not None and entry.format == "native" and entry.identity:
+            # The owner may begin to save here at any moment.
+            found = replace(found, by_save={entry.identity: found.by_save.get(entry.identity, ())})
+        store.delete(found.index)
         store.sync()  # a power cut must not bring it back when the files are gone
-        store.delete(names.rest)
+        store.delete(_rest(found, entry.format))
         store.sync()
         root.remove(name)
     return sorted(listed.name for listed in store.list())
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The files of a checkpoint: what makes it one, and the rest, of which some may be of saves that were cut off."""
-
-    first: Sequence[str]
-    rest: Sequence[str]
-
-    @staticmethod
-    def of(store: Store, format_: str) -> _Names:
-        names = [listed.name for listed in store.list()]
-        if format_ == "native":
-            return _Names([RECORD] if RECORD in names else [], [name for name in names if _is_native(name)])
-        if format_ == "dcp":
-            rest = layout.stale_names(names, [name for name in names if layout.is_index(name)])
-            return _Names([name for name in names if layout.is_index(name)], rest)
-        return _Names([name for name in _ABOUT_A_MODEL if name in names], list(_of_a_model(store, names)))
-
-    def of_save(self, identity: str) -> _Names:
-        """Without the files of other saves than this one, of our own format; all if it is not known which it is."""
-        if not identity:
-            return self
-        return _Names(self.first, [name for name in self.rest if generation_of(name) in (None, identity)])
+def _files_in(store: Store, format_: str) -> FolderFiles:
+    names = [listed.name for listed in store.list()]
+    if format_ == "native":
+        return native_names.files_in(names)
+    if format_ == "dcp":
+        return dcp_names.files_in(names)
+    return hf_names.files_in(names, _files_of_model(store, names))
 
 
-def _is_native(name: str) -> bool:
-    is_temporary = name.startswith((f".{RECORD}.", f".{SET_ASIDE}.")) and name.endswith(".tmp")
-    original = _original_of(name)
-    is_copy = original == RECORD or generation_of(original) is not None
-    return generation_of(name) is not None or name == SET_ASIDE or is_temporary or is_copy
-
-
-def _original_of(name: str) -> str:
-    """What a file was called that a repair has replaced; empty for other files."""
-    found = _COPY.fullmatch(name)
-    return "" if found is None else found.group(1)
-
-
-def _of_a_model(store: Store, names: Collection[str]) -> Iterator[str]:
+def _files_of_model(store: Store, names: Collection[str]) -> set[str]:
     """The files of a model with safetensors files: what its index names, or all if there is none."""
     from holdfast._formats.safetensors.source import SafetensorsSource
 
     try:
         with SafetensorsSource(local_path(store.location) or store) as source:
-            own = {name for name, _ in source.files()}
+            return {name for name, _ in source.files()} - {hf_names.INDEX_NAME, hf_names.COMMIT_NAME}
     except HoldfastError:  # what cannot be opened is known by its name alone
-        own = {name for name in names if hf_names.is_data_file(name) or name == f"model{hf_names.SUFFIX}"}
-    for name in names:
-        is_left = hf_names.generation_of(name) is not None or _original_of(name) in _ABOUT_A_MODEL
-        if name not in _ABOUT_A_MODEL and (name in own or is_left):
-            yield name
+        return set(hf_names.model_files(names))
 
 
-def _is_of_another_save(name: str, entry: Entry) -> bool:
-    if entry.format == "native":
-        return generation_of(name) not in (None, entry.identity)
-    return entry.format == "safetensors" and hf_names.generation_of(name) is not None
+def _rest(found: FolderFiles, format_: str) -> list[str]:
+    """What goes after the index: the data, of saves that were cut off too, and what Holdfast has put beside it."""
+    saves = [name for names in found.of_our_saves().values() for name in names]
+    if format_ == "dcp":  # whose files are of the checkpoint whoever wrote them; other models may lie beside a model
+        saves = found.of_any_save()
+    return [*found.needed, *saves, *found.unfinished, *found.notes, *found.copies]
 
 
 def _is_file(root: Root, name: str) -> bool:
@@ -192,10 +159,9 @@ def _is_file(root: Root, name: str) -> bool:
 def _refuse_a_part(root: Root, entry: Entry) -> None:
     """Raise if a file is one of several that make up a checkpoint."""
     beside = {listed.name for listed in root.store.list()}
-    is_ours = generation_of(entry.name) is not None or layout.is_data_file(entry.name)
-    is_of_a_model = hf_names.is_data_file(entry.name) and not beside.isdisjoint(
-        {*_ABOUT_A_MODEL, *(name for name in beside if hf_names.is_data_file(name) and name != entry.name)}
-    )
+    is_ours = native_names.generation_of(entry.name) is not None or dcp_names.is_data_file(entry.name)
+    found = hf_names.files_in(beside - {entry.name})
+    is_of_a_model = hf_names.is_data_file(entry.name) and bool(found.index or found.by_save.get(""))
     if is_ours or is_of_a_model:
         raise _kept(entry, f"is a part of the checkpoint in {root.location}. Give that folder, to delete all of it")
 

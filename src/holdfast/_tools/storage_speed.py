@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast._stores.os_errors import some
 from holdfast._stores.roots import LocalRoot
-from holdfast._watching.progress import OnProgress, Tally
+from holdfast._watching.progress import OnProgress, Progress
 from holdfast.errors import NotAFolderError
 
 _PIECE = 8 << 20
@@ -34,7 +34,7 @@ def measure(place: str, nbytes: int, on_progress: OnProgress) -> dict[str, Any]:
     free = LocalRoot(folder).free_bytes() or 0
     if free < 3 * nbytes:
         raise ValueError(f"{folder} has {free} bytes free, and 3 times {nbytes} are needed; give a smaller --size")
-    steps = Tally(4 * nbytes, on_progress)
+    steps = Progress(4 * nbytes, on_progress)
     with _folder_of_its_own(folder) as own:
         write = _timed(nbytes, lambda: _write(own / "plain", pieces, steps))
         seconds, direct = _read(own / "plain", pieces, steps)
@@ -90,13 +90,13 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
     return os.open(path, flags, 0o666), False
 
 
-def _write(path: Path, pieces: int, steps: Tally) -> None:
+def _write(path: Path, pieces: int, steps: Progress) -> None:
     descriptor, _ = _open(path, os.O_WRONLY | os.O_CREAT)
     with _aligned(fill=True) as memory:
         try:
             for _ in range(pieces):
                 _write_all(descriptor, memory)
-                steps.add(_PIECE)
+                steps.advance(_PIECE)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -109,7 +109,7 @@ def _write_all(descriptor: int, memory: mmap.mmap) -> None:
             at += some(os.write(descriptor, view[at:]))
 
 
-def _read(path: Path, pieces: int, steps: Tally) -> tuple[float, bool]:
+def _read(path: Path, pieces: int, steps: Progress) -> tuple[float, bool]:
     """How long it takes to read the file, and whether that was past the cache."""
     forget(path)
     descriptor, direct = _open(path, os.O_RDONLY)
@@ -118,7 +118,7 @@ def _read(path: Path, pieces: int, steps: Tally) -> tuple[float, bool]:
             started = time.perf_counter()
             for _ in range(pieces):
                 os.readv(descriptor, [memory])
-                steps.add(_PIECE)
+                steps.advance(_PIECE)
             return time.perf_counter() - started, direct
         finally:
             os.close(descriptor)
@@ -149,7 +149,7 @@ def _flushes(folder: Path) -> list[float]:
     return times
 
 
-def _save_and_load(folder: Path, nbytes: int, steps: Tally) -> tuple[float | None, float | None]:
+def _save_and_load(folder: Path, nbytes: int, steps: Progress) -> tuple[float | None, float | None]:
     """The rates of a save and of a load of random tensors; nothing without torch."""
     try:
         import torch
@@ -163,9 +163,9 @@ def _save_and_load(folder: Path, nbytes: int, steps: Tally) -> tuple[float | Non
     save({"warm": torch.zeros(1)}, folder / "warm")
     load({"warm": torch.zeros(1)}, folder / "warm")
     saved = _timed(nbytes, lambda: save(state, folder / "saved"))
-    steps.add(nbytes)
+    steps.advance(nbytes)
     for file in (folder / "saved").iterdir():
         forget(file)
     loaded = _timed(nbytes, lambda: load(state, folder / "saved"))
-    steps.add(nbytes)
+    steps.advance(nbytes)
     return saved, loaded

@@ -1,30 +1,39 @@
-"""One call of a verb and its phases: where events come from."""
+"""One call of a verb: the one object that knows its phases, counts its bytes and emits its events."""
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast._watching import logs, telemetry
 from holdfast._watching.event import Event, known
+from holdfast._watching.progress import Progress
 from holdfast._watching.subscribers import Subscription, subscriptions
 from holdfast._watching.trace_file import trace_of_environment
+
+logger = logging.getLogger(__name__)
 
 # A call that nobody listens to costs a few microseconds, and each of its phases one. Nothing is done per tensor.
 
 
-_sink: ContextVar[Callable[[Event], object] | None] = ContextVar("holdfast_event_sink", default=None)
+class Update(NamedTuple):
+    """How far a call is in another process, and perhaps an event of it."""
+
+    phase: str
+    done_bytes: int
+    event: Event | None = None
 
 
-class Call:
+class Call(Progress):
     """One call of a verb on this rank. Its phases may be in any threads, and other calls may go on meanwhile.
 
-    It can be pickled, for a part of the work that is done in another process (see ``emitting_to``).
+    It is passed as an argument to whatever does a part of the work. It can be pickled, for a part that is done in
+    another process: ``send_to`` there and ``receive`` here keep this one informed.
 
     >>> from holdfast.watching import subscribe
     >>> with subscribe(lambda event: print(event.name, event.nbytes, event.error)):
@@ -47,6 +56,7 @@ class Call:
         started: float | None = None,
     ) -> None:
         """``started`` is the ``time.perf_counter()`` of when it began, if that was before."""
+        super().__init__(0)
         now = time.perf_counter()
         step_around, detail = known()
         self.verb = verb
@@ -61,18 +71,64 @@ class Call:
         """Told at the end, and with the phases that end after it was put there."""
         self.id = os.urandom(8).hex()
         self.is_finished = False
+        self.current_phase = ""
+        """The one that began last."""
+        self.seconds: dict[str, float] = {}
+        """How long each phase took so far, in the order in which they ended first."""
+        self.stalled = 0.0
+        """For how many seconds the program has waited for a call that goes on in the background."""
         self._started = now if started is None else started
         # All times of a call come from one clock that is never set, so that its phases lie within it.
         self._epoch = time.time() - now
         self._span = telemetry.begin(verb, self._epoch + self._started)
+        self._sink: Callable[[Update], object] | None = None
+        self._sink_has_failed = False
 
     def elapsed(self) -> float:
         """Seconds since it began."""
         return time.perf_counter() - self._started
 
     def phase(self, name: str, nbytes: int = 0) -> Phase:
-        """A ``with`` block that is a phase. Its event is told at the end, also of a failure."""
+        """A ``with`` block that is a phase, or one more part of it. Its event is emitted when it ends or fails."""
         return Phase(self, name, nbytes)
+
+    def enter(self, phase: str) -> None:
+        """A phase begins, here or on the rank that this one waits for."""
+        self.current_phase = phase
+        self._send(None)
+
+    def advance(self, nbytes: int) -> None:
+        """So many more bytes are done."""
+        super().advance(nbytes)
+        self._send(None)
+
+    def stall(self, seconds: float) -> None:
+        """The program has waited so much longer."""
+        self.stalled += seconds
+
+    def start_over(self, *done: str) -> None:
+        """Count from the beginning: the work is tried again, from what comes after the phases that are ``done``."""
+        self.done_bytes = 0
+        self.seconds = {name: seconds for name, seconds in self.seconds.items() if name in done}
+
+    def send_to(self, sink: Callable[[Update], object]) -> None:
+        """Have ``sink`` called with all that happens from now on, and nobody else: in a writer process.
+
+        >>> updates = []
+        >>> call = Call("save", "runs/a/step-500")
+        >>> call.send_to(updates.append)
+        >>> with call.phase("write"):
+        ...     call.advance(1000)
+        >>> [(update.phase, update.done_bytes) for update in updates]    # in the program: call.receive(update)
+        [('write', 0), ('write', 1000), ('write', 1000)]
+        """
+        self._sink = sink
+
+    def receive(self, update: Update) -> None:
+        """Take over what the same call has sent from another process."""
+        self.current_phase, self.done_bytes = update.phase, update.done_bytes
+        if update.event is not None:
+            self._emit(update.event)
 
     def finish(
         self,
@@ -90,13 +146,21 @@ class Call:
             seconds = time.perf_counter() - self._started
             nbytes = self.nbytes if nbytes is None else nbytes
             slowest_rank = self.slowest_rank if slowest_rank is None else slowest_rank
-            self.tell(self._event("", self._started, seconds, nbytes, error, slowest_rank, detail))
+            self._emit(self._event("", self._started, seconds, nbytes, error, slowest_rank, detail))
 
-    def tell(self, event: Event) -> None:
-        """Pass an event of this call on to all who listen: one that came from another process, too."""
-        sink = _sink.get()
-        if sink is not None:
-            Subscription(sink).tell(event)
+    def _send(self, event: Event | None) -> None:
+        if self._sink is not None:
+            try:
+                self._sink(Update(self.current_phase, self.done_bytes, event))
+            except Exception:  # a save is worth more than a word about it
+                if not self._sink_has_failed:
+                    self._sink_has_failed = True
+                    logger.exception("how far the %s of %s is cannot be sent", self.verb, self.path)
+
+    def _emit(self, event: Event) -> None:
+        """Pass an event on to all who listen."""
+        if self._sink is not None:
+            self._send(event)
             return
         for subscription in subscriptions():
             subscription.tell(event)
@@ -113,7 +177,7 @@ class Call:
             or self._span is not None
             or logs.is_read(whole=whole)
             or trace_of_environment() is not None
-            or _sink.get() is not None
+            or self._sink is not None
         )
 
     def _event(
@@ -152,7 +216,10 @@ class Call:
         self.finish(error=error)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_span": None}
+        return {**vars(self), "_span": None, "_sink": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
 
 class Phase:
@@ -171,6 +238,7 @@ class Phase:
         self._started = 0.0
 
     def __enter__(self) -> Phase:
+        self._call.enter(self.name)
         self._started = time.perf_counter()
         return self
 
@@ -179,28 +247,12 @@ class Phase:
     ) -> None:
         self.seconds = time.perf_counter() - self._started
         call = self._call
+        with call._lock:
+            call.seconds[self.name] = call.seconds.get(self.name, 0.0) + self.seconds
         if call._is_heard():
-            call.tell(
+            call._emit(
                 call._event(self.name, self._started, self.seconds, self.nbytes, error, self.slowest_rank, self.detail)
             )
-
-
-@contextmanager
-def emitting_to(sink: Callable[[Event], object]) -> Iterator[None]:
-    """Have the events of this block go to ``sink`` and nowhere else: to be sent from a writer process to its program.
-
-    >>> events = []
-    >>> call = Call("save", "runs/a/step-500")
-    >>> with emitting_to(events.append), call.phase("write"):
-    ...     pass
-    >>> [event.name for event in events]    # in the program: call.tell(event) for each of them
-    ['save.write']
-    """
-    token = _sink.set(sink)
-    try:
-        yield
-    finally:
-        _sink.reset(token)
 
 
 _to_the_log = Subscription(logs.log)
@@ -213,43 +265,6 @@ def _text_of(error: BaseException | str | None) -> str | None:
         return f"{type(error).__name__}: {error}".removesuffix(": ")
     except Exception:  # an error that cannot be told is told of all the same
         return type(error).__name__
-
-
-# How long the phases of a call took.
-
-
-class Phases:
-    """The phases of one call on one rank, in the order in which they began.
-
-    >>> phases = Phases(Call("save", "runs/a/step-500"))
-    >>> with phases.during("write"):
-    ...     pass
-    >>> list(phases.seconds)
-    ['write']
-    """
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        """Whose phases these are: it tells of each."""
-        self.seconds: dict[str, float] = {}
-        self.enter: Callable[[str], None] | None = None
-        """Told of each phase when it begins."""
-
-    @contextmanager
-    def during(self, name: str) -> Iterator[Phase]:
-        """A phase, or one more part of it."""
-        if self.enter is not None:
-            self.enter(name)
-        phase = self.call.phase(name)
-        try:
-            with phase:
-                yield phase
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + phase.seconds
-
-    def elapsed(self) -> float:
-        """Seconds since the call began."""
-        return self.call.elapsed()
 
 
 def by_phase(ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

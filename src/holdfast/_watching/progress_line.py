@@ -1,19 +1,105 @@
-"""A line on rank 0's terminal about a save that goes on in the background."""
+"""A line on a terminal that shows how far things are: those of rank 0 about saves that go on in the background."""
 
 from __future__ import annotations
 
 import atexit
 import logging
+import shutil
 import sys
 import threading
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, TextIO
 
-from holdfast._watching.progress import ProgressBar, is_terminal
+from holdfast._watching.progress import amounts, is_terminal, share
 
 logger = logging.getLogger(__name__)
 
 _PAUSE = 0.1
+_WIDTH = 30
+
+
+class ProgressBar:
+    """A line that shows how many bytes are done. It shows nothing unless ``stream`` is a terminal.
+
+    One that is ``transient`` leaves nothing behind, and what the program prints meanwhile begins where the line does.
+
+    >>> with ProgressBar("saving") as bar:
+    ...     bar.show(60, 100)
+    """
+
+    def __init__(
+        self,
+        label: str = "",
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        transient: bool = False,
+    ) -> None:
+        self._done = self._total = 0
+        self._label = label
+        self._stream = sys.stderr if stream is None else stream
+        self._is_shown = is_terminal(self._stream)
+        self._is_transient = transient
+        self._clock = clock
+        self._started = clock()
+        self._last_drawn: float | None = None
+
+    def show(self, done: int, total: int, label: str | None = None) -> None:
+        """So many of ``total`` bytes are done now."""
+        self._done, self._total = done, total
+        self._label = self._label if label is None else label
+        now = self._clock()
+        if self._is_shown and (self._last_drawn is None or now - self._last_drawn >= _PAUSE):
+            self._last_drawn = now
+            self._draw(now)
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Draw the last state and leave the line to what comes next."""
+        if not self._is_shown:
+            return
+        if self._is_transient:
+            if self._last_drawn is not None:
+                self._write("\r" + " " * _columns() + "\r")
+        else:
+            self._draw(self._clock())
+            self._write("\n")
+
+    def _draw(self, now: float) -> None:
+        columns = _columns()
+        line = render(self._done, self._total, now - self._started, self._label)
+        self._write("\r" + line[:columns].ljust(columns) + ("\r" if self._is_transient else ""))
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # the terminal is gone, which is no reason to stop
+            self._is_shown = False
+
+
+def render(done: int, total: int, seconds: float, label: str = "") -> str:
+    """One line about how far things are.
+
+    >>> render(250_000_000, 1_000_000_000, 2.0, "saving")
+    'saving  25% [#######.......................] 250.0 MB of 1.0 GB, 125.0 MB/s, 0:06 left'
+    """
+    part = share(done, total)
+    filled = int(_WIDTH * part)
+    bar = "#" * filled + "." * (_WIDTH - filled)
+    return f"{label} {part:4.0%} [{bar}] {amounts(done, total, seconds)}".lstrip()
+
+
+def _columns() -> int:
+    """How long a line may be without wrapping."""
+    return shutil.get_terminal_size().columns - 1
+
 
 _terminal = threading.Lock()
 """There is one line at the bottom of a terminal. Saves are shown one after the other, as they are carried out."""
@@ -110,7 +196,7 @@ class ProgressLine:
                 atexit.unregister(self.close)
 
     def _draw(self) -> None:
-        with ProgressBar(0, self._label, stream=self._stream, transient=True) as bar:
+        with ProgressBar(self._label, stream=self._stream, transient=True) as bar:
             while not self._is_over():
                 phase, done, total = self._pending.progress()
                 bar.show(done, total, f"{self._label}: {phase}")

@@ -20,12 +20,12 @@ class StateDictStager:
         self.pin_memory = pin_memory
         self.share_memory = share_memory
         self.pin_memory_min_bytes = pin_memory_min_bytes
-        memory, _ = host_memory(pinned=pin_memory, shared=share_memory, non_blocking=False)
+        memory = host_memory(pinned=pin_memory, shared=share_memory)
         self._taker = SnapshotTaker(own_pool(memory), exact=True)
 
     def stage(self, state_dict: STATE_DICT_TYPE, non_blocking: bool = False) -> STATE_DICT_TYPE:
-        """A private copy. Complete when this returns, also with ``non_blocking``, which only lets copies overlap."""
-        return self._taker.take(state_dict, non_blocking=non_blocking)
+        """A private copy. Complete when this returns, also with ``non_blocking``: copies always overlap."""
+        return self._taker.take(state_dict)
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from holdfast._background import partners
 from holdfast._background.arenas import ArenaPool, Memory
-from holdfast._background.stagers import AsyncSnapshotTaker, SnapshotTaker, common_pool, host_memory, own_pool
+from holdfast._background.stagers import SnapshotTaker, common_pool, host_memory, own_pool
 from holdfast._base.notices import warn_caller
 from holdfast._formats.dcp.metadata import STATE_DICT_TYPE
 
@@ -55,7 +55,7 @@ class StagingOptions:
     ``use_pinned_memory``: into memory that an accelerator can write to by itself.
     ``use_shared_memory``: into memory that a writer process sees without another copy.
     ``use_async_staging``: in a thread, so that ``async_save`` returns before the copy is complete.
-    ``use_non_blocking_copy``: without waiting for each single copy from an accelerator.
+    ``use_non_blocking_copy``: without waiting for each single copy from an accelerator, which is never done.
     """
 
     use_pinned_memory: bool = True
@@ -80,23 +80,21 @@ class DefaultStager(AsyncStager):
 
     def __init__(self, config: StagingOptions = StagingOptions()) -> None:  # noqa: B008 - shown as stock shows it
         self._config = replace(config)
-        memory, self._non_blocking = host_memory(
+        memory = host_memory(
             pinned=self._config.use_pinned_memory,
             shared=self._config.use_shared_memory,
             non_blocking=self._config.use_non_blocking_copy,
         )
-        self._taker = (AsyncSnapshotTaker if self._config.use_async_staging else SnapshotTaker)(own_pool(memory))
+        self._taker = SnapshotTaker(own_pool(memory))
 
     def stage(self, state_dict: STATE_DICT_TYPE, **kwargs: Any) -> STATE_DICT_TYPE | Future[STATE_DICT_TYPE]:
         """A private copy, or with ``use_async_staging`` a future of it."""
-        if isinstance(self._taker, AsyncSnapshotTaker):
-            return self._taker.take_later(state_dict, non_blocking=self._non_blocking)
-        return self._taker.take(state_dict, non_blocking=self._non_blocking)
+        take = self._taker.take_later if self._config.use_async_staging else self._taker.take
+        return take(state_dict)
 
     def synchronize_staging(self) -> None:
         """Wait for the copies that have begun."""
-        if isinstance(self._taker, AsyncSnapshotTaker):
-            self._taker.wait()
+        self._taker.wait()
 
     def close(self) -> None:
         """Let go of the memory, when no copy is being made any more."""

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast._background.arenas import ArenaPool, Memory
-from holdfast._background.async_saves import give_up_in_background, save_in_background
+from holdfast._background.async_saves import BackgroundSave, give_up_in_background, save_in_background
 from holdfast._background.futures import warn_of_unseen_failures
+from holdfast._background.messages import in_shared_memory
 from holdfast._background.queues import Claim, Lane, wait_for_conflicting_saves
 from holdfast._background.stagers import common_pool
 from holdfast._base.notices import warn_caller
@@ -30,6 +31,7 @@ from holdfast._layout.tensor_kinds import partitioned_in, refused
 from holdfast._ranks.collectives import Collectives
 from holdfast._stores.filesystem import AnyPath
 from holdfast._stores.local_filesystem import FileSystem
+from holdfast._watching.calls import Call
 from holdfast.dcp._storage_utils import _refuse_stock_objects, _storage_setup
 from holdfast.dcp.logger import _dcp_method_logger
 from holdfast.dcp.staging import AsyncStager, BlockingAsyncStager
@@ -146,10 +148,12 @@ def _perform_save(
         )
 
 
-def _perform_async_save(ranks: Collectives, state_dict: STATE_DICT_TYPE, **target: Any) -> Metadata:
+def _perform_async_save(
+    ranks: Collectives, state_dict: STATE_DICT_TYPE, call: Call | None, *, target: _Target
+) -> Metadata:
     """The same in the background, where it is recorded as a save of its own."""
-    with recorded("save", log_exceptions=True, process_group=ranks.group, **target):
-        return _perform_save(ranks, state_dict, **target)
+    with recorded("save", log_exceptions=True, process_group=ranks.group, **target._asdict()):
+        return _perform_save(ranks, state_dict, **target._asdict())
 
 
 class AsyncCheckpointerType(Enum):
@@ -301,9 +305,22 @@ def _queue(
     coordinator_rank: int,
     in_process: bool,
 ) -> Future[Metadata]:
-    work = functools.partial(_perform_async_save, **target._asdict())
+    box = [staged]  # emptied when it is needed, so that nothing here keeps the copy alive
+
+    def take_copy() -> STATE_DICT_TYPE:
+        taken = box.pop()
+        state = taken.result() if isinstance(taken, Future) else taken
+        return in_shared_memory(state) if in_process else state
+
     return save_in_background(
-        work, staged, lane, target.claim(), coordinator_rank=coordinator_rank, in_process=in_process
+        BackgroundSave(
+            work=functools.partial(_perform_async_save, target=target),
+            take_copy=take_copy,
+            claim=target.claim(),
+            in_process=in_process,
+            coordinator_rank=coordinator_rank,
+        ),
+        lane,
     )
 
 

@@ -1,4 +1,4 @@
-"""The final name has the old result or the new one, whole, whatever happens; debris is removed by the next run."""
+"""The final name has the old result or the new one, whole, whatever happens; the next run removes leftovers."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import assume, given
 
 import holdfast
+from holdfast._formats.folder_files import KEPT
 from holdfast._formats.native.names import RECORD, index_file
 from holdfast._formats.native.source import NativeSource
 from holdfast._formats.source import WholeReads
@@ -23,7 +24,6 @@ from holdfast._stores.memory_store import MemoryStore
 from holdfast._tools.repairing import native, unrecorded
 from holdfast._tools.repairing import unrecorded as rebuilding
 from holdfast._tools.repairing.repair import repair
-from holdfast._tools.repairing.report import KEPT
 from holdfast._tools.repairing.unrecorded import Digesting
 from tests.stores.counting import CountingMemoryStore
 from tests.tools.repairing.checkpoints import GENERATION, age_all, grid, write
@@ -220,7 +220,7 @@ def test_nothing_is_wrong_with_a_whole_checkpoint_and_nothing_is_touched(checkpo
 
     report = repair(checkpoint, apply=True, sweep=True)
 
-    assert (report.ok, report.findings, report.debris) == (True, (), ())
+    assert (report.ok, report.findings, report.leftovers) == (True, (), ())
     assert {file: file.stat().st_mtime_ns for file in checkpoint.iterdir()} == before
 
 
@@ -344,7 +344,7 @@ def test_without_columns_only_a_user_can_say_that_all_files_are_there(checkpoint
     report = repair(checkpoint, apply=True, sweep=True)
     assert [finding.outcome for finding in report.findings] == ["cannot be repaired"]
     assert "nothing proves" in report.findings[0].remedy
-    assert report.debris == ()  # what a user may still want is not swept away
+    assert report.leftovers == ()  # what a user may still want is not swept away
     report = repair(checkpoint, apply=True, generation=generation)
 
     assert report.ok

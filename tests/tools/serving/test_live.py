@@ -93,12 +93,12 @@ def test_a_save_whose_index_is_there_is_committing(folder) -> None:
         (RunState(), 5, "writing"),
         (RunState(), 60, "stalled"),
         (RunState(), 599, "stalled"),
-        (RunState(), 600, "debris"),
+        (RunState(), 600, "leftover"),
         (owned_by(ALIVE), 5, "writing"),
         (owned_by(ALIVE), 600, "stalled"),
-        (owned_by(DEAD), 1, "debris"),
+        (owned_by(DEAD), 1, "leftover"),
         (owned_by(None), 1, "writing"),
-        (owned_by(None), 600, "debris"),
+        (owned_by(None), 600, "leftover"),
         (owned_by(ELSEWHERE), 5, "writing"),
         (owned_by(ELSEWHERE), 60, "stalled"),
         (owned_by(ELSEWHERE), 600, "stalled"),
@@ -162,7 +162,7 @@ def test_a_save_that_has_ended_is_told_with_all_of_its_bytes(folder) -> None:
     assert [ended.nbytes for ended in folder.live.ended(NOW + 5)] == [5000]
 
 
-def test_debris_that_is_swept_is_not_told_as_a_failure(folder) -> None:
+def test_leftovers_that_is_swept_is_not_told_as_a_failure(folder) -> None:
     folder.write(0, 1000, NOW)
     folder.look(NOW + 1, owned_by(DEAD))
     for file in folder.path.iterdir():
@@ -257,7 +257,7 @@ def test_saves_of_a_job_in_another_process_are_followed_to_their_ends(tmp_path) 
         assert facts.run.owner is not None
         assert facts.run.owner.life() == "alive"
         job.kill()
-        (left,) = until(watch, lambda facts: facts.saves[0].activity == "debris").saves
+        (left,) = until(watch, lambda facts: facts.saves[0].activity == "leftover").saves
     assert left.step == 400
     assert str(job.process.pid) in left.why
     assert [facts.step for facts in watch.look().checkpoints] == [100, 200]

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from pathlib import PurePath
+
+from holdfast._formats.folder_files import FolderFiles
 
 METADATA_NAME = ".metadata"
 DATA_SUFFIX = ".distcp"
@@ -18,7 +21,7 @@ FORMAT_VERSION = "1.0.0"
 # `__3_0.distcp` is what other writers of the format use, `__3_1f00ba42_0.distcp` what we use.
 _DATA_FILE = re.compile(r"__(?P<rank>\d+)_(?:(?P<generation>[0-9a-f]{8})_)?\d+\.distcp")
 _RANK_METADATA = re.compile(r"__(?P<rank>\d+)\.metadata")
-_TEMPORARY = re.compile(r"(?:__(?P<rank>\d+))?\.metadata(?:\.[0-9a-f]{8})?\.tmp")
+_TEMPORARY = re.compile(r"(?:__(?P<rank>\d+))?\.metadata(?P<id>\.[0-9a-f]{8})?\.tmp")
 
 
 def new_generation() -> str:
@@ -73,13 +76,35 @@ def is_data_file(name: str) -> bool:
     return _DATA_FILE.fullmatch(name) is not None
 
 
+def files_in(names: Iterable[str], needed: Collection[str] = ()) -> FolderFiles:
+    """Whose the files in a folder are. ``needed`` are the data files that its indexes name.
+
+    >>> found = files_in([".metadata", "__0_1f00ba42_0.distcp", "__0_0.distcp", "notes.txt"], ["__0_0.distcp"])
+    >>> found.index, found.needed, found.by_save
+    (['.metadata'], ['__0_0.distcp'], {'1f00ba42': ['__0_1f00ba42_0.distcp']})
+    """
+    names = sorted(names)
+    by_save: dict[str, list[str]] = defaultdict(list)
+    unfinished = []
+    for name in names:
+        temporary = _TEMPORARY.fullmatch(name)
+        if temporary and temporary["id"]:
+            unfinished.append(name)
+        elif temporary or (is_data_file(name) and name not in needed):
+            by_save[_generation_of(name) or ""].append(name)
+    return FolderFiles(
+        index=[name for name in names if is_index(name)],
+        needed=[name for name in names if name in needed],
+        by_save=dict(by_save),
+        unfinished=unfinished,
+    )
+
+
 def stale_names(present: Iterable[str], in_use: Collection[str]) -> list[str]:
     """Files of earlier saves that a new, committed one has made useless: data, rank indexes, unfinished indexes."""
-    return [
-        name
-        for name in (PurePath(path).name for path in present)
-        if name not in in_use and any(kind.fullmatch(name) for kind in (_DATA_FILE, _RANK_METADATA, _TEMPORARY))
-    ]
+    found = files_in((PurePath(path).name for path in present), in_use)
+    indexes = [name for name in found.index if name != METADATA_NAME]
+    return [name for name in (*found.of_any_save(), *indexes, *found.unfinished) if name not in in_use]
 
 
 def stale_names_of_rank(present: Iterable[str], in_use: Collection[str], rank: int, world_size: int) -> list[str]:

@@ -14,12 +14,13 @@ from holdfast._base.json_objects import parse_json_object
 from holdfast._formats.hf_folder.names import (
     COMMIT_NAME,
     INDEX_NAME,
+    files_in,
     generation_of,
     is_data_file,
     lies_inside,
     temporary_name,
 )
-from holdfast._stores.durable_files import flush_to_disk
+from holdfast._stores.durable_files import write_durably
 from holdfast._stores.filesystem import AnyPath, FileSystemBase
 from holdfast._stores.store import is_unanswered
 from holdfast.errors import DamagedCheckpointError, IncompleteSaveError
@@ -128,9 +129,11 @@ class Folder:
 
     def prepare(self, switch: Switch) -> None:
         """Write what the switch needs, durably; nothing changes for readers."""
-        self._write(temporary_name(COMMIT_NAME, switch.generation), switch.record())
+        contents = {COMMIT_NAME: switch.record()}
         if switch.index is not None:
-            self._write(temporary_name(INDEX_NAME, switch.generation), _encoded(switch.index))
+            contents[INDEX_NAME] = _encoded(switch.index)
+        for name, content in contents.items():
+            write_durably(self.fs, self.at(temporary_name(name, switch.generation)), content, sync=self.sync)
         self._sync(switch)
 
     def refuse_lost_files(self, switch: Switch) -> None:
@@ -176,16 +179,14 @@ class Folder:
     def stale(self, before: Iterable[str], switch: Switch, *, keep: Iterable[str] = ()) -> list[str]:
         """Of the names that were there ``before``: files of earlier saves, except those of saves that still write."""
         before = set(before)
-        alive = {generation_of(name) for name in self.names() - before} | {None}
-        kept = {*switch.files, *switch.files.values(), *keep}
-        return sorted(
-            name for name in before - kept if is_data_file(PurePath(name).name) or generation_of(name) not in alive
-        )
+        alive = files_in(self.names() - before).of_our_saves()
+        left = files_in(before, {*switch.files, *switch.files.values(), *keep})
+        return sorted(name for save, names in left.by_save.items() if save not in alive for name in names)
 
     def remove_unfinished(self, generation: str) -> None:
         """Remove what a save has written that was not committed. A failure is only untidy here too."""
         with suppress(OSError):
-            self.remove(name for name in self.names() if generation_of(name) == generation)
+            self.remove(files_in(self.names()).by_save.get(generation, ()))
 
     def switch_under_way(self) -> Switch | None:
         """A switch that was committed and whose files may not all have their names yet."""
@@ -219,12 +220,6 @@ class Folder:
             expected="a record of a save",
             found=why,
         )
-
-    def _write(self, name: str, content: bytes) -> None:
-        with self.fs.create_stream(self.at(name), "wb") as stream:
-            stream.write(content)
-            if self.sync:
-                flush_to_disk(stream)
 
     def _sync(self, switch: Switch) -> None:
         if not self.sync:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, NoReturn
 
 from holdfast._base.json_objects import are_sizes, parse_json_object
+from holdfast._formats.folder_files import FolderFiles, original_of
 from holdfast._formats.safetensors.header import read_digest
 from holdfast._stores.filesystem import FileSystemBase
 from holdfast.errors import DamagedCheckpointError
@@ -81,6 +83,32 @@ def generation_of(name: str) -> str | None:
     """The save that an unfinished file is of, given by its name or by its path in the folder; None for other files."""
     match = _TEMPORARY.fullmatch(PurePath(name).name)
     return match["generation"] if match else None
+
+
+def model_files(names: Iterable[str]) -> list[str]:
+    """The data files of a model that cannot be asked for them, by their names alone."""
+    return [name for name in names if is_data_file(name) or name == f"model{SUFFIX}"]
+
+
+def files_in(names: Iterable[str], needed: Collection[str] = ()) -> FolderFiles:
+    """Whose the files in a folder are. ``needed`` are the data files of its model.
+
+    >>> found = files_in(["model.safetensors", "model.safetensors.index.json.0a1b2c3d.tmp"], ["model.safetensors"])
+    >>> found.needed, found.by_save
+    (['model.safetensors'], {'0a1b2c3d': ['model.safetensors.index.json.0a1b2c3d.tmp']})
+    """
+    names = sorted(names)
+    by_save: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        generation = generation_of(name)
+        if name not in needed and (generation is not None or is_data_file(PurePath(name).name)):
+            by_save[generation or ""].append(name)
+    return FolderFiles(
+        index=[name for name in names if name in (INDEX_NAME, COMMIT_NAME)],
+        needed=[name for name in names if name in needed],
+        by_save=dict(by_save),
+        copies=[name for name in names if original_of(name) in (INDEX_NAME, COMMIT_NAME)],
+    )
 
 
 def lies_inside(name: str) -> bool:

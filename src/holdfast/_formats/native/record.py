@@ -152,6 +152,10 @@ class Record:
     block_bytes: int = BLOCK_BYTES
     version: tuple[int, int] = VERSION
 
+    def file_names(self) -> set[str]:
+        """The files that the checkpoint consists of, beside the record itself."""
+        return {self.index.name, *(file.name for file in self.files)}
+
 
 def encode_record(record: Record) -> bytes:
     """The bytes of a record, with a line for each member, file and tensor."""

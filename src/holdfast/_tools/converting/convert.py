@@ -24,7 +24,7 @@ from holdfast._tools.converting.proof import content_digest, prove
 from holdfast._tools.converting.report import ConversionReport
 from holdfast._tools.converting.target import Target, Written
 from holdfast._tools.converting.work_folders import sweep, work_folder
-from holdfast._watching.progress import OnProgress, Tally
+from holdfast._watching.progress import OnProgress, Progress
 from holdfast.errors import CheckpointException
 
 DEFAULT_FILE_SIZE = "5GB"
@@ -143,7 +143,7 @@ def carry_out(
     started = time.monotonic()
     outgoing = prepared.outgoing
     target.refuse(outgoing)
-    advance = Tally(_bytes_to_move(prepared, target, check=check), on_progress).add
+    advance = Progress(_bytes_to_move(prepared, target, check=check), on_progress).advance
     outgoing.advance = advance
     final = _local_destination(destination)
     options: dict[str, Any] = {"overwrite": overwrite, "check": check, "advance": advance}

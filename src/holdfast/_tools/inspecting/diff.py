@@ -11,6 +11,7 @@ from typing import Any
 
 from holdfast._base.arguments import Size, checked_budget
 from holdfast._base.patterns import Patterns, Rename, Renaming, Selection
+from holdfast._base.threads import work_through
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.trees import children_of
 from holdfast._formats.source import Source
@@ -20,8 +21,8 @@ from holdfast._load.stored_nodes import StoredNode
 from holdfast._stores.store import Store
 from holdfast._tools.inspecting.changes import Change, compare
 from holdfast._tools.inspecting.diff_report import ChangedTensor, DiffReport, shortly
-from holdfast._tools.inspecting.parts import Lot, Part, elements_at_once, lots_of, read_parts, threads_for, work_through
-from holdfast._watching.progress import OnProgress, Tally
+from holdfast._tools.inspecting.parts import Lot, Part, elements_at_once, lots_of, read_parts, threads_for
+from holdfast._watching.progress import OnProgress, Progress
 
 # Whether two values of checkpoints are the same.
 
@@ -172,7 +173,7 @@ class _Comparison:
             partners.setdefault(a.key, []).append(b)
         refs = {a.key: a for a, _ in self._pairs.values()}
         total = sum(a.nbytes + sum(b.nbytes for b in partners[key]) for key, a in refs.items())
-        tally, lock = Tally(total, on_progress), threading.Lock()
+        progress, lock = Progress(total, on_progress), threading.Lock()
         threads = threads_for(total)
 
         def work(lot: Lot) -> None:
@@ -188,9 +189,9 @@ class _Comparison:
             with lock:
                 for pair, change in found:
                     changes[pair].add(change)
-            tally.add(nbytes)
+            progress.advance(nbytes)
 
-        work_through(lots_of(refs.values(), elements_at_once(memory, threads)), work, threads)
+        work_through(lots_of(refs.values(), elements_at_once(memory, threads)), work, threads, "holdfast-inspect")
         self._changes = {key: changes[a.key, b.key] for key, (a, b) in self._pairs.items()}
         return total
 

@@ -10,17 +10,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from holdfast._base.tuning import CACHED_READ_BYTES, MEMORY_BUDGET, MEMORY_OF_A_READER, READERS
-from holdfast._formats.native.blocks import Digests, count_blocks, digest_blocks
+from holdfast._base.threads import work_through
+from holdfast._formats.native.blocks import count_blocks
 from holdfast._formats.native.columns import chunk_volumes, first_blocks
 from holdfast._formats.native.read_plan import runs_of
 from holdfast._formats.native.readable_files import OpenFiles, ReadableFile
-from holdfast._formats.native.reading import read_size
+from holdfast._formats.native.reading import read_size, read_with_digests, reader_count
 from holdfast._formats.native.source import NativeSource
-from holdfast._stores.store import CachedReader, Reader
 from holdfast._tools.inspecting.damage import Damage
-from holdfast._tools.inspecting.parts import work_through
-from holdfast._watching.progress import Tally
+from holdfast._watching.progress import Progress
 from holdfast.errors import HoldfastError
 
 Names = Callable[[str], Sequence[str]]
@@ -56,7 +54,7 @@ class NativeCheck:
         """Of every file with damaged blocks: which ones."""
         self._digests: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def run(self, on_total: Callable[[int], Tally]) -> None:
+    def run(self, on_total: Callable[[int], Progress]) -> None:
         """Find all damage. ``on_total`` is told how many bytes there are to read."""
         try:
             columns = self._source.columns
@@ -75,16 +73,16 @@ class NativeCheck:
             for number, file in enumerate(self._record.files)
         ]
         regions = list(self._regions(files, self._ends()))
-        tally = on_total(sum(region.end - region.begin for region in regions))
+        progress = on_total(sum(region.end - region.begin for region in regions))
         with closing(OpenFiles(files, (region.file for region in regions))) as opened:
-            work_through(regions, lambda region: self._compare(opened, files, region, tally), self._threads())
+            work_through(
+                regions,
+                lambda region: self._compare(opened, files, region, progress),
+                reader_count(self._memory, read_size(self._memory, self._record.block_bytes)),
+                "holdfast-inspect",
+            )
         for number in sorted(self._wrong):
             self._tell_of_blocks(number)
-
-    def _threads(self) -> int:
-        size = read_size(self._memory, self._record.block_bytes)
-        most = (MEMORY_BUDGET if self._memory is None else self._memory) // (MEMORY_OF_A_READER * size)
-        return max(1, min(READERS, most))
 
     def _opener(self, name: str) -> Callable[[], object]:
         return lambda: self._source.store.reader(name)
@@ -144,7 +142,7 @@ class NativeCheck:
                 for begin in range(first * block_bytes, last * block_bytes, most):
                     yield Region(number, begin, min(begin + most, last * block_bytes, end))
 
-    def _compare(self, opened: OpenFiles, files: Sequence[ReadableFile], region: Region, tally: Tally) -> None:
+    def _compare(self, opened: OpenFiles, files: Sequence[ReadableFile], region: Region, progress: Progress) -> None:
         number, begin, end = region
         block_bytes = self._record.block_bytes
         expected = files[number].digests
@@ -152,7 +150,8 @@ class NativeCheck:
         expected = expected[begin // block_bytes : count_blocks(end, block_bytes)]
         try:
             with opened.using(number) as reader:
-                found = _digests_of(reader, begin, self._buffer(end - begin), block_bytes)
+                parts = read_with_digests(reader, begin, self._buffer(end - begin), block_bytes)
+                found = np.concatenate([digests for _, digests in parts])
         except (OSError, HoldfastError) as error:
             self._note_unreadable(region, error)
         else:
@@ -162,7 +161,7 @@ class NativeCheck:
                     self._wrong_blocks(number)[wrong + begin // block_bytes] = True
                     for at in wrong.tolist():
                         self._digests[number, at + begin // block_bytes] = (int(expected[at]), int(found[at]))
-        tally.add(end - begin)
+        progress.advance(end - begin)
 
     def _buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Memory of this thread."""
@@ -205,20 +204,6 @@ class NativeCheck:
     def _keys_in(self, number: int, begin: int, end: int) -> tuple[str, ...]:
         stored = self._where.keys_in(number, begin, end)
         return tuple(dict.fromkeys(name for key in stored for name in self._names(key)))
-
-
-def _digests_of(reader: Reader, begin: int, memory: npt.NDArray[np.uint8], block_bytes: int) -> Digests:
-    """Of whole blocks; those that are cached are taken piece by piece, while the processor has them."""
-    cached = reader if isinstance(reader, CachedReader) else None
-    step = max(CACHED_READ_BYTES // block_bytes, 1) * block_bytes
-    parts, done = [], 0
-    while cached is not None and done < memory.nbytes and cached.read_cached(begin + done, memory[done : done + step]):
-        parts.append(digest_blocks(memory[done : done + step], block_bytes))
-        done += step
-    if done < memory.nbytes:
-        reader.read_into(begin + done, memory[done:].data)
-        parts.append(digest_blocks(memory[done:], block_bytes))
-    return np.concatenate(parts)
 
 
 def _wrong_size(name: str, expected: int, found: int | None, keys: tuple[str, ...]) -> Damage:

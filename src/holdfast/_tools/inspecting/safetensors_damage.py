@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from holdfast._base.texts import some_of
+from holdfast._base.threads import work_through
 from holdfast._base.tuning import READERS, VERIFIED_BYTES, VERIFIED_TOGETHER
 from holdfast._formats.hf_folder.names import INDEX_NAME, SUFFIX, lies_inside
 from holdfast._formats.safetensors.header import Header, read_header
 from holdfast._formats.safetensors.source import SafetensorsSource
 from holdfast._formats.source import ChunkPlace, Nowhere, Request
 from holdfast._tools.inspecting.damage import Damage
-from holdfast._tools.inspecting.parts import work_through
-from holdfast._watching.progress import Tally
+from holdfast._watching.progress import Progress
 from holdfast.errors import HoldfastError
 
 
@@ -32,12 +32,12 @@ class SafetensorsCheck:
         self.doubts: list[str] = []
         self.has_digests = True
 
-    def run(self, on_total: Callable[[int], Tally]) -> None:
+    def run(self, on_total: Callable[[int], Progress]) -> None:
         """Find all damage. ``on_total`` is told how many bytes there are to read."""
         self._compare_index()
-        tally = on_total(sum(self._source.tensors[key].nbytes for key in self._keys))
+        progress = on_total(sum(self._source.tensors[key].nbytes for key in self._keys))
         threads = READERS if self._memory is None else 1
-        work_through(self._lots(), lambda keys: self._look_at(keys, tally), threads)
+        work_through(self._lots(), lambda keys: self._look_at(keys, progress), threads, "holdfast-inspect")
 
     def _compare_index(self) -> None:
         """Whether the index names all that is there, and what it says of the sum."""
@@ -75,14 +75,14 @@ class SafetensorsCheck:
         if lot:
             yield lot
 
-    def _look_at(self, keys: list[str], tally: Tally) -> None:
+    def _look_at(self, keys: list[str], progress: Progress) -> None:
         chunks = [(key, chunk) for key in keys for chunk in self._source.chunk_places(key)]
         try:
             self._source.read([self._request(*chunk) for chunk in chunks], memory=self._memory)
         except (HoldfastError, OSError):
             for key, chunk in chunks:
                 self._look_at_one(key, chunk)
-        tally.add(sum(chunk.nbytes for _, chunk in chunks))
+        progress.advance(sum(chunk.nbytes for _, chunk in chunks))
 
     def _look_at_one(self, key: str, chunk: ChunkPlace) -> None:
         try:

@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from holdfast._base.threads import work_through
 from holdfast._base.tuning import READERS, VERIFIED_BYTES
 from holdfast._dcp.source import DcpSource, StoredItem
 from holdfast._formats.torch_file.source import StoredEntry, TorchFileSource
 from holdfast._tools.inspecting.damage import Damage
-from holdfast._tools.inspecting.parts import work_through
-from holdfast._watching.progress import Tally
+from holdfast._watching.progress import Progress
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 
 # Finds all damage of a checkpoint of ``torch.distributed.checkpoint``, in which most stored items have a CRC.
@@ -42,7 +42,7 @@ class DcpCheck:
         self.doubts: list[str] = []
         self.has_digests = True
 
-    def run(self, on_total: Callable[[int], Tally]) -> None:
+    def run(self, on_total: Callable[[int], Progress]) -> None:
         """Find all damage. ``on_total`` is told how many bytes there are to read."""
         index = next((name for name in self._sizes if name.endswith(".metadata")), ".metadata")
         homeless = [key for key in self._source.keys_without_place() if self._chosen is None or self._chosen(key)]
@@ -52,10 +52,10 @@ class DcpCheck:
             if self._chosen is None or self._chosen(key):
                 self.damage.append(Damage(index, f"contradicts itself: {problem}", (key,)))
         lots = self._lots()
-        tally = on_total(sum(lot.nbytes for lot in lots))
+        progress = on_total(sum(lot.nbytes for lot in lots))
         # The reader has threads of its own for large lots; these are for many small ones.
         threads = 2 if self._memory is None and len(lots) > 1 else 1
-        work_through(lots, lambda lot: self._look(lot, tally), min(threads, READERS))
+        work_through(lots, lambda lot: self._look(lot, progress), min(threads, READERS), "holdfast-inspect")
 
     def _lots(self) -> list[_Lot]:
         """All items, in the order in which they lie. Those of files that are gone are told at once."""
@@ -79,13 +79,13 @@ class DcpCheck:
             lots += _cut_into_lots(file, inside)
         return lots
 
-    def _look(self, lot: _Lot, tally: Tally) -> None:
+    def _look(self, lot: _Lot, progress: Progress) -> None:
         try:
             self._source.read_items(lot.items, memory=self._memory)
         except (HoldfastError, OSError):
             for item in lot.items:
                 self._look_alone(item)
-        tally.add(lot.nbytes)
+        progress.advance(lot.nbytes)
 
     def _look_alone(self, item: StoredItem) -> None:
         try:
@@ -141,12 +141,12 @@ class TorchFileCheck:
         self.doubts: list[str] = []
         self.has_digests = True
 
-    def run(self, on_total: Callable[[int], Tally]) -> None:
+    def run(self, on_total: Callable[[int], Progress]) -> None:
         """Find all damage. ``on_total`` is told how many bytes there are to read."""
-        tally = on_total(sum(entry.nbytes for entry in self._entries))
-        work_through(self._entries, lambda entry: self._look(entry, tally), self._threads)
+        progress = on_total(sum(entry.nbytes for entry in self._entries))
+        work_through(self._entries, lambda entry: self._look(entry, progress), self._threads, "holdfast-inspect")
 
-    def _look(self, entry: StoredEntry, tally: Tally) -> None:
+    def _look(self, entry: StoredEntry, progress: Progress) -> None:
         try:
             self._source.check_entry(entry.name)
         except (HoldfastError, OSError) as error:
@@ -162,4 +162,4 @@ class TorchFileCheck:
                     fields.get("found"),
                 )
             )
-        tally.add(entry.nbytes)
+        progress.advance(entry.nbytes)

@@ -21,7 +21,7 @@ from holdfast._load.stored_nodes import StoredNode
 from holdfast._stores.places import in_messages, local_path
 from holdfast._stores.store import Store
 from holdfast._tools.inspecting.damage import Damage, VerifyReport
-from holdfast._watching.progress import OnProgress, Tally
+from holdfast._watching.progress import OnProgress, Progress
 from holdfast.errors import (
     CheckpointNotFoundError,
     HoldfastError,
@@ -108,7 +108,7 @@ class _Check(Protocol):
     has_digests: bool
     """Whether what the format has of digests could be read."""
 
-    def run(self, on_total: Callable[[int], Tally]) -> None:
+    def run(self, on_total: Callable[[int], Progress]) -> None:
         """Find all damage."""
 
 
@@ -117,7 +117,7 @@ class _Looking:
     chosen: Selection | None
     memory: int | None
     on_progress: OnProgress | None
-    tally: Tally | None = None
+    progress: Progress | None = None
 
     def finds_any(self, checkpoint: Checkpoint) -> bool:
         """Whether there is anything to look at. What a damaged checkpoint has cannot be told."""
@@ -154,7 +154,7 @@ class _Looking:
             identity=source.identity,
             tensors=sum(1 for key in source.tensors if chosen is None or _is_meant(names.get(key, [key]), chosen)),
             keys=sum(len(keys) for keys in names.values()),
-            bytes_read=0 if self.tally is None else self.tally.done,
+            bytes_read=0 if self.progress is None else self.progress.done_bytes,
             seconds=time.perf_counter() - started,
             checked=checked,
             why=why,
@@ -164,9 +164,9 @@ class _Looking:
             extra=tuple(sorted(_names_beside(source) - own)),
         )
 
-    def _begin(self, total: int) -> Tally:
-        self.tally = Tally(total, self.on_progress)
-        return self.tally
+    def _begin(self, total: int) -> Progress:
+        self.progress = Progress(total, self.on_progress)
+        return self.progress
 
     def _check(self, source: Source, names: Mapping[str, Sequence[str]]) -> _Check:
         chosen: Callable[[str], bool] | None = None

@@ -12,10 +12,10 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from holdfast._formats.format_names import Format, format_of_folder, format_of_unfinished
-from holdfast._formats.native.names import RECORD, generation_of
+from holdfast._formats.native.names import RECORD, SET_ASIDE, generation_of
 from holdfast._formats.native.record import LARGEST_RECORD, decode_record
 from holdfast._manager.run_file import RunState
-from holdfast._manager.steps import SET_ASIDE, StepInfo, reason_to_pass_over, step_of
+from holdfast._manager.steps import StepInfo, reason_to_pass_over, step_of
 from holdfast._manager.summaries import Summary
 from holdfast._stores.store import Store
 from holdfast._tools.listing.liveliness import is_at_work, why_perhaps_writing
@@ -81,7 +81,7 @@ class SeenFolder:
         return max(times, default=None)
 
 
-State: TypeAlias = Literal["committed", "set aside", "damaged", "being written", "unfinished", "debris"]
+State: TypeAlias = Literal["committed", "set aside", "damaged", "being written", "unfinished", "leftover"]
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
 
@@ -182,7 +182,7 @@ def entry_of_unfinished(seen: SeenFolder, path: str, run: RunState) -> Entry | N
     newest = seen.last_change()
     quiet = None if newest is None else time.time() - newest
     why = why_perhaps_writing(run, seen.name, quiet)
-    state: State = "debris" if why is None else "being written" if is_at_work(run, seen.name, quiet) else "unfinished"
+    state: State = "leftover" if why is None else "being written" if is_at_work(run, seen.name, quiet) else "unfinished"
     return Entry(
         name=seen.name,
         state=state,
@@ -193,7 +193,7 @@ def entry_of_unfinished(seen: SeenFolder, path: str, run: RunState) -> Entry | N
         path=path,
         bytes_on_disk=seen.nbytes,
         saved_at=_moment(newest),
-        why={"debris": "a save was cut off: there is no record", "unfinished": why or ""}.get(state, ""),
+        why={"leftover": "a save was cut off: there is no record", "unfinished": why or ""}.get(state, ""),
     )
 
 

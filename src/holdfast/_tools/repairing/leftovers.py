@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast._formats.dcp import names as dcp_names
 from holdfast._formats.dcp.names import METADATA_NAME, is_index
 from holdfast._formats.hf_folder import names as hf_names
 from holdfast._formats.hf_folder.names import COMMIT_NAME
-from holdfast._formats.native.names import RECORD, generation_of
+from holdfast._formats.native import names as native_names
+from holdfast._formats.native.names import RECORD
 from holdfast._formats.native.record import Record
 from holdfast._formats.native.source import read_record
 from holdfast._manager.run_file import RUN_FILE
 from holdfast._stores.places import local_path, store_at
 from holdfast._stores.roots import root_at
-from holdfast._stores.store import Listed, Store
+from holdfast._stores.store import Store
 from holdfast._stores.store_files import StoreFiles
 from holdfast._tools.converting.work_folders import is_in_use, left_over, remove_left_over
 from holdfast._tools.listing.liveliness import why_perhaps_alive
 from holdfast._tools.repairing import native
-from holdfast._tools.repairing.report import Debris, Planned
+from holdfast._tools.repairing.report import Leftover, Planned
 from holdfast.errors import CheckpointNotFoundError, HoldfastError
 
 # Only what has a name that Holdfast gives, and only where nobody can be writing any more: nothing of it has changed
 # for a while, no job owns the run, and no process holds a lock.
 
 
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
-_DCP_FILE = re.compile(r"__\d+_(?P<generation>[0-9a-f]{8})_\d+\.distcp")
-_DCP_TEMPORARY = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]{8}\.tmp")
-
-
 @dataclass(frozen=True)
-class Heap:
+class LeftoverFiles:
     """Files in one place that belong together, and that nothing needs."""
 
     place: str
@@ -47,17 +43,17 @@ class Heap:
     obstacle: str | None
     """Why they are left alone."""
 
-    def swept(self, *, apply: bool) -> Debris:
+    def swept(self, *, apply: bool) -> Leftover:
         """Remove them, if ``apply`` and nobody may be writing; and tell what became of them."""
         if self.obstacle is not None:
-            return Debris(self.place, self.names, self.nbytes, self.why, "kept", self.obstacle)
+            return Leftover(self.place, self.names, self.nbytes, self.why, "kept", self.obstacle)
         if not apply:
-            return Debris(self.place, self.names, self.nbytes, self.why, "can be removed")
+            return Leftover(self.place, self.names, self.nbytes, self.why, "can be removed")
         try:
             self._remove()
         except OSError as error:
-            return Debris(self.place, self.names, self.nbytes, self.why, "kept", str(error))
-        return Debris(self.place, self.names, self.nbytes, self.why, "removed")
+            return Leftover(self.place, self.names, self.nbytes, self.why, "kept", str(error))
+        return Leftover(self.place, self.names, self.nbytes, self.why, "removed")
 
     def _remove(self) -> None:
         store = store_at(self.place)
@@ -66,7 +62,7 @@ class Heap:
 
 
 @dataclass(frozen=True)
-class WorkFolder(Heap):
+class WorkFolder(LeftoverFiles):
     """The unfinished output of a conversion. What it was to replace may lie in it, and is put back."""
 
     def _remove(self) -> None:
@@ -75,76 +71,64 @@ class WorkFolder(Heap):
             raise OSError(f"{work} is in use, or cannot be locked")
 
 
-def heaps_of_native(store: Store, record: Record | None, *, but: Collection[str] = ()) -> Iterator[Heap]:
+def leftovers_of_native(store: Store, record: Record | None, *, but: Collection[str] = ()) -> Iterator[LeftoverFiles]:
     """What killed saves left in the folder of a checkpoint, or in one without a record if that is None.
 
     Generations ``but`` these are meant.
     """
-    listed = store.list()
-    needed = set() if record is None else {record.index.name, *(file.name for file in record.files)}
-    by_generation: dict[str, list[Listed]] = defaultdict(list)
-    for file in listed:
-        generation = generation_of(file.name)
-        if generation is not None and generation not in but and file.name not in needed:
-            by_generation[generation].append(file)
-    for generation, files in sorted(by_generation.items()):
-        yield _heap(store, files, f"left by a save that was not committed (generation {generation})")
-    temporary = [file for file in listed if _TEMPORARY.fullmatch(file.name)]
-    if temporary:
-        yield _heap(store, temporary, "temporary files of a commit that was killed")
+    sizes = _sizes(store)
+    found = native_names.files_in(sizes, set() if record is None else record.file_names())
+    for generation, names in found.of_our_saves().items():
+        if generation not in but:
+            yield _of_a_save(store, sizes, generation, names)
+    if found.unfinished:
+        yield _leftover(store, sizes, found.unfinished, "temporary files of a commit that was killed")
 
 
-def heaps_of_hugging_face(store: Store) -> Iterator[Heap]:
+def leftovers_of_hugging_face(store: Store) -> Iterator[LeftoverFiles]:
     """Temporary files of saves to a Hugging Face folder in which no switch is under way, which would need them."""
-    by_generation: dict[str, list[Listed]] = defaultdict(list)
-    for file in store.list():
-        generation = hf_names.generation_of(file.name)
-        if generation is not None:
-            by_generation[generation].append(file)
-    for generation, files in sorted(by_generation.items()):
-        yield _heap(store, files, f"left by a save that was not committed (generation {generation})")
+    sizes = _sizes(store)
+    for generation, names in hf_names.files_in(sizes).of_our_saves().items():
+        yield _of_a_save(store, sizes, generation, names)
 
 
-def heaps_of_dcp(store: Store, needed: Collection[str]) -> Iterator[Heap]:
+def leftovers_of_dcp(store: Store, needed: Collection[str]) -> Iterator[LeftoverFiles]:
     """Data files that the index does not name, if ``holdfast.dcp`` wrote them, and unfinished indexes."""
-    by_generation: dict[str, list[Listed]] = defaultdict(list)
-    for file in store.list():
-        match = _DCP_FILE.fullmatch(file.name)
-        if match is not None and file.name not in needed:
-            by_generation[match["generation"]].append(file)
-    for generation, files in sorted(by_generation.items()):
-        yield _heap(store, files, f"left by a save that was not committed (generation {generation})")
-    names = {file.name for file in store.list()}
+    sizes = _sizes(store)
+    found = dcp_names.files_in(sizes, needed)
+    for generation, names in found.of_our_saves().items():
+        yield _of_a_save(store, sizes, generation, names)
     # Without an index of the whole, one of a rank may be needed though a kill kept it from getting its name.
-    is_whole = METADATA_NAME in names
-    temporary = [
-        file for file in store.list() if (match := _DCP_TEMPORARY.fullmatch(file.name)) and (is_whole or not match[1])
-    ]
-    if temporary:
-        yield _heap(store, temporary, "indexes of saves that were not committed")
+    is_whole = METADATA_NAME in sizes
+    unfinished = [name for name in found.unfinished if is_whole or dcp_names.rank_of_temporary_index(name) is None]
+    if unfinished:
+        yield _leftover(store, sizes, unfinished, "indexes of saves that were not committed")
 
 
-def heaps_of_conversions(folder: Path) -> Iterator[Heap]:
+def leftovers_of_conversions(folder: Path) -> Iterator[LeftoverFiles]:
     """Unfinished outputs of conversions in a folder."""
     for path in left_over(folder):
         obstacle = "a conversion is writing it, or nobody knows" if is_in_use(path) else None
         yield WorkFolder(str(folder), [path.name], _tree_bytes(path), "left by a conversion that was killed", obstacle)
 
 
-def generations_of_dcp(names: Collection[str]) -> set[str]:
-    """The saves of ``holdfast.dcp`` that have data files in a folder."""
-    return {match["generation"] for match in map(_DCP_FILE.fullmatch, names) if match is not None}
-
-
-def is_debris_alone(store: Store) -> bool:
+def holds_leftovers_alone(store: Store) -> bool:
     """Whether a folder without a record holds files of our saves."""
-    names = [listed.name for listed in store.list()]
-    return RECORD not in names and any(generation_of(name) is not None for name in names)
+    found = native_names.files_in(_sizes(store))
+    return not found.index and bool(found.by_save)
 
 
-def _heap(store: Store, files: Sequence[Listed], why: str) -> Heap:
-    names = sorted(file.name for file in files)
-    return Heap(store.location, names, sum(file.size for file in files), why, why_perhaps_alive(store, names))
+def _sizes(store: Store) -> dict[str, int]:
+    return {listed.name: listed.size for listed in store.list()}
+
+
+def _of_a_save(store: Store, sizes: Mapping[str, int], generation: str, names: Sequence[str]) -> LeftoverFiles:
+    return _leftover(store, sizes, names, f"left by a save that was not committed (generation {generation})")
+
+
+def _leftover(store: Store, sizes: Mapping[str, int], names: Sequence[str], why: str) -> LeftoverFiles:
+    nbytes = sum(sizes[name] for name in names)
+    return LeftoverFiles(store.location, names, nbytes, why, why_perhaps_alive(store, names))
 
 
 def _tree_bytes(path: Path) -> int:
@@ -168,7 +152,7 @@ _CANNOT = (
 _WHAT_IS_LEFT = "copy it again from where it is whole; what is not lost can be converted, with --exclude for the rest"
 
 
-def problems_of(store: Store) -> tuple[list[Planned], list[Heap]]:
+def problems_of(store: Store) -> tuple[list[Planned], list[LeftoverFiles]]:
     """What is wrong with the checkpoint in a store, and the files in it that nothing needs."""
     from holdfast._dcp.reader import FileSystemReader  # needs torch
 
@@ -187,12 +171,12 @@ def problems_of(store: Store) -> tuple[list[Planned], list[Heap]]:
     pieces: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for item, info in (index.storage_data or {}).items():
         pieces[info.relative_path].append((item.fqn, info.offset + info.length))
-    return list(_lost_files(store, pieces)), list(heaps_of_dcp(store, set(pieces)))
+    return list(_lost_files(store, pieces)), list(leftovers_of_dcp(store, set(pieces)))
 
 
 def _lost_files(store: Store, pieces: Mapping[str, Sequence[tuple[str, int]]]) -> Iterator[Planned]:
     """Files that are not there, or end too early. ``pieces`` has their keys, and where each ends."""
-    sizes = {listed.name: listed.size for listed in store.list()}
+    sizes = _sizes(store)
     for name, ends in sorted(pieces.items()):
         found = sizes.get(name)
         lost = sorted({key for key, end in ends if found is None or end > found})
@@ -205,47 +189,47 @@ def _lost_files(store: Store, pieces: Mapping[str, Sequence[tuple[str, int]]]) -
 # Everything at a place that no checkpoint needs, whatever else is wrong there.
 
 
-def debris_of(place: str) -> list[Heap]:
+def leftovers_at(place: str) -> list[LeftoverFiles]:
     """What killed saves and conversions left in a folder, or in those directly inside of it; nothing is changed.
 
     >>> import tempfile
-    >>> debris_of(tempfile.mkdtemp())
+    >>> leftovers_at(tempfile.mkdtemp())
     []
     """
     path = local_path(place)
     if path is not None and path.is_file():
         return []
     root = root_at(place)
-    heaps = [] if path is None else list(heaps_of_conversions(path))
+    leftovers = [] if path is None else list(leftovers_of_conversions(path))
     stores = [root.child(name) for name in sorted(root.children()) if not name.startswith(".")]
     if root.store.size(RUN_FILE) is None:
         stores.insert(0, root.store)
     for store in stores:
         with suppress(PermissionError):  # what may not be looked at may not be swept either
-            heaps += _heaps_in(store)
-    return heaps
+            leftovers += _leftovers_in(store)
+    return leftovers
 
 
-def _heaps_in(store: Store) -> list[Heap]:
+def _leftovers_in(store: Store) -> list[LeftoverFiles]:
     names = {listed.name for listed in store.list()}
     if RECORD in names:
         try:
-            return list(heaps_of_native(store, read_record(store)))
+            return list(leftovers_of_native(store, read_record(store)))
         except HoldfastError:  # a record that cannot be read may need any of the files
             return []
-    if any(generation_of(name) for name in names):
-        return list(heaps_of_native(store, None, but=native.whole_saves(store, proven=True)))
+    if native_names.files_in(names).by_save:
+        return list(leftovers_of_native(store, None, but=native.whole_saves(store, proven=True)))
     if COMMIT_NAME in names:  # a switch to other files is under way, which needs them
         return []
-    return [*_heaps_of_dcp(store, names), *heaps_of_hugging_face(store)]
+    return [*_leftovers_of_dcp(store, names), *leftovers_of_hugging_face(store)]
 
 
-def _heaps_of_dcp(store: Store, names: set[str]) -> list[Heap]:
+def _leftovers_of_dcp(store: Store, names: set[str]) -> list[LeftoverFiles]:
     """Without torch, indexes cannot be read; where all data files are of one save, that is not needed."""
     if not any(map(is_index, names)):
         return []
-    if len(generations_of_dcp(names)) < 2:
-        return list(heaps_of_dcp(store, names))
+    if len(dcp_names.files_in(names).of_our_saves()) < 2:
+        return list(leftovers_of_dcp(store, names))
     try:
         return problems_of(store)[1]
     except (HoldfastError, ImportError):

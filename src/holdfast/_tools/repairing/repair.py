@@ -17,11 +17,11 @@ from holdfast._tools.listing.liveliness import why_perhaps_alive
 from holdfast._tools.repairing import hugging_face, native
 from holdfast._tools.repairing import leftovers as dcp
 from holdfast._tools.repairing.leftovers import (
-    Heap,
-    heaps_of_conversions,
-    heaps_of_hugging_face,
-    heaps_of_native,
-    is_debris_alone,
+    LeftoverFiles,
+    holds_leftovers_alone,
+    leftovers_of_conversions,
+    leftovers_of_hugging_face,
+    leftovers_of_native,
 )
 from holdfast._tools.repairing.report import Planned, RepairReport
 from holdfast._tools.repairing.unrecorded import Digesting
@@ -68,8 +68,8 @@ def repair(
     else:
         plan.look_around(place)
     findings = [planned.carried_out(apply=apply) for planned in plan.problems]
-    debris = [heap.swept(apply=apply and sweep) for heap in plan.heaps]
-    return RepairReport(place, tuple(findings), tuple(debris), apply, tuple(plan.checked))
+    leftovers = [leftover.swept(apply=apply and sweep) for leftover in plan.leftovers]
+    return RepairReport(place, tuple(findings), tuple(leftovers), apply, tuple(plan.checked))
 
 
 class _Plan:
@@ -79,7 +79,7 @@ class _Plan:
         self._generation = generation
         self._digesting = digesting
         self.problems: list[Planned] = []
-        self.heaps: list[Heap] = []
+        self.leftovers: list[LeftoverFiles] = []
         self.checked: list[str] = []
         self._passed_over: list[str] = []
         """Places with files of a format that is only looked at in local folders."""
@@ -97,7 +97,7 @@ class _Plan:
             return
         root = root_at(place)
         if path is not None:
-            self.heaps += heaps_of_conversions(path)
+            self.leftovers += leftovers_of_conversions(path)
             if not path.exists():
                 raise NotACheckpointError(f"there is nothing at {path}. Check the path.", path=str(path), found=[])
         is_run = root.store.size(RUN_FILE) is not None
@@ -105,7 +105,7 @@ class _Plan:
             return
         inner = [root.child(name) for name in sorted(root.children()) if not name.startswith(".")]
         looked = [self._look_inside(store) for store in inner]
-        if not is_run and not any(looked) and not self.heaps:
+        if not is_run and not any(looked) and not self.leftovers:
             raise self._nothing_found(
                 root.store,
                 f"there is no checkpoint at {place}, nor in a folder directly inside of it. Check the path.",
@@ -134,7 +134,7 @@ class _Plan:
 
     def _look_inside(self, store: Store) -> bool:
         """A folder among others. Without a record it is not a checkpoint to be made again: it may have been deleted."""
-        if is_debris_alone(store):
+        if holds_leftovers_alone(store):
             if native.whole_saves(store, proven=True):
                 self.problems.append(
                     Planned(
@@ -144,7 +144,7 @@ class _Plan:
                     )
                 )
             else:
-                self.heaps += heaps_of_native(store, None)
+                self.leftovers += leftovers_of_native(store, None)
             return True
         return self.look_at(store)
 
@@ -155,16 +155,16 @@ class _Plan:
         if RECORD in names or any(generation_of(name) for name in names):
             self._native(store)
         elif any(name.endswith((".metadata", ".distcp")) for name in names):
-            problems, heaps = dcp.problems_of(store)
+            problems, leftovers = dcp.problems_of(store)
             self.problems += problems
-            self.heaps += heaps
+            self.leftovers += leftovers
         elif any(".safetensors" in name for name in names):
             if path is None:
                 self._passed_over.append(store.location)
                 return False
             self.problems += hugging_face.problems_of(path)
             if COMMIT_NAME not in names:
-                self.heaps += heaps_of_hugging_face(store)
+                self.leftovers += leftovers_of_hugging_face(store)
         else:
             return False
         self.checked.append(store.location)
@@ -184,6 +184,6 @@ class _Plan:
         except HoldfastError:
             record = None
         if record is not None:
-            self.heaps += heaps_of_native(store, record)
+            self.leftovers += leftovers_of_native(store, record)
         elif RECORD not in names:
-            self.heaps += heaps_of_native(store, None, but=native.whole_saves(store, proven=False))
+            self.leftovers += leftovers_of_native(store, None, but=native.whole_saves(store, proven=False))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from holdfast._formats.folder_files import KEPT
 from holdfast._stores.store import Store
 from holdfast._watching.progress import size
 from holdfast.errors import HoldfastError
@@ -46,7 +47,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Debris:
+class Leftover:
     """Files in one folder that no checkpoint needs."""
 
     path: str
@@ -71,7 +72,7 @@ class RepairReport:
 
     path: str
     findings: Sequence[Finding]
-    debris: Sequence[Debris]
+    leftovers: Sequence[Leftover]
     applied: bool
     """Whether anything was to be changed; False for a dry run."""
     checked: Sequence[str] = field(default_factory=tuple)
@@ -79,17 +80,17 @@ class RepairReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong any more. Debris takes room and does no other harm."""
+        """Whether nothing is wrong any more. Leftover files take room and does no other harm."""
         return all(finding.outcome == "repaired" for finding in self.findings)
 
     @property
-    def debris_bytes(self) -> int:
+    def leftover_bytes(self) -> int:
         """What could be removed, or was."""
-        return sum(debris.nbytes for debris in self.debris if debris.fate != "kept")
+        return sum(leftover.nbytes for leftover in self.leftovers if leftover.fate != "kept")
 
     def to_json(self) -> dict[str, Any]:
         """As JSON has it."""
-        return {**asdict(self), "ok": self.ok, "debris_bytes": self.debris_bytes}
+        return {**asdict(self), "ok": self.ok, "leftover_bytes": self.leftover_bytes}
 
     def __str__(self) -> str:
         lines = [str(finding) for finding in self.findings]
@@ -99,12 +100,12 @@ class RepairReport:
                 f"{self.path}: nothing is wrong with the indexes of {count} checkpoint{'' if count == 1 else 's'}, and "
                 "no file is missing or too short. Content is not compared here; holdfast verify does that"
             )
-        lines += [str(debris) for debris in self.debris]
+        lines += [str(leftover) for leftover in self.leftovers]
         if not self.applied and any(finding.outcome == "can be repaired" for finding in self.findings):
             lines.append("Nothing was changed. --apply (in Python: apply=True) repairs what can be.")
-        if any(debris.fate == "can be removed" for debris in self.debris):
+        if any(leftover.fate == "can be removed" for leftover in self.leftovers):
             lines.append(
-                f"{size(self.debris_bytes)} can be removed by --sweep --apply (in Python: sweep=True, apply=True)."
+                f"{size(self.leftover_bytes)} can be removed by --sweep --apply (in Python: sweep=True, apply=True)."
             )
         return "\n".join(lines)
 
@@ -138,10 +139,6 @@ class Planned:
 
 
 # What a repair replaces is kept beside it, under another name.
-
-
-KEPT = ".before-repair"
-"""At the end of the names of what was replaced."""
 
 
 def keep_copy(store: Store, name: str) -> bytes | None:

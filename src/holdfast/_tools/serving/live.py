@@ -65,7 +65,7 @@ def _without_holes(descriptor: int, size: int) -> int:
 # grow; a run file tells besides which folders its job has begun to change, and whether that job is alive.
 
 
-Activity: TypeAlias = Literal["writing", "committing", "stalled", "being deleted", "debris"]
+Activity: TypeAlias = Literal["writing", "committing", "stalled", "being deleted", "leftover"]
 RUNNING: tuple[Activity, ...] = ("writing", "committing", "stalled")
 
 _STALLED = 10.0
@@ -244,11 +244,11 @@ class LiveSaves:
         if key in self._committed or (noted and noted == found.generation):
             return "being deleted", "its record is gone, and its files are being removed"
         if was_cut_off(run, found.name):
-            return "debris", f"the job that wrote it has ended ({run.owner}). The next job of this run removes it"
+            return "leftover", f"the job that wrote it has ended ({run.owner}). The next job of this run removes it"
         is_dated = any(file.changed_at is not None for file in found.files)
         doubt = why_perhaps_writing(run, found.name, quiet if is_dated else None)
         if doubt is None:
-            return "debris", "the save was cut off. holdfast repair --sweep --apply removes what it has left"
+            return "leftover", "the save was cut off. holdfast repair --sweep --apply removes what it has left"
         if quiet > _STALLED:
             is_begun = noted is not None and run.owner is not None and run.owner.life() == "alive"
             return "stalled", f"its job is alive: {run.owner}" if is_begun else f"it may have been cut off, but {doubt}"

@@ -56,7 +56,7 @@ function words(save) {
 }
 
 export function chipOf(activity) {
-  return { writing: "accent", committing: "accent", stalled: "warn", debris: "warn" }[activity] || "";
+  return { writing: "accent", committing: "accent", stalled: "warn", leftover: "warn" }[activity] || "";
 }
 
 function ranks(save) {

@@ -6,7 +6,7 @@ import { moment, since } from "./times.js";
 
 const MANY = 200;
 const MOST_METRICS = 4;
-const CHIPS = { committed: "good", "set aside": "warn", damaged: "bad", "being written": "accent", debris: "warn" };
+const CHIPS = { committed: "good", "set aside": "warn", damaged: "bad", "being written": "accent", leftover: "warn" };
 
 const ticked = [];
 const opened = new Set();

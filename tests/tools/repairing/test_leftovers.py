@@ -1,4 +1,4 @@
-"""Debris: what killed saves leave is swept, and nothing that anybody may need or be writing."""
+"""Leftover files: what killed saves leave is swept, and nothing that anybody may need or be writing."""
 
 from __future__ import annotations
 
@@ -67,16 +67,18 @@ def test_what_a_killed_overwrite_left_is_swept_and_the_checkpoint_stays(overwrit
 
     dry = repair(folder)
     assert dry.ok
-    assert {name for debris in dry.debris for name in debris.names} == left
-    assert dry.debris_bytes == sum((folder / name).stat().st_size for name in left)
+    assert {name for leftover in dry.leftovers for name in leftover.names} == left
+    assert dry.leftover_bytes == sum((folder / name).stat().st_size for name in left)
     assert set(names_in(folder)) == whole | left
-    assert [debris.fate for debris in repair(folder, apply=True).debris] == ["can be removed"] * len(dry.debris)
+    assert [leftover.fate for leftover in repair(folder, apply=True).leftovers] == ["can be removed"] * len(
+        dry.leftovers
+    )
     report = repair(folder, apply=True, sweep=True)
 
-    assert {debris.fate for debris in report.debris} == {"removed"}
+    assert {leftover.fate for leftover in report.leftovers} == {"removed"}
     assert set(names_in(folder)) == whole
     assert holdfast.open(folder).verify().ok
-    assert repair(folder).debris == ()
+    assert repair(folder).leftovers == ()
 
 
 def test_what_was_written_just_now_may_be_of_a_save_that_goes_on(overwritten):
@@ -84,9 +86,9 @@ def test_what_was_written_just_now_may_be_of_a_save_that_goes_on(overwritten):
 
     report = repair(folder, apply=True, sweep=True)
 
-    assert {debris.fate for debris in report.debris} == {"kept"}
-    assert "a save may be going on" in report.debris[0].reason
-    assert report.debris_bytes == 0
+    assert {leftover.fate for leftover in report.leftovers} == {"kept"}
+    assert "a save may be going on" in report.leftovers[0].reason
+    assert report.leftover_bytes == 0
     assert set(names_in(folder)) == whole | left
 
 
@@ -97,10 +99,12 @@ def test_one_recent_file_of_a_save_protects_all_of_it(overwritten):
 
     report = repair(folder, apply=True, sweep=True)
 
-    assert [debris.fate for debris in report.debris if any(n.startswith("data-") for n in debris.names)] == ["kept"]
+    assert [leftover.fate for leftover in report.leftovers if any(n.startswith("data-") for n in leftover.names)] == [
+        "kept"
+    ]
 
 
-def test_debris_of_a_killed_job_is_swept_from_its_run(tmp_path):
+def test_leftovers_of_a_killed_job_is_swept_from_its_run(tmp_path):
     run = tmp_path / "run"
     with holdfast.CheckpointManager(run, every_steps=1) as manager:
         manager.save(1, {"w": torch.zeros(1000)})
@@ -114,7 +118,7 @@ def test_debris_of_a_killed_job_is_swept_from_its_run(tmp_path):
     report = repair(run, apply=True, sweep=True)
 
     assert report.ok
-    assert [debris.fate for debris in report.debris] == ["removed"]
+    assert [leftover.fate for leftover in report.leftovers] == ["removed"]
     assert names_in(folder) == []
     assert holdfast.open(run / "step-00000001").verify().ok
 
@@ -144,15 +148,15 @@ def test_a_run_in_use_is_left_to_its_manager(tmp_path):
         folder.mkdir()
         (folder / "data-00112233aabbccdd-0-0.safetensors").write_bytes(bytes(10))
         age_all(folder)
-        (debris,) = repair(tmp_path / "run", apply=True, sweep=True).debris
-        assert debris.fate == "kept"
-        assert f"process {os.getpid()}" in debris.reason
-        (debris,) = repair(folder, apply=True, sweep=True).debris
-        assert debris.fate == "kept"
-    assert repair(tmp_path / "run", apply=True, sweep=True).debris[0].fate == "removed"
+        (leftover,) = repair(tmp_path / "run", apply=True, sweep=True).leftovers
+        assert leftover.fate == "kept"
+        assert f"process {os.getpid()}" in leftover.reason
+        (leftover,) = repair(folder, apply=True, sweep=True).leftovers
+        assert leftover.fate == "kept"
+    assert repair(tmp_path / "run", apply=True, sweep=True).leftovers[0].fate == "removed"
 
 
-def test_files_of_others_are_never_debris(overwritten):
+def test_files_of_others_are_never_leftovers(overwritten):
     folder, _, _ = overwritten
     strange = ["notes.txt", "data-1.safetensors", "data-00112233AABBCCDD-0-0.safetensors", "x.tmp", ".hidden"]
     for name in strange:
@@ -171,7 +175,7 @@ def test_nothing_is_swept_beside_a_damaged_record(overwritten):
 
     report = repair(folder, sweep=True, apply=True)
 
-    assert report.debris == ()
+    assert report.leftovers == ()
     assert whole | left <= set(names_in(folder))
 
 
@@ -194,15 +198,15 @@ def test_unfinished_conversions_are_swept_unless_a_process_holds_them(tmp_path):
     held = os.open(tmp_path / left, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
 
-    (debris,) = repair(tmp_path, apply=True, sweep=True).debris
-    assert (debris.fate, debris.reason) == ("kept", "a conversion is writing it, or nobody knows")
+    (leftover,) = repair(tmp_path, apply=True, sweep=True).leftovers
+    assert (leftover.fate, leftover.reason) == ("kept", "a conversion is writing it, or nobody knows")
     os.close(held)
-    (debris,) = repair(tmp_path).debris
-    assert (debris.names, debris.fate) == ([left], "can be removed")
-    assert debris.nbytes > 400
-    (debris,) = repair(tmp_path, apply=True, sweep=True).debris
+    (leftover,) = repair(tmp_path).leftovers
+    assert (leftover.names, leftover.fate) == ([left], "can be removed")
+    assert leftover.nbytes > 400
+    (leftover,) = repair(tmp_path, apply=True, sweep=True).leftovers
 
-    assert debris.fate == "removed"
+    assert leftover.fate == "removed"
     assert names_in(tmp_path) == [".mine.partial", "source"]
 
 
@@ -214,7 +218,7 @@ def test_what_a_conversion_was_to_replace_is_put_back_before_its_folder_is_swept
     work.new.mkdir()
     holdfast.save({"w": torch.zeros(5)}, work.old)
 
-    assert repair(tmp_path, apply=True, sweep=True).debris[0].fate == "removed"
+    assert repair(tmp_path, apply=True, sweep=True).leftovers[0].fate == "removed"
 
     assert names_in(tmp_path) == ["model", "source"]
     assert holdfast.open(tmp_path / "model").read()["w"].tolist() == [0] * 5
@@ -231,7 +235,7 @@ def test_dcp_files_that_the_index_does_not_name_are_swept_if_they_are_ours(tmp_p
 
     report = repair(folder, apply=True, sweep=True)
 
-    assert report.debris_bytes == 200
+    assert report.leftover_bytes == 200
     assert set(names_in(folder)) == whole | {of_stock.name}
     state = {"w": torch.zeros(3)}
     holdfast.dcp.load(state, checkpoint_id=folder)
@@ -245,5 +249,5 @@ def test_temporary_files_of_a_hugging_face_save_are_swept(tmp_path):
     (tmp_path / "model-00001-of-00002.safetensors.0a1b2c3d.tmp").write_bytes(bytes(40))
     age_all(tmp_path)
 
-    assert repair(tmp_path, apply=True, sweep=True).debris_bytes == 40
+    assert repair(tmp_path, apply=True, sweep=True).leftover_bytes == 40
     assert names_in(tmp_path) == ["model.safetensors"]
