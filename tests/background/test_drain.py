@@ -129,12 +129,12 @@ class Failing(dcp.FileSystemWriter):
         raise OSError("the disk is gone")
 
 class HeldStore(LocalStore):
-    def create(self, name, size=None):
+    def create(self, name, size=None, memory=None):
         until_the_program_ends()
-        return super().create(name, size)
+        return super().create(name, size, memory)
 
 class StuckStore(LocalStore):
-    def create(self, name, size=None):
+    def create(self, name, size=None, memory=None):
         for_ever()
 
 state = {"n": torch.tensor(1)}

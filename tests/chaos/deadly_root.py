@@ -60,8 +60,8 @@ class DeadlyStore(LocalStore):
         self._program = os.getpid()
 
     @contextmanager
-    def create(self, name: str, size: int | None = None) -> Iterator[FileSink]:
-        with self._danger("create"), super().create(name, size) as sink:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Iterator[FileSink]:
+        with self._danger("create"), super().create(name, size, memory) as sink:
             yield _DeadlySink(sink, self)  # type: ignore[misc]
 
     def commit(self, name: str, content: bytes, *, replaces: bytes | None) -> None:
@@ -131,8 +131,8 @@ class _DeadlySink:
         if moment == "after":
             self._store.kill()
 
-    def buffer(self, memory: int | None = None) -> memoryview | None:
-        return self._sink.buffer(memory)
+    def buffer(self) -> memoryview | None:
+        return self._sink.buffer()
 
     def advance(self, count: int) -> None:
         moment = self._store.moment_of("write")

@@ -112,7 +112,7 @@ def test_any_tiling_comes_together_with_any_buffer(
         write_parts(path, number + 1, {"w": (part, list(offsets))})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf_model_files, "ROOM_BYTES", buffer)
+        patch.setattr(hf_model_files, "WRITE_BUFFER_BYTES", buffer)
         patch.setattr(chunk_reads, "MERGE_GAP", gap)
         consolidate_safetensors_files(path, path / "whole")
 

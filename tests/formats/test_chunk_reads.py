@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast._base.box_bytes import boxes_of_run
 from holdfast._base.boxes import Box
 from holdfast._base.crc import combined
 from holdfast._formats import chunk_reads
 from holdfast._formats.byte_ranges import StreamRanges, read_with_crc
-from holdfast._formats.chunk_reads import ArrayPlace, ChunkRead, Wanted, boxes_of_run
+from holdfast._formats.chunk_reads import ArrayPlace, ChunkRead, Wanted
 from holdfast.errors import DamagedCheckpointError
 from tests.formats.regions import memory
 from tests.properties import examples

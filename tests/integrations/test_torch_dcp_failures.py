@@ -40,8 +40,8 @@ class Unknown:
 class FullDisk(LocalStore):
     """Takes the first bytes of every file, and then no more."""
 
-    def create(self, name, size=None):
-        sink = super().create(name, size)
+    def create(self, name, size=None, memory=None):
+        sink = super().create(name, size, memory)
 
         class Full:
             def __enter__(self):

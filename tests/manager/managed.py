@@ -83,8 +83,8 @@ class MoodyStore(LocalStore):
         self._root, self._name = root, name
 
     @contextmanager
-    def create(self, name: str, size: int | None = None) -> Iterator[Any]:
-        with super().create(name, size) as sink:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Iterator[Any]:
+        with super().create(name, size, memory) as sink:
             if name.startswith("data-") and self._name in {folder_of(step) for step in self._root.full}:
                 self._root.failures += 1
                 find_no_space()

@@ -42,8 +42,8 @@ class FullForData(LocalStore):
     """A folder on a disk that is full for everything large."""
 
     @contextmanager
-    def create(self, name: str, size: int | None = None) -> Iterator[FileSink]:
-        with super().create(name, size) as sink:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Iterator[FileSink]:
+        with super().create(name, size, memory) as sink:
             if name.startswith("data-"):
                 with naming(self.path_of(name)):
                     find_no_space()

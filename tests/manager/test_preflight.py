@@ -372,8 +372,8 @@ class SlowStore(MemoryStore):
         self.sizes: list[int] = []
 
     @contextmanager
-    def create(self, name: str, size: int | None = None) -> Iterator[Any]:
-        with super().create(name, size) as sink:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Iterator[Any]:
+        with super().create(name, size, memory) as sink:
             yield sink
             self.sizes.append(len(sink.content))
             self.now += self.seconds + len(sink.content) / self.rate

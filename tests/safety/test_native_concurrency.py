@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast._save import files as native_files
-from holdfast._save.files import look_before
+from holdfast._formats.native.writing import inspect_destination
+from holdfast._save import save as save_module
 from holdfast._stores.local_store import LocalStore
 from holdfast.errors import (
     CheckpointExistsError,
@@ -101,9 +101,9 @@ class Interrupted(LocalStore):
             meanwhile, self.meanwhile = self.meanwhile, None
             meanwhile()
 
-    def create(self, name: str, size: int | None = None) -> Any:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Any:
         self._now("create " + name.partition("-")[0])
-        return super().create(name, size)
+        return super().create(name, size, memory)
 
     def list(self) -> Any:
         self._now("list")
@@ -166,26 +166,21 @@ def test_a_checkpoint_of_another_kind_is_never_saved_over(tmp_path, name, overwr
     assert (tmp_path / name).read_bytes() == b"of somebody else"
 
 
-def test_files_that_are_gone_before_the_commit_are_missed(tmp_path):
+def test_files_that_are_gone_before_the_commit_are_missed(tmp_path, monkeypatch):
     def lose_a_file() -> None:
         next(tmp_path.glob("data-*")).unlink()
 
     store = Interrupted(tmp_path, "", None)
-    write = native_files.write_chunks
+    write = save_module.write_chunks
 
     def write_and_lose(*args: Any, **options: Any) -> Any:
         written = write(*args, **options)
         lose_a_file()
         return written
 
-    from holdfast._save import save as save_verb
-
-    original, save_verb.write_chunks = save_verb.write_chunks, write_and_lose
-    try:
-        with pytest.raises(IncompleteSaveError, match="Do all ranks see the same disk"):
-            save(1, store)
-    finally:
-        save_verb.write_chunks = original
+    monkeypatch.setattr(save_module, "write_chunks", write_and_lose)
+    with pytest.raises(IncompleteSaveError, match="Do all ranks see the same disk"):
+        save(1, store)
     assert found_in(tmp_path) in (NOTHING, CUT_OFF)
 
 
@@ -214,7 +209,7 @@ def test_an_error_after_the_commit_removes_nothing_that_the_checkpoint_needs(tmp
 def test_what_was_there_before_is_looked_at_record_first(tmp_path):
     """If the other order were taken, files of a save that commits in between would stay behind for ever."""
     save(1, tmp_path)
-    before = look_before(Interrupted(tmp_path, "list", lambda: save(2, tmp_path)), overwrite=True)
+    before = inspect_destination(Interrupted(tmp_path, "list", lambda: save(2, tmp_path)), overwrite=True)
     assert b'"step":1' in before.record
 
 

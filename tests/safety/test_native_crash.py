@@ -241,10 +241,10 @@ class Full(LocalStore):
         super().__init__(folder)
         self.kind = kind
 
-    def create(self, name: str, size: int | None = None) -> Any:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Any:
         if name.startswith(self.kind):
             raise OSError(28, "No space left on device", name)
-        return super().create(name, size)
+        return super().create(name, size, memory)
 
 
 def save_to_a_full_disk(folder: Path, kind: str, rank: int) -> str:

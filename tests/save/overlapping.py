@@ -73,10 +73,10 @@ class GatedStore(LocalStore):
         self.gate = threading.Event()
 
     @contextmanager
-    def create(self, name: str, size: int | None = None) -> Iterator[Any]:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Iterator[Any]:
         self.reached.set()
         assert self.gate.wait(PATIENCE), "nobody has opened the gate"
-        with super().create(name, size) as sink:
+        with super().create(name, size, memory) as sink:
             yield sink
 
 

@@ -32,9 +32,9 @@ class FullStore(LocalStore):
         self.full_for = full_for
 
     @contextmanager
-    def create(self, name: str, size: int | None = None) -> Iterator[Any]:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Iterator[Any]:
         rank = dist.get_rank() if dist.is_initialized() else 0
-        with super().create(name, size) as sink:
+        with super().create(name, size, memory) as sink:
             if rank in self.full_for:
                 sink.write(b"some")
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path_of(name))
@@ -49,8 +49,8 @@ class DeadlyStore(LocalStore):
         self.maker = os.getpid()
 
     @contextmanager
-    def create(self, name: str, size: int | None = None) -> Iterator[Any]:
-        with super().create(name, size) as sink:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Iterator[Any]:
+        with super().create(name, size, memory) as sink:
             if os.getpid() != self.maker:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield sink

@@ -151,9 +151,9 @@ class Watched(GatedStore):
         self.note("look")
         return super().list()
 
-    def create(self, name: str, size: int | None = None) -> Any:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Any:
         self.note("create")
-        return super().create(name, size)
+        return super().create(name, size, memory)
 
     def commit(self, name: str, content: bytes, *, replaces: bytes | None) -> None:
         self.note("commit")
@@ -217,12 +217,12 @@ from holdfast._stores.local_store import LocalStore
 folder = Path(sys.argv[1])
 
 class Slow(LocalStore):
-    def create(self, name, size=None):
+    def create(self, name, size=None, memory=None):
         threading.Event().wait(0.5)  # still running when the script has ended
-        return super().create(name, size)
+        return super().create(name, size, memory)
 
 class Failing(Slow):
-    def create(self, name, size=None):
+    def create(self, name, size=None, memory=None):
         raise OSError("the disk is gone")
 
 weight = torch.nn.Parameter(torch.ones(1000, 1000))

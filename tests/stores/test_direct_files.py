@@ -18,7 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._base.tuning import DIRECT_ALIGNMENT, DIRECT_FROM, READ_BYTES, ROOM_BYTES, SMALLEST_ROOM, WRITERS
+from holdfast._base.tuning import (
+    DIRECT_ALIGNMENT,
+    DIRECT_FROM,
+    READ_BYTES,
+    SMALLEST_BUFFER,
+    WRITE_BUFFER_BYTES,
+    WRITERS,
+)
 from holdfast._stores import direct_files as direct_access
 from holdfast._stores import direct_files as direct_file
 from holdfast._stores import file_reader
@@ -30,7 +37,7 @@ from tests.properties import examples
 
 MIB = 1 << 20
 
-edges = st.sampled_from([DIRECT_ALIGNMENT, SMALLEST_ROOM, DIRECT_FROM, READ_BYTES, ROOM_BYTES])
+edges = st.sampled_from([DIRECT_ALIGNMENT, SMALLEST_BUFFER, DIRECT_FROM, READ_BYTES, WRITE_BUFFER_BYTES])
 near_edges = st.builds(
     lambda edge, times, more: max(0, edge * times + more), edges, st.integers(0, 3), st.integers(-2, 2)
 )
@@ -107,35 +114,35 @@ def refusing(function: Callable[..., int], descriptors: set[int]) -> Callable[..
 
 
 @settings(max_examples=examples(30))
-@given(size=sizes, cuts=st.lists(st.floats(0, 1), max_size=4), through_rooms=st.booleans(), memory=st.none() | sizes)
-def test_a_file_of_any_size_written_in_any_parts_has_just_these_bytes(size, cuts, through_rooms, memory):
+@given(size=sizes, cuts=st.lists(st.floats(0, 1), max_size=4), through_buffers=st.booleans(), memory=st.none() | sizes)
+def test_a_file_of_any_size_written_in_any_parts_has_just_these_bytes(size, cuts, through_buffers, memory):
     content = some_bytes(size)
     bounds = [0, *sorted(int(cut * size) for cut in cuts), size]
     with tempfile.TemporaryDirectory() as folder:
         store = LocalStore(folder)
-        with store.create("file", size) as sink:
+        with store.create("file", size, memory) as sink:
             for begin, end in pairwise(bounds):
-                if through_rooms:
-                    fill_rooms(sink, content[begin:end], memory)
+                if through_buffers:
+                    fill_buffers(sink, content[begin:end])
                 else:
                     sink.write(content[begin:end])
         assert Path(folder, "file").read_bytes() == content
 
 
-def fill_rooms(sink: Any, content: bytes, memory: int | None) -> None:
+def fill_buffers(sink: Any, content: bytes) -> None:
     while content:
-        room = sink.buffer(memory)
-        if room is None:
+        buffer = sink.buffer()
+        if buffer is None:
             sink.write(content)
             return
-        count = min(len(room), len(content))
-        room[:count] = content[:count]
+        count = min(len(buffer), len(content))
+        buffer[:count] = content[:count]
         sink.advance(count)
         content = content[count:]
 
 
 @pytest.mark.parametrize("how", ["open", "use"])
-@pytest.mark.parametrize("size", [DIRECT_FROM, 2 * ROOM_BYTES + 12_345])
+@pytest.mark.parametrize("size", [DIRECT_FROM, 2 * WRITE_BUFFER_BYTES + 12_345])
 def test_a_file_system_without_direct_writes_gets_ordinary_ones(tmp_path, monkeypatch, how, size):
     refuses_directness(monkeypatch, how)
     content = some_bytes(size)
@@ -155,7 +162,7 @@ def test_writes_that_come_back_short_are_continued(tmp_path, monkeypatch):
             return original(descriptor, view[:DIRECT_ALIGNMENT], position)
 
     monkeypatch.setattr(os, "pwrite", short)
-    content = some_bytes(ROOM_BYTES + 5)
+    content = some_bytes(WRITE_BUFFER_BYTES + 5)
     LocalStore(tmp_path).put("file", content)
     assert (tmp_path / "file").read_bytes() == content
 
@@ -175,7 +182,7 @@ def test_a_write_that_fails_in_the_background_names_the_file_and_leaves_nothing(
 
     monkeypatch.setattr(os, "pwrite", fail)
     with pytest.raises(OSError, match=str(tmp_path / "file")) as raised:
-        LocalStore(tmp_path).put("file", bytes(5 * ROOM_BYTES))
+        LocalStore(tmp_path).put("file", bytes(5 * WRITE_BUFFER_BYTES))
     assert raised.value.errno == code
     assert not (tmp_path / "file").exists()
 
@@ -219,10 +226,10 @@ def test_a_file_that_failed_says_so_as_often_as_it_is_asked(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "pwrite", fail)
     with (tmp_path / "file").open("wb") as stream:
-        file = DirectFile(stream.fileno(), stream.name, 20 * ROOM_BYTES)
+        file = DirectFile(stream.fileno(), stream.name, 20 * WRITE_BUFFER_BYTES)
         for _ in range(3 * WRITERS):
             with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-                file.write(memoryview(bytes(10 * ROOM_BYTES)))
+                file.write(memoryview(bytes(10 * WRITE_BUFFER_BYTES)))
         file.close()
 
 
@@ -231,7 +238,7 @@ def test_space_is_found_missing_before_anything_is_written(tmp_path, monkeypatch
     monkeypatch.setattr(direct_file, "reserve", no_space)
     monkeypatch.setattr(os, "pwrite", lambda *_: written.append(1))
     with pytest.raises(OSError, match=str(tmp_path / "file")) as raised:
-        LocalStore(tmp_path).put("file", bytes(2 * ROOM_BYTES))
+        LocalStore(tmp_path).put("file", bytes(2 * WRITE_BUFFER_BYTES))
     assert raised.value.errno == errno.ENOSPC
     assert written == []
     assert not (tmp_path / "file").exists()
@@ -242,14 +249,14 @@ def no_space(_descriptor: int, _size: int) -> None:
 
 
 @given(size=st.integers(1, 1 << 40), memory=st.integers(0, 1 << 30))
-def test_rooms_keep_to_the_memory_that_they_are_given(size, memory):
-    """Unless it is less than the smallest rooms take."""
+def test_buffers_keep_to_the_memory_that_they_are_given(size, memory):
+    """Unless it is less than the smallest buffers take."""
     with tempfile.TemporaryFile() as stream, pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct_file, "reserve", lambda *_: None)
         file = DirectFile(stream.fileno(), "nowhere", size, memory)
         file.close()
-    assert file.room_bytes * (WRITERS + 1) <= max(memory, (WRITERS + 1) * SMALLEST_ROOM)
-    assert file.room_bytes % DIRECT_ALIGNMENT == 0
+    assert file.buffer_bytes * (WRITERS + 1) <= max(memory, (WRITERS + 1) * SMALLEST_BUFFER)
+    assert file.buffer_bytes % DIRECT_ALIGNMENT == 0
 
 
 # --- reading -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast._stores import local_filesystem as local
+from holdfast._stores import durable_files
 from holdfast._stores.local_store import LocalStore
 from holdfast._stores.store import Listed
 from holdfast.errors import CommitConflictError, DamagedCheckpointError
@@ -406,7 +406,7 @@ def test_leftovers_that_cannot_be_removed_do_not_fail_a_commit(store, folder):
 
 def test_a_commit_does_not_wait_for_ever(store, folder, monkeypatch):
     store.put("data", b"content")
-    monkeypatch.setattr(local, "_LOCK_PATIENCE", 0.02)
+    monkeypatch.setattr(durable_files, "_LOCK_PATIENCE", 0.02)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

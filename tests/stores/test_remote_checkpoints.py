@@ -82,20 +82,20 @@ def test_ranks_save_replace_and_load_by_url_alone(ranks, bucket, url):
 
 def save_and_die_in_the_upload(bucket: Bucket, url: str) -> None:
     """Rank 1 is killed when the server has its first part, and others are on their way."""
-    real = S3Upload._next_room
+    real = S3Upload._next_buffer
 
-    def next_room(upload: S3Upload) -> bytearray:
+    def next_buffer(upload: S3Upload) -> bytearray:
         if dist.get_rank() == 1 and upload._parts == 2:
             upload._finish_one()
             os.kill(os.getpid(), signal.SIGKILL)
         return real(upload)
 
-    S3Upload._next_room = next_room  # type: ignore[method-assign]
+    S3Upload._next_buffer = next_buffer  # type: ignore[method-assign]
     try:
         with bucket.in_environment():
             holdfast.save(state_of(2, rows=2 * PARTS * (8 << 20) // (4 * ROW)), url, overwrite=True)
     finally:
-        S3Upload._next_room = real  # type: ignore[method-assign]
+        S3Upload._next_buffer = real  # type: ignore[method-assign]
 
 
 def test_a_rank_that_is_killed_while_it_uploads_leaves_the_old_checkpoint(ranks, bucket, url):

@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast._base.tuning import MIB, REMOTE_READ_BYTES, REMOTE_START_BYTES, REMOTE_WINDOW_BYTES, ROOM_BYTES, UPLOADS
+from holdfast._base.tuning import (
+    MIB,
+    REMOTE_READ_BYTES,
+    REMOTE_START_BYTES,
+    REMOTE_WINDOW_BYTES,
+    UPLOADS,
+    WRITE_BUFFER_BYTES,
+)
 from holdfast._stores.fsspec_store import FsspecStore
 from holdfast._stores.s3_upload import S3Upload
 from holdfast.errors import CommitConflictError
@@ -57,10 +64,10 @@ def content_of(nbytes: int) -> bytes:
     [
         (0, True, 0),
         (1, True, 0),
-        (ROOM_BYTES, True, 0),  # one request does it
-        (ROOM_BYTES, False, 1),  # nobody knew
-        (ROOM_BYTES + 1, True, 2),
-        (2 * ROOM_BYTES + MIB, False, 3),
+        (WRITE_BUFFER_BYTES, True, 0),  # one request does it
+        (WRITE_BUFFER_BYTES, False, 1),  # nobody knew
+        (WRITE_BUFFER_BYTES + 1, True, 2),
+        (2 * WRITE_BUFFER_BYTES + MIB, False, 3),
     ],
 )
 def test_an_object_is_one_request_or_several_parts(store, bucket, requests, nbytes, announced, parts):
@@ -77,53 +84,52 @@ def test_an_object_is_one_request_or_several_parts(store, bucket, requests, nbyt
 @pytest.mark.parametrize(
     ("memory", "part", "uploads"),
     [
-        (None, ROOM_BYTES, UPLOADS),
-        (32 * MIB, ROOM_BYTES, 3),
-        (16 * MIB, ROOM_BYTES, 1),
-        (8 * MIB, ROOM_BYTES, 0),
+        (None, WRITE_BUFFER_BYTES, UPLOADS),
+        (32 * MIB, WRITE_BUFFER_BYTES, 3),
+        (16 * MIB, WRITE_BUFFER_BYTES, 1),
+        (8 * MIB, WRITE_BUFFER_BYTES, 0),
         (6 * MIB, 6 * MIB, 0),
         (1, 5 * MIB, 0),  # S3 takes none that are smaller
     ],
 )
 def test_parts_take_no_more_memory_than_they_may(bucket, memory, part, uploads):
-    upload = S3Upload(bucket.client(), {}, "s3://somewhere", 100 * ROOM_BYTES)
-    assert upload.buffer(memory).nbytes == part
+    upload = S3Upload(bucket.client(), {}, "s3://somewhere", 100 * WRITE_BUFFER_BYTES, memory)
+    assert upload.buffer().nbytes == part
     assert upload._uploads == uploads
 
 
-@pytest.mark.parametrize("expected", [10_000 * ROOM_BYTES, 10_000 * ROOM_BYTES + 1, 5 << 40])
+@pytest.mark.parametrize("expected", [10_000 * WRITE_BUFFER_BYTES, 10_000 * WRITE_BUFFER_BYTES + 1, 5 << 40])
 def test_the_largest_objects_have_few_enough_parts(bucket, expected):
     upload = S3Upload(bucket.client(), {}, "s3://somewhere", expected)
-    upload._choose_sizes(None)
     assert -(-expected // upload._part_bytes) <= 10_000
 
 
 def test_no_more_parts_are_in_memory_than_one_and_those_under_way(store, monkeypatch):
     made: list[int] = []
-    real = S3Upload._next_room
+    real = S3Upload._next_buffer
 
     def counting(upload: S3Upload) -> bytearray:
-        room = real(upload)
-        made.append(id(room))
+        buffer = real(upload)
+        made.append(id(buffer))
         assert len(upload._under_way) <= UPLOADS
-        return room
+        return buffer
 
-    monkeypatch.setattr(S3Upload, "_next_room", counting)
-    with store.create("data", 8 * ROOM_BYTES) as sink:
+    monkeypatch.setattr(S3Upload, "_next_buffer", counting)
+    with store.create("data", 8 * WRITE_BUFFER_BYTES) as sink:
         for _ in range(8):
-            sink.write(bytes(ROOM_BYTES))
+            sink.write(bytes(WRITE_BUFFER_BYTES))
     assert len(made) == 8
     assert len(set(made)) <= UPLOADS + 1
 
 
 def test_an_object_is_not_there_before_it_is_complete(store, bucket):
-    with store.create("data", 3 * ROOM_BYTES) as sink:
-        sink.write(bytes(2 * ROOM_BYTES))
+    with store.create("data", 3 * WRITE_BUFFER_BYTES) as sink:
+        sink.write(bytes(2 * WRITE_BUFFER_BYTES))
         assert store.size("data") is None
         assert store.list() == []
         assert len(bucket.unfinished_uploads()) == 1
-        sink.write(bytes(ROOM_BYTES))
-    assert store.size("data") == 3 * ROOM_BYTES
+        sink.write(bytes(WRITE_BUFFER_BYTES))
+    assert store.size("data") == 3 * WRITE_BUFFER_BYTES
     assert bucket.unfinished_uploads() == []
 
 
@@ -134,7 +140,7 @@ def test_an_upload_that_fails_leaves_nothing(store, bucket, requests, fails):
             raise refusal("AccessDenied")
 
     requests.before = fail
-    content = b"small" if fails == "PutObject" else bytes(2 * ROOM_BYTES)
+    content = b"small" if fails == "PutObject" else bytes(2 * WRITE_BUFFER_BYTES)
     with pytest.raises(PermissionError, match=r"data.*no"):
         store.put("data", content)
     assert store.list() == []
@@ -144,7 +150,7 @@ def test_an_upload_that_fails_leaves_nothing(store, bucket, requests, fails):
     assert store.read("data") == content
 
 
-@pytest.mark.parametrize("nbytes", [10, 2 * ROOM_BYTES])
+@pytest.mark.parametrize("nbytes", [10, 2 * WRITE_BUFFER_BYTES])
 def test_a_name_that_is_taken_meanwhile_is_refused_and_stays(store, bucket, nbytes):
     def write_too() -> None:
         with store.create("data", nbytes) as sink:
@@ -157,7 +163,7 @@ def test_a_name_that_is_taken_meanwhile_is_refused_and_stays(store, bucket, nbyt
     assert bucket.unfinished_uploads() == []
 
 
-@pytest.mark.parametrize("nbytes", [10, 2 * ROOM_BYTES])
+@pytest.mark.parametrize("nbytes", [10, 2 * WRITE_BUFFER_BYTES])
 def test_the_answer_to_the_last_request_may_be_lost(store, bucket, requests, nbytes):
     """It is sent again then, and refused, since the object is there: it is ours."""
     lost = []
@@ -341,9 +347,9 @@ def test_a_server_without_conditions_is_asked_without_and_told_of(store, request
         if old is not None:
             store.commit("record", old, replaces=None)
         store.commit("record", b"mine", replaces=old)
-        store.put("data", bytes(2 * ROOM_BYTES))
+        store.put("data", bytes(2 * WRITE_BUFFER_BYTES))
     assert "no conditional puts" in caplog.text
-    assert (store.read("record"), store.size("data")) == (b"mine", 2 * ROOM_BYTES)
+    assert (store.read("record"), store.size("data")) == (b"mine", 2 * WRITE_BUFFER_BYTES)
     with pytest.raises(CommitConflictError):
         store.commit("record", b"other", replaces=b"something else")
     with pytest.raises(FileExistsError):
@@ -389,7 +395,7 @@ def test_a_bucket_that_does_not_exist_is_never_made(bucket):
         store.list,
         lambda: store.put("data", b"1"),
         lambda: store.commit("record", b"1", replaces=None),
-        lambda: store.put("data", bytes(2 * ROOM_BYTES)),
+        lambda: store.put("data", bytes(2 * WRITE_BUFFER_BYTES)),
     ):
         with pytest.raises(FileNotFoundError, match="none-"):
             act()
@@ -413,8 +419,8 @@ def test_a_store_can_be_sent_to_another_process(store):
 
 
 def upload_and_die(bucket: Bucket, url: str) -> None:
-    with FsspecStore(url, **bucket.options).create("data", 3 * ROOM_BYTES) as sink:
-        sink.write(bytes(2 * ROOM_BYTES))
+    with FsspecStore(url, **bucket.options).create("data", 3 * WRITE_BUFFER_BYTES) as sink:
+        sink.write(bytes(2 * WRITE_BUFFER_BYTES))
         os.kill(os.getpid(), signal.SIGKILL)
 
 

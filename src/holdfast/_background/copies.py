@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from holdfast._base.box_bytes import span_of
 from holdfast._compat.dtensors import AsyncCollectiveTensor
 from holdfast._compat.sharded_tensors import LocalShardOfTensor as Shard
 from holdfast._compat.sharded_tensors import ShardedTensor, ShardedTensorBase, group_of_sharded
@@ -80,8 +81,7 @@ def view_like(tensor: torch.Tensor, copied: torch.Tensor, stretch: Stretch) -> t
 
 def _used(tensor: torch.Tensor) -> Stretch:
     first = int(tensor.storage_offset()) * tensor.itemsize
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return Stretch(first, first + (1 + sum((int(size) - 1) * int(stride) for size, stride in steps)) * tensor.itemsize)
+    return Stretch(first, first + int(span_of(tensor.shape, tensor.stride(), 1)) * tensor.itemsize)
 
 
 # A tensor with other tensors inside (a ``DTensor``, a ``ShardedTensor``, any wrapper) is rebuilt around copies of

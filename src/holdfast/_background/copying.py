@@ -17,7 +17,7 @@ import torch
 
 from holdfast._background.arenas import ArenaPool, Lease, aligned
 from holdfast._background.copies import bytes_of, fingerprint_of_memory, has_ordinary_memory, transfer, twin_over
-from holdfast._base.threads import ProcessFuture, some_threads, wait_for_all
+from holdfast._base.threads import ProcessFuture, work_through
 from holdfast._base.tuning import COPY_AT_ONCE, SMALL_TENSOR
 from holdfast._compat.tensors import count_of_changes
 from holdfast._formats.tensor_bytes import has_its_memory, lies_ready, move_small, tensor_pieces
@@ -187,7 +187,11 @@ class Copies:
             is_now = [chosen(copy.source) for copy in self._waiting]
             now = [copy for copy, one in zip(self._waiting, is_now, strict=True) if one]
             later = [copy for copy, one in zip(self._waiting, is_now, strict=True) if not one]
-        _do_all(deque(_in_parts(now, self._moment)))
+        # As many threads as torch would use, which would wait for each other after every tensor: that takes long if the
+        # processors have more to do.
+        parts = list(_in_parts(now, self._moment))
+        threads = min(len(parts), torch.get_num_threads(), _MOST_THREADS)
+        work_through(parts, lambda part: part(), threads, "holdfast-stage")
         for copy in now:
             copy.settle()
         self._waiting = later
@@ -287,39 +291,6 @@ def _forget_in_forked_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_forked_child)
-
-
-def _do_all(parts: deque[_Part]) -> None:
-    """Return when all parts are done, by as many threads as torch would use.
-
-    Torch's own would wait for each other after every tensor, which takes long if the processors have more to do.
-    """
-    helpers = min(len(parts), torch.get_num_threads(), _MOST_THREADS) - 1
-    pool = some_threads(helpers, "holdfast-stage") if helpers > 0 else None
-    if pool is None:
-        _do(parts)
-        return
-    with pool:
-        jobs = [pool.submit(_do, parts) for _ in range(helpers)]
-        try:
-            _do(parts)
-        finally:
-            wait_for_all(jobs)
-    for job in jobs:
-        job.result()
-
-
-def _do(parts: deque[_Part]) -> None:
-    while True:
-        try:
-            part = parts.popleft()
-        except IndexError:
-            return
-        try:
-            part()
-        except BaseException:
-            parts.clear()
-            raise
 
 
 class _Memory:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from holdfast._background.copying import Copies
+from holdfast._base.box_bytes import span_of
 from holdfast._compat.tensors import local_part
 from holdfast._layout.tensor_kinds import is_dtensor
 from holdfast._state.unwrapping import bare_optimizer
@@ -143,10 +144,10 @@ def _extent_of(tensor: Any) -> tuple[int, int]:
         begin = int(local.data_ptr())
         if local.is_contiguous():
             return begin, int(local.nbytes)
-        last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+        elements = span_of(local.shape, local.stride(), 1)
     except (RuntimeError, NotImplementedError):
         return 0, 0
-    return begin, (last + 1) * local.element_size()
+    return begin, elements * local.element_size()
 
 
 def _local(tensor: Any) -> Any:

@@ -16,7 +16,7 @@ SMALLEST_BUDGET = 256 * KIB
 
 # --- writing ---
 
-ROOM_BYTES = 8 * MIB
+WRITE_BUFFER_BYTES = 8 * MIB
 """A write. Disks reach their full speed from some 4 MiB on; a larger one would only delay the first."""
 
 WRITERS = 2
@@ -24,9 +24,9 @@ WRITERS = 2
 
 UPLOADS = 3
 """Parts of an object that are on their way to an object store at once, with another one being filled: what a half of
-the memory budget has room for. Each connection is slow, and all together are not."""
+the memory budget allows. Each connection is slow, and all together are not."""
 
-SMALLEST_ROOM = 64 * KIB
+SMALLEST_BUFFER = 64 * KIB
 """However small the memory budget is: below that, calls cost more than the bytes."""
 
 DIRECT_FROM = MIB
@@ -40,9 +40,9 @@ PIECE_BYTES = 4 * MIB
 """Elements that are stored otherwise than they lie in memory (transposed, in another dtype, on a device) are copied so
 many bytes at a time: what is made of them is still in the processor's cache when it is digested."""
 
-SHARE_OF_ROOMS, SHARE_OF_A_PIECE = 2, 16
-"""Of the memory budget, a half is for rooms and a sixteenth for a piece, of which a conversion makes several copies.
-The rest is left to Python's objects."""
+SHARE_OF_WRITE_BUFFERS, SHARE_OF_A_PIECE = 2, 16
+"""Of the memory budget, a half is for write buffers and a sixteenth for a piece, of which a conversion makes several
+copies. The rest is left to Python's objects."""
 
 SMALL_TENSOR = 64 * KIB
 """Up to here the work for each tensor counts and not its bytes, so that small ones have a path of their own. Copies on

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch.futures import Future
 
 from holdfast._base.boxes import Box
+from holdfast._base.threads import work_through
 from holdfast._dcp.blob_steps import how_far
 from holdfast._dcp.destinations import resolve_target
 from holdfast._dcp.hf_files import _HFStorageInfo
@@ -99,13 +99,7 @@ class HuggingFaceStorageReader(FileSystemReader):
                 raise
 
         try:
-            shares = self._shares(plan.items)
-            if self.thread_count == 1:
-                for share in shares:
-                    read(share)
-            else:
-                with ThreadPoolExecutor(self.thread_count, thread_name_prefix="holdfast-read") as pool:
-                    list(pool.map(read, shares))
+            work_through(self._shares(plan.items), read, self.thread_count, "holdfast-read")
         except HoldfastError as error:
             error.message = f"{error.message} {how_far(len(done), len(plan.items))}"
             raise

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.futures import Future
 
+from holdfast._base.threads import map_in_threads
 from holdfast._dcp.consolidate import consolidate_safetensors_files
 from holdfast._dcp.hf_files import PartFile, split_by_file, write_part_file
 from holdfast._dcp.planner import SavePlanner
@@ -229,11 +229,7 @@ class HuggingFaceWriter(_FileSystemWriter):
             )
 
         try:
-            if self.thread_count == 1:
-                written = [write(file) for file in files]
-            else:
-                with ThreadPoolExecutor(self.thread_count, thread_name_prefix="holdfast-write") as pool:
-                    written = list(pool.map(write, files))
+            written = map_in_threads(write, files, self.thread_count, "holdfast-write")
             if self.sync_files and files:
                 folder = self._folder()
                 self.fs.sync_folder(self.path if folder.inner is None else folder.at(folder.inner))
@@ -278,8 +274,7 @@ class HuggingFaceWriter(_FileSystemWriter):
         def write(file: tuple[str, list[WriteItem]]) -> list[WriteResult]:
             return write_file(folder, *file, planner, copy_ahead=self.per_thread_copy_ahead)
 
-        with ThreadPoolExecutor(self.thread_count, thread_name_prefix="holdfast-write") as pool:
-            written = list(pool.map(write, files.items()))
+        written = map_in_threads(write, files.items(), self.thread_count, "holdfast-write")
         if self.sync_files and files:
             self.fs.sync_folder(self.path if folder.inner is None else folder.at(folder.inner))
         future: Future[list[WriteResult]] = Future()

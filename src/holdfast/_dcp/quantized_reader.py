@@ -9,13 +9,13 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from holdfast._base.box_bytes import readable_parts
 from holdfast._base.boxes import Box
 from holdfast._base.tuning import QUANTIZED_ELEMENTS
 from holdfast._dcp.destinations import resolve_target
 from holdfast._dcp.hf_files import _HFStorageInfo
 from holdfast._dcp.hf_reader import HuggingFaceStorageReader
 from holdfast._dcp.planner import LoadPlanner
-from holdfast._formats.chunk_reads import readable_parts
 from holdfast._formats.dcp.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast._formats.dcp.plan import LoadPlan, ReadItem
 from holdfast._formats.hf_folder.names import opened_as_described

@@ -18,6 +18,7 @@ from typing import IO, TypeAlias, TypeVar
 
 import torch
 
+from holdfast._base.box_bytes import boxes_of_run
 from holdfast._base.boxes import Box, overlaps
 from holdfast._base.crc import crc32
 from holdfast._base.tuning import READ_BYTES
@@ -27,7 +28,6 @@ from holdfast._dcp.blob_steps import StoredItems
 from holdfast._dcp.planner import LoadPlanner
 from holdfast._dcp.reader import FileSystemReader
 from holdfast._formats.byte_ranges import Ranges, StreamRanges, read_with_crc
-from holdfast._formats.chunk_reads import boxes_of_run
 from holdfast._formats.dcp.metadata import Seal, _StorageInfo
 from holdfast._formats.dcp.plan import LoadPlan, ReadItem
 from holdfast._formats.dcp.stored_chunks import archived_tensor, check_envelope, sealed_elements

@@ -12,7 +12,6 @@ import socket
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from enum import Enum
@@ -24,6 +23,7 @@ from torch.futures import Future
 
 from holdfast._base.commits import Commit
 from holdfast._base.notices import warn_caller
+from holdfast._base.threads import map_in_threads
 from holdfast._base.tuning import DIRECT_FROM, MEMORY_BUDGET
 from holdfast._dcp.data_files import DataFile, ValueNeedingPickle, direct_stream, split_by_size_and_type, write_file
 from holdfast._dcp.planner import SavePlanner
@@ -36,7 +36,7 @@ from holdfast._formats.dcp.metadata import Metadata, MetadataIndex, StorageMeta,
 from holdfast._formats.dcp.plan import SavePlan
 from holdfast._formats.dcp.transforms import StreamTransform, WriterTransforms
 from holdfast._formats.hf_folder.commit import holds, put_has_failed, rename_has_failed
-from holdfast._stores.durable_files import flush_to_disk
+from holdfast._stores.durable_files import write_durably
 from holdfast._stores.filesystem import AnyPath, FileSystemBase
 from holdfast._stores.local_filesystem import FileSystem
 from holdfast.errors import CheckpointExistsError, IncompleteSaveError
@@ -154,7 +154,9 @@ class _FileSystemWriter(StorageWriter):
         files = self._data_files(plan)
         results: list[WriteResult] = []
         try:
-            for part in self._in_threads(lambda file: self._write_file(file, planner), files):
+            for part in map_in_threads(
+                lambda file: self._write_file(file, planner), files, self.thread_count, "holdfast-write"
+            ):
                 results.extend(part)
             if self.sync_files and files:
                 self.fs.sync_folder(self.path)
@@ -165,15 +167,6 @@ class _FileSystemWriter(StorageWriter):
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
-
-    def _in_threads(
-        self, write: Callable[[DataFile], list[WriteResult]], files: Sequence[DataFile]
-    ) -> list[list[WriteResult]]:
-        """Results in order. The first error of any thread is raised, after all threads have stopped."""
-        if self.thread_count == 1:
-            return [write(file) for file in files]
-        with ThreadPoolExecutor(max_workers=self.thread_count, thread_name_prefix="holdfast-write") as pool:
-            return list(pool.map(write, files))
 
     def share_save(self, save_id: str) -> None:
         """Called where ranks save for themselves: all parts carry this id, and are switched to together.
@@ -342,16 +335,7 @@ class _FileSystemWriter(StorageWriter):
         self._index = encode_index(metadata)
         if not self._has_temporary_index():
             return
-        temporary = self._temporary_index()
-        try:
-            with self.fs.create_stream(temporary, "wb") as stream:
-                stream.write(self._index)
-                if self.sync_files:
-                    flush_to_disk(stream)
-        except BaseException:
-            with suppress(OSError):
-                self.fs.rm_file(temporary)
-            raise
+        write_durably(self.fs, self._temporary_index(), self._index, sync=self.sync_files)
 
     def _has_temporary_index(self) -> bool:
         """Ranks that switch together need one in any case: readers look for it once rank 0 has committed."""

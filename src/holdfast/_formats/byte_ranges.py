@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
 from holdfast._base.crc import crc32
+from holdfast._base.threads import in_order
 from holdfast._base.tuning import (
     CACHED_READ_BYTES,
     MEMORY_BUDGET,
@@ -17,12 +16,12 @@ from holdfast._base.tuning import (
     READ_BYTES,
     READERS,
     READS_UNDER_WAY,
-    SMALLEST_ROOM,
+    SMALLEST_BUFFER,
 )
 from holdfast._stores.file_reader import open_file
 from holdfast._stores.filesystem import AnyPath, FileSystemBase
 from holdfast._stores.local_filesystem import FileSystem
-from holdfast._stores.store import CachedReader, too_short
+from holdfast._stores.store import fill_in_pieces, too_short
 from holdfast._stores.store_files import StoreFiles
 from holdfast.errors import DamagedCheckpointError
 
@@ -96,19 +95,9 @@ class StreamRanges:
 
 
 def read_with_crc(file: Ranges, begin: int, memory: memoryview, crc: int = 0) -> int:
-    """Fill memory, and sum up what was read: piece by piece while it is still in the processor's own cache.
-
-    ``crc`` is that of all that was read before.
-    """
-    cached = file if isinstance(file, CachedReader) else None
-    done = 0
-    while done < memory.nbytes:
-        piece = memory[done : done + CACHED_READ_BYTES]
-        if cached is None or not cached.read_cached(begin + done, piece):
-            piece = memory[done:]  # a disk works better with one large request
-            file.read_into(begin + done, piece)
-        crc = crc32(piece, crc)
-        done += piece.nbytes
+    """Fill memory, and sum up what was read. ``crc`` is that of all that was read before."""
+    for low, high in fill_in_pieces(file, begin, memory, CACHED_READ_BYTES):
+        crc = crc32(memory[low:high], crc)
     return crc
 
 
@@ -139,7 +128,7 @@ def read_size(memory: int | None, at_once: int = READS_UNDER_WAY) -> int:
     (4, 64, 512)
     """
     most = (MEMORY_BUDGET if memory is None else memory) // (MEMORY_OF_A_READER * at_once)
-    return max(min(READ_BYTES, most) // SMALLEST_ROOM * SMALLEST_ROOM, SMALLEST_ROOM)
+    return max(min(READ_BYTES, most) // SMALLEST_BUFFER * SMALLEST_BUFFER, SMALLEST_BUFFER)
 
 
 class Step(Protocol):
@@ -167,21 +156,7 @@ def carry_out(steps: Iterable[Step], *, in_threads: bool) -> None:
         with torch.inference_mode(inference):
             return step.read()
 
-    with ThreadPoolExecutor(READERS, "holdfast-read") as pool:
-        under_way: deque[tuple[Step, Future[Any]]] = deque()
-        try:
-            for step in steps:
-                under_way.append((step, pool.submit(read, step)))
-                if len(under_way) >= READS_UNDER_WAY:
-                    _finish_first(under_way)
-            while under_way:
-                _finish_first(under_way)
-        except BaseException:
-            for _, future in under_way:
-                future.cancel()
-            raise
-
-
-def _finish_first(under_way: deque[tuple[Step, Future[Any]]]) -> None:
-    step, future = under_way.popleft()
-    step.finish(future.result())
+    under_way = in_order(read, steps, threads=READERS, ahead=READS_UNDER_WAY, name="holdfast-read")
+    with closing(under_way):
+        for step, result in under_way:
+            step.finish(result)

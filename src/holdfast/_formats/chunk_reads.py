@@ -10,79 +10,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from holdfast._base.box_bytes import boxes_of_run, is_one_run, position_of, readable_parts, row_major_strides, span_of
 from holdfast._base.boxes import Box, overlap, place_of
 from holdfast._base.tuning import MERGE_GAP, READ_BYTES
 from holdfast._formats.byte_ranges import Ranges, read_with_crc
-
-# Cuts a region of a row-major tensor in a file into parts that are each worth one read.
-#
-# A region is seldom one run of bytes: a slice of columns is a run per row. Bytes between runs are read along and
-# thrown away if there are few of them, because that is cheaper than another request; more of them are skipped.
-
-
-def readable_parts(
-    shape: Sequence[int],
-    region: Box,
-    itemsize: int,
-    *,
-    most: int,
-    gap: int = MERGE_GAP,
-) -> Iterator[Box]:
-    """Cut a region of a tensor of this shape into parts that are each worth one read, in the order of the file.
-
-    From the first to the last byte that a part needs are at most ``most`` bytes, with gaps of at most ``gap`` bytes.
-
-    >>> [part.offsets for part in readable_parts((4, 100), Box((0, 10), (4, 5)), 8, most=1 << 10, gap=1 << 10)]
-    [(0, 10), (2, 10)]
-    >>> [part.sizes for part in readable_parts((4, 100), Box((0, 10), (4, 5)), 8, most=1 << 20, gap=0)]
-    [(1, 5), (1, 5), (1, 5), (1, 5)]
-    """
-    strides = byte_strides(shape, itemsize)
-
-    def cut(dim: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Box]:
-        while dim < len(sizes) and sizes[dim] == 1:
-            dim += 1
-        if dim == len(sizes) or (
-            _part_length(sizes, strides, itemsize) <= most and _largest_gap(sizes, strides, itemsize) <= gap
-        ):
-            yield Box(offsets, sizes)
-            return
-        one = (*sizes[:dim], 1, *sizes[dim + 1 :])
-        span = _part_length(one, strides, itemsize)
-        count = 1
-        if max(strides[dim] - span, _largest_gap(one, strides, itemsize)) <= gap:
-            count = max(1, (most - span) // strides[dim] + 1)
-        for first in range(0, sizes[dim], count):
-            length = min(count, sizes[dim] - first)
-            yield from cut(
-                dim,
-                (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :]),
-                (*sizes[:dim], length, *sizes[dim + 1 :]),
-            )
-
-    if 0 not in region.sizes:
-        yield from cut(0, tuple(region.offsets), tuple(region.sizes))
-
-
-def byte_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """How many bytes apart the neighbours in each dimension are."""
-    return tuple(itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def _part_length(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """From the first to the last byte of a part."""
-    return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + itemsize
-
-
-def _largest_gap(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """The most bytes that lie between two neighbouring runs of a part."""
-    span, largest = itemsize, 0
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size > 1:
-            largest = max(largest, stride - span)
-        span += (size - 1) * stride
-    return largest
-
 
 # A chunk is a row-major array at some place of a file. Of several regions that are wanted of it no byte is read
 # twice, and bytes between them are read along only where another request would cost more. What lies in memory as it
@@ -138,7 +69,7 @@ class ChunkRead:
         self._position = position
         self._sizes = tuple(sizes)
         self._itemsize = itemsize
-        self._strides = byte_strides(self._sizes, itemsize)
+        self._strides = row_major_strides(self._sizes, itemsize)
         self._wanted = wanted
         self.nbytes = prod(self._sizes) * itemsize
         spans = _straight_spans(self._sizes, itemsize, wanted)
@@ -188,14 +119,14 @@ class ChunkRead:
                 shared = overlap(box.offsets, box.sizes, region.offsets, region.sizes)
                 if shared is not None:
                     start, sizes = shared
-                    at = sum(index * stride for index, stride in zip(start, self._strides, strict=True)) - run.begin
+                    at = position_of(start, self._strides) - run.begin
                     inside = [index - base for index, base in zip(start, region.offsets, strict=True)]
                     place.put(inside, sizes, buffer, at, self._strides)
 
     def _merged_runs(self) -> list[Run]:
         """What the regions reach over, in as few runs as are worth it."""
         spans = sorted(
-            _span(part, self._strides, self._itemsize)
+            _range_of(part, self._strides, self._itemsize)
             for region, _ in self._wanted
             for part in readable_parts(self._sizes, region, self._itemsize, most=_ANY_LENGTH, gap=MERGE_GAP)
         )
@@ -214,10 +145,10 @@ def _straight_spans(sizes: Sequence[int], itemsize: int, wanted: Sequence[Wanted
     for region, place in wanted:
         if 0 in region.sizes:
             continue
-        if place.memory is None or not _is_one_run(sizes, region.sizes):
+        if place.memory is None or not is_one_run(sizes, region.sizes):
             return None
-        strides = byte_strides(sizes, itemsize)
-        runs.append(Run(*_span(region, strides, itemsize), place.memory))
+        strides = row_major_strides(sizes, itemsize)
+        runs.append(Run(*_range_of(region, strides, itemsize), place.memory))
     runs.sort(key=lambda run: run[:2])
     for before, run in pairwise(runs):
         is_short = min(before.end - before.begin, run.end - run.begin) < MERGE_GAP
@@ -226,47 +157,10 @@ def _straight_spans(sizes: Sequence[int], itemsize: int, wanted: Sequence[Wanted
     return runs
 
 
-def _is_one_run(sizes: Sequence[int], part: Sequence[int]) -> bool:
-    """Whether the elements of a part lie side by side."""
-    inner = len(sizes)
-    while inner and part[inner - 1] == sizes[inner - 1]:
-        inner -= 1
-    return all(size == 1 for size in part[: max(0, inner - 1)])
-
-
-def _span(box: Box, strides: Sequence[int], itemsize: int) -> tuple[int, int]:
+def _range_of(box: Box, strides: Sequence[int], itemsize: int) -> tuple[int, int]:
     """From the first byte of a part to behind its last one."""
-    begin = sum(at * stride for at, stride in zip(box.offsets, strides, strict=True))
-    return begin, begin + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True)) + itemsize
-
-
-def boxes_of_run(sizes: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """The boxes that a run of elements of a row-major array consists of: about two for every dimension at most.
-
-    >>> [(box.offsets, box.sizes) for box in boxes_of_run((3, 4), 2, 9)]
-    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
-    """
-
-    def cut(outer: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
-        dim = len(outer)
-        ones = (1,) * dim
-        if dim == len(sizes):
-            yield Box(outer, ones)
-            return
-        behind = tuple(sizes[dim + 1 :])
-        inner = prod(behind)
-        first, skipped = divmod(begin, inner)
-        last, rest = divmod(end, inner)
-        if skipped:
-            yield from cut((*outer, first), skipped, min(end - first * inner, inner))
-            first += 1
-        if last > first:
-            yield Box((*outer, first, *(0 for _ in behind)), (*ones, last - first, *behind))
-        if rest and last >= first:
-            yield from cut((*outer, last), 0, rest)
-
-    if end > begin:
-        yield from cut((), begin, end)
+    begin = position_of(box.offsets, strides)
+    return begin, begin + span_of(box.sizes, strides, itemsize)
 
 
 class ArrayPlace:

@@ -104,18 +104,18 @@ def has_its_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= nbytes and tensor.data_ptr() != 0
 
 
-def gather(tensors: Sequence[tuple[Any, int]], first: int, room: npt.NDArray[np.uint8]) -> tuple[int, int]:
-    """Put the bytes of tensors into a room, one behind the other, beginning with the ``first`` of them.
+def gather(tensors: Sequence[tuple[Any, int]], first: int, buffer: npt.NDArray[np.uint8]) -> tuple[int, int]:
+    """Put the bytes of tensors into a buffer, one behind the other, beginning with the ``first`` of them.
 
     Each comes with its number of bytes. It ends before one that is not small, does not lie ready, has another number
-    of bytes, or for which there is no room. Returns how many there are, and how many bytes they take.
+    of bytes, or for which there is no space. Returns how many there are, and how many bytes they take.
 
-    >>> room = np.zeros(4, np.uint8)
-    >>> gather([(torch.tensor([1, 2], dtype=torch.uint8), 2), (torch.zeros(3), 12)], 0, room), room.tolist()
+    >>> buffer = np.zeros(4, np.uint8)
+    >>> gather([(torch.tensor([1, 2], dtype=torch.uint8), 2), (torch.zeros(3), 12)], 0, buffer), buffer.tolist()
     ((1, 2), [1, 2, 0, 0])
     """
     filled = 0
-    address, space = room.ctypes.data, room.nbytes
+    address, space = buffer.ctypes.data, buffer.nbytes
     for number in range(first, len(tensors)):
         tensor, nbytes = tensors[number]
         if nbytes > SMALL_TENSOR or filled + nbytes > space or not lies_ready(tensor) or tensor.nbytes != nbytes:

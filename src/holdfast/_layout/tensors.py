@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from holdfast._base.box_bytes import span_of
 from holdfast._compat.dtensors import AsyncCollectiveTensor
 from holdfast._compat.sharded_tensors import ShardedTensor
 from holdfast._compat.tensors import is_wrapper_subclass, local_part
@@ -131,9 +132,8 @@ def refuse_if_it_has_no_bytes(fqn: str, tensor: torch.Tensor) -> None:
 
 def _lacks_memory(tensor: torch.Tensor) -> bool:
     """Whether elements lie behind the end of the storage, which can be made smaller while tensors use it."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
-    return tensor.numel() > 0 and (last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes()
+    end = tensor.storage_offset() + span_of(tensor.shape, tensor.stride(), 1)
+    return tensor.numel() > 0 and end * tensor.itemsize > tensor.untyped_storage().nbytes()
 
 
 def _is_wrapper(tensor: Any) -> bool:

@@ -19,21 +19,22 @@ from holdfast._base.json_parts import dumps
 from holdfast._base.notices import warn_caller
 from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.names import new_generation
+from holdfast._formats.native.writing import (
+    CheckpointContents,
+    Existing,
+    WrittenFile,
+    commit_checkpoint,
+    inspect_destination,
+    remove_unfinished,
+    write_chunks,
+)
 from holdfast._layout.descriptions import Holding
 from holdfast._ranks.committing import commit_for_all
 from holdfast._ranks.differences import Differing, describe_differing, refuse_differing
 from holdfast._ranks.meeting import meeting, own_place
 from holdfast._save.agreement import agree
 from holdfast._save.capture import Capture, Captured
-from holdfast._save.files import (
-    Before,
-    Contents,
-    WrittenFile,
-    commit_checkpoint,
-    look_before,
-    remove_unfinished,
-    write_chunks,
-)
+from holdfast._save.local_bytes import bytes_of
 from holdfast._save.merged_trees import fill_slots, merge_trees, refuse_shared_keys, renamed_tensors, tensor_keys
 from holdfast._save.options import CheckedOptions, SaveOptions, refuse_unknown_options, shows_save_options
 from holdfast._save.report import SaveReport
@@ -66,8 +67,8 @@ class _Plan:
 class _Decision:
     """What the checkpoint will contain, and what was there before."""
 
-    before: Before
-    contents: Contents
+    existing: Existing
+    contents: CheckpointContents
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class SaveRun:
                 files = write_chunks(
                     self.store,
                     plan.chunks,
-                    captured.local,
+                    bytes_of(captured.local, self.options.memory_budget),
                     generation=plan.generation,
                     rank=self.ranks.rank,
                     max_file_size=self.options.max_file_size,
@@ -141,7 +142,7 @@ class SaveRun:
             contents = replace(contents, written={**contents.written, "phases": by_phase(seconds)})
             with self.call.phase("commit"), no_garbage_collection():
                 record = commit_checkpoint(
-                    self.store, plan.decision.before, every, contents, plan.generation, commit=commit
+                    self.store, plan.decision.existing, every, contents, plan.generation, commit=commit
                 )
             return SaveReport(
                 path=self.store.location,
@@ -170,7 +171,7 @@ class SaveRun:
 
     def _decide(self, proposals: list[_Proposal]) -> tuple[_Decision, Sequence[Sequence[ChunkToWrite]]]:
         """One checkpoint out of what all ranks propose, and the chunks that each of them writes."""
-        before = look_before(self.store, overwrite=self.options.overwrite)
+        existing = inspect_destination(self.store, overwrite=self.options.overwrite)
         tree, differing = merge_trees([proposals[proposal.same_tree_as].tree for proposal in proposals])
         tree = _with_own(tree, [proposal.own for proposal in proposals])
         self._refuse_empty_selection(tree)
@@ -184,8 +185,8 @@ class SaveRun:
         if agreed.ties:
             tree = renamed_tensors(tree, agreed.ties)
         written = stamp(self.ranks.world_size) | noted_optimizers([proposal.kinds for proposal in proposals])
-        contents = Contents(agreed.tensors, tree, self.options.metadata, written)
-        return _Decision(before, contents), agreed.chunks
+        contents = CheckpointContents(agreed.tensors, tree, self.options.metadata, written)
+        return _Decision(existing, contents), agreed.chunks
 
     def _refuse_empty_selection(self, tree: Any) -> None:
         if tree == {} and not self.options.is_everything:

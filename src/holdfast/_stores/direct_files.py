@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdfast._base.threads import some_threads, wait_for_all
-from holdfast._base.tuning import DIRECT_ALIGNMENT, ROOM_BYTES, SMALLEST_ROOM, WRITERS
+from holdfast._base.tuning import DIRECT_ALIGNMENT, SMALLEST_BUFFER, WRITE_BUFFER_BYTES, WRITERS
 from holdfast._stores.os_errors import some
 
 # Descriptors that go past the page cache, and the aligned memory that they want.
@@ -117,56 +117,56 @@ _syscall = (
 
 
 class DirectFile:
-    """Takes the bytes of a file from front to back, in rooms: memory that is written while the next room is filled."""
+    """Takes the bytes of a file from front to back, in buffers that are written while the next one is filled."""
 
     def __init__(self, descriptor: int, path: str, size: int, memory: int | None = None) -> None:
         self._descriptor = descriptor
         reserve(descriptor, size)
-        rooms = WRITERS + 1
-        limit = ROOM_BYTES if memory is None else max(SMALLEST_ROOM, min(ROOM_BYTES, memory // rooms))
-        self.room_bytes = rounded_up(min(limit - limit % SMALLEST_ROOM, size), SMALLEST_ROOM)
+        count = WRITERS + 1
+        limit = WRITE_BUFFER_BYTES if memory is None else max(SMALLEST_BUFFER, min(WRITE_BUFFER_BYTES, memory // count))
+        self.buffer_bytes = rounded_up(min(limit - limit % SMALLEST_BUFFER, size), SMALLEST_BUFFER)
         self._free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
-        for _ in range(min(rooms, -(-size // self.room_bytes))):
-            self._free.put(aligned_memory(self.room_bytes))
-        self._room: mmap.mmap | None = None
+        for _ in range(min(count, -(-size // self.buffer_bytes))):
+            self._free.put(aligned_memory(self.buffer_bytes))
+        self._buffer: mmap.mmap | None = None
         self._filled = 0
         self._position = 0
         self._error: BaseException | None = None
         self._pool = some_threads(WRITERS, "holdfast-write")
         self._writes: list[Future[None]] = []
-        """Those that may be under way: as many as there are rooms at most."""
+        """Those that may be under way: as many as there are buffers at most."""
         self._direct = open_directly(path, descriptor, os.O_WRONLY)
 
     def buffer(self) -> memoryview:
-        """Memory for the next bytes: what is free of the room that is being filled. Waits until there is some."""
-        if self._room is None:
+        """Memory for the next bytes: what is free of the buffer that is being filled. Waits until there is some."""
+        if self._buffer is None:
             self._raise_error()
-            self._room = self._free.get()
+            self._buffer = self._free.get()
             self._filled = 0
             self._raise_error()
-        return memoryview(self._room)[self._filled :]
+        return memoryview(self._buffer)[self._filled :]
 
     def advance(self, count: int) -> None:
-        """So many bytes of the room are filled, and are the next ones of the file."""
-        assert self._room is not None
+        """So many bytes of the buffer are filled, and are the next ones of the file."""
+        assert self._buffer is not None
         self._filled += count
-        if self._filled == len(self._room):
+        if self._filled == len(self._buffer):
             self._send()
 
     def write(self, view: memoryview) -> None:
         """Take all of it: it may be changed afterwards."""
         taken = 0
         while taken < view.nbytes:
-            room = self.buffer()
-            count = min(room.nbytes, view.nbytes - taken)
+            buffer = self.buffer()
+            count = min(buffer.nbytes, view.nbytes - taken)
             # numpy lets other threads run while it copies.
-            np.frombuffer(room, np.uint8)[:count] = np.frombuffer(view, np.uint8)[taken : taken + count]
+            np.frombuffer(buffer, np.uint8)[:count] = np.frombuffer(view, np.uint8)[taken : taken + count]
             self.advance(count)
             taken += count
 
     def finish(self) -> None:
         """Wait until everything is written, and give the file its size."""
-        if self._room is not None and self._filled:
+        if self._buffer is not None and self._filled:
             self._send()
         self.close()
         self._raise_error()
@@ -184,35 +184,35 @@ class DirectFile:
                 self._direct = None
 
     def _send(self) -> None:
-        """Have the room written, and the next one taken. Only the last one of a file is not full."""
-        room, count = self._room, self._filled
-        assert room is not None
-        self._room = None
+        """Have the buffer written, and the next one taken. Only the last one of a file is not full."""
+        buffer, count = self._buffer, self._filled
+        assert buffer is not None
+        self._buffer = None
         if self._pool is None:
-            self._write(room, count, self._position)
+            self._write(buffer, count, self._position)
         else:
             self._writes = [write for write in self._writes if not write.done()]
-            self._writes.append(self._pool.submit(self._write, room, count, self._position))
+            self._writes.append(self._pool.submit(self._write, buffer, count, self._position))
         self._position += count
 
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _write(self, room: mmap.mmap, count: int, position: int) -> None:
+    def _write(self, buffer: mmap.mmap, count: int, position: int) -> None:
         try:
             if self._error is None:
-                self._write_all(room, count, position)
-        except BaseException as error:  # told to whoever asks for the next room
+                self._write_all(buffer, count, position)
+        except BaseException as error:  # told to whoever asks for the next buffer
             self._error = error
         finally:
-            self._free.put(room)
+            self._free.put(buffer)
 
-    def _write_all(self, room: mmap.mmap, count: int, position: int) -> None:
+    def _write_all(self, buffer: mmap.mmap, count: int, position: int) -> None:
         padded = rounded_up(count)
         if padded > count:
-            room[count:padded] = bytes(padded - count)
-        view = memoryview(room)
+            buffer[count:padded] = bytes(padded - count)
+        view = memoryview(buffer)
         written = self._write_directly(view[:padded], position)
         if written < count:
             begin = written

@@ -1,21 +1,36 @@
-"""Files that appear complete or not at all, and survive a loss of power once they have."""
+"""Files of the local disk that appear complete or not at all, and survive a loss of power once they have.
+
+Everything that flushes files and folders, locks a folder for a commit, or puts a complete file under its name is here.
+The order of the system calls is what the crash tests prove: write, flush the file, give it its name, flush the folder.
+"""
 
 from __future__ import annotations
 
 import errno
 import io
 import os
+import re
 import stat
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from holdfast._stores.file_sink import FileSink
-from holdfast._stores.local_filesystem import FileSystem
+from holdfast._stores.filesystem import AnyPath, FileSystemBase
 
-# What makes written bytes survive a loss of power.
+if os.name == "posix":
+    import fcntl
+
+_CANNOT_SYNC_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
+_CANNOT_LOCK_FOLDERS = {*_CANNOT_SYNC_FOLDERS, errno.ENOLCK, errno.EACCES, errno.EPERM}
+_CANNOT_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_LOCK_PATIENCE = 60.0
+_LOCK_PAUSE = 0.01
+
+# What makes written bytes, and the names of files, survive a loss of power.
 
 
 def flush_to_disk(stream: Any) -> None:
@@ -29,7 +44,113 @@ def flush_to_disk(stream: Any) -> None:
     os.fsync(descriptor)
 
 
-# A local file that appears whole or not at all.
+def write_durably(files: FileSystemBase, path: AnyPath, content: bytes, *, sync: bool = True) -> None:
+    """Write a small file, durable unless ``sync`` is False. After an exception, nothing is left of it."""
+    try:
+        with files.create_stream(path, "wb") as stream:
+            stream.write(content)
+            if sync:
+                flush_to_disk(stream)
+    except BaseException:
+        with suppress(OSError):
+            files.rm_file(path)
+        raise
+
+
+def sync_folder(path: AnyPath) -> None:
+    """Flush the entries of a folder. File systems that refuse to sync a folder have nothing to flush there."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC_FOLDERS:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(path: AnyPath) -> None:
+    """Make a folder and its parents, each of them durable in its own parent."""
+    folder = Path(path)
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)  # another rank may have been faster; a file of that name is an error
+    sync_folder(folder.parent)
+
+
+# One commit at a time.
+
+
+@contextmanager
+def lock_folder(path: AnyPath) -> Iterator[None]:
+    """Lock the folder itself, so that no file is left behind. Commits are short, and a dead process has no lock."""
+    if os.name != "posix":
+        yield
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        locked = _lock(descriptor, path)
+        try:
+            yield
+        finally:
+            if locked:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough if a child was forked meanwhile
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: AnyPath) -> bool:
+    """Wait for the lock. False where folders cannot be locked, such as on NFS."""
+    deadline = time.monotonic() + _LOCK_PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"another save has been committing to {path} for {_LOCK_PATIENCE:g} s") from None
+            time.sleep(_LOCK_PAUSE)
+        except OSError as error:
+            if error.errno not in _CANNOT_LOCK_FOLDERS:
+                raise
+            return False
+
+
+# A complete file gets its name. Until then it has a temporary one, or none.
+
+
+def temporary_name(name: str) -> str:
+    """What a file is called before it is complete.
+
+    >>> list(temporaries_of("record", [temporary_name("record"), temporary_name("other"), "record"])) != []
+    True
+    """
+    return f".{name}.{uuid.uuid4().hex[:8]}.tmp"
+
+
+def temporaries_of(name: str, names: Iterable[str]) -> list[str]:
+    """Of the names in a folder, those that a file of this name had before it was complete."""
+    pattern = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp")
+    return [other for other in names if pattern.fullmatch(other)]
+
+
+def link_to_free_name(temporary: str, path: str) -> None:
+    """Give a complete file a name that must be free, a ``FileExistsError`` otherwise.
+
+    Even without a lock, only one of several can link its file to a name. Where there are no links, it is renamed.
+    """
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        if not os.path.samefile(temporary, path):  # network disks may try twice, and meet what they did themselves
+            raise
+    except OSError as error:
+        if error.errno not in _CANNOT_LINK:
+            raise
+        os.replace(temporary, path)
 
 
 _CANNOT_BE_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
@@ -56,7 +177,7 @@ def written_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         raise FileExistsError(errno.EEXIST, "is a device or a pipe and not a file to be replaced", str(final))
     if not final.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such folder to write to", str(final.parent))
-    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = final.with_name(temporary_name(final.name))
     stream, has_name = _opened(temporary)
     try:
         with stream:
@@ -70,7 +191,7 @@ def written_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         with suppress(OSError):
             temporary.unlink()
         raise
-    FileSystem().sync_folder(final.parent)
+    sync_folder(final.parent)
 
 
 def _keep_permissions(replaced: Path, descriptor: int) -> None:
@@ -124,9 +245,8 @@ def sink_atomically(path: str | os.PathLike[str], expected: int, memory: int) ->
     with written_atomically(path) as stream:
         descriptor = os.dup(stream.fileno())
         name = f"/proc/self/fd/{descriptor}"  # it has no other name yet
-        sink = FileSink(descriptor, name, expected)
+        sink = FileSink(descriptor, name, expected, memory)
         try:
-            sink.buffer(memory)  # the first call decides
             yield sink
             sink.finish()
             os.ftruncate(descriptor, sink.size)  # the expectation may have been too large

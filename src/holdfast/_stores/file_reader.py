@@ -102,9 +102,9 @@ class FileReader(CachedReader, SharedReader):
             return 0
         start = begin // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
         ahead = begin - start
-        room = _aligned_room(rounded_up(ahead + view.nbytes))
+        buffer = _aligned_buffer(rounded_up(ahead + view.nbytes))
         try:
-            count = os.preadv(direct, [memoryview(room)[: rounded_up(ahead + view.nbytes)]], start)
+            count = os.preadv(direct, [memoryview(buffer)[: rounded_up(ahead + view.nbytes)]], start)
         except OSError as error:
             if error.errno not in CANNOT_BE_DIRECT:
                 raise
@@ -112,7 +112,7 @@ class FileReader(CachedReader, SharedReader):
             return 0
         count = max(0, min(count - ahead, view.nbytes))
         # numpy lets other threads run while it copies.
-        np.frombuffer(view, np.uint8)[:count] = np.frombuffer(room, np.uint8)[ahead : ahead + count]
+        np.frombuffer(view, np.uint8)[:count] = np.frombuffer(buffer, np.uint8)[ahead : ahead + count]
         return count
 
     def _direct_descriptor(self) -> int | None:
@@ -126,12 +126,12 @@ class FileReader(CachedReader, SharedReader):
 _of_this_thread = threading.local()
 
 
-def _aligned_room(size: int) -> mmap.mmap:
+def _aligned_buffer(size: int) -> mmap.mmap:
     """Memory that this thread reads into. It is kept for the thread's next read, and goes with the thread."""
-    room: mmap.mmap | None = getattr(_of_this_thread, "room", None)
-    if room is None or len(room) < size:
-        room = _of_this_thread.room = aligned_memory(size)
-    return room
+    buffer: mmap.mmap | None = getattr(_of_this_thread, "buffer", None)
+    if buffer is None or len(buffer) < size:
+        buffer = _of_this_thread.buffer = aligned_memory(size)
+    return buffer
 
 
 def open_file(path: str) -> FileReader:

@@ -13,11 +13,12 @@ from holdfast._stores.store import Buffer, BufferedSink
 class FileSink(BufferedSink):
     """A small file is written as it comes. A large one is collected in buffers and written past the page cache."""
 
-    def __init__(self, descriptor: int, path: str, size: int | None) -> None:
+    def __init__(self, descriptor: int, path: str, size: int | None, memory: int | None = None) -> None:
         self.descriptor = descriptor
         self.path = path
         self.size = 0
         self._expected = size or 0
+        self._memory = memory
         self._direct: DirectFile | None = None
 
     def write(self, buffer: Buffer) -> None:
@@ -33,15 +34,12 @@ class FileSink(BufferedSink):
             else:
                 self._write_all(view)
 
-    def buffer(self, memory: int | None = None) -> memoryview | None:
-        """Memory to be filled with the next bytes; None if ``write`` serves as well.
-
-        ``memory`` is how much there may be in all. The first call decides.
-        """
+    def buffer(self) -> memoryview | None:
+        """Memory to be filled with the next bytes; None if ``write`` serves as well."""
         if self._expected < DIRECT_FROM:
             return None
         with naming(self.path):
-            return self._large_file(memory).buffer()
+            return self._large_file().buffer()
 
     def advance(self, count: int) -> None:
         """So many bytes of the buffer are filled."""
@@ -69,7 +67,7 @@ class FileSink(BufferedSink):
         while written < view.nbytes:
             written += some(os.write(self.descriptor, view[written:]))
 
-    def _large_file(self, memory: int | None = None) -> DirectFile:
+    def _large_file(self) -> DirectFile:
         if self._direct is None:
-            self._direct = DirectFile(self.descriptor, self.path, self._expected, memory)
+            self._direct = DirectFile(self.descriptor, self.path, self._expected, self._memory)
         return self._direct

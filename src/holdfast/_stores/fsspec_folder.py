@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 from holdfast._base.tuning import READ_BYTES, REMOTE_START_BYTES, STREAM_BYTES
-from holdfast._stores.durable_files import flush_to_disk
+from holdfast._stores.durable_files import flush_to_disk, temporaries_of, temporary_name
 from holdfast._stores.fsspec_filesystem import (
     FsspecFileSystem,
     name_is_taken,
@@ -56,7 +54,7 @@ class RemoteFolder(ABC):
         """Fill the memory, which lies within the object. Raises ``was_replaced`` if it is not that object any more."""
 
     @abstractmethod
-    def create(self, name: str, size: int | None) -> AbstractContextManager[Sink]:
+    def create(self, name: str, size: int | None, memory: int | None = None) -> AbstractContextManager[Sink]:
         """Write a new object, as ``Store.create`` does. A name that is taken is a ``FileExistsError``."""
 
     @abstractmethod
@@ -154,7 +152,7 @@ class FsspecFolder(RemoteFolder):
         memory[:] = content
 
     @contextmanager
-    def create(self, name: str, size: int | None) -> Iterator[Sink]:
+    def create(self, name: str, size: int | None, memory: int | None = None) -> Iterator[Sink]:
         """Hand everything to a stream of fsspec, which completes the object when it is closed."""
         path = self._path(name)
         with only_os_errors(path):
@@ -243,9 +241,8 @@ class FsspecFolder(RemoteFolder):
         return True
 
     def _rename_into_place(self, name: str, content: bytes) -> None:
-        pattern = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp")
-        left_over = [other for other, _ in self.entries() if pattern.fullmatch(other)]  # of commits that were killed
-        temporary = f".{name}.{uuid.uuid4().hex[:8]}.tmp"
+        left_over = temporaries_of(name, [other for other, _ in self.entries()])  # of commits that were killed
+        temporary = temporary_name(name)
         with self.create(temporary, len(content)) as sink:
             sink.write(content)
         try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
+from holdfast._base.threads import map_in_threads
 from holdfast._stores.fsspec_filesystem import FsspecFileSystem, no_such_object, only_os_errors
 from holdfast._stores.fsspec_folder import Found, FsspecFolder, RemoteFolder
 from holdfast._stores.roots import Root
@@ -45,9 +45,9 @@ class FsspecStore(Store):
         self.read_bytes = self._folder.read_bytes
 
     @contextmanager
-    def create(self, name: str, size: int | None = None) -> Iterator[Sink]:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Iterator[Sink]:
         """Upload a new object. In an object store it exists once it is complete, and not before."""
-        with self._folder.create(checked_name(name), size) as sink:
+        with self._folder.create(checked_name(name), size, memory) as sink:
             yield sink
 
     @contextmanager
@@ -84,12 +84,7 @@ class FsspecStore(Store):
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects, some at a time."""
         checked = [checked_name(name) for name in names]
-        if len(checked) < 2:
-            failed = [self._delete(name) for name in checked]
-        else:
-            with ThreadPoolExecutor(min(len(checked), _DELETIONS_AT_ONCE), "holdfast-delete") as threads:
-                failed = list(threads.map(self._delete, checked))
-        for error in failed:
+        for error in map_in_threads(self._delete, checked, _DELETIONS_AT_ONCE, "holdfast-delete"):
             if error is not None:
                 raise error
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from holdfast._stores.durable_files import (
+    link_to_free_name,
+    lock_folder,
+    make_folder,
+    sync_folder,
+    temporaries_of,
+    temporary_name,
+)
 from holdfast._stores.file_reader import FileReader, open_file
 from holdfast._stores.file_sink import FileSink
-from holdfast._stores.local_filesystem import FileSystem
 from holdfast._stores.os_errors import naming
 from holdfast._stores.store import Listed, Listing, Store, checked_name, conflict, wrong_size
-
-_CANNOT_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 class LocalStore(Store):
@@ -42,10 +45,10 @@ class LocalStore(Store):
         self._parent_is_durable = False
 
     @contextmanager
-    def create(self, name: str, size: int | None = None) -> Iterator[FileSink]:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Iterator[FileSink]:
         """Write a new file. It has its name from the beginning, so a kill leaves a part of it."""
         path = self._path(name)
-        sink = FileSink(self._open_new(path), path, size)
+        sink = FileSink(self._open_new(path), path, size, memory)
         try:
             try:
                 yield sink
@@ -111,13 +114,12 @@ class LocalStore(Store):
         """Flush the folder, and once its own name."""
         if not self.folder.is_dir():
             return
-        disk = FileSystem()
         with naming(self.location):
-            disk.sync_folder(self.folder)
+            sync_folder(self.folder)
         if not self._parent_is_durable:
             # Whoever made the folder may have been killed before it was durable.
             with suppress(PermissionError):
-                disk.sync_folder(self.folder.parent)
+                sync_folder(self.folder.parent)
             self._parent_is_durable = True
 
     def commit(self, name: str, content: bytes, *, replaces: bytes | None) -> None:
@@ -127,14 +129,14 @@ class LocalStore(Store):
         the same file at the same moment, the later one can win there without either of them noticing.
         """
         path = self._path(name)
-        temporary = f".{name}.{uuid.uuid4().hex[:8]}.tmp"
+        temporary = temporary_name(name)
         self.put(temporary, content)
         try:
-            with FileSystem().lock_folder(self.folder):
+            with lock_folder(self.folder):
                 if self._content(name) != replaces:
                     raise conflict(path)
                 # Of commits that were killed, or of such that will now be too late.
-                doomed = self._temporaries_of(name)
+                doomed = temporaries_of(name, os.listdir(self.folder))
                 _give_name(self._path(temporary), path, replace=replaces is not None)
                 self.sync()
                 with suppress(OSError):  # it is committed, whatever happens to the leftovers
@@ -156,7 +158,7 @@ class LocalStore(Store):
 
     def _make_folder(self) -> None:
         try:
-            FileSystem().mkdir(self.folder)
+            make_folder(self.folder)
         except FileExistsError as error:  # which would sound as if the name of the new file were taken
             raise NotADirectoryError(errno.ENOTDIR, "is not a folder", self.location) from error
 
@@ -166,30 +168,14 @@ class LocalStore(Store):
         except FileNotFoundError:
             return None
 
-    def _temporaries_of(self, name: str) -> Iterable[str]:
-        pattern = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp")
-        return [other for other in os.listdir(self.folder) if pattern.fullmatch(other)]
-
 
 def _give_name(temporary: str, path: str, *, replace: bool) -> None:
-    """Put a complete file in place. Even without a lock, only one of several can link it to a name that is free."""
+    """Put a complete file in place."""
     try:
         if replace:
             os.replace(temporary, path)
         else:
-            _link(temporary, path)
-    except FileNotFoundError:
-        # Only without a lock: another commit was faster, and has removed our file as a leftover.
+            link_to_free_name(temporary, path)
+    except (FileExistsError, FileNotFoundError):
+        # Only without a lock: another commit was faster, and may have removed our file as a leftover.
         raise conflict(path) from None
-
-
-def _link(temporary: str, path: str) -> None:
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        if not os.path.samefile(temporary, path):  # network disks may try twice, and meet what they did themselves
-            raise conflict(path) from None
-    except OSError as error:
-        if error.errno not in _CANNOT_LINK:
-            raise
-        os.replace(temporary, path)

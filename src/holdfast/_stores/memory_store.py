@@ -43,7 +43,7 @@ class MemoryStore(Store):
         self._folder = _folders.setdefault(name, _Folder())  # one step, so threads get the same one
 
     @contextmanager
-    def create(self, name: str, size: int | None = None) -> Iterator[_MemorySink]:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Iterator[_MemorySink]:
         """Collect the bytes of a new object."""
         folder = self._folder
         with folder.lock:

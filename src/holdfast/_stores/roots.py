@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast._stores.local_filesystem import FileSystem
+from holdfast._stores.durable_files import sync_folder
 from holdfast._stores.local_store import LocalStore
 from holdfast._stores.memory_store import MemoryStore, folders_in_memory
 from holdfast._stores.places import local_path, url_of_fsspec
@@ -123,7 +123,7 @@ class LocalRoot(Root):
             if error.errno in _NOT_EMPTY:
                 return False
             raise
-        FileSystem().sync_folder(self.folder)
+        sync_folder(self.folder)
         return True
 
     def is_linked(self, name: str) -> bool:

@@ -80,13 +80,13 @@ class S3Folder(FsspecFolder):
         sync(self._fs.loop, read_all)
 
     @contextmanager
-    def create(self, name: str, size: int | None) -> Iterator[Sink]:
+    def create(self, name: str, size: int | None, memory: int | None = None) -> Iterator[Sink]:
         """Upload in parts, which become an object when the last one is there."""
         path = self._path(name)
         with only_os_errors(path):
             if self.find(name) is not None:
                 raise name_is_taken(path)
-        upload = S3Upload(self._fs, self._at(name), path, size)
+        upload = S3Upload(self._fs, self._at(name), path, size, memory)
         try:
             yield upload
             if size is not None and upload.size != size:

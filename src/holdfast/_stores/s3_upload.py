@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from holdfast._base.tuning import KIB, MIB, ROOM_BYTES, UPLOADS
+from holdfast._base.tuning import KIB, MIB, UPLOADS, WRITE_BUFFER_BYTES
 from holdfast._stores.fsspec_filesystem import name_is_taken, only_os_errors
 from holdfast._stores.store import Buffer, BufferedSink
 
@@ -31,18 +31,19 @@ _REFUSED = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "O
 
 
 class S3Upload(BufferedSink):
-    """A sink. Its rooms are the parts: while one is filled, those before are on their way."""
+    """A sink. Its buffers are the parts: while one is filled, those before are on their way."""
 
-    def __init__(self, fs: Any, place: dict[str, str], path: str, expected: int | None) -> None:
+    def __init__(
+        self, fs: Any, place: dict[str, str], path: str, expected: int | None, memory: int | None = None
+    ) -> None:
         self.size = 0
         self._fs = fs
         self._place = place
         self._path = path
         self._expected = expected
         self._mark = uuid.uuid4().hex
-        self._part_bytes = ROOM_BYTES
-        self._uploads = UPLOADS
-        self._room: bytearray | None = None
+        self._part_bytes, self._uploads = _sizes(expected, memory)
+        self._buffer: bytearray | None = None
         self._filled = 0
         self._free: list[bytearray] = []
         self._under_way: deque[tuple[Future[Any], bytearray]] = deque()
@@ -52,50 +53,47 @@ class S3Upload(BufferedSink):
         self._ended = False
 
     def write(self, buffer: Buffer) -> None:
-        """Copy everything to rooms."""
+        """Copy everything to the parts."""
         view = memoryview(buffer)
         if view.nbytes == 0:  # a shape with a zero in it cannot be cast
             return
         view = view.cast("B")
         while view.nbytes:
-            room = self.buffer(None)
-            count = min(room.nbytes, view.nbytes)
-            room[:count] = view[:count]
+            free = self.buffer()
+            count = min(free.nbytes, view.nbytes)
+            free[:count] = view[:count]
             self.advance(count)
             view = view[count:]
 
-    def buffer(self, memory: int | None = None) -> memoryview:
-        """What is free of the part that is being filled. The first call decides how large parts are, and how many are
-        in memory at once; below the smallest part that S3 takes, it is one of those."""
+    def buffer(self) -> memoryview:
+        """What is free of the part that is being filled."""
         if self._ended:
             raise ValueError(f"{self._path} is complete, or was given up")
-        if self._room is None:
-            if not self._parts and not self._free:
-                self._choose_sizes(memory)
+        if self._buffer is None:
             with only_os_errors(self._path):
-                self._room = self._next_room()
+                self._buffer = self._next_buffer()
             self._filled = 0
-        return memoryview(self._room)[self._filled :]
+        return memoryview(self._buffer)[self._filled :]
 
     def advance(self, count: int) -> None:
-        """So many bytes of the room are filled. A full one is sent."""
-        assert self._room is not None
+        """So many bytes of the buffer are filled. A full one is sent."""
+        assert self._buffer is not None
         self._filled += count
         self.size += count
-        if self._filled == len(self._room):
+        if self._filled == len(self._buffer):
             with only_os_errors(self._path):
-                self._send_part(self._room, self._room)
+                self._send_part(self._buffer, self._buffer)
 
     def complete(self) -> None:
         """Make it an object. If its answer is lost, and it is sent again, the mark tells whose object is there."""
-        last = b"" if self._room is None else bytes(memoryview(self._room)[: self._filled])
+        last = b"" if self._buffer is None else bytes(memoryview(self._buffer)[: self._filled])
         try:
             if self._upload_id is None:
                 self._call("put_object", Body=last, Metadata={MARK: self._mark})
             else:
                 if last:
-                    assert self._room is not None
-                    self._send_part(last, self._room)
+                    assert self._buffer is not None
+                    self._send_part(last, self._buffer)
                 while self._under_way:
                     self._finish_one()
                 parts = [{"PartNumber": at + 1, "ETag": etag} for at, etag in enumerate(self._etags)]
@@ -118,15 +116,7 @@ class S3Upload(BufferedSink):
             with suppress(Exception):
                 self._fs.call_s3("abort_multipart_upload", **self._place, UploadId=self._upload_id)
 
-    def _choose_sizes(self, memory: int | None) -> None:
-        wanted = ROOM_BYTES if memory is None else min(ROOM_BYTES, max(SMALLEST_PART, memory))
-        if memory is not None:
-            self._uploads = max(0, min(UPLOADS, memory // wanted - 1))
-        if self._expected is not None and self._expected <= wanted:
-            wanted = self._expected + 1  # it never becomes full, so that there is a single request
-        self._part_bytes = _whole_blocks(max(wanted, -(-(self._expected or 0) // _MOST_PARTS)))
-
-    def _next_room(self) -> bytearray:
+    def _next_buffer(self) -> bytearray:
         while len(self._under_way) > self._uploads:
             self._finish_one()
         size = self._part_bytes
@@ -137,22 +127,22 @@ class S3Upload(BufferedSink):
         self._free.clear()
         return bytearray(size)
 
-    def _send_part(self, content: bytes | bytearray, room: bytearray) -> None:
+    def _send_part(self, content: bytes | bytearray, buffer: bytearray) -> None:
         if self._upload_id is None:
             begun = self._fs.call_s3("create_multipart_upload", **self._place, Metadata={MARK: self._mark})
             self._upload_id = begun["UploadId"]
         self._parts += 1
         part = {"UploadId": self._upload_id, "PartNumber": self._parts, "Body": content}
         sending = self._fs._call_s3("upload_part", **self._place, **part)
-        self._under_way.append((asyncio.run_coroutine_threadsafe(sending, self._fs.loop), room))
-        self._room = None
+        self._under_way.append((asyncio.run_coroutine_threadsafe(sending, self._fs.loop), buffer))
+        self._buffer = None
 
     def _finish_one(self) -> None:
         """Wait for the part that is under way for longest."""
-        sent, room = self._under_way[0]
+        sent, buffer = self._under_way[0]
         self._etags.append(sent.result()["ETag"])
         self._under_way.popleft()
-        self._free.append(room)
+        self._free.append(buffer)
 
     def _call(self, method: str, **arguments: Any) -> None:
         """Make the object, if there is none."""
@@ -163,6 +153,20 @@ class S3Upload(BufferedSink):
             head = self._fs.call_s3("head_object", **self._place)
             return bool(head["Metadata"].get(MARK) == self._mark and head["ContentLength"] == self.size)
         return False
+
+
+def _sizes(expected: int | None, memory: int | None) -> tuple[int, int]:
+    """How large parts are, and how many may be under way besides the one that is being filled.
+
+    If there is less memory than the smallest part that S3 takes, it is one of those.
+    """
+    wanted, uploads = WRITE_BUFFER_BYTES, UPLOADS
+    if memory is not None:
+        wanted = min(WRITE_BUFFER_BYTES, max(SMALLEST_PART, memory))
+        uploads = max(0, min(UPLOADS, memory // wanted - 1))
+    if expected is not None and expected <= wanted:
+        wanted = expected + 1  # it never becomes full, so that there is a single request
+    return _whole_blocks(max(wanted, -(-(expected or 0) // _MOST_PARTS))), uploads
 
 
 def call_if(fs: Any, condition: dict[str, Any], method: str, **arguments: Any) -> None:
@@ -189,5 +193,5 @@ def _code(error: OSError) -> str | None:
 
 
 def _whole_blocks(nbytes: int) -> int:
-    """So many bytes or some more: whoever fills rooms does it by blocks."""
+    """So many bytes or some more: whoever fills buffers does it by blocks."""
     return -(-nbytes // (64 * KIB)) * 64 * KIB

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -65,11 +65,8 @@ class BufferedSink(Protocol):
     def write(self, buffer: Buffer) -> None:
         """As that of every sink."""
 
-    def buffer(self, memory: int | None = None) -> memoryview | None:
-        """Memory to be filled with the next bytes; None if ``write`` serves as well.
-
-        ``memory`` is how many bytes all buffers may take together. The first call decides.
-        """
+    def buffer(self) -> memoryview | None:
+        """Memory to be filled with the next bytes, of any length; None if ``write`` serves as well."""
 
     def advance(self, count: int) -> None:
         """So many bytes of the buffer are filled, from its beginning on, and are the next ones of the object."""
@@ -94,6 +91,30 @@ class SharedReader(Protocol):
         """As ``read_into``, for bytes that other processes of this machine will want too."""
 
 
+def fill_in_pieces(
+    reader: Reader, begin: int, memory: memoryview, step: int, *, shared: bool = False
+) -> Iterator[tuple[int, int]]:
+    """Fill memory with the bytes of an object from ``begin`` on. Yields from where to where it has just been filled.
+
+    What is cached comes in pieces of ``step`` bytes, so that whoever sums them up finds them in the processor's own
+    cache; for the rest a disk works better with one large request. ``shared`` if others will want the same bytes.
+    """
+    cached = reader if memory.nbytes >= step and isinstance(reader, CachedReader) else None
+    done = 0
+    while cached is not None and done < memory.nbytes:
+        end = min(done + step, memory.nbytes)
+        if not cached.read_cached(begin + done, memory[done:end]):
+            break
+        yield done, end
+        done = end
+    if done < memory.nbytes:
+        if shared and isinstance(reader, SharedReader):
+            reader.read_shared(begin + done, memory[done:])
+        else:
+            reader.read_into(begin + done, memory[done:])
+        yield done, memory.nbytes
+
+
 class Store(ABC):
     """One checkpoint's folder, or prefix of object names.
 
@@ -110,13 +131,14 @@ class Store(ABC):
     is for stores to which every request is a long way, and whose readers need no memory besides."""
 
     @abstractmethod
-    def create(self, name: str, size: int | None = None) -> AbstractContextManager[Sink]:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> AbstractContextManager[Sink]:
         """Write a new object in a ``with`` block. If the name is taken, a ``FileExistsError`` is raised.
 
         At the end of the block the object is there whole, its content durable; its name is durable after ``sync``.
         After an exception nothing of it is left. A kill may leave a part of it under its name.
 
         ``size`` is how many bytes will be written, if that is known; a ``ValueError`` if there were more or fewer.
+        ``memory`` is how many bytes all buffers of the sink may take together; None leaves it to the store.
         """
 
     @abstractmethod

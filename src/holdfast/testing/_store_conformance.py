@@ -28,25 +28,25 @@ class FastMethods:
 
     @pytest.mark.parametrize("memory", [None, 1, 300_000])
     def test_buffers_are_filled_and_written(self, store: Store, memory: int | None) -> None:
-        with store.create("data", len(_CONTENT)) as sink:
-            self._write_in_buffers(sink, _CONTENT, memory)
+        with store.create("data", len(_CONTENT), memory) as sink:
+            self._write_in_buffers(sink, _CONTENT)
         assert store.read("data") == _CONTENT
 
     def test_buffers_and_writes_take_turns(self, store: Store) -> None:
         with store.create("data", len(_CONTENT)) as sink:
             for at in range(0, len(_CONTENT), 1_000_000):
                 sink.write(_CONTENT[at : at + 10_000])
-                self._write_in_buffers(sink, _CONTENT[at + 10_000 : at + 1_000_000], None)
+                self._write_in_buffers(sink, _CONTENT[at + 10_000 : at + 1_000_000])
         assert store.read("data") == _CONTENT
 
     def test_only_what_is_filled_of_a_buffer_is_written(self, store: Store) -> None:
         with store.create("data", len(_CONTENT)) as sink:
             lender = _able(sink, BufferedSink)
-            buffer = lender.buffer(None)
+            buffer = lender.buffer()
             assert buffer is not None
             buffer[:10] = b"0123......"
             lender.advance(4)
-            self._write_in_buffers(sink, _CONTENT[4:], None)
+            self._write_in_buffers(sink, _CONTENT[4:])
         assert store.read("data") == b"0123" + _CONTENT[4:]
 
     def test_what_is_cached_is_read_or_nothing_is_promised(self, store: Store) -> None:
@@ -66,10 +66,10 @@ class FastMethods:
             _able(reader, SharedReader).read_shared(77, memoryview(memory)[1:-1])
         assert memory == b"." + _CONTENT[77:3_000_077] + b"."
 
-    def _write_in_buffers(self, sink: Sink, content: bytes, memory: int | None) -> None:
+    def _write_in_buffers(self, sink: Sink, content: bytes) -> None:
         lender = _able(sink, BufferedSink)
         while content:
-            buffer = lender.buffer(memory)
+            buffer = lender.buffer()
             if buffer is None:
                 sink.write(content)
                 return

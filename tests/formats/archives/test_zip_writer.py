@@ -36,7 +36,7 @@ def test_every_entry_comes_back_with_the_right_crc_and_aligned(entries: list[tup
             assert content_position(stream.getvalue(), info) % ALIGNMENT == 0
 
 
-class Rooms(io.BytesIO):
+class Buffers(io.BytesIO):
     """Lends memory of any size for what comes next."""
 
     def __init__(self, sizes: list[int]) -> None:
@@ -44,7 +44,7 @@ class Rooms(io.BytesIO):
         self.sizes = sizes
         self.lent = bytearray()
 
-    def buffer(self, memory: int | None = None) -> memoryview:
+    def buffer(self) -> memoryview:
         self.lent = bytearray(self.sizes[self.tell() % len(self.sizes)])
         return memoryview(self.lent)
 
@@ -53,8 +53,8 @@ class Rooms(io.BytesIO):
 
 
 @given(st.lists(st.binary(max_size=300), max_size=4), st.none() | st.lists(st.integers(1, 99), min_size=1))
-def test_entries_that_are_made_in_pieces_are_like_others(contents: list[bytes], rooms: list[int] | None) -> None:
-    stream = io.BytesIO() if rooms is None else Rooms(rooms)
+def test_entries_that_are_made_in_pieces_are_like_others(contents: list[bytes], buffers: list[int] | None) -> None:
+    stream = io.BytesIO() if buffers is None else Buffers(buffers)
     archive = ZipWriter(stream)
     for number, content in enumerate(contents):
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from holdfast._base.box_bytes import readable_parts, row_major_strides
 from holdfast._base.boxes import Box
-from holdfast._formats.chunk_reads import byte_strides, readable_parts
 from holdfast._formats.tensor_places import narrowed, read_region
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 
@@ -169,4 +169,4 @@ def test_buffers_are_in_host_memory_whatever_the_default_device() -> None:
 
 
 def test_strides_are_those_of_torch() -> None:
-    assert byte_strides((2, 3, 4), 2) == tuple(2 * step for step in torch.empty(2, 3, 4).stride())
+    assert row_major_strides((2, 3, 4), 2) == tuple(2 * step for step in torch.empty(2, 3, 4).stride())

@@ -18,7 +18,7 @@ from holdfast._base.boxes import Box, first_overlap
 from holdfast._formats.native import layout as layouts
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.layout import DATA_ALIGNMENT, ChunkToWrite, lay_out
-from holdfast._formats.native.writing import write_data_file
+from holdfast._formats.native.writing import ChunkBytes, write_data_file
 from holdfast._formats.safetensors.header import decode_header
 from tests.golden.contents import DTYPES
 
@@ -73,7 +73,7 @@ def test_a_file_is_written_as_it_was_laid_out_with_the_digests_of_its_bytes(want
 
     for file in lay_out(wanted, GENERATION, limit):
         stream = io.BytesIO()
-        digests = write_data_file(stream, file, pieces, block, write_bytes)
+        digests = write_data_file(stream, file, ChunkBytes(pieces), block, write_bytes)
         written = stream.getvalue()
         assert len(written) == file.nbytes
         assert written.startswith(file.header)
@@ -82,15 +82,15 @@ def test_a_file_is_written_as_it_was_laid_out_with_the_digests_of_its_bytes(want
         assert digests.tolist() == digests_of(written, block)
 
 
-class LendsRooms(io.BytesIO):
-    """A sink whose rooms have any size, and that sometimes has none."""
+class LendsBuffers(io.BytesIO):
+    """A sink whose buffers have any size, and that sometimes has none."""
 
     def __init__(self, sizes):
         super().__init__()
         self.sizes = itertools.cycle(sizes)
         self.lent = None
 
-    def buffer(self, memory):
+    def buffer(self):
         if self.lent is None:
             size = next(self.sizes)
             self.lent = bytearray(size) if size else None
@@ -102,10 +102,12 @@ class LendsRooms(io.BytesIO):
 
 
 @given(chunks(), st.lists(st.integers(0, 20_000), min_size=1, max_size=4))
-def test_rooms_of_any_size_get_the_digests_of_the_file(wanted, sizes):
+def test_buffers_of_any_size_get_the_digests_of_the_file(wanted, sizes):
     for file in lay_out(wanted, GENERATION):
-        stream = LendsRooms(sizes)
-        digests = write_data_file(stream, file, lambda part: [np.full(part.nbytes, part.tensor + 1, np.uint8)], 4096)
+        stream = LendsBuffers(sizes)
+        digests = write_data_file(
+            stream, file, ChunkBytes(lambda part: [np.full(part.nbytes, part.tensor + 1, np.uint8)]), 4096
+        )
         assert len(stream.getvalue()) == file.nbytes
         assert digests.tolist() == digests_of(stream.getvalue(), 4096)
 
@@ -118,7 +120,7 @@ def digests_of(data: bytes, block: int) -> list[int]:
 def test_a_chunk_that_comes_with_another_number_of_bytes_is_not_written_as_if_nothing_was(count):
     (file,) = lay_out([chunk("a", "uint8", (4,))], GENERATION)
     with pytest.raises(AssertionError, match=f"4 bytes and came with {count}"):
-        write_data_file(io.BytesIO(), file, lambda _: [np.zeros(count, np.uint8)], 4096)
+        write_data_file(io.BytesIO(), file, ChunkBytes(lambda _: [np.zeros(count, np.uint8)]), 4096)
 
 
 def test_elements_that_need_alignment_have_it_beside_elements_of_odd_sizes():
@@ -180,19 +182,19 @@ def test_files_are_the_same_whether_chunks_are_gathered_or_come_in_pieces(wanted
     for file in lay_out(wanted, GENERATION):
         asked = []
 
-        def gather(number, room, file=file, asked=asked):
+        def gather(number, buffer, file=file, asked=asked):
             asked.append(number)
             count = filled = 0
             for part, _ in file.chunks[number:][: data.draw(st.integers(0, most))]:
-                if filled + part.nbytes > room.nbytes:
+                if filled + part.nbytes > buffer.nbytes:
                     break
-                room[filled : filled + part.nbytes] = content(part)
+                buffer[filled : filled + part.nbytes] = content(part)
                 count, filled = count + 1, filled + part.nbytes
             return count, filled
 
         alone, gathered = io.BytesIO(), io.BytesIO()
-        expected = write_data_file(alone, file, lambda part: [content(part)], 4096, memory)
-        digests = write_data_file(gathered, file, lambda part: [content(part)], 4096, memory, gather)
+        expected = write_data_file(alone, file, ChunkBytes(lambda part: [content(part)]), 4096, memory)
+        digests = write_data_file(gathered, file, ChunkBytes(lambda part: [content(part)], gather), 4096, memory)
         assert gathered.getvalue() == alone.getvalue()
         assert digests.tolist() == expected.tolist()
         assert asked[0] == 0

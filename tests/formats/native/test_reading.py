@@ -8,7 +8,6 @@ import signal
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast._base import threads as waiting
 from holdfast._base.boxes import Box
 from holdfast._base.tuning import READ_BYTES, READERS
 from holdfast._formats.native import read_plan as runs
@@ -33,9 +31,8 @@ from holdfast._formats.native.names import RECORD, data_file, index_file, new_ge
 from holdfast._formats.native.record import Record, StoredFile, encode_record
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.source import NativeSource
-from holdfast._formats.native.writing import write_data_file
+from holdfast._formats.native.writing import ChunkBytes, WrittenFile, columns_of_files, write_data_file
 from holdfast._formats.source import Request
-from holdfast._save.files import WrittenFile, _columns
 from holdfast._stores.memory_store import MemoryStore
 from holdfast.errors import DamagedCheckpointError
 from tests.properties import examples
@@ -49,7 +46,7 @@ def sizes(*, window: int = BLOCK, straight_from: int = BLOCK, threaded: bool = F
     """Read in small parts, by several threads, or straight into memory, also where there is little to read."""
     with (
         mock.patch.object(reading, "READ_BYTES", window),
-        mock.patch.object(reading, "SMALLEST_ROOM", BLOCK),
+        mock.patch.object(reading, "SMALLEST_BUFFER", BLOCK),
         mock.patch.object(reading, "CACHED_READ_BYTES", 2 * BLOCK),
         mock.patch.object(reading, "SEVERAL_READERS_FROM", 0 if threaded else 1 << 40),
         mock.patch.object(runs, "STRAIGHT_FROM", straight_from),
@@ -108,13 +105,13 @@ def store(arrays: dict[str, np.ndarray], boxes: dict[str, list[Box]], max_file_s
     for number, layout in enumerate(lay_out(chunks, generation, max_file_size)):
         name = data_file(generation, 0, number)
         with made.store.create(name, layout.nbytes) as sink:
-            digests = write_data_file(sink, layout, pieces, BLOCK, 3 * BLOCK)
+            digests = write_data_file(sink, layout, ChunkBytes(pieces), BLOCK, 3 * BLOCK)
         rows = [(chunk.tensor, position, chunk.offsets, chunk.sizes) for chunk, position in layout.chunks]
         files.append(WrittenFile(name, layout.nbytes, rows, digests))
         made.header_ends[name] = len(layout.header)
         for chunk, position in layout.chunks:
             made.places.setdefault(chunk.key, []).append((name, position, Box(chunk.offsets, chunk.sizes)))
-    data = encode_columns(_columns(files))
+    data = encode_columns(columns_of_files(files))
     made.store.put(index_file(generation), data)
     record = Record(
         generation,
@@ -351,50 +348,30 @@ def test_an_error_of_any_thread_is_raised(threaded):
 
 def test_an_interrupt_does_not_overtake_what_is_being_read(monkeypatch):
     """The memory that it goes to may belong to somebody else as soon as the call is over."""
-    stored, all_at_work, over = large(), threading.Event(), threading.Event()
+    stored, all_at_work, over = large(), threading.Barrier(READERS, timeout=60), threading.Event()
     fill, interrupts, one_by_one = reading._Job._fill, iter([signal.SIGINT] * 2), threading.Lock()
     overtaken = []
 
-    class Pool(ThreadPoolExecutor):
-        count = 0
-
-        def submit(self, *args: Any) -> Any:
-            job = super().submit(*args)
-            self.count += 1
-            if self.count == 1 + READERS:  # the first one is to see whether there are threads
-                all_at_work.set()
-            return job
-
     def interrupt_and_fill(self: Any, *args: Any) -> None:
-        with one_by_one:
-            all_at_work.wait(60)
-            for interrupt in interrupts:
-                overtaken.append(over.wait(0.1))
-                signal.pthread_kill(threading.main_thread().ident or 0, interrupt)
-                overtaken.append(over.wait(0.1))
+        with contextlib.suppress(threading.BrokenBarrierError):  # after the first time
+            all_at_work.wait()
+            all_at_work.abort()
+        if threading.current_thread() is not threading.main_thread():
+            with one_by_one:
+                for interrupt in interrupts:
+                    overtaken.append(over.wait(0.1))
+                    signal.pthread_kill(threading.main_thread().ident or 0, interrupt)
+                    overtaken.append(over.wait(0.1))
         fill(self, *args)
 
     into = np.zeros((20, 100), "V1024")
     monkeypatch.setattr(reading._Job, "_fill", interrupt_and_fill)
-    monkeypatch.setattr(waiting, "ThreadPoolExecutor", Pool)
     with sizes(window=2 * BLOCK, threaded=True):
         with pytest.raises(KeyboardInterrupt):
             NativeSource(stored.store).read([Request("a", (0, 0), (20, 100), into)])
         over.set()
     with one_by_one:
         assert overtaken == [False] * 4
-
-
-def test_when_one_thread_has_failed_nothing_is_left_for_the_others():
-    shared = reading._WorkList([windows.Stretch(0, 0, 1, 0, 0)] * 3)
-
-    def fail(reads: Any) -> int:
-        next(reads)
-        raise OSError("gone")
-
-    with pytest.raises(OSError, match="gone"):
-        shared.until_one_fails(fail)
-    assert list(shared) == []
 
 
 @pytest.mark.parametrize(("rows", "reads"), [((3, 4), 1), ((3, 5), 2)])

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast._formats.native.read_plan import Slab, cut_into_slabs, mark_blocks, row_major_strides, span_of
+from holdfast._base.box_bytes import row_major_strides, span_of
+from holdfast._formats.native.read_plan import Slab, cut_into_slabs, mark_blocks
 
 
 @st.composite

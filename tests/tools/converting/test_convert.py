@@ -305,8 +305,8 @@ def test_what_is_in_a_store_stays_until_the_new_one_is_proven(saved, tmp_path, o
         """Changes a bit of what is written."""
 
         @contextmanager
-        def create(self, name, size=None):
-            with super().create(name, size) as sink:
+        def create(self, name, size=None, memory=None):
+            with super().create(name, size, memory) as sink:
                 write = sink.write
 
                 def damaged(buffer):

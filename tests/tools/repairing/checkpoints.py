@@ -15,7 +15,7 @@ from holdfast._formats.native.layout import ChunkToWrite, lay_out
 from holdfast._formats.native.names import data_file
 from holdfast._formats.native.record import BLOCK_BYTES
 from holdfast._formats.native.refs import TensorRef
-from holdfast._save.files import Before, Contents, WrittenFile, commit_checkpoint
+from holdfast._formats.native.writing import CheckpointContents, Existing, WrittenFile, commit_checkpoint
 from holdfast._tools.repairing.unrecorded import tree_of_keys
 
 GENERATION = "00112233aabbccdd"
@@ -56,7 +56,8 @@ def write(store, tensors, cuts, *, max_file_size=None, generation=GENERATION):
             store.put(name, content)
             files.append(WrittenFile(name, len(content), rows, digest_blocks(content, BLOCK_BYTES)))
     tree = tree_of_keys([ref.key for ref in refs])
-    commit_checkpoint(store, Before(None, frozenset()), files, Contents(refs, tree, {"note": 1}, {}), generation)
+    contents = CheckpointContents(refs, tree, {"note": 1}, {})
+    commit_checkpoint(store, Existing(None, frozenset()), files, contents, generation)
     return refs, arrays
 
 

@@ -27,8 +27,8 @@ class SlowRoot(LocalRoot):
 
 class SlowStore(LocalStore):
     @contextmanager
-    def create(self, name: str, size: int | None = None) -> Iterator[Any]:
-        with super().create(name, size) as sink:
+    def create(self, name: str, size: int | None = None, memory: int | None = None) -> Iterator[Any]:
+        with super().create(name, size, memory) as sink:
             yield SlowSink(sink) if name.startswith("data-") else sink
 
 

@@ -35,7 +35,7 @@ Memory begins and ends with a multiple of 16 bytes of the content, or with the c
 class ZipWriter:
     """Appends entries to what is at ``position`` of an output, one after another; ``close`` writes the directory.
 
-    If the output is a ``BufferedSink``, entries that are made piece by piece are made in the memory that it lends.
+    If an output is a ``BufferedSink``, entries that are made piece by piece are made right in its buffers.
 
     >>> import io, zipfile
     >>> stream = io.BytesIO()
@@ -48,7 +48,7 @@ class ZipWriter:
 
     def __init__(self, output: Output, position: int = 0) -> None:
         self._output = output
-        self._lender = output if isinstance(output, BufferedSink) else None
+        self._lending = output if isinstance(output, BufferedSink) else None
         self._position = position
         self._lines: list[bytes] = []
 
@@ -66,13 +66,13 @@ class ZipWriter:
         full_name, begin = self._begin_entry(name, size)
         crc = done = 0
         while done < size:
-            lent = None if self._lender is None else self._lender.buffer()
+            lent = None if self._lending is None else self._lending.buffer()
             memory = (memoryview(bytearray(STREAM_BYTES)) if lent is None else lent)[: size - done]
             crc = fill(done, memory, crc)
-            if self._lender is None or lent is None:
+            if self._lending is None or lent is None:
                 self._output.write(memory)
             else:
-                self._lender.advance(memory.nbytes)
+                self._lending.advance(memory.nbytes)
             done += memory.nbytes
         self._position += size
         self._end_entry(full_name, crc, size, begin)

@@ -20,7 +20,7 @@ from holdfast._formats.hf_folder.names import (
     lies_inside,
     temporary_name,
 )
-from holdfast._stores.durable_files import flush_to_disk
+from holdfast._stores.durable_files import write_durably
 from holdfast._stores.filesystem import AnyPath, FileSystemBase
 from holdfast._stores.store import is_unanswered
 from holdfast.errors import DamagedCheckpointError, IncompleteSaveError
@@ -129,9 +129,11 @@ class Folder:
 
     def prepare(self, switch: Switch) -> None:
         """Write what the switch needs, durably; nothing changes for readers."""
-        self._write(temporary_name(COMMIT_NAME, switch.generation), switch.record())
+        contents = {COMMIT_NAME: switch.record()}
         if switch.index is not None:
-            self._write(temporary_name(INDEX_NAME, switch.generation), _encoded(switch.index))
+            contents[INDEX_NAME] = _encoded(switch.index)
+        for name, content in contents.items():
+            write_durably(self.fs, self.at(temporary_name(name, switch.generation)), content, sync=self.sync)
         self._sync(switch)
 
     def refuse_lost_files(self, switch: Switch) -> None:
@@ -218,12 +220,6 @@ class Folder:
             expected="a record of a save",
             found=why,
         )
-
-    def _write(self, name: str, content: bytes) -> None:
-        with self.fs.create_stream(self.at(name), "wb") as stream:
-            stream.write(content)
-            if self.sync:
-                flush_to_disk(stream)
 
     def _sync(self, switch: Switch) -> None:
         if not self.sync:

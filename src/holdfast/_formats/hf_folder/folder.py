@@ -7,7 +7,6 @@ must be of one save. In either case the parts of every tensor must tile it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast._base.boxes import volume
 from holdfast._base.json_objects import parse_json_object
+from holdfast._base.threads import map_in_threads
 from holdfast._base.tiling import tiling_problems
 from holdfast._formats.hf_folder.commit import Folder, Switch
 from holdfast._formats.hf_folder.names import (
@@ -266,10 +266,7 @@ def _read_headers(
             found=None,
         )
 
-    if threads <= 1:
-        return [look(name) for name in wanted]
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="holdfast-headers") as pool:
-        return list(pool.map(look, wanted))
+    return map_in_threads(look, wanted, threads, "holdfast-headers")
 
 
 def _shards_beside(folder: Folder, files: list[_File], threads: int) -> list[_File]:

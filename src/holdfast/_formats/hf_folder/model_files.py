@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from holdfast._base.box_bytes import readable_parts
 from holdfast._base.boxes import Box, overlaps, volume
-from holdfast._base.tuning import ROOM_BYTES
-from holdfast._formats.chunk_reads import readable_parts
+from holdfast._base.threads import work_through
+from holdfast._base.tuning import WRITE_BUFFER_BYTES
 from holdfast._formats.hf_folder.commit import Folder
 from holdfast._formats.hf_folder.folder import Contents, StoredChunk, StoredKey
 from holdfast._formats.hf_folder.names import FileNotes, file_name, notes_of_whole_tensors, opened_as_described
@@ -58,17 +58,12 @@ def write_model_files(folder: Folder, files: Mapping[str, list[str]], contents: 
         keys = {key: contents.keys[key] for key in files[name]}
         _write_model_file(folder, name, keys, contents.save_id)
 
-    if threads == 1:
-        for name in files:
-            write(name)
-        return
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="holdfast-consolidate") as pool:
-        list(pool.map(write, files))
+    work_through(files, write, min(threads, len(files)), "holdfast-consolidate")
 
 
 def _write_model_file(folder: Folder, name: str, keys: Mapping[str, StoredKey], save_id: str | None) -> None:
     entries = [(key, *to_safetensors(key, stored.dtype, stored.size)) for key, stored in keys.items()]
-    buffer = torch.empty(ROOM_BYTES, dtype=torch.uint8)
+    buffer = torch.empty(WRITE_BUFFER_BYTES, dtype=torch.uint8)
     with folder.fs.create_stream(folder.at(name), "wb") as stream, _OpenFiles(folder.fs) as sources:
         writer = SafetensorsWriter(stream, entries, notes_of_whole_tensors(FileNotes(save_id)))
         for key in writer.header.tensors:

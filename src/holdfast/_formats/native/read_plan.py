@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from holdfast._base.box_bytes import position_of, span_of
 from holdfast._base.tuning import LARGEST_WINDOWS, MERGE_GAP, STRAIGHT_FROM
 
 # Runs of bytes that lie side by side in a file as well as in memory.
@@ -105,20 +106,6 @@ class Slab(NamedTuple):
     """Which of the names that whoever made this has a list of."""
 
 
-def row_major_strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Bytes between neighbours of a dense array.
-
-    >>> row_major_strides((2, 3), 4)
-    (12, 4)
-    """
-    strides = []
-    step = itemsize
-    for size in reversed(sizes):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
-
-
 def dense_runs(strides: Sequence[int], into: Array) -> tuple[Numbers, Numbers, int] | None:
     """The runs of a box that lie side by side in the file and in memory, if they are long or just one.
 
@@ -139,11 +126,6 @@ def dense_runs(strides: Sequence[int], into: Array) -> tuple[Numbers, Numbers, i
     return in_file, in_memory, length
 
 
-def span_of(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Bytes from the first to the end of the last element of a box that is not empty."""
-    return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + itemsize
-
-
 def cut_into_slabs(
     file: int, chunk_begin: int, strides: tuple[int, ...], start: Sequence[int], into: Array, key: int, largest: int
 ) -> Iterator[Slab]:
@@ -156,7 +138,7 @@ def cut_into_slabs(
         return
     # Even a single element may be larger.
     dim = next((dim for dim, stride in enumerate(strides) if stride <= largest), len(strides) - 1)
-    begin = chunk_begin + sum(at * stride for at, stride in zip(start, strides, strict=True))
+    begin = chunk_begin + position_of(start, strides)
     step = max(1, largest // strides[dim])
     for outer in np.ndindex(*into.shape[:dim]):
         at = begin + sum(number * stride for number, stride in zip(outer, strides, strict=False))

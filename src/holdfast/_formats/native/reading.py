@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from holdfast._base.threads import count_processors, some_threads, wait_for_all
+from holdfast._base.threads import count_processors, share_work
 from holdfast._base.tuning import (
     CACHED_READ_BYTES,
     MEMORY_BUDGET,
@@ -28,12 +27,12 @@ from holdfast._base.tuning import (
     READERS,
     REMOTE_WINDOW_BYTES,
     SEVERAL_READERS_FROM,
-    SMALLEST_ROOM,
+    SMALLEST_BUFFER,
 )
-from holdfast._formats.native.blocks import digest_blocks
+from holdfast._formats.native.blocks import Digests, digest_blocks
 from holdfast._formats.native.read_plan import Runs, Slab, Stretch, Window, bytes_at, plan_reads, runs_of
 from holdfast._formats.native.readable_files import OpenFiles, ReadableFile
-from holdfast._stores.store import CachedReader, Reader, SharedReader
+from holdfast._stores.store import CachedReader, Reader, fill_in_pieces
 from holdfast.errors import DamagedCheckpointError
 
 
@@ -41,7 +40,21 @@ def read_size(memory: int | None, block_bytes: int, *, is_far: bool = False) -> 
     """How many bytes are read at once, if no more memory than that may be taken."""
     most = (MEMORY_BUDGET if memory is None else memory) // MEMORY_OF_A_READER
     wanted = min(REMOTE_WINDOW_BYTES if is_far else READ_BYTES, most)
-    return max(wanted // block_bytes * block_bytes, block_bytes, SMALLEST_ROOM)
+    return max(wanted // block_bytes * block_bytes, block_bytes, SMALLEST_BUFFER)
+
+
+def reader_count(memory: int | None, size: int) -> int:
+    """How many threads may read ``size`` bytes at once each."""
+    return max(1, min(READERS, (MEMORY_BUDGET if memory is None else memory) // (MEMORY_OF_A_READER * size)))
+
+
+def read_with_digests(
+    reader: Reader, begin: int, into: npt.NDArray[np.uint8], block_bytes: int, *, shared: bool = False
+) -> Iterator[tuple[int, Digests]]:
+    """Fill memory with whole blocks. Yields where in it some of them begin, and their digests."""
+    step = max(CACHED_READ_BYTES // block_bytes, 1) * block_bytes
+    for low, high in fill_in_pieces(reader, begin, into.data, step, shared=shared):
+        yield low, digest_blocks(into[low:high], block_bytes)
 
 
 def read_all(
@@ -65,58 +78,13 @@ def read_all(
     wanted = int(runs.nbytes.sum()) + sum(slab.into.size * slab.into.itemsize for slab in slabs)
     threads = 1
     if is_far or wanted >= SEVERAL_READERS_FROM:
-        most = (MEMORY_BUDGET if memory is None else memory) // (MEMORY_OF_A_READER * size)
-        threads = max(1, min(READERS, most, len(reads)))
+        threads = max(1, min(reader_count(memory, size), len(reads)))
     with closing(OpenFiles(files, (read.file for read in reads))) as opened:
         # Of an object that is far away, a block is rather read twice than asked for by itself.
         several = {} if is_far else _blocks_of_several(reads, block_bytes)
         job = _Job(opened, files, names, block_bytes, several, fill_cache=shared)
-        pool = some_threads(threads, "holdfast-read") if threads > 1 else None
-        return job.read(reads) if pool is None else _read_by_threads(job, reads, pool, threads)
-
-
-def _read_by_threads(job: _Job, reads: Sequence[Stretch | Window], pool: ThreadPoolExecutor, threads: int) -> int:
-    todo = _WorkList(reads)
-    running: list[Future[int]] = []
-    with pool:
-        try:
-            for number in range(threads):
-                read = partial(job.read, stays=number < count_processors())
-                running.append(pool.submit(todo.until_one_fails, read))
-            return sum(thread.result() for thread in running)
-        finally:
-            todo.stop()  # for what interrupts this thread is nothing that the others notice
-            wait_for_all(running)
-
-
-class _WorkList:
-    """What several threads have to do. Each takes the next read when it has done one, so that all are busy to the end.
-
-    When one of them fails, the others stop.
-    """
-
-    def __init__(self, reads: Sequence[Stretch | Window]) -> None:
-        self._reads = iter(reads)
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> _WorkList:
-        return self
-
-    def __next__(self) -> Stretch | Window:
-        with self._lock:
-            return next(self._reads)
-
-    def until_one_fails(self, read: Callable[[Iterable[Stretch | Window]], int]) -> int:
-        try:
-            return read(self)
-        except BaseException:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        """There is nothing more to do."""
-        with self._lock:
-            self._reads = iter(())
+        workers = [partial(job.read, stays=number < count_processors()) for number in range(threads)]
+        return sum(share_work(reads, workers, "holdfast-read"))
 
 
 class _BlockOfSeveral:
@@ -244,31 +212,18 @@ class _Job:
         into: npt.NDArray[np.uint8],
         keys: Callable[[int, int], list[int]],
     ) -> None:
-        """Read whole blocks and check them, as far as they are cached piece by piece, while the processor has them."""
-        cached = reader if into.nbytes >= CACHED_READ_BYTES and isinstance(reader, CachedReader) else None
-        step = max(CACHED_READ_BYTES // self.block_bytes, 1) * self.block_bytes
-        done = 0
-        while cached is not None and done < into.nbytes:
-            part = into[done : done + step]
-            if not cached.read_cached(begin + done, part.data):
-                break
-            self._check(file, begin + done, part, keys)
-            done += part.nbytes
-        if done < into.nbytes:
-            if self.fill_cache and isinstance(reader, SharedReader):
-                reader.read_shared(begin + done, into[done:].data)
-            else:
-                reader.read_into(begin + done, into[done:].data)
-            self._check(file, begin + done, into[done:], keys)
-
-    def _check(
-        self, number: int, begin: int, part: npt.NDArray[np.uint8], keys: Callable[[int, int], list[int]]
-    ) -> None:
-        file = self.files[number]
-        if file.digests is None:
+        """Read whole blocks and check them, if there is something to compare them with."""
+        if self.files[file].digests is None:
+            for _ in fill_in_pieces(reader, begin, into.data, CACHED_READ_BYTES, shared=self.fill_cache):
+                pass
             return
+        for at, found in read_with_digests(reader, begin, into, self.block_bytes, shared=self.fill_cache):
+            self._check(file, begin + at, found, keys)
+
+    def _check(self, number: int, begin: int, found: Digests, keys: Callable[[int, int], list[int]]) -> None:
+        file = self.files[number]
+        assert file.digests is not None
         block = begin // self.block_bytes
-        found = digest_blocks(part, self.block_bytes)
         expected = file.digests[block : block + len(found)]
         if found.tobytes() == expected.tobytes():
             return

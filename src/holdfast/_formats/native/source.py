@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from holdfast._base.box_bytes import row_major_strides
 from holdfast._base.boxes import Box, overlap, volume
 from holdfast._formats.native.blocks import refuse
 from holdfast._formats.native.columns import (
@@ -21,7 +22,7 @@ from holdfast._formats.native.columns import (
     header_ends,
 )
 from holdfast._formats.native.names import RECORD, rank_of
-from holdfast._formats.native.read_plan import Numbers, Runs, Slab, cut_into_slabs, dense_runs, row_major_strides
+from holdfast._formats.native.read_plan import Numbers, Runs, Slab, cut_into_slabs, dense_runs
 from holdfast._formats.native.readable_files import ReadableFile
 from holdfast._formats.native.reading import read_all, read_size
 from holdfast._formats.native.record import LARGEST_RECORD, Record, StoredFile, decode_record

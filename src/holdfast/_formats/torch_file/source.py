@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from holdfast._base.box_bytes import boxes_of_run
 from holdfast._base.boxes import Box, cut, volume
 from holdfast._base.tuning import READ_BYTES, STREAM_BYTES
 from holdfast._formats.archives.zip_layout import LOCAL_MAGIC, Entry, damaged
 from holdfast._formats.byte_ranges import Ranges, read_size, read_with_crc
-from holdfast._formats.chunk_reads import ArrayPlace, ChunkRead, Wanted, boxes_of_run
+from holdfast._formats.chunk_reads import ArrayPlace, ChunkRead, Wanted
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.torch_elements import as_array
 from holdfast._formats.source import ByteStream, ChunkPlace, Request, Source, check_requests, part_of

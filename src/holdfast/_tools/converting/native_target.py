@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,23 @@ import numpy as np
 
 from holdfast._base.commits import Commit
 from holdfast._base.environment import noted_optimizers, stamp
-from holdfast._base.tuning import SHARE_OF_ROOMS
-from holdfast._formats.native.layout import ChunkToWrite, FileLayout, lay_out
-from holdfast._formats.native.names import RECORD, data_file, new_generation
-from holdfast._formats.native.record import BLOCK_BYTES, Record
+from holdfast._formats.native.layout import ChunkToWrite, FileLayout
+from holdfast._formats.native.names import RECORD, new_generation
+from holdfast._formats.native.record import Record
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.source import NativeSource
 from holdfast._formats.native.values import Encoder
 from holdfast._formats.native.values import Path as TreePath
-from holdfast._formats.native.writing import Bytes, write_data_file
+from holdfast._formats.native.writing import (
+    Bytes,
+    CheckpointContents,
+    ChunkBytes,
+    commit_checkpoint,
+    inspect_destination,
+    remove_unfinished,
+    write_chunks,
+)
 from holdfast._formats.source import Source
-from holdfast._save.files import Contents, WrittenFile, commit_checkpoint, look_before, remove_unfinished
 from holdfast._stores.local_store import LocalStore
 from holdfast._stores.store import Store
 from holdfast._tools.converting.outgoing import Outgoing, bytes_of_next
@@ -57,31 +64,36 @@ class NativeTarget(Target):
 
         ``prove`` gets the checkpoint to read before it is committed, and raises if something is wrong with it.
         """
-        before = look_before(store, overwrite=overwrite)
+        existing = inspect_destination(store, overwrite=overwrite)
         generation = new_generation()
         refs = [
             TensorRef(tensor.key, tensor.dtype, tensor.shape, tensor.kind, tensor.numpy, tensor.rank)
             for tensor in outgoing.tensors.values()
         ]
         noted = {"format": outgoing.source.format, "identity": outgoing.source.identity}
-        contents = Contents(
+        contents = CheckpointContents(
             tensors=refs,
             tree=self._tree(outgoing),
             metadata=dict(outgoing.source.metadata),
             written={**stamp(1), "converted_from": noted, **noted_optimizers([outgoing.optimizers])},
         )
-        files: list[WrittenFile] = []
         commit = Commit()
 
         def proof(record: Record) -> None:
             if prove is not None:
                 prove(NativeSource(store, allow_pickle=outgoing.allow_pickle, record=record))
 
+        @contextmanager
+        def open_chunks(layout: FileLayout) -> Iterator[ChunkBytes]:
+            with closing(outgoing.stream(chunk.key for chunk, _ in layout.chunks)) as stream:
+                # The next ones of the stream, which has the chunks in the same order.
+                yield ChunkBytes(lambda chunk: map(_as_array, bytes_of_next(stream, chunk.nbytes)))
+
+        files = write_chunks(
+            store, _chunks(refs), open_chunks, generation=generation, memory_budget=outgoing.memory_budget
+        )
         try:
-            for layout in lay_out(_chunks(refs), generation):
-                files.append(_write_file(store, data_file(generation, 0, len(files)), layout, outgoing))
-            store.sync()
-            record = commit_checkpoint(store, before, files, contents, generation, commit=commit, prove=proof)
+            record = commit_checkpoint(store, existing, files, contents, generation, commit=commit, prove=proof)
         except BaseException:
             if not commit.may_have_happened:
                 remove_unfinished(store, [file.name for file in files])
@@ -125,18 +137,5 @@ def _chunks(refs: list[TensorRef]) -> list[ChunkToWrite]:
     ]
 
 
-def _write_file(store: Store, name: str, layout: FileLayout, outgoing: Outgoing) -> WrittenFile:
-    stream = outgoing.stream(chunk.key for chunk, _ in layout.chunks)
-
-    def pieces(chunk: ChunkToWrite) -> Iterator[Bytes]:
-        """The next ones of the stream, which has the chunks in the same order."""
-        for data in bytes_of_next(stream, chunk.nbytes):
-            yield np.frombuffer(data, np.uint8)
-
-    try:
-        with store.create(name, layout.nbytes) as sink:
-            digests = write_data_file(sink, layout, pieces, BLOCK_BYTES, outgoing.budget // SHARE_OF_ROOMS)
-    finally:
-        stream.close()
-    rows = [(chunk.tensor, position, chunk.offsets, chunk.sizes) for chunk, position in layout.chunks]
-    return WrittenFile(name, layout.nbytes, rows, digests)
+def _as_array(data: memoryview) -> Bytes:
+    return np.frombuffer(data, np.uint8)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -17,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from holdfast._base.box_bytes import boxes_of_run
 from holdfast._base.boxes import volume
-from holdfast._base.threads import some_threads, wait_for_all
-from holdfast._base.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE, SHARE_OF_ROOMS
-from holdfast._formats.chunk_reads import boxes_of_run
+from holdfast._base.threads import in_order
+from holdfast._base.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE, SHARE_OF_WRITE_BUFFERS
 from holdfast._formats.native.dtypes import DType
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.source import ByteStream, Request, Source
@@ -192,28 +190,26 @@ class Outgoing:
 
         ``keys`` may be any names. Pieces that follow are read meanwhile, small tensors together.
         """
-        until_done = ExitStack()
-        todo = self._parcels(list(keys), until_done)
-        pool = some_threads(_READERS, "holdfast-convert")
-        running: deque[tuple[list[_Part], Future[Bytes]]] = deque()
-        rooms = [np.empty(0, np.uint8) for _ in range(_PIECES_AHEAD)]
+        buffers = [np.empty(0, np.uint8) for _ in range(_PIECES_AHEAD)]
         hasher = xxhash.xxh3_128()
 
-        def begin_some() -> None:
-            while rooms and (parcel := next(todo, None)) is not None:
-                assert pool is not None
-                running.append((parcel, pool.submit(self._read_parcel, parcel, rooms.pop())))
+        def read(parcel: Sequence[_Part]) -> Bytes:
+            try:
+                return self._read_parcel(parcel, buffers.pop())
+            except BaseException:
+                for part in parcel:
+                    if part.in_order is not None:
+                        part.in_order.stop()
+                raise
 
-        try:
-            if pool is None:
-                raise RuntimeError("no threads can be started any more, since Python is ending")
-            begin_some()
-            while running:
-                parcel, reading = running.popleft()
-                room = reading.result()
+        until_done = ExitStack()
+        parcels = self._parcels(list(keys), until_done)
+        reading = in_order(read, parcels, threads=_READERS, ahead=_PIECES_AHEAD, name="holdfast-convert")
+        with until_done, closing(reading):
+            for parcel, buffer in reading:
                 at = 0
                 for part in parcel:
-                    data = room.data[at : at + part.nbytes]
+                    data = buffer.data[at : at + part.nbytes]
                     if part.begin == 0:
                         hasher.reset()
                     hasher.update(data)
@@ -222,19 +218,7 @@ class Outgoing:
                     self.advance(part.nbytes)
                     yield Piece(part.key, part.begin, data)
                     at += part.nbytes
-                rooms.append(room)
-                begin_some()
-        finally:
-            for parcel, _ in running:
-                for part in parcel:
-                    if part.in_order is not None:
-                        part.in_order.stop()
-            if pool is not None:
-                for _, reading in running:
-                    reading.cancel()
-                wait_for_all([reading for _, reading in running if not reading.cancelled()])
-                pool.shutdown(wait=True)
-            until_done.close()
+                buffers.append(buffer)
 
     def note_empty(self) -> None:
         """Tensors without elements have a digest too."""
@@ -267,27 +251,29 @@ class Outgoing:
 
     def _in_order(self, tensor: OutTensor, until_done: ExitStack) -> OrderedReads | None:
         """How to read the parts of a tensor one after the other, where parts have no checksums of their own."""
-        opening = self.source.stream(tensor.source_key, memory=self.budget // SHARE_OF_ROOMS, scratch=self.scratch)
+        opening = self.source.stream(
+            tensor.source_key, memory=self.budget // SHARE_OF_WRITE_BUFFERS, scratch=self.scratch
+        )
         if opening is None:
             return None
         reads = OrderedReads(opening, tensor.elements * tensor.stored.itemsize)
         until_done.callback(reads.close)
         return reads
 
-    def _read_parcel(self, parcel: Sequence[_Part], room: Bytes) -> Bytes:
+    def _read_parcel(self, parcel: Sequence[_Part], buffer: Bytes) -> Bytes:
         total = sum(part.nbytes for part in parcel)
-        if room.nbytes < total:
-            room = np.empty(max(total, min(self.piece_bytes, sum(t.nbytes for t in self.tensors.values()))), np.uint8)
-        self._read(parcel, room)
-        return room
+        if buffer.nbytes < total:
+            buffer = np.empty(max(total, min(self.piece_bytes, sum(t.nbytes for t in self.tensors.values()))), np.uint8)
+        self._read(parcel, buffer)
+        return buffer
 
-    def _read(self, parcel: Sequence[_Part], room: Bytes) -> None:
+    def _read(self, parcel: Sequence[_Part], buffer: Bytes) -> None:
         """Fill memory with parts of tensors, one behind the other."""
         requests: list[Request] = []
         casts: list[tuple[_Part, Any, Bytes]] = []
         at = read = 0
         for part in parcel:
-            tensor, target = part.tensor, room[at : at + part.nbytes]
+            tensor, target = part.tensor, buffer[at : at + part.nbytes]
             at += part.nbytes
             if (array := self.arrays.get(tensor.source_key)) is not None:
                 target[:] = array.reshape(-1).view(np.uint8)[part.begin : part.begin + part.nbytes]

@@ -19,7 +19,7 @@ from holdfast._formats.format_names import START, format_of_file, is_of_a_checkp
 from holdfast._formats.hf_folder import names as hf_names
 from holdfast._formats.native.names import generation_of
 from holdfast._load.opening import open_source
-from holdfast._stores.local_filesystem import FileSystem
+from holdfast._stores.durable_files import flush_to_disk, sync_folder
 from holdfast._tools.converting.work_folders import Work
 from holdfast.errors import CheckpointExistsError, HoldfastError
 
@@ -49,14 +49,14 @@ def put_in_place(work: Work, *, overwrite: bool) -> None:
     if new.is_dir():
         if overwrite and final.is_dir():
             _keep_other_files(final, new)
-        FileSystem().sync_folder(new)
+        sync_folder(new)
     try:
         _move(work, overwrite=overwrite)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         raise _in_the_way(final, "something was put there meanwhile", "Look what it is, and try again.") from error
-    FileSystem().sync_folder(final.parent)
+    sync_folder(final.parent)
 
 
 def _what_is_there(final: Path) -> str | None:
@@ -114,11 +114,8 @@ def _copy_durably(path: str, target: Path) -> None:
     shutil.copy2(path, target, follow_symlinks=False)
     if target.is_symlink():
         return
-    descriptor = os.open(target, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with target.open("rb") as stream:
+        flush_to_disk(stream)
 
 
 def _move(work: Work, *, overwrite: bool) -> None:

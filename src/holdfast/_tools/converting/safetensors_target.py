@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast._base.tuning import PIECE_BYTES, SHARE_OF_ROOMS
+from holdfast._base.tuning import PIECE_BYTES, SHARE_OF_WRITE_BUFFERS
 from holdfast._formats.hf_folder.names import INDEX_NAME
 from holdfast._formats.safetensors.dtypes import IN_MEMORY, PAIRS
 from holdfast._formats.safetensors.header import METADATA_KEY, Header, plan_header
@@ -109,8 +109,7 @@ def _write_file(path: Path, keys: Sequence[str], outgoing: Outgoing) -> int:
     """Write a file, durably. Returns its size."""
     header, start = plan_header([_entry(key, outgoing.names[key]) for key in keys], _notes(outgoing))
     nbytes = _size_of(header)
-    with LocalStore(path.parent).create(path.name, nbytes) as sink:
-        sink.buffer(outgoing.budget // SHARE_OF_ROOMS)  # the first call decides how much memory there is
+    with LocalStore(path.parent).create(path.name, nbytes, outgoing.budget // SHARE_OF_WRITE_BUFFERS) as sink:
         sink.write(start)
         for piece in outgoing.stream(header.tensors):
             sink.write(piece.data)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast._base.nested import ObjectPath, flat_name
-from holdfast._base.tuning import SHARE_OF_ROOMS
+from holdfast._base.tuning import SHARE_OF_WRITE_BUFFERS
 from holdfast._dcp.save import save_state
 from holdfast._dcp.save_planner import DefaultSavePlanner
 from holdfast._dcp.torch_file_conversions import StreamingWriter
@@ -122,7 +122,7 @@ class DcpTarget(Target):
     def write(self, outgoing: Outgoing, place: Path) -> Written:
         """Write one data file and then the index."""
         flow = _Flow(outgoing)
-        writer = _Writer(place, flow, outgoing.budget // SHARE_OF_ROOMS)
+        writer = _Writer(place, flow, outgoing.budget // SHARE_OF_WRITE_BUFFERS)
         metadata = save_state(
             {}, writer, _Planner(outgoing, flow), Collectives(None, use_dist=False, coordinator_rank=0)
         )
@@ -304,7 +304,9 @@ class TorchTarget(Target):
         state = substituted(outgoing.tree, lambda ref: stand_ins[ref.key])
         description, entries = describe(state, stand_ins.values())
         keys = {id(stand_in): key for key, stand_in in stand_ins.items()}
-        with sink_atomically(place, expected_size(description, entries), outgoing.budget // SHARE_OF_ROOMS) as sink:
+        with sink_atomically(
+            place, expected_size(description, entries), outgoing.budget // SHARE_OF_WRITE_BUFFERS
+        ) as sink:
             with state_archive(sink, description) as archive:
                 _add_all(archive, outgoing, entries, keys)
             return Written([place.name], sink.size)

@@ -18,8 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast._stores.durable_files import flush_to_disk
-from holdfast._stores.local_filesystem import FileSystem
+from holdfast._stores.durable_files import flush_to_disk, make_folder, sync_folder
 from holdfast.errors import NotAFolderError
 
 if os.name == "posix":
@@ -78,7 +77,7 @@ class Work:
             flush_to_disk(stream)
         self.new.parent.mkdir()
         self.scratch.mkdir()
-        FileSystem().sync_folder(self.folder)
+        sync_folder(self.folder)
 
     def clear(self) -> None:
         """Remove it. What was to be replaced is put back before that, if the new result has not got its name.
@@ -87,7 +86,7 @@ class Work:
         """
         try:
             self._give_back()
-            FileSystem().sync_folder(self.final.parent)  # the names, before what had them is removed
+            sync_folder(self.final.parent)  # the names, before what had them is removed
         except OSError as error:
             kept = f" What was at {self.final} is in {self.old}." if os.path.lexists(self.old) else ""
             logger.warning("%s could not be removed: %s.%s", self.folder, error, kept)
@@ -121,7 +120,7 @@ def work_folder(final: Path) -> Iterator[Work]:
     """
     _refuse_file_as_folder(final.parent)
     new = _missing_parents(final.parent)
-    FileSystem().mkdir(final.parent)
+    make_folder(final.parent)
     sweep(final)
     work, lock = _locked_folder(final)
     try:

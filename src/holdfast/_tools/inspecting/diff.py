@@ -11,6 +11,7 @@ from typing import Any
 
 from holdfast._base.arguments import Size, checked_budget
 from holdfast._base.patterns import Patterns, Rename, Renaming, Selection
+from holdfast._base.threads import work_through
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.trees import children_of
 from holdfast._formats.source import Source
@@ -20,7 +21,7 @@ from holdfast._load.stored_nodes import StoredNode
 from holdfast._stores.store import Store
 from holdfast._tools.inspecting.changes import Change, compare
 from holdfast._tools.inspecting.diff_report import ChangedTensor, DiffReport, shortly
-from holdfast._tools.inspecting.parts import Lot, Part, elements_at_once, lots_of, read_parts, threads_for, work_through
+from holdfast._tools.inspecting.parts import Lot, Part, elements_at_once, lots_of, read_parts, threads_for
 from holdfast._watching.progress import OnProgress, Progress
 
 # Whether two values of checkpoints are the same.
@@ -190,7 +191,7 @@ class _Comparison:
                     changes[pair].add(change)
             progress.advance(nbytes)
 
-        work_through(lots_of(refs.values(), elements_at_once(memory, threads)), work, threads)
+        work_through(lots_of(refs.values(), elements_at_once(memory, threads)), work, threads, "holdfast-inspect")
         self._changes = {key: changes[a.key, b.key] for key, (a, b) in self._pairs.items()}
         return total
 

@@ -10,16 +10,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from holdfast._base.tuning import CACHED_READ_BYTES, MEMORY_BUDGET, MEMORY_OF_A_READER, READERS
-from holdfast._formats.native.blocks import Digests, count_blocks, digest_blocks
+from holdfast._base.threads import work_through
+from holdfast._formats.native.blocks import count_blocks
 from holdfast._formats.native.columns import chunk_volumes, first_blocks
 from holdfast._formats.native.read_plan import runs_of
 from holdfast._formats.native.readable_files import OpenFiles, ReadableFile
-from holdfast._formats.native.reading import read_size
+from holdfast._formats.native.reading import read_size, read_with_digests, reader_count
 from holdfast._formats.native.source import NativeSource
-from holdfast._stores.store import CachedReader, Reader
 from holdfast._tools.inspecting.damage import Damage
-from holdfast._tools.inspecting.parts import work_through
 from holdfast._watching.progress import Progress
 from holdfast.errors import HoldfastError
 
@@ -77,14 +75,14 @@ class NativeCheck:
         regions = list(self._regions(files, self._ends()))
         progress = on_total(sum(region.end - region.begin for region in regions))
         with closing(OpenFiles(files, (region.file for region in regions))) as opened:
-            work_through(regions, lambda region: self._compare(opened, files, region, progress), self._threads())
+            work_through(
+                regions,
+                lambda region: self._compare(opened, files, region, progress),
+                reader_count(self._memory, read_size(self._memory, self._record.block_bytes)),
+                "holdfast-inspect",
+            )
         for number in sorted(self._wrong):
             self._tell_of_blocks(number)
-
-    def _threads(self) -> int:
-        size = read_size(self._memory, self._record.block_bytes)
-        most = (MEMORY_BUDGET if self._memory is None else self._memory) // (MEMORY_OF_A_READER * size)
-        return max(1, min(READERS, most))
 
     def _opener(self, name: str) -> Callable[[], object]:
         return lambda: self._source.store.reader(name)
@@ -152,7 +150,8 @@ class NativeCheck:
         expected = expected[begin // block_bytes : count_blocks(end, block_bytes)]
         try:
             with opened.using(number) as reader:
-                found = _digests_of(reader, begin, self._buffer(end - begin), block_bytes)
+                parts = read_with_digests(reader, begin, self._buffer(end - begin), block_bytes)
+                found = np.concatenate([digests for _, digests in parts])
         except (OSError, HoldfastError) as error:
             self._note_unreadable(region, error)
         else:
@@ -205,20 +204,6 @@ class NativeCheck:
     def _keys_in(self, number: int, begin: int, end: int) -> tuple[str, ...]:
         stored = self._where.keys_in(number, begin, end)
         return tuple(dict.fromkeys(name for key in stored for name in self._names(key)))
-
-
-def _digests_of(reader: Reader, begin: int, memory: npt.NDArray[np.uint8], block_bytes: int) -> Digests:
-    """Of whole blocks; those that are cached are taken piece by piece, while the processor has them."""
-    cached = reader if isinstance(reader, CachedReader) else None
-    step = max(CACHED_READ_BYTES // block_bytes, 1) * block_bytes
-    parts, done = [], 0
-    while cached is not None and done < memory.nbytes and cached.read_cached(begin + done, memory[done : done + step]):
-        parts.append(digest_blocks(memory[done : done + step], block_bytes))
-        done += step
-    if done < memory.nbytes:
-        reader.read_into(begin + done, memory[done:].data)
-        parts.append(digest_blocks(memory[done:], block_bytes))
-    return np.concatenate(parts)
 
 
 def _wrong_size(name: str, expected: int, found: int | None, keys: tuple[str, ...]) -> Damage:

@@ -1,23 +1,18 @@
-"""Tensors in parts of bounded size, and long work on them in several threads."""
+"""Tensors in parts of bounded size: large ones cut, small ones together, so that each read is worth its while."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from holdfast._base.boxes import Box, cut, volume
-from holdfast._base.threads import some_threads, wait_for_all
 from holdfast._base.tuning import COUNTED_ELEMENT_BYTES, COUNTED_TOGETHER, MEMORY_BUDGET, READERS, SMALLEST_BUDGET
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.source import Request, Source, WholeReads
 from holdfast._tools.inspecting.numbers import Array
-
-# Tensors in parts of bounded size: large ones cut, small ones together, so that each read is worth its while.
 
 
 class Part(NamedTuple):
@@ -85,54 +80,3 @@ def read_parts(source: Source, parts: Iterable[Part], memory: int | None) -> lis
             requests.append(Request(part.ref.key, tuple(part.box.offsets), tuple(part.box.sizes), array))
     source.read_many(requests, WholeReads.into(wholes), memory=memory)
     return arrays
-
-
-# Long work in several threads.
-
-
-T = TypeVar("T")
-
-
-def work_through(tasks: Iterable[T], work: Callable[[T], None], threads: int) -> None:
-    """Do all tasks, each in one of some threads. The first error is raised when none of them works any more."""
-    todo = _Shared(tasks)
-    pool = some_threads(threads, "holdfast-inspect") if threads > 1 else None
-    if pool is None:
-        todo.do_all(work)
-        return
-    running: list[Future[None]] = []
-    with pool:
-        try:
-            running += [pool.submit(todo.do_all, work) for _ in range(threads)]
-            for thread in running:
-                thread.result()
-        finally:
-            todo.stop()
-            wait_for_all(running)
-
-
-class _Shared(Generic[T]):
-    """Tasks that several threads take from. When one of them fails, the others stop."""
-
-    def __init__(self, tasks: Iterable[T]) -> None:
-        self._tasks: Iterator[T] = iter(tasks)
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        with self._lock:
-            return next(self._tasks)
-
-    def do_all(self, work: Callable[[T], None]) -> None:
-        try:
-            for task in self:
-                work(task)
-        except BaseException:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        with self._lock:
-            self._tasks = iter(())

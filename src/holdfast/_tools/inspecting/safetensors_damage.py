@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from holdfast._base.texts import some_of
+from holdfast._base.threads import work_through
 from holdfast._base.tuning import READERS, VERIFIED_BYTES, VERIFIED_TOGETHER
 from holdfast._formats.hf_folder.names import INDEX_NAME, SUFFIX, lies_inside
 from holdfast._formats.safetensors.header import Header, read_header
 from holdfast._formats.safetensors.source import SafetensorsSource
 from holdfast._formats.source import ChunkPlace, Nowhere, Request
 from holdfast._tools.inspecting.damage import Damage
-from holdfast._tools.inspecting.parts import work_through
 from holdfast._watching.progress import Progress
 from holdfast.errors import HoldfastError
 
@@ -37,7 +37,7 @@ class SafetensorsCheck:
         self._compare_index()
         progress = on_total(sum(self._source.tensors[key].nbytes for key in self._keys))
         threads = READERS if self._memory is None else 1
-        work_through(self._lots(), lambda keys: self._look_at(keys, progress), threads)
+        work_through(self._lots(), lambda keys: self._look_at(keys, progress), threads, "holdfast-inspect")
 
     def _compare_index(self) -> None:
         """Whether the index names all that is there, and what it says of the sum."""

@@ -12,10 +12,11 @@ import numpy as np
 
 from holdfast._base.arguments import Size, checked_budget
 from holdfast._base.texts import plain
+from holdfast._base.threads import work_through
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.source import Source
 from holdfast._tools.inspecting.numbers import Array, are_numbers, blocks_of, is_nan, magnitudes, norm_of
-from holdfast._tools.inspecting.parts import Lot, elements_at_once, lots_of, read_parts, threads_for, work_through
+from holdfast._tools.inspecting.parts import Lot, elements_at_once, lots_of, read_parts, threads_for
 from holdfast._watching.progress import OnProgress, Progress
 from holdfast.errors import UnsupportedTensorError
 
@@ -126,7 +127,7 @@ def _through(source: Source, refs: Sequence[TensorRef], work: Any, memory: Size 
         work(lot, read_parts(source, lot.parts, budget))
         progress.advance(lot.nbytes)
 
-    work_through(lots_of(refs, most), read_and_work, threads)
+    work_through(lots_of(refs, most), read_and_work, threads, "holdfast-inspect")
 
 
 def _histogram(

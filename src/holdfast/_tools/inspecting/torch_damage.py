@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from holdfast._base.threads import work_through
 from holdfast._base.tuning import READERS, VERIFIED_BYTES
 from holdfast._dcp.source import DcpSource, StoredItem
 from holdfast._formats.torch_file.source import StoredEntry, TorchFileSource
 from holdfast._tools.inspecting.damage import Damage
-from holdfast._tools.inspecting.parts import work_through
 from holdfast._watching.progress import Progress
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 
@@ -55,7 +55,7 @@ class DcpCheck:
         progress = on_total(sum(lot.nbytes for lot in lots))
         # The reader has threads of its own for large lots; these are for many small ones.
         threads = 2 if self._memory is None and len(lots) > 1 else 1
-        work_through(lots, lambda lot: self._look(lot, progress), min(threads, READERS))
+        work_through(lots, lambda lot: self._look(lot, progress), min(threads, READERS), "holdfast-inspect")
 
     def _lots(self) -> list[_Lot]:
         """All items, in the order in which they lie. Those of files that are gone are told at once."""
@@ -144,7 +144,7 @@ class TorchFileCheck:
     def run(self, on_total: Callable[[int], Progress]) -> None:
         """Find all damage. ``on_total`` is told how many bytes there are to read."""
         progress = on_total(sum(entry.nbytes for entry in self._entries))
-        work_through(self._entries, lambda entry: self._look(entry, progress), self._threads)
+        work_through(self._entries, lambda entry: self._look(entry, progress), self._threads, "holdfast-inspect")
 
     def _look(self, entry: StoredEntry, progress: Progress) -> None:
         try:

@@ -19,7 +19,7 @@ from holdfast._formats.hf_folder.names import (
     temporary_name,
 )
 from holdfast._formats.safetensors.header import Header, read_header
-from holdfast._stores.durable_files import written_atomically
+from holdfast._stores.durable_files import lock_folder, written_atomically
 from holdfast._stores.local_filesystem import FileSystem
 from holdfast._stores.local_store import LocalStore
 from holdfast._tools.repairing.report import Planned, keep_copy
@@ -153,7 +153,7 @@ def _rebuilt(path: Path, names: list[str], problem: str) -> Planned:
         return Planned(str(file), problem, index)
 
     def rebuild() -> None:
-        with FileSystem().lock_folder(path):  # a save may have put another index there, or be about to
+        with lock_folder(path):  # a save may have put another index there, or be about to
             if (path / COMMIT_NAME).exists() or _content(file) != seen or _index_of(path, names) != index:
                 raise _changed_meanwhile(file)
             keep_copy(LocalStore(path), INDEX_NAME)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from holdfast._base.tuning import MEMORY_BUDGET, MEMORY_OF_A_READER, READERS
-from holdfast._formats.native.blocks import Digests, count_blocks, digest_blocks
-from holdfast._formats.native.columns import Columns, decode_columns, digest_of, encode_columns, first_blocks
+from holdfast._base.threads import work_through
+from holdfast._formats.native.blocks import Digests, count_blocks
+from holdfast._formats.native.columns import decode_columns, digest_of, encode_columns, first_blocks
 from holdfast._formats.native.names import RECORD, generation_of, index_file, rank_of
 from holdfast._formats.native.readable_files import OpenFiles, ReadableFile
-from holdfast._formats.native.reading import read_size
+from holdfast._formats.native.reading import read_size, read_with_digests, reader_count
 from holdfast._formats.native.record import (
     BLOCK_BYTES,
     DIGESTS_COMPUTED,
@@ -31,11 +31,10 @@ from holdfast._formats.native.record import (
     encode_record,
     noted,
 )
-from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.writing import make_columns
 from holdfast._formats.safetensors.header import Header, read_header
 from holdfast._stores.store import Store
-from holdfast._tools.inspecting.parts import work_through
-from holdfast._tools.repairing.data_files import Part, Parts, header_in, parts_of_unknown
+from holdfast._tools.repairing.data_files import Parts, header_in, parts_of_unknown
 from holdfast._tools.repairing.report import keep_copy
 from holdfast._watching.progress import OnProgress, Progress
 from holdfast.errors import DamagedCheckpointError, HoldfastError
@@ -63,18 +62,17 @@ class Digesting:
         def digest(piece: tuple[int, int]) -> None:
             number, begin = piece
             if not hasattr(own, "buffer"):
-                own.buffer = memoryview(bytearray(size))
+                own.buffer = np.empty(size, np.uint8)
             part = own.buffer[: min(size, files[number].nbytes - begin)]
             with opened.using(number) as reader:
-                reader.read_into(begin, part)
-            first = starts[number] + begin // block_bytes
-            found[first : first + count_blocks(len(part), block_bytes)] = digest_blocks(part, block_bytes)
-            progress.advance(len(part))
+                for at, digests in read_with_digests(reader, begin, part, block_bytes):
+                    first = starts[number] + (begin + at) // block_bytes
+                    found[first : first + len(digests)] = digests
+            progress.advance(part.nbytes)
 
         readable = [ReadableFile(file.name, file.nbytes, partial(store.reader, file.name), None) for file in files]
-        threads = (MEMORY_BUDGET if self.memory is None else self.memory) // (MEMORY_OF_A_READER * size)
         with closing(OpenFiles(readable, (number for number, _ in pieces))) as opened:
-            work_through(pieces, digest, max(1, min(READERS, threads)))
+            work_through(pieces, digest, reader_count(self.memory, size), "holdfast-repair")
         return found
 
 
@@ -82,7 +80,13 @@ def put_in_place(store: Store, record: Record, parts: Parts, digests: Digests, r
     """Write the columns and commit the record, which tells of the repair. What was there before is kept, renamed."""
     record = replace(record, written=noted(record.written, repair))
     notes = {DIGESTS_COMPUTED: repair.time} if repair.has_new_digests else {}
-    content = encode_columns(_columns(record.tensors, parts.parts, digests), notes)
+    rows = [
+        (number, part.file, part.begin, part.offsets, part.sizes)
+        for number, ref in enumerate(record.tensors)
+        for part in parts.parts.get(ref.key, ())
+        if 0 not in part.sizes
+    ]
+    content = encode_columns(make_columns(rows, digests), notes)
     index = StoredFile(record.index.name, len(content), digest_of(content))
     finished = replace(record, index=index)
     decode_columns(content, finished, store.path_of(index.name))  # nothing is put in place that readers would refuse
@@ -91,27 +95,6 @@ def put_in_place(store: Store, record: Record, parts: Parts, digests: Digests, r
     store.commit(index.name, content, replaces=old_index)
     store.sync()
     store.commit(RECORD, encoded, replaces=old_record)
-
-
-def _columns(tensors: Sequence[TensorRef], parts: Mapping[str, Sequence[Part]], digests: Digests) -> Columns:
-    rows = [
-        (number, part)
-        for number, ref in enumerate(tensors)
-        for part in sorted(parts.get(ref.key, ()), key=lambda part: part.offsets)
-        if 0 not in part.sizes
-    ]
-
-    def column(values: Iterable[int]) -> Any:
-        return np.array(list(values), dtype=np.int64)
-
-    return Columns(
-        chunk_tensor=column(number for number, _ in rows),
-        chunk_file=column(part.file for _, part in rows),
-        chunk_begin=column(part.begin for _, part in rows),
-        chunk_offsets=column(offset for _, part in rows for offset in part.offsets),
-        chunk_sizes=column(size for _, part in rows for size in part.sizes),
-        digests=digests,
-    )
 
 
 def repair_now(what: What, source: str, digests: Origin) -> Repair:

@@ -9,14 +9,14 @@ import base64
 import hashlib
 import html
 import json
-import os
 import re
-import secrets
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from holdfast._stores.durable_files import written_atomically
 
 BRAND = '<span class="brand">Holdfast</span>'
 """Stands first in a page. The server has a link to its list there."""
@@ -87,16 +87,8 @@ _WITHIN = 4096
 def write_page(path: Path, text: str) -> Path:
     """Write a page and give it its name when it is whole. A page that was there is replaced at that moment."""
     require_folder(path)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with written_atomically(path) as file:
+        file.write(text.encode())
     return path
 
 

@@ -18,10 +18,10 @@ from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.registered_types import registered_type
 from holdfast._formats.native.values import JSON, Encoder, Path
+from holdfast._formats.native.writing import WrittenFile
 from holdfast._formats.tensor_bytes import tensor_pieces
 from holdfast._layout.descriptions import Bytes, Holding, LocalTensor, hold
 from holdfast._ranks.failures import PackedFailure
-from holdfast._save.files import WrittenFile
 from holdfast.errors import DamagedCheckpointError, InvalidPlanError, RefusedPickleError, UnsupportedValueError
 
 _MOST_SHOWN = 20

@@ -26,18 +26,19 @@ from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.names import new_generation
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.values import JSON, Encoder, decode, leaves
-from holdfast._formats.nesting import nested
-from holdfast._ranks.failures import pack_failure, unpack_failure, wrap_exception
-from holdfast._save.agreement import refuse_bad_tilings
-from holdfast._save.files import (
-    Before,
-    Contents,
+from holdfast._formats.native.writing import (
+    CheckpointContents,
+    Existing,
     WrittenFile,
     commit_checkpoint,
-    look_before,
+    inspect_destination,
     remove_unfinished,
     write_chunks,
 )
+from holdfast._formats.nesting import nested
+from holdfast._ranks.failures import pack_failure, unpack_failure, wrap_exception
+from holdfast._save.agreement import refuse_bad_tilings
+from holdfast._save.local_bytes import bytes_of
 from holdfast._save.merged_trees import TYPE, renamed_tensors
 from holdfast._save.options import checked_metadata
 from holdfast._stores.places import store_at
@@ -259,7 +260,7 @@ class HoldfastWriter(StorageWriter, StagingIfNeeded):  # type: ignore[misc]
         self.max_file_size = checked_size("max_file_size", max_file_size)
         self._store = None if path is None else store_at(path)
         self._rank = 0
-        self._before: Before | None = None
+        self._existing: Existing | None = None
 
     # The methods below are in the order in which torch calls them.
 
@@ -267,7 +268,7 @@ class HoldfastWriter(StorageWriter, StagingIfNeeded):  # type: ignore[misc]
         """Begin anew, at another place if one is given."""
         if checkpoint_id is not None:
             self._store = store_at(checkpoint_id)
-        self._before = None
+        self._existing = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -285,7 +286,7 @@ class HoldfastWriter(StorageWriter, StagingIfNeeded):  # type: ignore[misc]
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn which rank this is."""
         self._rank = _own_rank(kwargs.get("rank"))
-        self._before = None
+        self._existing = None
         if not kwargs.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 "HoldfastWriter cannot save with use_collectives=False: the parts of all ranks become one checkpoint "
@@ -299,7 +300,7 @@ class HoldfastWriter(StorageWriter, StagingIfNeeded):  # type: ignore[misc]
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The plans as they are, unless a checkpoint is in the way."""
-        self._before = look_before(self._place(), overwrite=self.overwrite)
+        self._existing = inspect_destination(self._place(), overwrite=self.overwrite)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -328,9 +329,9 @@ class HoldfastWriter(StorageWriter, StagingIfNeeded):  # type: ignore[misc]
             noted = stamp(len(results)) | {"through": "torch.distributed.checkpoint"}
             if metadata.planner_data is None:
                 noted[NOT_FLATTENED] = True
-            contents = Contents(assembled.tensors, assembled.tree, self.metadata, noted)
-            before = self._before or look_before(store, overwrite=self.overwrite)
-            record = commit_checkpoint(store, before, assembled.files, contents, generation, commit=commit)
+            contents = CheckpointContents(assembled.tensors, assembled.tree, self.metadata, noted)
+            existing = self._existing or inspect_destination(store, overwrite=self.overwrite)
+            record = commit_checkpoint(store, existing, assembled.files, contents, generation, commit=commit)
         except BaseException:
             if not commit.may_have_happened:
                 remove_unfinished(store, [file.name for share in shares for file in share.files])
@@ -345,7 +346,7 @@ class HoldfastWriter(StorageWriter, StagingIfNeeded):  # type: ignore[misc]
         share.files = write_chunks(
             self._place(),
             gathering.chunks,
-            gathering.local,
+            bytes_of(gathering.local),
             # Every rank draws its own: plans that torch keeps for the next save would carry an old one to it.
             generation=new_generation(),
             rank=self._rank,

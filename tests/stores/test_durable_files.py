@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from holdfast._stores import durable_files as atomic
+from holdfast._stores import durable_files
 from holdfast._stores.durable_files import written_atomically
+from holdfast._stores.local_filesystem import FileSystem
 
 
 def write_half(path: Path, error: type[BaseException]) -> None:
@@ -26,7 +28,7 @@ def write_half(path: Path, error: type[BaseException]) -> None:
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also as on file systems that know no files without a name."""
     if request.param == "named":
-        monkeypatch.delattr(atomic.os, "O_TMPFILE")
+        monkeypatch.delattr(durable_files.os, "O_TMPFILE")
 
 
 @pytest.mark.usefixtures("both_ways")
@@ -122,3 +124,22 @@ def test_a_replaced_file_keeps_its_permissions(tmp_path: Path, mode: int) -> Non
         stream.write(b"new")
     assert file.read_bytes() == b"new"
     assert stat.S_IMODE(file.stat().st_mode) == mode
+
+
+def test_nothing_is_left_of_a_small_file_that_could_not_be_flushed(tmp_path: Path, monkeypatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    durable_files.write_durably(FileSystem(), tmp_path / "first", b"content")
+    assert (tmp_path / "first").read_bytes() == b"content"
+    monkeypatch.setattr(os, "fsync", fail)
+    durable_files.write_durably(FileSystem(), tmp_path / "second", b"content", sync=False)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        durable_files.write_durably(FileSystem(), tmp_path / "third", b"content")
+    assert sorted(os.listdir(tmp_path)) == ["first", "second"]
+
+
+def test_temporary_names_belong_to_one_file() -> None:
+    names = [durable_files.temporary_name(name) for name in ("record", "record", "record.old", "other")]
+    assert len(set(names)) == 4
+    assert durable_files.temporaries_of("record", [*names, "record", ".record.tmp"]) == names[:2]
