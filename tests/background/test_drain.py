@@ -18,6 +18,7 @@ import torch
 
 import holdfast
 import holdfast.dcp as dcp
+from tests.warm_python import warm_python
 
 PROGRAMS = {
     "in time": """
@@ -262,7 +263,7 @@ threading.Thread(target=save).start()
 
 def test_a_program_may_save_for_the_first_time_when_it_has_ended(tmp_path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", FIRST_USE, str(tmp_path / "x")]
+    command = [*warm_python(), "-c", FIRST_USE, str(tmp_path / "x")]
     done = subprocess.run(command, text=True, env=environment, capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert holdfast.open(tmp_path / "x").verify().ok

@@ -1,7 +1,4 @@
-"""The end of a program with saves pending: whole scripts in interpreters of their own.
-
-Starting one takes seconds, most of them for importing torch, so all scripts are started when the first test asks.
-"""
+"""The end of a program with saves pending: whole scripts, all started when the first test asks."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ import pytest
 import torch
 
 import holdfast.dcp as dcp
+from tests.warm_python import warm_python
 
 PREAMBLE = """
 import os, sys, threading, time
@@ -118,7 +116,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
         lines = [line[8:] for line in body.splitlines()]
         script.write_text(PREAMBLE + "\n".join(lines))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(script), str(root / name)]
+        command = [*warm_python(), str(script), str(root / name)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         started[name] = (root / name, subprocess.Popen(command, text=True, env=environment, **pipes))
     yield started

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm_python import warm_python
+
 PROGRAM = """
 import os, signal, sys, threading
 from pathlib import Path
@@ -40,7 +42,7 @@ if __name__ == "__main__":
 def test_a_writer_does_not_outlive_its_program(tmp_path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    assert subprocess.run([sys.executable, script, tmp_path], timeout=120).returncode == -signal.SIGKILL
+    assert subprocess.run([*warm_python(), script, tmp_path], timeout=120).returncode == -signal.SIGKILL
     writer = int((tmp_path / "writer").read_text())
     deadline = time.monotonic() + 60
     while _is_alive(writer):

@@ -19,6 +19,7 @@ from holdfast._stores.places import store_at
 from holdfast._stores.roots import root_at
 from holdfast._tools import removing
 from tests.manager.io_faults import IoFaults
+from tests.warm_python import warm_python
 
 
 def error_of(ran):
@@ -302,7 +303,7 @@ run(["rm", "runs/a/step-00000100", "--yes"])
 
 
 def test_a_kill_leaves_nothing_that_looks_like_a_checkpoint_and_the_next_job_goes_on(prepared, cli):
-    killed = subprocess.run([sys.executable, "-c", KILLED_AT_THE_DATA], check=False)
+    killed = subprocess.run([*warm_python(), "-c", KILLED_AT_THE_DATA], check=False)
 
     assert killed.returncode == -signal.SIGKILL
     names = os.listdir("runs/a/step-00000100")
@@ -368,7 +369,7 @@ class JobOnAnotherMachine:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", ANOTHER_MACHINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*warm_python(), "-c", ANOTHER_MACHINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.expect("next")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from dataclasses import replace
 from functools import partial
@@ -27,6 +26,7 @@ from tests.manager.folders import TOKEN, a_run, files_in, loads, save_step, stat
 from tests.rank_pool import RankPool
 from tests.safety.power_loss import PowerCuts, write_disk
 from tests.safety.syscalls import require_tracing, watch
+from tests.warm_python import warm_python
 
 DATA = "data-00c0ffee00c0ffee-0-0.safetensors"
 
@@ -539,7 +539,7 @@ Deleter(a_run(root), TOKEN).submit([steps_in(root)[1]])
 assert root.is_stuck.wait(60)
 """
     environment = {**os.environ, "HOLDFAST_DRAIN_SECONDS": "0.2"}
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=50)
+    subprocess.run([*warm_python(), "-c", program], check=True, env=environment, timeout=50)
     with holdfast.CheckpointManager(tmp_path) as manager:
         assert [info.step for info in manager.steps()] == [2]
     assert LocalRoot(tmp_path).children() == [folder_of(2)]
@@ -560,7 +560,7 @@ assert root.is_stuck.wait(60)
 wait = BackgroundJobs.wait
 BackgroundJobs.wait = lambda self, seconds: (root.go_on.set(), wait(self, seconds))[1]
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=50)
+    subprocess.run([*warm_python(), "-c", program], check=True, timeout=50)
     assert LocalRoot(tmp_path).children() == [folder_of(2)]
 
 

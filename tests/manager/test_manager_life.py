@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import warnings
@@ -34,6 +33,7 @@ from tests.manager.managed import (
     steps_in,
     train,
 )
+from tests.warm_python import warm_python
 
 # --- other jobs ---------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ def test_a_program_that_forgets_to_close_has_its_pending_saves(tmp_path):
         "for step in range(1, 4):\n"
         "    manager.maybe_save(step, {'w': torch.ones(1000) * step})\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    ended = subprocess.run([*warm_python(), "-c", program], check=False, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert steps_in(tmp_path) == [1, 2, 3]
     with holdfast.CheckpointManager(tmp_path) as manager:  # that job has ended, so it is not in the way

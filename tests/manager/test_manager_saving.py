@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import warnings
 
@@ -21,6 +20,7 @@ from holdfast._save.async_save import begin_save
 from holdfast.errors import NotDeletedError, PreflightError, SaveInProgressError, StorageFullError
 from holdfast.stores import LocalRoot, root_at
 from tests.manager.managed import MoodyRoot, MoodyStore, a_run, is_state_of, restored_from, state_of, steps_in, train
+from tests.warm_python import warm_python
 
 
 def a_training() -> dict[str, object]:
@@ -506,7 +506,7 @@ preflight._Preflight._start_writer = lambda self: os.kill(os.getpid(), signal.SI
 with holdfast.CheckpointManager({str(tmp_path)!r}) as manager:
     manager.preflight({{}})
 """
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    assert subprocess.run([*warm_python(), "-c", program], check=False).returncode == -signal.SIGKILL
     (left,) = tmp_path.glob("preflight-*")
     assert list(left.iterdir())
     other = tmp_path / "preflight-0123456789ab"

@@ -157,7 +157,7 @@ def test_a_lossless_change_of_dtype_is_told_and_one_that_destroys_values_refused
         dcp.load(state, checkpoint_id=tmp_path)
     assert state["tensor"].tolist() == [0] * 3
     strict = DefaultLoadPlanner(dtype_change="error")
-    with pytest.raises(CheckpointException, match=r"current torch\.float64"):
+    with pytest.raises(CheckpointException, match=r"and torch\.float64 in the state"):
         dcp.load({"tensor": torch.zeros(3, dtype=torch.float64)}, checkpoint_id=tmp_path, planner=strict)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import holdfast
 from holdfast._background.queues import SaveQueue
 from holdfast._watching.calls import Call
 from tests.save.overlapping import PATIENCE, GatedStore, held_back
+from tests.warm_python import warm_python
 
 
 def test_saves_to_one_path_are_carried_out_in_the_order_of_the_calls(tmp_path) -> None:
@@ -249,7 +249,7 @@ def ended(tmp_path_factory) -> dict[str, tuple[Path, int, str]]:
         folder = tmp_path_factory.mktemp("end")
         source = folder / "script.py"
         source.write_text(PREAMBLE + script)
-        command = [sys.executable, str(source), str(folder / "saved")]
+        command = [*warm_python(), str(source), str(folder / "saved")]
         running[name] = folder / "saved", subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     return {
         name: (saved, process.wait(3 * PATIENCE), process.communicate()[1])

@@ -18,6 +18,7 @@ import holdfast
 import holdfast.dcp
 from holdfast.errors import StateMismatchError, UnsupportedTensorError, UnsupportedValueError
 from tests.torches import dtypes
+from tests.warm_python import warm_python
 
 ODD = {"data": {(1, 2): torch.ones(1), "x": 5, None: 7, 2.5: 8}, "w": {"a.b": 1, "a": {"b": 2}}, "m": torch.ones(2)}
 
@@ -323,7 +324,7 @@ def save_and_load():
     holdfast.load(state, sys.argv[1])
     print(bool(state["t"].all()))
 """
-    command = [sys.executable, "-c", program, str(tmp_path / "saved")]
+    command = [*warm_python(), "-c", program, str(tmp_path / "saved")]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ended.stdout == "True\n", ended.stderr
 

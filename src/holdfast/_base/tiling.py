@@ -35,12 +35,12 @@ def tiling_problems(
     if len(chunks) == 1 and tuple(chunks[0].sizes) == tuple(shape) and not any(chunks[0].offsets):
         return []  # nearly all tensors are whole
     name = name or (lambda position: described(chunks[position]))
-    problems = [
-        f"chunk {name(position)} is outside of a tensor of shape {list(shape)}"
-        for position in out_of_bounds(chunks, shape)
-    ]
-    comparable = [number for number, chunk in enumerate(chunks) if len(chunk.offsets) == len(chunk.sizes) == len(shape)]
-    pair = first_overlap([chunks[number] for number in comparable])
+    outside = out_of_bounds(chunks, shape)
+    problems = [f"chunk {name(position)} is outside of a tensor of shape {list(shape)}" for position in outside]
+    comparable: Sequence[int] = range(len(chunks))
+    if outside:  # perhaps because it has another number of dimensions
+        comparable = [at for at in comparable if len(chunks[at].offsets) == len(chunks[at].sizes) == len(shape)]
+    pair = first_overlap([chunks[at] for at in comparable] if outside else chunks)
     if pair is not None:
         one, other = (name(comparable[position]) for position in pair)
         problems.append(f"chunks {one} and {other} overlap")

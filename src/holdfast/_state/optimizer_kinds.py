@@ -8,16 +8,15 @@ variant, and a subclass, may take over the state of the original if they keep th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from holdfast._settings import OnFinding
 from holdfast._state.contract import Adapter
 from holdfast._state.optimizer_names import Match
 from holdfast.errors import OptimizerMismatchError
-
-OnFinding = Literal["error", "warn", "ignore"]
 
 _TORCH = "torch.optim."
 _STATE = {

@@ -244,7 +244,7 @@ def test_the_same_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 def test_a_part_outside_of_its_tensor_is_refused(tmp_path: Path) -> None:
     part(tmp_path, shard(1), torch.ones(2), [1], HOLDFAST_SAVE={"id": "x", "sizes": {"w": [2]}})
 
-    with pytest.raises(DamagedCheckpointError, match="outside of its size"):
+    with pytest.raises(DamagedCheckpointError, match=r"chunk in .* is outside of a tensor of shape \[2\]"):
         contents(tmp_path)
 
 

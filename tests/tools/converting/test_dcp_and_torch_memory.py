@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as stock
 import holdfast
 from holdfast._base.boxes import Box
 from tests.dcp.cut_tensors import CutTensor
+from tests.warm_python import warm_python
 
 pytestmark = [
     pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="takes Linux to be measured"),
@@ -118,7 +119,7 @@ KILLED = """
 
 def killed(folder: Path, to: str, when: float) -> None:
     """A conversion to ``out`` that is killed: early while it writes, late while it reads back."""
-    program = [sys.executable, "-c", textwrap.dedent(KILLED), str(folder / "native"), str(folder / "out"), to]
+    program = [*warm_python(), "-c", textwrap.dedent(KILLED), str(folder / "native"), str(folder / "out"), to]
     assert subprocess.run([*program, str(when)], timeout=120).returncode == -signal.SIGKILL
 
 

@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +19,7 @@ from holdfast._tools.converting.proof import prove
 from holdfast._tools.converting.work_folders import Work, left_over, remove_left_over
 from holdfast.errors import CheckpointExistsError, DamagedCheckpointError, NotAFolderError
 from tests.tools.converting.formats import read_safetensors
+from tests.warm_python import warm_python
 
 KILLED = """
 import os, signal, sys
@@ -51,7 +51,7 @@ def saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("moment", ["0.1", "0.9"])  # when it writes, and when it reads back
 @pytest.mark.parametrize(("to", "name"), [("native", "new"), ("safetensors", "new.safetensors")])
 def test_a_kill_leaves_the_old_result_or_nothing_and_the_next_run_works(saved, tmp_path, to, name, moment):
-    program = [sys.executable, "-c", KILLED, str(saved), str(tmp_path / name), to, moment]
+    program = [*warm_python(), "-c", KILLED, str(saved), str(tmp_path / name), to, moment]
     assert subprocess.run(program, check=False).returncode == -signal.SIGKILL
     assert not (tmp_path / name).exists()
     assert len(left_over(tmp_path)) == 1
@@ -95,7 +95,7 @@ def wait(done, total):
 holdfast.convert(sys.argv[1], sys.argv[2], to="safetensors", on_progress=wait)
 """
     job = subprocess.Popen(
-        [sys.executable, "-c", program, str(saved), str(tmp_path / "new.safetensors")],
+        [*warm_python(), "-c", program, str(saved), str(tmp_path / "new.safetensors")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
