@@ -113,7 +113,7 @@ def test_leftovers_beside_whole_checkpoints_of_all_formats_is_counted(prepared, 
     ran = cli("du", ".", "runs/b", "--json")
 
     assert [place["leftover_bytes"] for place in ran.json["places"]] == [1100, 10]
-    assert "(holdfast repair --sweep --apply removes it)" in cli("du", "runs/b").out
+    assert "(holdfast repair --sweep --apply removes them)" in cli("du", "runs/b").out
 
 
 WITHOUT_TORCH = """

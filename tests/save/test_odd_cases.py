@@ -32,8 +32,8 @@ def test_a_pattern_means_what_lies_below_also_if_its_keys_need_brackets(tmp_path
     assert holdfast.open(saved(ODD, tmp_path / "1", include="data")).read() == {"data": ODD["data"]}
     assert holdfast.open(saved(ODD, tmp_path / "2", exclude=["data", "m"])).read() == {"w": ODD["w"]}
     everything = holdfast.open(saved(ODD, tmp_path / "3"))
-    assert everything.load("data") == {"data": ODD["data"]}
-    assert everything.load("w") == {"w": ODD["w"]}
+    assert everything.read("data") == {"data": ODD["data"]}
+    assert everything.read("w") == {"w": ODD["w"]}
 
 
 def test_keys_in_brackets_are_excluded_allowed_and_unexpected_like_others(tmp_path):

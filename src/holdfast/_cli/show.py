@@ -11,7 +11,7 @@ from holdfast._cli.console import progress, reply
 from holdfast._cli.options import AllowPickle, Exclude, Json, Memory, Place, Quiet
 
 if TYPE_CHECKING:
-    from holdfast._load.checkpoint import Checkpoint, source_of
+    from holdfast._load.checkpoint import Checkpoint
     from holdfast._load.stored_nodes import StoredNode
     from holdfast._tools.inspecting.statistics import Statistics
 
@@ -103,6 +103,7 @@ class _Counting(NamedTuple):
 
     def each(self, checkpoint: Checkpoint, leaves: list[StoredNode]) -> dict[str, Statistics]:
         """Of all tensors that are numbers, by their stored keys."""
+        from holdfast._load.checkpoint import source_of
         from holdfast._tools.inspecting.numbers import are_numbers
         from holdfast._tools.inspecting.statistics import count
 
@@ -158,6 +159,7 @@ def _tree_as_text(
     everything: bool,
 ) -> str:
     from holdfast._formats.native.record import repairs_in
+    from holdfast._load.checkpoint import source_of
     from holdfast._tools.inspecting.tree import Drawing, summed, tree_of
     from holdfast._watching.progress import size
 
@@ -208,6 +210,7 @@ def _tree_as_json(
     everything: bool,
 ) -> dict[str, Any]:
     from holdfast._formats.native.record import repairs_in
+    from holdfast._load.checkpoint import source_of
     from holdfast._load.tensor_handles import TensorHandle
     from holdfast._tools.inspecting.elements import Excerpt, elements_of, plain_elements
     from holdfast.errors import HoldfastError

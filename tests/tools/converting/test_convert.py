@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import holdfast
+from holdfast._load.checkpoint import source_of
 from holdfast._load.renaming import rename as rename_leaves
 from holdfast._load.stored_nodes import StoredNode
 from holdfast._stores.memory_store import MemoryStore
@@ -245,11 +246,11 @@ def test_tied_tensors_stay_one_tensor_where_the_format_can(tmp_path):
     holdfast.convert(tmp_path / "new.pt", tmp_path / "back", to="native")
     holdfast.convert(tmp_path / "new.pt", tmp_path / "again.pt", to="torch")
 
-    assert len(holdfast.open(tmp_path / "back").source.tensors) == 1
+    assert len(source_of(holdfast.open(tmp_path / "back")).tensors) == 1
     again = torch.load(tmp_path / "again.pt", weights_only=True)
     assert again["embed"].data_ptr() == again["head"].data_ptr()
     assert torch.equal(again["head"], shared)
-    assert len(holdfast.open(tmp_path / "new").source.tensors) == 1
+    assert len(source_of(holdfast.open(tmp_path / "new")).tensors) == 1
     loaded = torch.load(tmp_path / "new.pt", weights_only=True)
     assert loaded["embed"].data_ptr() == loaded["head"].data_ptr()
     flat = load_file(tmp_path / "new.safetensors")
@@ -265,7 +266,10 @@ def test_values_of_each_rank_stay_so_in_our_format_and_become_lists_elsewhere(ra
     holdfast.convert(tmp_path / "saved", tmp_path / "new.pt", to="torch")
     holdfast.convert(tmp_path / "saved", tmp_path / "new.safetensors", to="safetensors", only_tensors=True)
 
-    assert holdfast.open(tmp_path / "new").source.tree["seed"] == holdfast.open(tmp_path / "saved").source.tree["seed"]
+    assert (
+        source_of(holdfast.open(tmp_path / "new")).tree["seed"]
+        == source_of(holdfast.open(tmp_path / "saved")).tree["seed"]
+    )
     assert holdfast.open(tmp_path / "new")["noise.1"].kind == "per_rank"
     expected = {"w": torch.arange(6.0), "seed": [10, 11], "noise": [torch.zeros(2), torch.ones(2)]}
     assert_same(holdfast.open(tmp_path / "new").read(), expected)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import holdfast
+from holdfast._load.checkpoint import source_of
 from holdfast._tools.inspecting.explain import explain
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, StateMismatchError
 from tests.properties import examples
@@ -175,9 +176,9 @@ class _Claims(holdfast.Checkpoint):
     """A checkpoint with tensors that are said to be larger than they are."""
 
     def __init__(self, path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-        super().__init__(holdfast.open(path).source)
+        super().__init__(source_of(holdfast.open(path)))
         for key, shape in shapes.items():
-            self.source.tree[key] = replace(self.source.tree[key], shape=shape)
+            source_of(self).tree[key] = replace(source_of(self).tree[key], shape=shape)
 
 
 def save_per_rank(path: Path) -> None:
