@@ -25,7 +25,10 @@ from holdfast.dcp.state_dict_saver import AsyncCheckpointerType
 folder = sys.argv[1]
 
 class Slow(dcp.FileSystemWriter):
+    waits = threading.Event()
+
     def write_data(self, plan, planner):
+        self.waits.set()
         threading.Event().wait(0.5)          # still running when the script has ended
         return super().write_data(plan, planner)
 
@@ -65,6 +68,7 @@ SCRIPTS = {
     """,
     "forked": """
         dcp.async_save(state, storage_writer=Slow(folder))
+        Slow.waits.wait()  # or a lock of the C library that torch takes in that thread may stay locked in the child
         child = os.fork()
         if child:
             _, status = os.waitpid(child, 0)
