@@ -25,7 +25,7 @@ def pytest_runtest_call() -> Iterator[None]:
     """Skip tests that need what the installed torch lacks, and say what it is."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # which stock's CheckpointException is
         reason = lacking(error)
         if reason is not None:
             pytest.skip(f"torch {torch.__version__}: {reason}")
@@ -37,7 +37,7 @@ def pytest_fixture_setup() -> Iterator[Any]:
     """The same for what tests start from."""
     try:
         return (yield)
-    except Exception as error:
+    except BaseException as error:  # which stock's CheckpointException is
         reason = lacking(error)
         if reason is not None:
             pytest.skip(f"torch {torch.__version__}: {reason}")

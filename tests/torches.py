@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +66,12 @@ def _stock_collectives_lack(name: str) -> bool:
     return not hasattr(_DistWrapper(None, False, 0), name)
 
 
+def _stock_broadcasts_from_rank_0() -> bool:
+    from torch.distributed.checkpoint.utils import _DistWrapper
+
+    return "global_coordinator_rank" not in inspect.getsource(_DistWrapper.broadcast_object)
+
+
 def _stock_planner_lacks(name: str) -> bool:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -78,18 +84,22 @@ def _stock_saver_lacks(name: str) -> bool:
     return not hasattr(state_dict_saver, name)
 
 
-def _says(module: str, text: str) -> bool:
+def says(module: str, text: str) -> bool:
     """Whether a module of torch has code that raises this."""
     return text in inspect.getsource(importlib.import_module(module))
 
 
 def fsdp2_splits_unevenly() -> bool:
     """Whether FSDP2 over tensor parallelism takes sizes that do not divide evenly. Since 2.8."""
-    return not _says("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDP+TP sharding does not support uneven")
+    return not says("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDP+TP sharding does not support uneven")
 
 
 def _lacks(module: str, name: str) -> bool:
     return not hasattr(importlib.import_module(module), name)
+
+
+def _is_missing(module: str) -> bool:
+    return importlib.util.find_spec(module) is None
 
 
 def _fsspec_takes_no_options() -> bool:
@@ -141,12 +151,12 @@ LACKING: list[tuple[str, str, Callable[[], bool]]] = [
     (
         "Global rank 0 is not part of group",
         "stock works only in groups that rank 0 is part of",
-        functools.partial(_stock_collectives_lack, "global_coordinator_rank"),
+        _stock_broadcasts_from_rank_0,
     ),
     (
         "assert len(local_shards) > 0",
         "a DTensor has at least one local shard on each rank",
-        functools.partial(_says, "torch.distributed.tensor._shards_wrapper", "assert len(local_shards) > 0"),
+        functools.partial(says, "torch.distributed.tensor._shards_wrapper", "assert len(local_shards) > 0"),
     ),
     *(
         (
@@ -170,27 +180,55 @@ LACKING: list[tuple[str, str, Callable[[], bool]]] = [
         for name in ("FsspecReader", "FsspecWriter")
     ),
     *(
-        (text, "torch splits only evenly in two ways at once", functools.partial(_says, module, text))
+        (text, "torch splits only evenly in two ways at once", functools.partial(says, module, text))
         for module, text in (
             ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDP+TP sharding does not support uneven sharding"),
             ("torch.distributed.tensor.placement_types", "_StridedShard currently only allows even sharding"),
         )
     ),
     (
+        "Cannot use ReduceOp.AVG with Gloo",
+        "HSDP of FSDP2 cannot compute on a CPU",
+        functools.partial(
+            says,
+            "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+            "op=ReduceOp.AVG if predivide_factor is None else ReduceOp.SUM",
+        ),
+    ),
+    (
         "FSDP only supports 1D TP, not",
         "FSDP2 works only over one other kind of parallelism",
-        functools.partial(_says, "torch.distributed.fsdp._fully_shard._fsdp_param", "FSDP only supports 1D TP, not"),
+        functools.partial(says, "torch.distributed.fsdp._fully_shard._fsdp_param", "FSDP only supports 1D TP, not"),
     ),
     *(
         (
             text,
             "views of DTensors do not flatten sharded columns",
-            lambda: not _says("torch.distributed.tensor._ops._view_ops", "_StridedShard"),
+            lambda: not says("torch.distributed.tensor._ops._view_ops", "_StridedShard"),
         )
         for text in (
             "but only the leftmost dim of a Flatten can be sharded.",
             "assert (Replicate(),) == (_StridedShard(dim=0, sf=3),)",  # they gather them instead
         )
+    ),
+    (
+        "UnsupportedOperation: fileno",
+        "stock writes only to files that it can fsync",
+        lambda: not says("torch.distributed.checkpoint.filesystem", "UnsupportedOperation"),
+    ),
+    *(
+        (f"No module named '{module}'", f"there is no {module}", functools.partial(_is_missing, module))
+        for module in ("torch.distributed.checkpoint._extension", "torch.distributed.checkpoint.hf_storage")
+    ),
+    (
+        "cannot import name 'DefaultStager' from 'torch.distributed.checkpoint.staging'",
+        "stock has no DefaultStager",
+        functools.partial(_lacks, "torch.distributed.checkpoint.staging", "DefaultStager"),
+    ),
+    (
+        "has elements of type F4, which torch",
+        "torch has no 4-bit floats",
+        lambda: not has_dtype("float4_e2m1fn_x2"),
     ),
     (
         "module 'torch.optim' has no attribute 'Muon'",

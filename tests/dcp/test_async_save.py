@@ -416,6 +416,8 @@ def test_a_foreign_stager_that_need_not_be_synchronized_is_not(tmp_path) -> None
 def test_a_stager_of_stock_torch_is_a_foreign_stager(tmp_path) -> None:
     state = {"n": torch.tensor(1)}
     stager = stock.staging.BlockingAsyncStager()
+    if stager.stage(state)["n"].data_ptr() == state["n"].data_ptr():
+        pytest.skip(f"torch {torch.__version__}: stock copies nothing that is on the CPU already")
     saved = dcp.async_save(state, checkpoint_id=tmp_path, async_stager=stager)
     state["n"].fill_(2)
     saved.result(WAIT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import io
 import warnings
 from collections.abc import Callable
@@ -82,11 +83,18 @@ def calls_of_a_save_and_a_load(namespace: str, folder: Path) -> Log:
     return log
 
 
+def as_of_stock(log: Log) -> Log:
+    """Our calls without what older stocks do not tell to storages."""
+    if "use_collectives" in inspect.signature(stock.save).parameters:
+        return log
+    return [(name, count, () if "set_up_storage" in name else names) for name, count, names in log]
+
+
 def test_planners_and_storages_are_called_in_the_order_and_form_of_stock(tmp_path: Path) -> None:
     theirs = calls_of_a_save_and_a_load(STOCK, tmp_path / "stock")
     ours = calls_of_a_save_and_a_load(OURS, tmp_path / "ours")
 
-    assert ours == theirs
+    assert as_of_stock(ours) == theirs
     assert ("DefaultSavePlanner.set_up_planner", 0, ("is_coordinator", "state_dict", "storage_meta")) in ours
     assert ("FileSystemWriter.set_up_storage_writer", 1, ("rank", "use_collectives")) in ours
     assert ("FileSystemWriter.finish", 0, ("metadata", "results")) in ours
@@ -97,7 +105,7 @@ def test_on_two_ranks_too_and_only_the_coordinator_plans_for_all(ranks: RankPool
     theirs = ranks(2).run(calls_of_a_save_and_a_load, STOCK, tmp_path / "stock")
     ours = ranks(2).run(calls_of_a_save_and_a_load, OURS, tmp_path / "ours")
 
-    assert ours == theirs
+    assert [as_of_stock(log) for log in ours] == theirs
     for rank, log in enumerate(ours):
         central = [name for name, *_ in log if "global" in name or name.endswith(".finish")]
         assert len(central) == (5 if rank == 0 else 0)
@@ -190,7 +198,7 @@ def test_a_planner_casts_to_half_and_the_index_tells_so(tmp_path: Path) -> None:
         namespace.load(target, checkpoint_id=tmp_path)
         assert target["w"].tolist() == [0.5, 1.25]
         built = importlib.import_module(f"{namespace.__name__}.state_dict_loader")._load_state_dict_from_keys(
-            checkpoint_id=tmp_path
+            {"w"}, checkpoint_id=tmp_path
         )
         assert built["w"].dtype is torch.float16
 

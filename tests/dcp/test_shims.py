@@ -135,7 +135,7 @@ def test_without_id_and_storage_the_message_says_that_one_is_needed() -> None:
         for nothing in (None, ""):
             with pytest.raises(RuntimeError) as raised:
                 call(state(), checkpoint_id=nothing)
-            assert str(raised.value) == message
+            assert str(raised.value).replace("specificed", "specified") == message  # stock of torch 2.6
 
 
 @pytest.mark.parametrize("call", [dcp.save, dcp.load])

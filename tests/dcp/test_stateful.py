@@ -17,6 +17,7 @@ import holdfast.dcp as dcp
 from holdfast.dcp.state_dict_saver import _stateful_to_state_dict
 from holdfast.dcp.stateful import Stateful
 from tests.ranks import RankPool
+from tests.torches import says
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # stock says so on every call
 
@@ -51,7 +52,8 @@ def calls(namespace: str, folder: Path) -> list[str]:
 def test_objects_are_asked_and_told_in_the_order_of_stock(tmp_path: Path) -> None:
     ours = calls("holdfast.dcp", tmp_path / "ours")
 
-    assert ours == calls("torch.distributed.checkpoint", tmp_path / "stock")
+    if says("torch.distributed.checkpoint.state_dict_loader", "keys = sorted(state_dict.keys())"):  # since 2.7
+        assert ours == calls("torch.distributed.checkpoint", tmp_path / "stock")
     assert ours == [
         *("save", "ask zebra", "ask apple", "ask M"),
         *("load", "ask M", "ask apple", "ask zebra", "tell M", "tell apple", "tell zebra"),

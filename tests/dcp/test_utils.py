@@ -16,6 +16,7 @@ import torch.distributed.checkpoint._nested_dict as stock_nested
 import torch.distributed.checkpoint._traverse as stock_traverse
 import torch.distributed.checkpoint.default_planner as stock_default_planner
 import torch.distributed.checkpoint.metadata as stock_metadata
+import torch.distributed.checkpoint.planner as stock_planner
 import torch.distributed.checkpoint.planner_helpers as stock_helpers
 import torch.distributed.checkpoint.resharding as stock_resharding
 import torch.distributed.checkpoint.utils as stock_utils
@@ -121,7 +122,7 @@ def gather_keys() -> Any:
 
 def test_the_keys_of_all_ranks_are_a_set_and_ranks_that_lack_some_are_told_which(ranks: RankPool) -> None:
     for gathered, same, theirs in ranks(2).run(gather_keys):
-        assert gathered == theirs == {"all", "of 0", "of 1"}
+        assert gathered == set(theirs) == {"all", "of 0", "of 1"}  # older torches give a list
         assert same is None
 
 
@@ -392,8 +393,13 @@ def test_notes_that_nothing_changed_stand_for_the_remembered_plans() -> None:
 # Items
 
 
-NOT_COMPARED = {"replica_digests", "strides"}
-"""What ours adds to stock's plans, and what stock of 2.15 adds to ours."""
+NOT_COMPARED = {
+    *("replica_digests", "strides"),
+    *({"bytes_io_data"} - stock_planner.WriteItem.__dataclass_fields__.keys()),
+    *({"usable"} - stock_planner.SavePlan.__dataclass_fields__.keys()),
+    *({"version"} - stock_metadata.Metadata.__dataclass_fields__.keys()),
+}
+"""What ours adds to stock's plans, what stock of 2.15 adds to ours, and what older ones lack."""
 
 
 def facts(value: Any) -> Any:

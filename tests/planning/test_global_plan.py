@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as stock_metadata
 from torch.distributed.checkpoint import planner as stock_planner
@@ -209,8 +209,11 @@ def test_plans_are_valid_exactly_if_stock_says_so(boxes, ranks):
     shape, chunks = boxes
     plans = plans_of(shape, chunks, ranks)
     stock_plans = [stock_planner.SavePlan([as_stock(item) for item in plan.items]) for plan in plans]
-    stock_says = stock_validate(*stock_create_default_global_save_plan(stock_plans)) != []
-    assert (validate_global_plan(*create_default_global_save_plan(plans)) != []) == stock_says
+    found = stock_validate(*stock_create_default_global_save_plan(stock_plans))
+    if isinstance(found, bool):  # older ones say whether it is valid, and do not let one rank save a part alone
+        assume(ranks > 1)
+        found = [] if found else ["a problem"]
+    assert (validate_global_plan(*create_default_global_save_plan(plans)) != []) == (found != [])
 
 
 def test_scalars_and_values_are_always_valid():
