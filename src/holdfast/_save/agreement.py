@@ -164,11 +164,11 @@ def _differing_copies(held: Held) -> tuple[tuple[int, ...], ...] | None:
     first = held[0][1]
     if first.from_first_rank or all(one.digests == first.digests and one.boxes == first.boxes for _, one in held):
         return None
-    # There are no digests if nobody wants to know, or if no other rank can have the same.
     found = differing(
         (box, rank, digest)
         for rank, holding in held
-        for box, digest in zip(holding.boxes, holding.digests, strict=bool(holding.digests))
+        if holding.digests  # else nobody wants to know, or no other rank can have the same
+        for box, digest in zip(holding.boxes, holding.digests, strict=True)
     )
     return next((tuple(map(tuple, groups.values())) for groups in found.values()), None)
 
