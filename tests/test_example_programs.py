@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -231,11 +232,17 @@ def test_it_runs_and_shows_what_it_claims(ranks: RankPool, tmp_path: Path, progr
 
 @pytest.fixture(scope="module")
 def stock_programs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The programs after the one change that makes them programs for stock torch."""
+    """The programs after the one change that makes them programs for stock torch.
+
+    Stock's module for fsspec is public since torch 2.15; before, it has an underscore.
+    """
+    fsspec_module = "torch.distributed.checkpoint.fsspec_filesystem"
+    before = None if importlib.util.find_spec(fsspec_module) else "torch.distributed.checkpoint._fsspec_filesystem"
     folder = tmp_path_factory.mktemp("stock")
     (folder / "dcp").mkdir()
     for script in EXAMPLES.glob("dcp/*.py"):
         text = script.read_text().replace("holdfast.dcp", "torch.distributed.checkpoint")
+        text = text.replace(fsspec_module, before or fsspec_module)
         (folder / "dcp" / script.name).write_text(text)
     yield folder
     ranks.kill()  # stock's writer processes would outlive the groups that they belong to
