@@ -8,6 +8,11 @@ from holdfast._formats.hf_folder.names import INDEX_NAME, OFFSETS_KEY, SHARDED_F
 from holdfast._formats.hf_folder.names import SUFFIX as _SUFFIX
 
 # The keys are here too because torch 2.8 has them here.
+from holdfast.dcp._hf_utils import DATA_KEY as DATA_KEY
+from holdfast.dcp._hf_utils import DATA_OFFSETS_KEY as DATA_OFFSETS_KEY
+from holdfast.dcp._hf_utils import DEFAULT_EXTRA_METADATA_KEY as DEFAULT_EXTRA_METADATA_KEY
+from holdfast.dcp._hf_utils import DTYPE_KEY as DTYPE_KEY
+from holdfast.dcp._hf_utils import SHAPE_KEY as SHAPE_KEY
 from holdfast.dcp.filesystem import FileSystemWriter
 
 __all__ = ["HuggingFaceStorageReader", "HuggingFaceStorageWriter"]
