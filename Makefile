@@ -43,7 +43,7 @@ lint: $(READY)  ## ruff and mypy
 	@$(BIN)/mypy
 
 test-long: $(READY)  ## the tests marked long, and every property test with all its examples
-	@$(BIN)/python -m pytest -m 'long or hypothesis' --hypothesis-profile long
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m 'long or hypothesis' --hypothesis-profile long
 
 # TORCH and PYTHON choose one row of the table, if they are given; KEEP=1 leaves the environments in build/versions.
 test-versions:  ## the tests with other versions of torch and Python (hours; or TORCH=2.8.0 PYTHON=python3.12)

@@ -1,1 +1,1 @@
-"""What Holdfast's speed is measured with: ``make bench``. ``docs/performance.md`` tells how, and what came out."""
+"""What Holdfast's speed is measured with: ``make bench``. ``docs/performance.md`` says how, and what came out."""

@@ -43,7 +43,7 @@ class Row:
     details: str = ""
     """The same with ranges, and who is missing."""
     is_ratio: bool = False
-    """Whether the value tells how many times faster Holdfast is."""
+    """Whether the value says how many times faster Holdfast is."""
 
 
 Measures = Mapping[str, Measure]

@@ -41,10 +41,10 @@ def measure_stalls(suite: Suite) -> None:
 
 def _measure_calls(suite: Suite, folder: Path) -> None:
     training = _Training(suite.scale.stalled_bytes, suite.scale.stalled_tensors)
-    room = [torch.ones_like(tensor) for tensor in training.tensors()]
+    copies = [torch.ones_like(tensor) for tensor in training.tensors()]
 
     def copy() -> None:
-        for tensor, into in zip(training.tensors(), room, strict=True):
+        for tensor, into in zip(training.tensors(), copies, strict=True):
             into.copy_(tensor)
 
     turns = [Turn(COPY, timed=copy)]

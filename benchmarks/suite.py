@@ -40,7 +40,7 @@ class Suite:
         return self.folder / "".join(letter if letter.isalnum() else "-" for letter in name)
 
     def log(self, text: str) -> None:
-        """Tell how far it is."""
+        """Show how far it is."""
         print(f"[{time.monotonic() - self.started:4.0f} s] {text}", flush=True)
 
 

@@ -109,7 +109,7 @@ def run_job(job: Job, checkpoint: Path, on_progress: Callable[[Progress], None])
 def run_until_killed(job: Start, run: Path, on_progress: Callable[[Progress], None]) -> Progress:
     """Run ``job`` until it is killed, as planned; raise `JobFailed` if it ends in any other way."""
     end = _follow(job, [*job.arguments(run), "--report", os.devnull], on_progress)
-    # torchrun tells about a killed worker, and ends with a code of its own.
+    # torchrun reports a killed worker, and ends with a code of its own.
     was_killed = end.returncode == -signal.SIGKILL or any("SIGKILL" in line for line in end.output)
     if not was_killed:
         raise JobFailed(job, f"was to be killed, and {_ending(end.returncode, end.progress)}", end.output)

@@ -62,11 +62,11 @@ class World:
             dist.all_reduce(value)
         return value.item() / self.size
 
-    def tell(self, event: str, *facts: object) -> None:
+    def report(self, event: str, *facts: object) -> None:
         """Report progress to the runner, once per job."""
         if self.rank == 0:
             line = " ".join(["::" + event, *map(str, facts)])
-            sys.stdout.write(line + "\n")  # at once: commits are told by another thread
+            sys.stdout.write(line + "\n")  # at once: commits are printed by another thread
             sys.stdout.flush()
 
 
@@ -123,11 +123,11 @@ def train_run(training: Training, args: argparse.Namespace, losses: dict[int, fl
         state = training.state()
         restored = manager.restore(state)
         training.step = state["step"]
-        world.tell("restored", restored.step if restored else 0)
+        world.report("restored", restored.step if restored else 0)
 
         while training.step < args.steps and not manager.should_stop:
             loss = losses[training.step] = training.advance()
-            world.tell("step", training.step, loss)
+            world.report("step", training.step, loss)
             saved = manager.maybe_save(training.step, training.state(), metrics={"loss": loss})
             if isinstance(saved, holdfast.PendingSave):
                 saved.committed.add_done_callback(partial(tell_of_commit, world, training.step))
@@ -137,7 +137,7 @@ def train_run(training: Training, args: argparse.Namespace, losses: dict[int, fl
 
 def tell_of_commit(world: World, step: int, committed: Future[holdfast.SaveReport]) -> None:
     if committed.exception() is None:
-        world.tell("committed", step)
+        world.report("committed", step)
 
 
 def main() -> Training:
@@ -147,13 +147,13 @@ def main() -> Training:
     world = World.join()
     training = Training(world)
     report: dict[str, Any] = {"losses": {}}
-    world.tell("ready", sum(parameter.numel() for parameter in training.model.parameters()))
+    world.report("ready", sum(parameter.numel() for parameter in training.model.parameters()))
 
     if args.load is not None:
         report["fresh"] = training.fingerprint()
         started = time.perf_counter()
         training.load(args.load)
-        world.tell("loaded", time.perf_counter() - started)
+        world.report("loaded", time.perf_counter() - started)
         report["loaded"] = training.fingerprint()
 
     if args.folder is not None:
@@ -163,13 +163,13 @@ def main() -> Training:
     while training.step < args.steps:
         loss = training.advance()
         report["losses"][training.step] = loss
-        world.tell("step", training.step, loss)
+        world.report("step", training.step, loss)
 
         if args.save is not None and training.step == args.save_at:
             report["saved"] = training.fingerprint()
             started = time.perf_counter()
             training.save(args.save)
-            world.tell("saved", time.perf_counter() - started)
+            world.report("saved", time.perf_counter() - started)
 
     if world.rank == 0:
         args.report.write_text(json.dumps(report), encoding="utf-8")

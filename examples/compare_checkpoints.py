@@ -35,7 +35,7 @@ def main():
     shutil.copytree(after, copy)
     damage_one_byte(copy)
     found = holdfast.verify(copy)
-    print(f"the copy is whole: {found.ok}; {len(found.damage)} place is damaged, in {len(found.damaged_keys)} keys")
+    print(f"the copy is intact: {found.ok}; {len(found.damage)} place is damaged, in {len(found.damaged_keys)} keys")
     assert holdfast.verify(after).ok
 
     other = {"model": {"net": network()}}

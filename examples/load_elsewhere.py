@@ -3,7 +3,7 @@
     python examples/load_elsewhere.py [FOLDER]
 
 The file has three projections where the model has one, another prefix, and half precision. All of that is said in the
-call; without it, nothing would be loaded and every difference told.
+call; without it, nothing would be loaded and every difference reported.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A page about a checkpoint, and about what changed since another one: whole in one file, for any browser.
+"""A page about a checkpoint, and about what changed since another one: all in one file, for any browser.
 
     python examples/report_in_the_browser.py [FOLDER]
 
@@ -31,7 +31,7 @@ def main():
 
     totals, changes = report.facts["totals"], report.facts["compare"]
     changed = [number for number, status in enumerate(changes["status"]) if changes["statuses"][status] != "equal"]
-    print(f"{totals['tensors']} tensors, {totals['bytes']:,} bytes, whole: {report.facts['verify']['ok']}")
+    print(f"{totals['tensors']} tensors, {totals['bytes']:,} bytes, intact: {report.facts['verify']['ok']}")
     print(f"{len(changed)} of {len(changes['status'])} entries changed since step-100")
     assert "http://" not in report.html.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in report.html

@@ -138,16 +138,18 @@ class RankPool:
             # No body starts before all have joined: gloo hangs when a rank dies while others still connect to it.
             outcomes = _collect(workers, deadline)
             if any(outcome.error for outcome in outcomes):
-                self._leave(workers)
+                self._leave(workers, outcomes)
                 return outcomes
         for worker in workers:
             worker.send(Call(job))
         outcomes = _collect(workers, deadline)
-        self._leave(workers)
+        self._leave(workers, outcomes)
         return outcomes
 
-    def _leave(self, workers: list[_Worker]) -> None:
+    def _leave(self, workers: list[_Worker], outcomes: list[Outcome]) -> None:
         """Let the ranks end their group. Gloo of older torches may hang then: such ranks are replaced."""
+        if any(outcome.error and outcome.error.is_fatal for outcome in outcomes):
+            return  # all of them will be
         for worker in workers:
             worker.send(Leave())
         if any(outcome.error for outcome in _collect(workers, _Deadline(SECONDS_TO_LEAVE))):

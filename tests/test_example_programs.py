@@ -154,14 +154,14 @@ NATIVE = [
     Program(
         "compare_checkpoints.py",
         r"changed: model\.2\.weight, model\.2\.bias; equal: 2\nfinite: 64 of 64, in a histogram of 64 bins\n"
-        r"the copy is whole: False; 1 place is damaged, in 4 keys\n"
+        r"the copy is intact: False; 1 place is damaged, in 4 keys\n"
         r"would load into another model: False; rename=\{'model': 'model\.net'\} gives 4 missing keys what they need; "
         r"then it would load\n",
         under_torchrun=False,
     ),
     Program(
         "report_in_the_browser.py",
-        r"5 tensors, 330,784 bytes, whole: True\n2 of 6 entries changed since step-100\n"
+        r"5 tensors, 330,784 bytes, intact: True\n2 of 6 entries changed since step-100\n"
         r"open it in a browser: report\.html\n",
         under_torchrun=False,
     ),

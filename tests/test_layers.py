@@ -141,5 +141,30 @@ def test_every_room_is_in_the_table_of_the_architecture():
     text = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = re.findall(r"^\| (`[^|]*) \|", text, flags=re.MULTILINE)
     order = [room.strip("`/") for cell in named for room in cell.split(", ")]
-    rooms = [room for layer in LAYERS for room in layer if (SOURCES / room).is_dir()]
+    rooms = [room for layer in LAYERS for room in layer if (SOURCES / room / "__init__.py").exists()]
     assert order == rooms
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_defines_each_of_its_names_once(module):
+    body = ast.parse(MODULES[module].read_text(encoding="utf-8")).body
+    names = [target.id for node in body if isinstance(node, ast.Assign) for target in node.targets if _is_name(target)]
+    names += [node.name for node in body if isinstance(node, ast.ClassDef)]
+    assert sorted(names) == sorted(set(names))
+
+
+def _is_name(target: ast.expr) -> bool:
+    return isinstance(target, ast.Name)
+
+
+TWICE = {"FsspecWriter"}
+"""DCP has two modules with a class of this name."""
+
+
+def test_a_class_name_stands_for_one_thing():
+    places: dict[str, list[str]] = {}
+    for module, file in MODULES.items():
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module)
+    assert {name for name, modules in places.items() if len(modules) > 1} == TWICE

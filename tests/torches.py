@@ -212,6 +212,11 @@ LACKING: list[tuple[str, str, Callable[[], bool]]] = [
         )
     ),
     (
+        "Attempted to flatten multiple dimensions, with dimension 1 being sharded.",
+        "views of DTensors do not flatten sharded columns",
+        functools.partial(says, "torch.distributed.tensor._ops._view_ops", "Attempted to flatten multiple dimensions"),
+    ),
+    (
         "UnsupportedOperation: fileno",
         "stock writes only to files that it can fsync",
         lambda: not says("torch.distributed.checkpoint.filesystem", "UnsupportedOperation"),
@@ -249,10 +254,12 @@ def clear_sharding_cache() -> None:
     """DTensor caches results by mesh, and meshes of two groups compare equal."""
     # Slow to import: the fork server has done so, and the test session need not.
     debug = importlib.import_module("torch.distributed.tensor.debug")
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear is not None:
-        clear()
-        return
+    both = ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")  # those that 2.10 has
+    for names in (("_clear_sharding_prop_cache",), both):
+        if all(hasattr(debug, name) for name in names):
+            for name in names:
+                getattr(debug, name)()
+            return
     from torch.distributed.tensor import DTensor
 
     # Until 2.7 there is no function for it.

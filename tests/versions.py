@@ -35,7 +35,7 @@ SENSITIVE = [
         "tests/formats/archives",
         "tests/formats/torch_file",
     ),
-    *("tests/layout/test_placements.py", "tests/layout/test_tensors.py", "tests/layout/test_sharded_tensors.py"),
+    *("tests/layout/test_placements.py", "tests/layout/test_tensor_items.py", "tests/layout/test_sharded_tensors.py"),
     *("tests/ranks/test_private_group.py", "tests/ranks/test_meeting.py"),
     *("tests/save/test_save_ranks.py", "tests/load/test_load_ranks.py", "tests/save/test_save_states.py"),
     *(

@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -56,8 +57,9 @@ def warm_python() -> list[str]:
     """The beginning of a command. The process that is forked is started with the first one."""
     if not hasattr(os, "pidfd_open"):  # not Linux
         return [sys.executable]
-    folder = tempfile.TemporaryDirectory(prefix="warm-python-")
-    path = f"{folder.name}/socket"
+    folder = tempfile.mkdtemp(prefix="warm-python-")
+    path = f"{folder}/socket"
+    owner = os.getpid()
     ready, theirs = os.pipe()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     host = subprocess.Popen(
@@ -70,9 +72,10 @@ def warm_python() -> list[str]:
     os.close(theirs)
 
     def end() -> None:
-        host.kill()
-        host.wait()
-        folder.cleanup()
+        if os.getpid() == owner:  # and not a child that was forked, whose end is not ours
+            host.kill()
+            host.wait()
+            shutil.rmtree(folder)
 
     atexit.register(end)
     assert os.read(ready, 1), "the process that is forked has not started"

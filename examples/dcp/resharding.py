@@ -52,18 +52,18 @@ def main():
     original = build(device, seed=1).state_dict()
     saved = tensor_parallel_and_fsdp(device, seed=1)
     dcp.save({"model": saved}, checkpoint_id=folder)
-    tell("saved", saved)
+    describe("saved", saved)
 
     for layout in (fsdp, columns):
         loaded = layout(device, seed=2)
         dcp.load({"model": loaded}, checkpoint_id=folder)
         for name, tensor in loaded.items():
             assert torch.equal(tensor.full_tensor(), original[name]), f"{name} changed on the way"
-        tell("loaded", loaded)
+        describe("loaded", loaded)
     dist.destroy_process_group()
 
 
-def tell(what, state):
+def describe(what, state):
     if dist.get_rank() == 0:
         weight = state["up.weight"]
         print(f"{what:6} up.weight on a mesh of {tuple(weight.device_mesh.shape)} as {weight.placements}")

@@ -11,7 +11,7 @@
     checkpoint["model.layers.0.wq"][0:128]  # reads only what that takes
 
     with holdfast.CheckpointManager("runs/a", every_steps=500, keep_last=3) as manager:
-        restored = manager.restore(state)  # the newest that is whole; None on a fresh start
+        restored = manager.restore(state)  # the newest that is intact; None on a fresh start
         manager.maybe_save(step, state)  # after every step
 
     holdfast.verify("runs/a/step-100")  # every digest; lists all damage

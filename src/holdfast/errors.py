@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 WRAPPED_EXCEPTION = tuple[BaseException, traceback.StackSummary]
@@ -115,13 +116,12 @@ class StateMismatchError(HoldfastError, RuntimeError, ValueError):
     ``kinds`` (key to text), ``uncovered`` (key to text), ``unexpected`` (stored keys without a place in the state).
     """
 
+    missing: Sequence[str] = ()
+    shapes: Mapping[str, tuple[Any, Any]] = MappingProxyType({})
+    dtypes: Mapping[str, tuple[Any, Any]] = MappingProxyType({})
+    kinds: Mapping[str, str] = MappingProxyType({})
+    uncovered: Mapping[str, str] = MappingProxyType({})
     unexpected: Sequence[str] = ()
-
-    missing: Sequence[str]
-    shapes: Mapping[str, tuple[Any, Any]]
-    dtypes: Mapping[str, tuple[Any, Any]]
-    kinds: Mapping[str, str]
-    uncovered: Mapping[str, str]
 
 
 class ReplicaMismatchError(HoldfastError, ValueError):
@@ -225,11 +225,11 @@ class RankLeftError(HoldfastError, RuntimeError):
 
 
 class ConnectionLostError(HoldfastError, RuntimeError):
-    """The ranks cannot reach each other any more."""
+    """The ranks can no longer reach each other."""
 
 
 class MissingRanksError(ConnectionLostError):
-    """Ranks did not come to a call that needs all of them, or died in it. Fields: ``ranks``, as the job counts them."""
+    """Ranks did not join a call that needs all of them, or died in it. Fields: ``ranks``, as the job counts them."""
 
     ranks: Sequence[int]
 
@@ -338,7 +338,7 @@ class StorageFullError(HoldfastError, OSError):
     """There is no space left for a checkpoint. Nothing was committed, and what was written is removed again.
 
     Fields: ``path``; ``rank``, the lowest of ``ranks``, which could not write; ``needed`` and ``free``, in bytes, None
-    if that is not known; ``deleted``, the checkpoints that were deleted to make room.
+    if that is not known; ``deleted``, the checkpoints that were deleted to make space.
     """
 
     errno = 28  # ENOSPC, for programs that look for it
@@ -378,7 +378,7 @@ class RunInUseError(HoldfastError, RuntimeError):
 
 
 class RunTakenError(HoldfastError, RuntimeError):
-    """Another job has taken over the folder that this one was saving to, so this one must not save there any more.
+    """Another job has taken over the folder that this one was saving to, so this one must no longer save there.
 
     Fields: ``path``; ``host``, ``pid``, ``since`` of that job, None if it has ended already.
     """
@@ -397,7 +397,7 @@ class NotDeletedError(HoldfastError, RuntimeError):
 
 
 class UnreadableCheckpointError(HoldfastError, OSError):
-    """A checkpoint of a run could not be looked at, so nobody can tell whether it is the one to take.
+    """A checkpoint of a run could not be looked at, so it is unknown whether it is the one to take.
 
     Fields: ``path``, ``step``, ``reason`` (what the system said).
     """

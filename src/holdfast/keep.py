@@ -1,6 +1,6 @@
 """Which checkpoints of a run to keep: ``keep.last(3) | keep.best(1, "loss") | keep.every(1000)``.
 
-``docs/retention.md`` tells what each of them keeps, and what is never deleted.
+``docs/retention.md`` says what each of them keeps, and what is never deleted.
 """
 
 from __future__ import annotations

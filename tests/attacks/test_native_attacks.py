@@ -336,7 +336,7 @@ def test_a_record_that_is_not_as_json_must_be_is_refused(forgery, attack):
         assert len(str(error)) < 2000
 
 
-def test_a_later_major_version_is_told_even_if_it_is_sealed_in_another_way(tmp_path):
+def test_a_later_major_version_is_reported_even_if_it_is_sealed_in_another_way(tmp_path):
     (tmp_path / "holdfast.json").write_bytes(b'{"format":"holdfast",\n"version":[2,0],\n"sealed":"otherwise"}')
     with pytest.raises(UnsupportedVersionError, match=r"version 2\.0"):
         holdfast.open(tmp_path)

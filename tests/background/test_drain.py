@@ -102,7 +102,7 @@ from holdfast.stores import LocalStore
 
 def until_the_program_ends():
     main = threading.main_thread().ident
-    while "wait_until_idle" not in "".join(traceback.format_stack(sys._current_frames()[main])):
+    while "wait_until_idle" not in (at.f_code.co_name for at, _ in traceback.walk_stack(sys._current_frames()[main])):
         threading.Event().wait(0.01)
 
 def until_the_main_thread_is_over():
@@ -209,7 +209,7 @@ def test_what_the_program_said_is_not_lost(ended) -> None:
     assert "KeyboardInterrupt" in ended["too late, ctrl-c"].err
 
 
-def test_only_what_was_not_finished_is_named_and_failures_are_told_too(ended) -> None:
+def test_only_what_was_not_finished_is_named_and_failures_are_reported_too(ended) -> None:
     program = ended["several"]
     assert program.code == 1
     assert f"these saves were not finished: {program.folder}-stuck, {program.folder}-waiting\n" in program.err
@@ -243,7 +243,7 @@ def test_saves_that_begin_when_the_program_has_ended_are_finished(ended, name: s
     assert int(state["n"]) == 1
 
 
-def test_a_failure_of_such_a_save_is_told(ended) -> None:
+def test_a_failure_of_such_a_save_is_reported(ended) -> None:
     program = ended["exit function, fails"]
     assert program.code == 1
     assert program.err.count("failed: NotAFolderError") == 1

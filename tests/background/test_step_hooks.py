@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from holdfast._background.arenas import ArenaPool
-from holdfast._background.copying import Copies
+from holdfast._background.copy_jobs import Copies
 from holdfast._background.step_hooks import changed_only_by, checked_optimizers, hold_steps_back
 from tests.save.overlapping import PATIENCE
 
@@ -38,8 +38,8 @@ def test_ctrl_c_ends_a_wait_and_the_next_step_waits_again() -> None:
     weight, optimizer = make()
     gate, stalls = threading.Event(), []
     copies = held(weight, gate)
-    hurry, is_waiting = copies.hurry, threading.Event()
-    copies.hurry = lambda: (is_waiting.set(), hurry())  # type: ignore[method-assign]
+    wait_until_copied, is_waiting = copies.wait_until_copied, threading.Event()
+    copies.wait_until_copied = lambda: (is_waiting.set(), wait_until_copied())  # type: ignore[method-assign]
     hold_steps_back([optimizer], copies, stalls.append)
 
     def interrupt() -> None:
@@ -71,7 +71,7 @@ def test_a_hook_stays_and_costs_nothing_when_nothing_is_copied(monkeypatch) -> N
         copies = held(weight, gate)
         hold_steps_back([optimizer], copies, lambda seconds: None)
         copies.done.result(PATIENCE)
-    monkeypatch.setattr(Copies, "hurry", lambda copies: pytest.fail("there is nothing to wait for"))
+    monkeypatch.setattr(Copies, "wait_until_copied", lambda copies: pytest.fail("there is nothing to wait for"))
     optimizer.step()
     assert len(optimizer._optimizer_step_pre_hooks) == 1
 

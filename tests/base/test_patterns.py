@@ -64,7 +64,7 @@ def test_a_text_without_wildcards_chooses_itself_and_what_is_below(name, rest):
 
 
 @pytest.mark.parametrize("wrong", [5, None, [1], object(), b"model"])
-def test_what_is_no_pattern_is_told(wrong):
+def test_what_is_no_pattern_is_reported(wrong):
     with pytest.raises(TypeError, match="does not say which keys are meant"):
         Chooser(wrong)
 

@@ -88,7 +88,7 @@ def test_a_failure_of_another_thread_ends_the_work_of_the_calling_one():
         work_through(iter(int, 1), work, 2, "test")  # for ever
 
 
-@pytest.mark.parametrize("where", ["working", "waiting"])
+@pytest.mark.parametrize("where", ["working", "waiting", "elsewhere"])
 def test_an_interrupt_stops_all_and_is_raised_when_nobody_works_any_more(where):
     main = threading.current_thread()
     main_is_done, working, release = threading.Event(), threading.Event(), threading.Event()
@@ -103,13 +103,15 @@ def test_an_interrupt_stops_all_and_is_raised_when_nobody_works_any_more(where):
         main_is_done.set()
 
     def second(tasks: Any) -> None:
-        if where == "waiting":
+        if where != "working":
             assert main_is_done.wait(PATIENCE)
         for _ in tasks:  # for ever, unless somebody takes them away
             working.set()
-            if where == "waiting" and not release.is_set():
+            if where != "working" and not release.is_set():
                 release.set()
-                signal.pthread_kill(main.ident or 0, signal.SIGINT)
+                # A thread that gets the signal does not wake the main thread, whose work it is to handle it.
+                receiver = main if where == "waiting" else threading.current_thread()
+                signal.pthread_kill(receiver.ident or 0, signal.SIGINT)
         still_at_work.append(False)
 
     with pytest.raises(KeyboardInterrupt):

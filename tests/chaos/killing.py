@@ -160,7 +160,7 @@ class Supervisor:
         return self.scratch / f"attempt-{len(self.attempts)}"
 
     def committed(self) -> set[int]:
-        """All steps that a job has told to be committed."""
+        """All steps that a job has reported as committed."""
         return {step for ended in self.attempts for log in ended.logs for step in log.committed}
 
     def _check_restored(self, ended: Ended, committed_before: set[int]) -> None:
@@ -180,7 +180,7 @@ class Supervisor:
             assert log.finished in (None, undisturbed().digests[STEPS]), self.story()
 
     def _check_folder(self) -> None:
-        """Whatever is committed is whole and right, and the newest of what was told to be committed is there."""
+        """Whatever is committed is intact and right, and the newest of what was reported as committed is there."""
         root = LocalRoot(self.root)
         steps = list_steps(root, RunFile(root).read())
         assert [info for info in steps if info.set_aside or info.damage] == [], self.story()

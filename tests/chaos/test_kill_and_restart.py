@@ -1,8 +1,8 @@
 """A job that is killed and started again loses no committed step and never has a wrong state.
 
 Each round starts a run, kills it at random moments and at chosen operations of its stores, starts it again on another
-number of processes, and so on until it has finished. After every kill, all checkpoints that are there must be whole and
-right, and the newest one that the job knew to be committed among them.
+number of processes, and so on until it has finished. After every kill, all checkpoints that are there must be intact
+and right, and the newest one that the job knew to be committed among them.
 """
 
 from __future__ import annotations
@@ -102,6 +102,6 @@ def run_round(seed: int, folder: Path) -> Supervisor:
     return supervisor
 
 
-@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5, 55))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 55))])
 def test_a_killed_job_goes_on_from_its_newest_committed_step(ranks: RankPool, tmp_path: Path, seed: int) -> None:
     run_round(seed, tmp_path)

@@ -133,7 +133,7 @@ def second_job(supervisor: Supervisor, first: Job, **options: object) -> tuple[E
     return ended, outcomes[0]
 
 
-def test_a_second_job_on_the_same_folder_is_told_so_and_does_no_harm(supervisor: Supervisor) -> None:
+def test_a_second_job_on_the_same_folder_gets_an_error_and_does_no_harm(supervisor: Supervisor) -> None:
     first = Job(supervisor.root, supervisor.next_scratch(), 1, pause_after=5)
 
     ended, second = second_job(supervisor, first)

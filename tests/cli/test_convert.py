@@ -29,7 +29,7 @@ def test_types_are_given_for_all_or_by_pattern(prepared, cli):
     assert holdfast.open("b")["model.0.bias"].dtype == torch.float64
 
 
-def test_people_are_told_what_was_left_out(prepared, cli):
+def test_the_output_lists_what_was_left_out(prepared, cli):
     ran = cli("convert", "model.pt", "w.safetensors", "--to", "safetensors", "--only-tensors")
     assert ran.status == 0
     assert "left out: step" in ran.out

@@ -13,8 +13,8 @@ import torch
 
 import holdfast
 from holdfast._cli.ls import age
-from holdfast._manager.owners import Owner
 from holdfast._manager.run_file import RunFile, RunState
+from holdfast._manager.run_owner import Owner
 from holdfast._stores.local_store import LocalStore
 from holdfast._stores.places import store_at
 from holdfast._stores.roots import root_at
@@ -124,7 +124,7 @@ def test_at_a_url_nobody_knows_whether_a_save_without_a_record_still_goes_on():
 
     (entry,) = list_place("memory://some-unfinished").entries
 
-    assert (entry.state, entry.why) == ("unfinished", "it cannot be told when it was written")
+    assert (entry.state, entry.why) == ("unfinished", "it is unknown when it was written")
 
 
 def test_of_a_job_on_another_machine_nobody_knows_either(tmp_path, cli):
@@ -135,7 +135,7 @@ def test_of_a_job_on_another_machine_nobody_knows_either(tmp_path, cli):
     (entry,) = entries(cli("ls", tmp_path, "--json")).values()
 
     assert entry["state"] == "unfinished"
-    assert "nobody knows here whether it has ended" in entry["why"]
+    assert "it is unknown here whether it has ended" in entry["why"]
 
 
 def test_what_a_dead_job_had_begun_is_leftovers_at_once(tmp_path, cli):
@@ -199,7 +199,7 @@ def test_single_files_at_urls_are_listed_like_those_in_folders(prepared):
         assert (alone.kind, list(alone.entries)) == ("checkpoint", [entry])
 
 
-def test_a_url_where_nothing_is_is_told(cli):
+def test_a_url_where_nothing_is_is_reported(cli):
     ran = cli("ls", "memory://nothing/is-here", "--json")
 
     assert (ran.status, ran.json["error"]["type"]) == (2, "CheckpointNotFoundError")
@@ -270,7 +270,7 @@ def test_a_run_that_a_job_owns_says_so_and_its_begun_saves_are_not_leftovers(tmp
     assert [entry["state"] for entry in place["entries"]] == ["committed", "leftover"]
 
 
-def test_formats_of_a_mixed_folder_are_told(prepared, cli):
+def test_formats_of_a_mixed_folder_are_reported(prepared, cli):
     shutil.rmtree("damaged")
 
     found = entries(cli("ls", ".", "--json"))

@@ -17,7 +17,7 @@ import holdfast
 from holdfast._manager.run_file import RunFile
 from holdfast._stores.places import store_at
 from holdfast._stores.roots import root_at
-from holdfast._tools import removing
+from holdfast._tools import deleting
 from tests.manager.io_faults import IoFaults
 from tests.warm_python import warm_python
 
@@ -47,7 +47,7 @@ def test_files_that_are_no_part_of_a_checkpoint_stay(prepared, cli):
     assert ran.status == 0
     assert os.listdir("runs/a/step-00000100") == ["notes.txt"]
     assert os.listdir("hf-model") == ["config.json"]
-    assert "left what is no part of it: notes.txt" in ran.out
+    assert "left what is not part of it: notes.txt" in ran.out
 
 
 STRANGE = [
@@ -158,7 +158,7 @@ def test_what_may_be_being_written_at_a_url_goes_only_with_force(cli):
 
     ran = cli("rm", "memory://rm-unfinished/step-1", "--yes", "--json")
     assert error_of(ran) == "NotDeletedError"
-    assert "cannot be told when it was written" in ran.json["error"]["message"]
+    assert "it is unknown when it was written" in ran.json["error"]["message"]
     assert store.list()
 
     assert cli("rm", "memory://rm-unfinished/step-1", "--yes", "--force").status == 0
@@ -326,7 +326,7 @@ def test_a_checkpoint_that_was_replaced_meanwhile_stays(tmp_path):
     holdfast.save({"w": torch.zeros(2)}, tmp_path / "c", overwrite=True)
 
     with pytest.raises(holdfast.errors.NotDeletedError, match="replaced"):
-        removing.remove(entry)
+        deleting.remove(entry)
 
     assert holdfast.open(tmp_path / "c").read()["w"].tolist() == [0, 0]
 
@@ -337,11 +337,11 @@ ANOTHER_MACHINE = """
 import sys
 import torch
 import holdfast
-from holdfast._manager import owners
+from holdfast._manager import run_owner
 from holdfast._stores.local_store import LocalStore
 
-owners._this_place = lambda: "another machine"
-owners.socket.gethostname = lambda: "node-7"
+run_owner._this_place = lambda: "another machine"
+run_owner.socket.gethostname = lambda: "node-7"
 commit = LocalStore.commit
 
 def waiting(store, name, content, *, replaces):
@@ -480,7 +480,7 @@ def test_nothing_is_deleted_beside_a_run_file_that_cannot_be_read(prepared, cli)
 
 def test_force_beside_a_living_job_works_at_a_url_too(cli, monkeypatch):
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("holdfast._manager.owners._this_place", lambda: "another machine")
+        elsewhere.setattr("holdfast._manager.run_owner._this_place", lambda: "another machine")
         manager = holdfast.CheckpointManager("memory://rm-beside", background=False, save_at_end=False)
         manager.save(1, {"w": torch.ones(2)})
     manager.save(2, {"w": torch.ones(2)})

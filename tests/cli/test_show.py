@@ -85,7 +85,7 @@ def test_values_and_wrong_parts(cli, place):
     assert cli("show", place, "step").out == "step: 7\n"
     assert cli("show", place, "step", "--json").json == {"key": "step", "value": 7}
     for part, message in [
-        ("step[0]", "is a value and no tensor"),
+        ("step[0]", "is a value, not a tensor"),
         ("a.b[x]", "there is no such part"),
         ("a.b[50]", "out of range"),
         ("model.layers", "is not one entry but"),
@@ -119,7 +119,7 @@ def test_without_its_columns_a_checkpoint_is_still_shown(cli, prepared):
     ran = cli("show", "damaged")
     assert ran.status == 0
     assert "float32 [16, 8]" in ran.out
-    assert "where it lies cannot be read" in ran.out
+    assert "where it is stored cannot be read" in ran.out
 
 
 def test_json_has_elements_and_chunks_as_the_text_does(cli, place):
@@ -145,7 +145,7 @@ def test_statistics_of_one_tensor_keep_to_the_memory_that_was_given(cli, place):
         assert (refused.status, "memory_budget" in refused.err) == (2, True), refused.err
 
 
-def test_parts_that_a_tensor_does_not_have_are_told_with_its_shape(cli, place):
+def test_parts_that_a_tensor_does_not_have_are_reported_with_its_shape(cli, place):
     ran = cli("show", place, "a.b[5:, 9]")
     assert ran.status == 2
     assert "[20]" in ran.err

@@ -1,4 +1,4 @@
-"""What the tests of the drop-in save and load with either library: tensors whose elements tell where they belong."""
+"""What the tests of the drop-in save and load with either library: tensors whose elements say where they belong."""
 
 from __future__ import annotations
 

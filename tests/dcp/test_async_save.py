@@ -148,7 +148,7 @@ def save_and_spoil(folder: Path, where: AsyncCheckpointerType, stager: str) -> i
 
 @BOTH
 @pytest.mark.parametrize("stager", ["default", "writer", "async"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_changes_after_the_call_are_not_saved(ranks: RankPool, tmp_path, where, stager, world_size) -> None:
     found = ranks(world_size).run(save_and_spoil, tmp_path / "saved", where, stager)
     assert found == [1] * world_size
@@ -573,7 +573,7 @@ def fail_to_stage_later(root: Path) -> tuple[str, str]:
     return type(staging).__name__, f"{type(upload).__name__}: {upload}"
 
 
-def test_staging_that_fails_in_the_background_is_told_by_both_futures(ranks: RankPool, tmp_path) -> None:
+def test_staging_that_fails_in_the_background_is_reported_by_both_futures(ranks: RankPool, tmp_path) -> None:
     (staged, others), (failed, own) = ranks(2).run(fail_to_stage_later, tmp_path)
     assert (staged, failed) == ("NoneType", "MemoryError")
     assert own.startswith("MemoryError")
@@ -591,7 +591,7 @@ def test_objects_of_stock_torch_are_refused_at_once(tmp_path) -> None:
         dcp.async_save({"n": 1}, storage_writer=stock.FileSystemWriter(tmp_path))  # type: ignore[arg-type]
 
 
-def test_a_failure_that_nobody_looked_at_is_told_by_the_next_save(tmp_path) -> None:
+def test_a_failure_that_nobody_looked_at_is_reported_by_the_next_save(tmp_path) -> None:
     saved = dcp.async_save({"n": 1}, storage_writer=Failing(tmp_path / "1", 0))
     Lane.of(None, alone=True).queue.wait_until_idle()
     with pytest.warns(RuntimeWarning, match=r"background save to .*1 failed.*\n.*(\n.*)*the disk is gone"):
@@ -619,7 +619,7 @@ def forget_what_was_not_looked_at() -> None:
     futures.forget_failures()
 
 
-def test_a_failure_that_somebody_looked_at_is_told_nowhere_else(tmp_path, caplog, recwarn) -> None:
+def test_a_failure_that_somebody_looked_at_is_reported_nowhere_else(tmp_path, caplog, recwarn) -> None:
     caplog.set_level(logging.ERROR, logger="holdfast")
     for look in ("exception", "result"):
         saved = dcp.async_save({"n": 1}, storage_writer=Failing(tmp_path / look, 0))

@@ -289,7 +289,7 @@ def load_with_different_readers(path: Path) -> dict[int, str]:
     return dict(error.views)
 
 
-def test_ranks_that_disagree_on_who_reads_are_told(ranks: RankPool, file: Path) -> None:
+def test_ranks_that_disagree_on_who_reads_are_reported(ranks: RankPool, file: Path) -> None:
     views = ranks(3).run(load_with_different_readers, file)
 
     assert views == [{rank: f"rank {rank % 2} of the group reads" for rank in range(3)}] * 3
@@ -496,7 +496,7 @@ class AsksForTooMuch(DynamicMetaLoadPlanner):
         super().__init__()
         self.change = change
 
-    def _tell_what_stays_behind(self, metadata: Metadata) -> None:
+    def _warn_of_unloaded(self, metadata: Metadata) -> None:
         pass
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:

@@ -169,7 +169,7 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 # --- compressed checkpoints --------------------------------------------------------------------------------------
 
 
-def test_a_compressed_checkpoint_loads_without_being_told_so(tmp_path, package):
+def test_a_compressed_checkpoint_loads_without_saying_so(tmp_path, package):
     save(tmp_path / "plain", [])
     save(tmp_path / "small", [ZStandard()])
     assert_loaded(load(tmp_path / "small"))

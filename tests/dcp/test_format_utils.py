@@ -202,7 +202,7 @@ def test_shards_of_stock_are_put_together(ranks: RankPool, tmp_path: Path) -> No
     assert outline(loaded(tmp_path / "f.pt")) == outline({"d": numbered(5, 3), "step": 7})
 
 
-def test_a_lost_part_is_told_and_nothing_is_written(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_lost_part_is_reported_and_nothing_is_written(ranks: RankPool, tmp_path: Path) -> None:
     ranks(4).run(save_laid_out, tmp_path / "c", False)
     (tmp_path / "c" / "__1.metadata").unlink()
 
@@ -284,7 +284,7 @@ def test_damage_is_an_error_and_leaves_an_earlier_file_alone(tmp_path: Path, dam
     assert sorted(os.listdir(tmp_path)) == ["c", "f.pt"]
 
 
-def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
 
@@ -297,7 +297,7 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
-def test_a_folder_in_the_place_of_the_file_is_told(tmp_path: Path) -> None:
+def test_a_folder_in_the_place_of_the_file_is_reported(tmp_path: Path) -> None:
     save(dcp, {"step": 7}, tmp_path / "c")
 
     with pytest.raises(IsADirectoryError):
@@ -451,7 +451,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("budget", [0, -1, 1000, 1.5, True, "64 kiwis", "64 KiB"])
 def test_a_budget_that_is_none_is_refused_before_anything_is_done(tmp_path: Path, budget: Any) -> None:
     for convert in (torch_save_to_dcp, dcp_to_torch_save):
-        with pytest.raises(ValueError, match=r"memory_budget(: .* is no size| must be 262144 bytes at least)"):
+        with pytest.raises(ValueError, match=r"memory_budget(: .* is not a size| must be 262144 bytes at least)"):
             convert(tmp_path / "none", tmp_path / "new", memory_budget=budget)
 
     assert os.listdir(tmp_path) == []

@@ -220,7 +220,7 @@ def save_rank_by_rank(folder: Path) -> None:
     dcp.save({"d": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])}, checkpoint_id=folder, use_collectives=False)
 
 
-def test_a_lost_part_of_a_checkpoint_is_told_and_not_filled_up(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_lost_part_of_a_checkpoint_is_reported_and_not_filled_up(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2).run(save_rank_by_rank, tmp_path)
     (tmp_path / "__1.metadata").unlink()
 

@@ -1,4 +1,4 @@
-"""A save of a Hugging Face folder that is killed leaves the old model or the new one, whole.
+"""A save of a Hugging Face folder that is killed leaves the old model or the new one, intact.
 
 The SIGKILL comes just before the n-th system call by which the save changes the disk, for every n. Readers that do not
 know how we replace files never find an index whose files are of different saves.

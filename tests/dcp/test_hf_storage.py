@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import holdfast.dcp as dcp
 from holdfast._dcp import hf_reader
-from holdfast._formats.byte_ranges import StreamRanges
+from holdfast._formats.ranged_files import StreamRanges
 from holdfast._formats.safetensors.torch_dtypes import BY_NAME
 from holdfast.dcp import _consolidate_hf_safetensors as consolidation
 from holdfast.dcp import _hf_utils as utils
@@ -519,7 +519,8 @@ def test_loading_into_other_dtypes_follows_the_planner(tmp_path: Path) -> None:
 PRIVATE_WORKINGS = {
     "_FqnData", "_InputFileData", "_OutputFileData", "_calculate_max_contiguous_elements",
     "_consolidate_safetensors_files", "_parse_input_metadata", "_process_output_file", "_read_tensor_data",
-    "_write_data", "_write_metadata", "_write_overall_metadata_file", "_write_sub_tensor_to_file_optimized",
+    "_read_tensor_data_mmap", "_write_data", "_write_metadata", "_write_overall_metadata_file",
+    "_write_sub_tensor_to_file_optimized",
 }  # fmt: skip
 """How stock torch consolidates inside; ours works differently and has no such steps."""
 

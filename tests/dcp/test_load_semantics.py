@@ -201,7 +201,7 @@ def test_without_flattening_keys_must_be_texts(tmp_path: Path) -> None:
 # What does not fit
 
 
-def test_everything_that_does_not_fit_is_told_at_once_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_everything_that_does_not_fit_is_reported_at_once_and_nothing_is_changed(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "size": torch.ones(4), "kind": torch.ones(3), "int": torch.ones(1), "value": "text"}
     dcp.save({"model": {**state, "layer.weight": torch.ones(1)}}, checkpoint_id=tmp_path)
     target = {
@@ -413,7 +413,7 @@ def test_in_a_group_meta_tensors_are_given_memory_on_the_groups_device(ranks: Ra
 # State that stays behind
 
 
-def test_a_fresh_optimizer_is_told_that_its_state_stays_behind(tmp_path: Path) -> None:
+def test_a_fresh_optimizer_warns_that_its_state_stays_behind(tmp_path: Path) -> None:
     def made(steps: int) -> dict[str, Any]:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.Adam(model.parameters())

@@ -125,7 +125,7 @@ def test_keys_are_picked_from_such_a_checkpoint(tmp_path: Path) -> None:
     assert _load_state_dict_from_keys("scheduler", checkpoint_id=tmp_path) == {"scheduler": state(3, 1.0)["scheduler"]}
 
 
-def test_what_is_missing_by_both_rules_is_told_in_todays_keys_where_old_ones_do_not_help(tmp_path: Path) -> None:
+def test_what_is_missing_by_both_rules_is_reported_in_todays_keys_where_old_ones_do_not_help(tmp_path: Path) -> None:
     with flattening_of_torch_2_3():
         stock.save({"w": torch.ones(1), "other": {"x": 1}}, checkpoint_id=tmp_path)
 

@@ -474,7 +474,7 @@ def fail_to_plan(path):
     return planner.given_up, reader.resets
 
 
-def test_reader_and_planner_are_told_of_beginning_and_failure(ranks: RankPool, tmp_path):
+def test_reader_and_planner_are_notified_of_beginning_and_failure(ranks: RankPool, tmp_path):
     ranks(1).run(save_by_hand, "ours", tmp_path)
 
     assert ranks(2).run(fail_to_plan, tmp_path) == [(1, 1), (1, 1)]

@@ -346,7 +346,7 @@ class LooksAtTheStorage(dcp.DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
 
-def test_a_planner_is_told_where_the_checkpoint_goes(tmp_path: Path) -> None:
+def test_a_planner_is_given_the_path_of_the_checkpoint(tmp_path: Path) -> None:
     planner, writer = LooksAtTheStorage(), dcp.FileSystemWriter(tmp_path)
 
     dcp.save({"w": 1}, storage_writer=writer, planner=planner)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import holdfast.dcp as dcp
-from holdfast._layout.placements import Piece, local_pieces
+from holdfast._layout.placements import LocalPiece, local_pieces
 from holdfast.dcp.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from holdfast.dcp.planner_helpers import create_read_items_for_chunk_list
 from holdfast.errors import StateMismatchError
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
     mesh_shape: list[int]
     placements: list[Placement]
 
-    def pieces(self, shape: Sequence[int]) -> list[list[Piece]]:
+    def pieces(self, shape: Sequence[int]) -> list[list[LocalPiece]]:
         """What each rank of the mesh holds of a tensor."""
         coordinates = itertools.product(*map(range, self.mesh_shape))
         return [local_pieces(shape, self.mesh_shape, coordinate, self.placements) for coordinate in coordinates]
@@ -84,7 +84,7 @@ def chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-def stored_as(shape: Sequence[int], pieces_of_ranks: Sequence[Sequence[Piece]]) -> TensorStorageMetadata:
+def stored_as(shape: Sequence[int], pieces_of_ranks: Sequence[Sequence[LocalPiece]]) -> TensorStorageMetadata:
     """The index entry of a tensor that these ranks have saved: every chunk once."""
     chunks = {piece.offsets: chunk(piece.offsets, piece.sizes) for held in pieces_of_ranks for piece in held}
     return TensorStorageMetadata(TensorProperties(), torch.Size(shape), list(chunks.values()))

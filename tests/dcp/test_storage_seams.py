@@ -300,7 +300,7 @@ class OtherwiseNamed(MemoryWriter):
         self.role = (is_coordinator, options)
 
 
-def test_a_storage_is_told_its_role_only_if_it_takes_kwargs() -> None:
+def test_a_storage_is_given_its_role_only_if_it_takes_kwargs() -> None:
     memory: dict[str, bytes] = {}
     roles = []
     for kind in (MemoryWriter, OldWriter, OtherwiseNamed):

@@ -120,7 +120,7 @@ def gather_keys() -> Any:
     return utils._all_gather_keys(own), same, stock_utils._all_gather_keys(own)
 
 
-def test_the_keys_of_all_ranks_are_a_set_and_ranks_that_lack_some_are_told_which(ranks: RankPool) -> None:
+def test_the_keys_of_all_ranks_are_a_set_and_ranks_that_lack_some_see_which(ranks: RankPool) -> None:
     for gathered, same, theirs in ranks(2).run(gather_keys):
         assert gathered == set(theirs) == {"all", "of 0", "of 1"}  # older torches give a list
         assert same is None

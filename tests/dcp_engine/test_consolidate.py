@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import holdfast.dcp as dcp
-from holdfast._formats import chunk_reads
+from holdfast._formats import box_reads
 from holdfast._formats import tensor_places as filling
 from holdfast._formats.hf_folder import model_files as hf_model_files
 from holdfast._formats.safetensors.torch_dtypes import BY_NAME
@@ -113,7 +113,7 @@ def test_any_tiling_comes_together_with_any_buffer(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hf_model_files, "WRITE_BUFFER_BYTES", buffer)
-        patch.setattr(chunk_reads, "MERGE_GAP", gap)
+        patch.setattr(box_reads, "MERGE_GAP", gap)
         consolidate_safetensors_files(path, path / "whole")
 
     assert torch.equal(whole(path / "whole")["w"], full)
@@ -209,7 +209,7 @@ def test_parts_that_do_not_tile_are_refused_before_anything_is_written(tmp_path:
     assert not (tmp_path / "whole").exists()
 
 
-def test_nothing_to_consolidate_is_told(tmp_path: Path) -> None:
+def test_nothing_to_consolidate_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="sharded"):
         consolidate_safetensors_files(tmp_path, tmp_path / "whole")
     with pytest.raises(ValueError, match="at least 1 thread"):

@@ -128,7 +128,9 @@ def test_a_file_system_of_ones_own_gets_all_bytes_as_before(tmp_path: Path, monk
     assert ".distcp wb" in opened
 
 
-def test_a_full_disk_is_told_with_the_file_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_with_the_file_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: DirectFile, *_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

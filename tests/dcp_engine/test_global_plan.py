@@ -1,4 +1,4 @@
-"""From all ranks' plans to the description of one checkpoint, and the proof that it is whole."""
+"""From all ranks' plans to the description of one checkpoint, and the proof that it is complete."""
 
 from __future__ import annotations
 

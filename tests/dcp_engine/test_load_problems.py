@@ -1,4 +1,4 @@
-"""What does not fit between a checkpoint and a state: told all at once, with what may have been meant."""
+"""What does not fit between a checkpoint and a state: reported all at once, with what may have been meant."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mismatch(state, metadata) -> StateMismatchError:
 # --- everything at once ------------------------------------------------------------------------------------------
 
 
-def test_all_that_does_not_fit_is_told_in_one_message_with_fields():
+def test_all_that_does_not_fit_is_reported_in_one_message_with_fields():
     metadata = checkpoint(
         layer__weight=stored(),
         shape=stored((2, 3)),
@@ -96,7 +96,7 @@ STATES = ["fits", "missing", "shape", "dtype", "kind"]
 
 @settings(max_examples=examples(60))
 @given(st.lists(st.sampled_from(STATES), min_size=6, max_size=6))
-def test_every_problem_of_every_key_is_told_and_nothing_else(fates):
+def test_every_problem_of_every_key_is_reported_and_nothing_else(fates):
     tensors = {
         "fits": torch.zeros(2),
         "missing": torch.zeros(2),

@@ -20,7 +20,7 @@ from holdfast._dcp.save_planner import DefaultSavePlanner
 from holdfast._dcp.storage import StorageWriter, WriteResult
 from holdfast._formats.dcp.metadata import Metadata
 from holdfast._formats.dcp.plan import SavePlan
-from holdfast._ranks.collectives import Collectives
+from holdfast._ranks.shared_steps import Collectives
 from holdfast.errors import CheckpointException, InvalidPlanError
 from tests.properties import examples
 from tests.rank_pool import RankPool
@@ -194,7 +194,7 @@ def test_what_a_storage_puts_down_with_the_local_plan_comes_back_with_the_answer
 def test_a_note_that_the_coordinator_cannot_complete_is_an_error():
     plan(weights())
     SavePlanner._cached_all_plans.clear()
-    with pytest.raises(InvalidPlanError, match=r"rank 0 counts on a plan of an earlier save.*save again"):
+    with pytest.raises(InvalidPlanError, match=r"rank 0 relies on a plan of an earlier save.*save again"):
         plan(weights())
 
 
@@ -203,13 +203,13 @@ def test_a_note_about_another_plan_than_the_coordinator_remembers_is_an_error():
     plan(weights(torch.float64))
     (key,) = SavePlanner._cached_save_plan
     SavePlanner._cached_save_plan[key] = replace(first.sent)  # as on a rank that missed the second save
-    with pytest.raises(InvalidPlanError, match="rank 0 counts on"):
+    with pytest.raises(InvalidPlanError, match="rank 0 relies on"):
         plan(weights())
 
 
 def test_a_note_to_a_rank_that_remembers_nothing_is_an_error():
     planner = DefaultSavePlanner(enable_plan_caching=True)
-    with pytest.raises(InvalidPlanError, match="this rank counts on"):
+    with pytest.raises(InvalidPlanError, match="this rank relies on"):
         planner.finish_plan(SavePlan([], usable=False))
 
 

@@ -23,7 +23,7 @@ from holdfast._dcp.load_planner import DefaultLoadPlanner
 from holdfast._dcp.planner import keeps_items_apart
 from holdfast._dcp.source import DcpSource
 from holdfast._formats.dcp.plan import LoadPlan, ReadItem
-from holdfast._formats.source import Request
+from holdfast._formats.source import ReadRequest
 from holdfast.dcp.filesystem import FileSystem, FileSystemReader
 from holdfast.errors import CheckpointException, DamagedCheckpointError, HoldfastError
 from tests.dcp.states import LIBRARIES, save
@@ -139,7 +139,7 @@ def test_a_slice_of_rows_reads_those_rows_and_nothing_else(tmp_path: Path, libra
     tensor, source = slices(library, tmp_path)
     into = np.empty((100, 2048), source.tensors["w"].dtype.carrier)
 
-    count = source.read([Request("w", (300, 0), (100, 2048), into)])
+    count = source.read([ReadRequest("w", (300, 0), (100, 2048), into)])
 
     assert np.array_equal(into.view("<i4"), tensor[300:400].numpy())
     assert count == into.nbytes
@@ -150,7 +150,7 @@ def test_a_slice_of_columns_reads_no_byte_twice_and_only_the_rows_it_touches(tmp
     tensor, source = slices(library, tmp_path)
     left, right = (np.empty((10, 8), source.tensors["w"].dtype.carrier) for _ in range(2))
 
-    count = source.read([Request("w", (20, 4), (10, 8), left), Request("w", (20, 1000), (10, 8), right)])
+    count = source.read([ReadRequest("w", (20, 4), (10, 8), left), ReadRequest("w", (20, 1000), (10, 8), right)])
 
     assert np.array_equal(left.view("<i4"), tensor[20:30, 4:12].numpy())
     assert np.array_equal(right.view("<i4"), tensor[20:30, 1000:1008].numpy())
@@ -163,7 +163,7 @@ def test_what_a_count_says_is_what_the_system_reads(tmp_path: Path, library: str
     into = np.empty((512, 2048), source.tensors["w"].dtype.carrier)
     before = read_by_this_process()
 
-    count = source.read([Request("w", (0, 0), (512, 2048), into)])
+    count = source.read([ReadRequest("w", (0, 0), (512, 2048), into)])
 
     assert count == into.nbytes
     assert read_by_this_process() - before <= 1.1 * into.nbytes
@@ -274,13 +274,13 @@ def test_a_range_is_read_unchecked_and_damage_elsewhere_in_its_chunk_does_not_ma
     damage(tmp_path, tensor, 0)
     into = np.empty((10, 2048), source.tensors["w"].dtype.carrier)
 
-    source.read([Request("w", (500, 0), (10, 2048), into)])
+    source.read([ReadRequest("w", (500, 0), (10, 2048), into)])
 
     assert np.array_equal(into.view("<i4"), tensor[500:510].numpy())
     whole = np.empty((1024, 2048), source.tensors["w"].dtype.carrier)
     with pytest.raises(HoldfastError, match="CRC"):
-        source.read([Request("w", (0, 0), (1024, 2048), whole)])
-    halves = [Request("w", (0, 0), (512, 2048), whole[:512]), Request("w", (512, 0), (512, 2048), whole[512:])]
+        source.read([ReadRequest("w", (0, 0), (1024, 2048), whole)])
+    halves = [ReadRequest("w", (0, 0), (512, 2048), whole[:512]), ReadRequest("w", (512, 0), (512, 2048), whole[512:])]
     with pytest.raises(HoldfastError, match="CRC"):
         source.read(halves)
 

@@ -19,7 +19,7 @@ from holdfast._base.boxes import Box
 from holdfast._dcp.source import DcpSource
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.refs import PickledValue, TensorRef, UnknownValue
-from holdfast._formats.source import Request
+from holdfast._formats.source import ReadRequest
 from holdfast._load.opening import open_source
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, StateMismatchError
 from tests.dcp.states import LAYOUTS, LIBRARIES, Layouts, change_index, numbered, save
@@ -128,8 +128,8 @@ def test_a_part_of_a_tensor_that_no_rank_has_saved_is_an_error_and_not_zeros(ran
     into = np.zeros((7, 9), "<u4")
 
     with pytest.raises(StateMismatchError, match="no chunk covers"):
-        source.read([Request("rows", (0, 0), (7, 9), into)])
-    source.read([Request("rows", (0, 0), (4, 9), into[:4])])
+        source.read([ReadRequest("rows", (0, 0), (7, 9), into)])
+    source.read([ReadRequest("rows", (0, 0), (4, 9), into[:4])])
     assert into[:4].tobytes() == FULL["rows"][:4].numpy().tobytes()
 
 
@@ -138,8 +138,8 @@ def test_a_chunk_that_many_requests_share_is_read_once(tmp_path: Path) -> None:
     source = DcpSource(tmp_path)
     into = np.zeros((64, 64), "<u4")
 
-    once = source.read([Request("w", (0, 0), (64, 64), into)])
-    by_rows = source.read([Request("w", (row, 0), (1, 64), into[row : row + 1]) for row in range(64)])
+    once = source.read([ReadRequest("w", (0, 0), (64, 64), into)])
+    by_rows = source.read([ReadRequest("w", (row, 0), (1, 64), into[row : row + 1]) for row in range(64)])
 
     assert once == by_rows
     assert 64 * 64 * 4 <= once < 64 * 64 * 4 + 4096
@@ -303,8 +303,8 @@ def test_damage_is_noticed_when_it_is_looked_for(tmp_path: Path, library: str) -
     into = np.zeros(100, "<u4")
 
     with pytest.raises(DamagedCheckpointError, match=re.escape(file.name)):
-        source.read([Request("w", (0,), (100,), into)])
-    source.read([Request("w", (0,), (100,), into)], verify=False)
+        source.read([ReadRequest("w", (0,), (100,), into)])
+    source.read([ReadRequest("w", (0,), (100,), into)], verify=False)
     assert into[40] == np.float32(40).view("<u4")
 
 
@@ -316,14 +316,14 @@ def test_chunks_that_torch_has_stored_in_another_order_are_read_in_ranges(tmp_pa
     source = DcpSource(tmp_path)
 
     whole = np.zeros(tensor.shape, source.tensors["w"].dtype.carrier)
-    assert source.read([Request("w", (0, 0, 0), tuple(tensor.shape), whole)]) == tensor.nbytes
+    assert source.read([ReadRequest("w", (0, 0, 0), tuple(tensor.shape), whole)]) == tensor.nbytes
     assert np.array_equal(whole.view(np.int32), tensor.numpy())
 
     slowest = order.index(0)
     offsets, sizes = [3, 4, 5], [7, 20, 30]
     offsets[slowest], sizes[slowest] = 90, 2
     part = np.zeros(sizes, source.tensors["w"].dtype.carrier)
-    assert source.read([Request("w", tuple(offsets), tuple(sizes), part)]) < tensor.nbytes / 10
+    assert source.read([ReadRequest("w", tuple(offsets), tuple(sizes), part)]) < tensor.nbytes / 10
     wanted = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
     assert np.array_equal(part.view(np.int32), tensor.numpy()[wanted])
 
@@ -344,24 +344,24 @@ def test_verify_reads_values_too(tmp_path: Path, library: str) -> None:
 @pytest.mark.parametrize(
     ("request_", "error"),
     [
-        (Request("v", (0,), (1,), np.zeros(1, "<u4")), KeyError),
-        (Request("w", (3,), (2,), np.zeros(2, "<u4")), ValueError),
-        (Request("w", (-1,), (2,), np.zeros(2, "<u4")), ValueError),
-        (Request("w", (0, 0), (1, 1), np.zeros((1, 1), "<u4")), ValueError),
-        (Request("w", (0,), (2,), np.zeros(3, "<u4")), ValueError),
-        (Request("w", (0,), (2,), np.zeros(2, "<f4")), ValueError),
-        (Request("w", (0,), (2,), np.frombuffer(bytes(8), "<u4")), ValueError),
+        (ReadRequest("v", (0,), (1,), np.zeros(1, "<u4")), KeyError),
+        (ReadRequest("w", (3,), (2,), np.zeros(2, "<u4")), ValueError),
+        (ReadRequest("w", (-1,), (2,), np.zeros(2, "<u4")), ValueError),
+        (ReadRequest("w", (0, 0), (1, 1), np.zeros((1, 1), "<u4")), ValueError),
+        (ReadRequest("w", (0,), (2,), np.zeros(3, "<u4")), ValueError),
+        (ReadRequest("w", (0,), (2,), np.zeros(2, "<f4")), ValueError),
+        (ReadRequest("w", (0,), (2,), np.frombuffer(bytes(8), "<u4")), ValueError),
     ],
     ids=["unknown", "beyond", "before", "dimensions", "shape", "dtype", "read-only"],
 )
 def test_a_request_that_makes_no_sense_is_refused_before_anything_is_read(
-    tmp_path: Path, request_: Request, error: type[Exception]
+    tmp_path: Path, request_: ReadRequest, error: type[Exception]
 ) -> None:
     stock.save({"w": torch.ones(4)}, checkpoint_id=tmp_path, **ALONE)
     good = np.zeros(4, "<u4")
 
     with pytest.raises(error, match=request_.key):
-        DcpSource(tmp_path).read([Request("w", (0,), (4,), good), request_])
+        DcpSource(tmp_path).read([ReadRequest("w", (0,), (4,), good), request_])
     assert not good.any()
 
 
@@ -375,7 +375,7 @@ def test_the_memory_needed_besides_the_targets_is_that_of_a_chunk(tmp_path: Path
     state = {f"w{number}": numbered(chunk // 4, start=number) for number in range(8)}
     save("ours", state, tmp_path, no_dist=True)
     source = DcpSource(tmp_path)
-    requests = [Request(key, (0,), (chunk // 4,), np.zeros(chunk // 4, "<u4")) for key in state]
+    requests = [ReadRequest(key, (0,), (chunk // 4,), np.zeros(chunk // 4, "<u4")) for key in state]
 
     tracemalloc.start()
     source.read(requests)

@@ -87,7 +87,7 @@ QUARTERS = grid([[0, 4, 8], [0, 4, 8]])
 
 @pytest.mark.parametrize("library", [dcp, stock], ids=["saved by us", "saved by stock"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["rows", "turned"])
-def test_a_changed_bit_in_any_chunk_is_told(tmp_path: Path, library: Any, order: tuple[int, ...]) -> None:
+def test_a_changed_bit_in_any_chunk_is_reported(tmp_path: Path, library: Any, order: tuple[int, ...]) -> None:
     whole = torch.arange(64.0).view(8, 8)
     library.save({"w": CutTensor.of(whole, QUARTERS, library, order)}, checkpoint_id=tmp_path)
     (file,) = tmp_path.glob("*.distcp")

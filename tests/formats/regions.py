@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from holdfast._formats.source import Request, Source
+from holdfast._formats.source import ReadRequest, Source
 from tests.dcp.states import bits, of_bytes
 
 DTYPES = [
@@ -68,18 +68,18 @@ def memory(draw: st.DrawFn, sizes: tuple[int, ...], dtype: np.dtype[Any]) -> np.
 
 
 @st.composite
-def requests_for(draw: st.DrawFn, source: Source) -> list[Request]:
+def requests_for(draw: st.DrawFn, source: Source) -> list[ReadRequest]:
     """Some regions of some of the source's tensors."""
     found = []
     for key in draw(st.lists(st.sampled_from(sorted(source.tensors)), min_size=1, max_size=4)):
         ref = source.tensors[key]
         edges = [sorted(draw(st.tuples(st.integers(0, side), st.integers(0, side)))) for side in ref.shape]
         offsets, sizes = tuple(low for low, _ in edges), tuple(high - low for low, high in edges)
-        found.append(Request(key, offsets, sizes, draw(memory(sizes, ref.dtype.carrier))))
+        found.append(ReadRequest(key, offsets, sizes, draw(memory(sizes, ref.dtype.carrier))))
     return found
 
 
-def wrong(requests: list[Request], originals: Mapping[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+def wrong(requests: list[ReadRequest], originals: Mapping[str, torch.Tensor]) -> list[tuple[Any, ...]]:
     """The requests that were not filled with what slicing the original gives."""
     return [
         (request.key, request.offsets, request.sizes)
@@ -88,7 +88,7 @@ def wrong(requests: list[Request], originals: Mapping[str, torch.Tensor]) -> lis
     ]
 
 
-def region_of(original: torch.Tensor, request: Request) -> bytes:
+def region_of(original: torch.Tensor, request: ReadRequest) -> bytes:
     """The elements that a request asks for, cut out of all of them."""
     elements = np.frombuffer(bits(original), request.into.dtype).reshape(original.shape)
     sides = zip(request.offsets, request.sizes, strict=True)
@@ -99,7 +99,7 @@ def whole(source: Source, key: str, *, verify: bool = True) -> bytes:
     """All elements of a tensor as the source gives them."""
     ref = source.tensors[key]
     into = np.zeros(ref.shape, ref.dtype.carrier)
-    source.read([Request(key, (0,) * len(ref.shape), ref.shape, into)], verify=verify)
+    source.read([ReadRequest(key, (0,) * len(ref.shape), ref.shape, into)], verify=verify)
     return into.tobytes()
 
 

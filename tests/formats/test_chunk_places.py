@@ -82,7 +82,7 @@ def test_layout_of_a_checkpoint_knows_tied_names_and_refuses_values(tmp_path: Pa
 
     assert checkpoint.layout("a") == checkpoint.layout("b") != []
     assert checkpoint.layout("b")[0].nbytes == 12
-    with pytest.raises(TypeError, match=r"'step' .* is a value and no tensor"):
+    with pytest.raises(TypeError, match=r"'step' .* is a value, not a tensor"):
         checkpoint.layout("step")
     with pytest.raises(holdfast.errors.UnknownKeyError, match="there is no 'c'"):
         checkpoint.layout("c")

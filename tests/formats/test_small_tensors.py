@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast._base.tuning import SMALL_TENSOR as SMALL
-from holdfast._formats.tensor_bytes import digest_of_small, gather, lies_ready
+from holdfast._formats.tensor_bytes import digest_of_small, gather, is_plain_contiguous
 from tests.dcp.states import bits
 from tests.save.random_states import Drawn, tensors
 
@@ -34,15 +34,15 @@ def test_what_is_gathered_are_the_bytes_of_the_next_tensors_and_nothing_else_is_
     assert room[:filled].tobytes() == b"".join(map(content, taken))
     assert set(memory[:16]) | set(memory[16 + filled :]) <= {0xA5}
     if rest:  # it ended for a reason
-        assert not lies_ready(rest[0]) or filled + len(content(rest[0])) > space
+        assert not is_plain_contiguous(rest[0]) or filled + len(content(rest[0])) > space
 
 
 @given(tensors().map(lambda tensor: Drawn({"tensor": tensor})))
 def test_a_tensor_lies_ready_exactly_if_its_memory_holds_its_bytes(drawn):
     tensor = drawn.state["tensor"]
-    assert lies_ready(tensor) == (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
+    assert is_plain_contiguous(tensor) == (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
     digest = digest_of_small(tensor)
-    assert digest == (xxhash.xxh3_128_digest(content(tensor)) if lies_ready(tensor) else None)
+    assert digest == (xxhash.xxh3_128_digest(content(tensor)) if is_plain_contiguous(tensor) else None)
 
 
 class Special(torch.Tensor):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast._base.boxes import Box
 from holdfast._base.crc import crc32
-from holdfast._formats.byte_ranges import StreamRanges
+from holdfast._formats.ranged_files import StreamRanges
 from holdfast._formats.tensor_places import StridedArray, arrangement_of, narrowed
 
 DTYPES = [torch.int32, torch.int8, torch.complex128, torch.bfloat16, torch.bool]

@@ -1,4 +1,4 @@
-"""A save through stock torch that is killed leaves the old checkpoint or the new one, whole."""
+"""A save through stock torch that is killed leaves the old checkpoint or the new one, intact."""
 
 from __future__ import annotations
 

@@ -323,12 +323,12 @@ def test_one_writer_and_one_reader_serve_many_places(tmp_path):
 def test_metadata_that_json_cannot_hold_is_refused_at_once(tmp_path):
     with pytest.raises(ValueError, match="metadata"):
         HoldfastWriter(tmp_path, metadata={"tensor": torch.ones(1)})
-    with pytest.raises(ValueError, match="the key 1 is not a text"):
+    with pytest.raises(ValueError, match="the key 1 is not a str"):
         HoldfastWriter(tmp_path, metadata={"steps": {1: 0.5}})
 
 
 def test_a_file_size_that_is_no_number_of_bytes_is_refused_at_once(tmp_path):
-    with pytest.raises(ValueError, match="max_file_size: '2 parsecs' is no size"):
+    with pytest.raises(ValueError, match="max_file_size: '2 parsecs' is not a size"):
         HoldfastWriter(tmp_path, max_file_size="2 parsecs")
 
 

@@ -22,7 +22,7 @@ import holdfast
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.refs import PerRankValues, TensorRef
 from holdfast._formats.native.trees import mapped
-from holdfast.errors import DamagedCheckpointError, RankDisagreementError
+from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, RankDisagreementError
 from holdfast.integrations._torch_dcp.reader import flat_state
 from holdfast.integrations.torch_dcp import HoldfastReader
 from tests.integrations.torch_dcp_programs import load, quiet, same, save, trained, training_state, whole
@@ -229,8 +229,15 @@ def test_a_place_without_a_checkpoint_is_named(tmp_path, leftovers):
     for name in leftovers:
         (tmp_path / name).touch()
 
-    with pytest.raises(CheckpointException, match=f"no checkpoint at {tmp_path}: .*{'cut off' if leftovers else ''}"):
+    with pytest.raises(
+        CheckpointException, match=f"no checkpoint at {tmp_path}: .*{'cut off' if leftovers else ''}"
+    ) as raised:
         load({"w": torch.zeros(1)}, tmp_path)
+    [(step, _)] = raised.value.failures.values()
+    [(cause, _)] = step.failures.values()  # and not an error of torch's own, which has lost it or holds its text only
+    assert isinstance(cause, CheckpointNotFoundError)
+    with pytest.raises(CheckpointNotFoundError):
+        HoldfastReader(tmp_path).read_metadata()
 
 
 def test_torchs_own_errors_name_what_does_not_fit(tmp_path):

@@ -9,23 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast._base.boxes import Box
-from holdfast._layout.descriptions import address_of, hold, memory_of
+from holdfast._layout.descriptions import address_of, describe, memory_of
 from holdfast.errors import UnsupportedTensorError
 from tests.dcp.states import bits
 from tests.save.random_states import Drawn, arrays, tensors
 
 
 def held(value: object, *, stored_dtype: torch.dtype | None = None, compare: bool = False):
-    return hold("key", value, stored_dtype=stored_dtype, compare=compare)
+    return describe("key", value, stored_dtype=stored_dtype, compare=compare)
 
 
 @given(tensors().map(lambda tensor: Drawn({"tensor": tensor})), st.data())
 def test_every_box_of_a_plain_tensor_gives_its_bytes(drawn, data):
     tensor = drawn.state["tensor"]
-    holding, local = held(tensor)
-    assert (holding.key, holding.shape, holding.kind) == ("key", tuple(tensor.shape), "replicated")
-    assert f"torch.{holding.dtype}" == str(tensor.dtype)
-    assert bool(holding.boxes) == bool(tensor.numel())
+    description, local = held(tensor)
+    assert (description.key, description.shape, description.kind) == ("key", tuple(tensor.shape), "replicated")
+    assert f"torch.{description.dtype}" == str(tensor.dtype)
+    assert bool(description.boxes) == bool(tensor.numel())
     if not tensor.numel():
         return
     offsets = [data.draw(st.integers(0, size - 1)) for size in tensor.shape]
@@ -37,13 +37,13 @@ def test_every_box_of_a_plain_tensor_gives_its_bytes(drawn, data):
 
 @given(arrays())
 def test_arrays_are_held_with_their_own_dtype(array):
-    holding, local = held(array)
-    assert holding.shape == array.shape
+    description, local = held(array)
+    assert description.shape == array.shape
     assert (
-        np.dtype(holding.numpy if isinstance(holding.numpy, str) else [tuple(row) for row in holding.numpy])
+        np.dtype(description.numpy if isinstance(description.numpy, str) else [tuple(row) for row in description.numpy])
         == array.dtype
     )
-    pieces = [piece.tobytes() for box in holding.boxes for piece in local.pieces(box, 16)]
+    pieces = [piece.tobytes() for box in description.boxes for piece in local.pieces(box, 16)]
     assert b"".join(pieces) == array.tobytes()
 
 

@@ -17,7 +17,7 @@ from holdfast._dcp.read_items import create_read_items_for_chunk_list
 from holdfast._formats.dcp.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from holdfast._formats.dcp.metadata import TensorProperties as StoredProperties
 from holdfast._layout.offset_shards import OffsetShards
-from holdfast._layout.tensors import create_chunk_list, find_tensor_shard, size_and_dtype
+from holdfast._layout.tensor_items import create_chunk_list, find_tensor_shard, size_and_dtype
 from holdfast.errors import StateMismatchError
 from tests.properties import examples
 from tests.rank_pool import RankPool

@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast._base.boxes import Box, first_overlap, uncovered, volume
 from holdfast._compat.dtensors import splits_parts_of_their_own_sizes
-from holdfast._layout.placements import Piece, dtensor_pieces, is_replicated, local_pieces
+from holdfast._layout.placements import LocalPiece, dtensor_pieces, is_replicated, local_pieces
 from holdfast.errors import UnsupportedTensorError
 from tests.rank_pool import RankPool
 from tests.sharding import dtensor_of, mesh_of_all_ranks, sharded, whole
@@ -54,7 +54,7 @@ def box_in(tensor, offsets, sizes):
     return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
 
-def assert_pieces_are(local: torch.Tensor, pieces: Sequence[Piece], full: torch.Tensor) -> None:
+def assert_pieces_are(local: torch.Tensor, pieces: Sequence[LocalPiece], full: torch.Tensor) -> None:
     """Every element of the local tensor is in one piece, and each piece holds its box of the full tensor."""
     places = [Box(piece.local_offsets, piece.sizes) for piece in pieces]
     assert first_overlap(places) is None
@@ -92,7 +92,7 @@ def test_the_pieces_of_all_ranks_tile_the_tensor(layout):
 @for_all(layouts())
 def test_replicas_hold_the_same_pieces_and_nobody_else_does(layout):
     shape, mesh_shape, placements = layout
-    holders: dict[tuple[Piece, ...], int] = {}
+    holders: dict[tuple[LocalPiece, ...], int] = {}
     for coordinate in coordinates(mesh_shape):
         pieces = tuple(local_pieces(shape, mesh_shape, coordinate, placements))
         if volume(pieces[0].sizes):
@@ -234,17 +234,17 @@ def test_more_ranks_than_rows_leave_the_last_ones_an_empty_piece_at_the_end():
 
 
 def test_a_tensor_without_dimensions_is_one_piece():
-    assert local_pieces((), (2,), (1,), [Replicate()]) == [Piece((), (), ())]
+    assert local_pieces((), (2,), (1,), [Replicate()]) == [LocalPiece((), (), ())]
 
 
 def test_a_literal_strided_shard_is_several_pieces():
     pieces = local_pieces((9,), (4,), (1,), [_StridedShard(0, split_factor=2)])
-    assert pieces == [Piece((2,), (2,), (0,)), Piece((6,), (1,), (2,))]
+    assert pieces == [LocalPiece((2,), (2,), (0,)), LocalPiece((6,), (1,), (2,))]
 
 
 def test_stretches_that_continue_each_other_are_one_piece():
     placements = [_StridedShard(0, split_factor=3), Replicate()]
-    assert local_pieces((6,), (1, 2), (0, 0), placements) == [Piece((0,), (6,), (0,))]
+    assert local_pieces((6,), (1, 2), (0, 0), placements) == [LocalPiece((0,), (6,), (0,))]
 
 
 def test_uneven_shards_of_fsdp_over_tensor_parallelism_are_split_by_tensor_parallelism_first():
@@ -283,7 +283,7 @@ def counted(*shape: int) -> torch.Tensor:
     return torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
 
 
-def check(dtensor: DTensor, full: torch.Tensor, *, as_stock: bool = True) -> list[Piece]:
+def check(dtensor: DTensor, full: torch.Tensor, *, as_stock: bool = True) -> list[LocalPiece]:
     pieces = dtensor_pieces(dtensor)
     assert_pieces_are(dtensor._local_tensor.detach(), pieces, full)
     if as_stock:
@@ -386,8 +386,8 @@ def flatten_a_column_sharded_tensor():
 def test_a_flattened_view_holds_one_piece_per_row(ranks: RankPool):
     # Stock records one chunk of 12 elements here, most of which are another rank's.
     held = ranks(2).run(flatten_a_column_sharded_tensor)
-    assert held[0] == [Piece((0,), (4,), (0,)), Piece((8,), (4,), (4,)), Piece((16,), (4,), (8,))]
-    assert held[1] == [Piece((4,), (4,), (0,)), Piece((12,), (4,), (4,)), Piece((20,), (4,), (8,))]
+    assert held[0] == [LocalPiece((0,), (4,), (0,)), LocalPiece((8,), (4,), (4,)), LocalPiece((16,), (4,), (8,))]
+    assert held[1] == [LocalPiece((4,), (4,), (0,)), LocalPiece((12,), (4,), (4,)), LocalPiece((20,), (4,), (8,))]
 
 
 def distribute_over_some_ranks():
@@ -398,7 +398,7 @@ def distribute_over_some_ranks():
 
 def test_a_rank_outside_of_the_mesh_holds_nothing(ranks: RankPool):
     held = ranks(3).run(distribute_over_some_ranks)
-    assert held == [[Piece((0,), (3,), (0,))], [], [Piece((3,), (2,), (0,))]]
+    assert held == [[LocalPiece((0,), (3,), (0,))], [], [LocalPiece((3,), (2,), (0,))]]
 
 
 def build_from_local_data_of_other_sizes():

@@ -97,7 +97,7 @@ def test_damage_is_raised_and_never_arrives(checkpoints, form, kind):
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("form", CHECKED)
 def test_damage_is_found_before_anything_is_changed_if_that_is_asked_for(checkpoints, form, kind):
-    w, message = load(checkpoints[form], kind, verify="first")
+    w, message = load(checkpoints[form], kind, verify_first=True)
     assert (w == BEFORE).all()
     assert message.endswith("Nothing was changed.")
     assert "zero" not in message
@@ -114,8 +114,10 @@ def test_verify_finds_damage_again_and_again(checkpoints, form):
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-@pytest.mark.parametrize(("form", "verify"), [*((form, False) for form in CHECKED), ("safetensors", "first")])
-def test_without_digests_to_compare_it_is_loaded_as_it_is(checkpoints, form, verify, kind):
+@pytest.mark.parametrize(
+    ("form", "options"), [*((form, {"verify": False}) for form in CHECKED), ("safetensors", {"verify_first": True})]
+)
+def test_without_digests_to_compare_it_is_loaded_as_it_is(checkpoints, form, options, kind):
     state = {"other": torch.zeros(5, dtype=torch.float64), "w": TARGETS[kind]()}
-    holdfast.load(state, checkpoints[form], cast=True, memory_budget=1 << 20, verify=verify)
+    holdfast.load(state, checkpoints[form], cast=True, memory_budget=1 << 20, **options)
     assert (torch.as_tensor(state["w"]) != CONTENT).nonzero().tolist() == [list(BAD)]

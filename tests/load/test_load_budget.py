@@ -43,7 +43,7 @@ def columns():
 
 # Whatever is imported or made once, by every way that is measured.
 for dtype in (torch.int32, torch.float64):
-    holdfast.load({{"w": torch.zeros(2, 3, dtype=dtype)}}, path + "/small", cast=True, verify="first")
+    holdfast.load({{"w": torch.zeros(2, 3, dtype=dtype)}}, path + "/small", cast=True, verify_first=True)
 holdfast.load({{"w": torch.zeros(3, 2, dtype=torch.int32).T}}, path + "/small")
 holdfast.load({{}}, path + "/small")
 holdfast.open(path + "/small")["w"][:, :1]
@@ -51,7 +51,7 @@ holdfast.open(path + "/small")["w"][:, :1]
 stored = ROWS * COLUMNS * 4 >> 20
 target = filled(torch.int32)
 print("plain", load(target), 1)
-print("verified_first", load(target, verify="first"), 1)
+print("verified_first", load(target, verify_first=True), 1)
 print("transposed", load(filled(torch.int32, transposed=True)), 1)
 target = filled(torch.float32)
 print("cast", load(target, cast=True), 1)

@@ -36,11 +36,11 @@ state = {"w": torch.full((ROWS, COLUMNS), 7, dtype=torch.float32)}
 for form in FORMATS:
     large, small = f"{folder}/{form}/large", f"{folder}/{form}/small"
     # Whatever is imported or made once, by every way that is measured.
-    holdfast.load({"w": torch.zeros(2, 3, dtype=torch.float64)}, small, cast=True, verify="first")
+    holdfast.load({"w": torch.zeros(2, 3, dtype=torch.float64)}, small, cast=True, verify_first=True)
     state["w"].fill_(7)
     print(form, "cast", grown(lambda: holdfast.load(state, large, cast=True, memory_budget=BUDGET)))
     assert state["w"][3, 5] == 3 * COLUMNS + 5
-    print(form, "first", grown(lambda: holdfast.load(state, large, cast=True, memory_budget=BUDGET, verify="first")))
+    print(form, "first", grown(lambda: holdfast.load(state, large, cast=True, memory_budget=BUDGET, verify_first=True)))
     print(form, "verify", grown(lambda: holdfast.open(large).verify().ok))
 """
 

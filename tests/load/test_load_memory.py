@@ -206,12 +206,12 @@ def test_small_parts_tile_their_region_and_are_small(sizes, limit):
     assert (memory == 1).all()
 
 
-@pytest.mark.parametrize("verify", [True, "first"])
-def test_chunks_that_are_converted_in_small_parts_are_read_once(tmp_path, verify):
+@pytest.mark.parametrize("first", [False, True])
+def test_chunks_that_are_converted_in_small_parts_are_read_once(tmp_path, first):
     content = torch.rand(500_000)
     holdfast.dcp.save({"a": content, "b": content}, checkpoint_id=tmp_path)
     state = {"a": torch.zeros(500_000, dtype=torch.float64), "b": torch.zeros(500_000, dtype=torch.bfloat16)}
-    report = holdfast.load(state, tmp_path, cast=True, verify=verify, memory_budget=256 << 10)
+    report = holdfast.load(state, tmp_path, cast=True, verify_first=first, memory_budget=256 << 10)
     assert torch.equal(state["a"], content.double())
     assert torch.equal(state["b"], content.bfloat16())
     assert 4_000_000 <= report.bytes_read < 4_020_000

@@ -445,7 +445,7 @@ def test_damage_that_one_rank_meets_is_the_same_error_on_all_ranks(ranks: RankPo
     assert (name, step, named) == ("DamagedCheckpointError", 0, str(file))
     assert "partly loaded" in text
     assert "on rank 1" in text
-    results = ranks(2).run(load_own_place, str(tmp_path / "saved"), {"verify": "first"})
+    results = ranks(2).run(load_own_place, str(tmp_path / "saved"), {"verify_first": True})
     for name, text, step, _, changed in results:
         assert (name, step, changed) == ("DamagedCheckpointError", 0, False)
         assert "Nothing was changed" in text
@@ -652,14 +652,14 @@ def test_optimizers_of_fsdp1_may_lie_in_a_list_beside_their_model(ranks: RankPoo
 
 def verify_on_one_rank(place: str) -> Any:
     with pytest.raises(RankDisagreementError) as caught:
-        holdfast.load({"a": torch.zeros(1)}, place, verify="first" if dist.get_rank() == 1 else True)
-    holdfast.load({"a": torch.zeros(1)}, place, verify="first")
+        holdfast.load({"a": torch.zeros(1)}, place, verify_first=dist.get_rank() == 1)
+    holdfast.load({"a": torch.zeros(1)}, place, verify_first=True)
     return str(caught.value)
 
 
-def test_ranks_that_verify_differently_are_told(ranks: RankPool, tmp_path):
+def test_ranks_that_verify_differently_are_reported(ranks: RankPool, tmp_path):
     """They would exchange other messages: who verifies first meets the others once more."""
     holdfast.save({"a": torch.ones(1)}, tmp_path / "saved")
     for message in ranks(3).run(verify_on_one_rank, str(tmp_path / "saved")):
-        assert "verify=True" in message
-        assert "verify='first'" in message
+        assert "verify_first=True" in message
+        assert "verify_first=False" in message

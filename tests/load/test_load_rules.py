@@ -47,7 +47,7 @@ def is_blank(state: dict[str, Any]) -> bool:
     return all(t.sum() == 0 for t in tensors) and state["step"] == 0 and state["optim"]["lr"] == 0.5
 
 
-def test_all_problems_are_told_at_once_with_keys_that_may_be_meant(path):
+def test_all_problems_are_reported_at_once_with_keys_that_may_be_meant(path):
     state = blank()
     state["model"]["body.wieght"] = state["model"].pop("body.weight")
     state["model"]["head.weight"] = torch.zeros(3)
@@ -357,6 +357,8 @@ def test_a_load_is_one_line_in_the_log(path, caplog):
 def test_wrong_options_are_refused(path):
     with pytest.raises(ValueError, match="verify"):
         holdfast.load(blank(), path, verify="last")
+    with pytest.raises(ValueError, match="verify_first=True compares digests, and verify=False asks for none"):
+        holdfast.load(blank(), path, verify=False, verify_first=True)
     with pytest.raises(TypeError, match="not a dtype"):
         holdfast.load(blank(), path, cast={"*": "float33"})
     with pytest.raises(TypeError, match="which keys"):
@@ -437,7 +439,7 @@ def test_what_a_transform_makes_is_not_changed_by_what_is_read_afterwards(tmp_pa
     assert state["before"].tolist() == [0, 0, 0]
 
 
-def test_what_a_transform_makes_wrongly_is_told_with_everything_else(tmp_path):
+def test_what_a_transform_makes_wrongly_is_reported_with_everything_else(tmp_path):
     path = saved({"a": torch.ones(2), "b": torch.ones(2), "gone": 1}, tmp_path)
     state = {name: torch.zeros(2) for name in ["a", "b", "shape", "dtype", "kind", "raises", "lacks"]}
 
@@ -482,7 +484,7 @@ def test_stored_keys_that_transforms_never_look_at_are_unexpected(tmp_path):
     assert report.unexpected == ["m.c"]
 
 
-def test_damage_that_a_transform_meets_is_told_as_damage(tmp_path):
+def test_damage_that_a_transform_meets_is_reported_as_damage(tmp_path):
     path = saved({"a": torch.ones(1000)}, tmp_path)
     (file,) = path.glob("data-*")
     content = bytearray(file.read_bytes())
@@ -495,7 +497,7 @@ def test_damage_that_a_transform_meets_is_told_as_damage(tmp_path):
     assert state["b"].sum() == 0
 
 
-def test_an_optimizer_that_does_not_fit_is_told_as_such_or_among_other_problems(tmp_path):
+def test_an_optimizer_that_does_not_fit_is_reported_as_such_or_among_other_problems(tmp_path):
     path = saved(trained(0.1), tmp_path)
     model = nn.Linear(3, 2)
     state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}

@@ -46,7 +46,7 @@ def test_a_report_of_nothing_special_is_short():
     assert str(plain) == "loaded 1 key from a (safetensors)\n  2 elements, 10 bytes read in 0.00 s"
 
 
-def test_no_rate_is_told_of_a_load_that_read_nothing():
+def test_no_rate_is_reported_of_a_load_that_read_nothing():
     assert "MB/s" in str(LoadReport("a", "native", "x", ["w"], bytes_read=10, seconds=2.0))
     assert "MB/s" not in str(LoadReport("a", "native", "x", ["step"], bytes_read=0, seconds=2.0))
 

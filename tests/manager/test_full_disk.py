@@ -20,9 +20,9 @@ import holdfast
 from holdfast._manager.full_disk import WhenFull, is_full, next_to_go, save_despite_full_disk
 from holdfast._manager.measuring import checkpoint_size
 from holdfast._manager.options import OnFullDisk
-from holdfast._ranks.collectives import Collectives
 from holdfast._ranks.failures import wrap_exception
 from holdfast._ranks.meeting import meeting
+from holdfast._ranks.shared_steps import Collectives
 from holdfast._save.async_save import How, begin_save
 from holdfast._save.options import CheckedOptions
 from holdfast._save.pending import PendingSave
@@ -149,7 +149,7 @@ def test_pruning_never_takes_the_newest_and_says_so(disk):
     with pytest.raises(StorageFullError, match="no checkpoint left that may be deleted") as raised:
         save_step(disk, "step-3", state_of(6), WhenFull("prune", prune=pruner(disk)))
     assert raised.value.deleted == ["step-1"]
-    assert "Deleted to make room: step-1" in str(raised.value)
+    assert "Deleted to make space: step-1" in str(raised.value)
     assert os.listdir(disk) == ["step-2"]
     assert value_at(disk / "step-2") == 2.0
 
@@ -189,7 +189,7 @@ def test_waiting_writes_nothing_before_there_is_room(disk, caplog):
         holdfast.save(state_of(4), disk / "step-1")
 
     when_full = WhenFull(**{**vars(clock.waiting(10)), "free_bytes": LocalRoot(disk).free_bytes})
-    with pytest.raises(StorageFullError, match="Nobody made room within 10 s") as raised:
+    with pytest.raises(StorageFullError, match="No space was freed within 10 s") as raised:
         save_despite_full_disk(save, "step-1", when_full, needed=lambda ranks: 4 * MB)
     assert attempts == [0.0]
     assert clock.naps == [4.0, 4.0, 2.0]
@@ -203,7 +203,7 @@ def test_nobody_waits_for_longer_than_the_program_lives():
     clock, end = Clock(), []
     clock.on_nap = lambda nap: end.append(11.0) if nap == 2 else None
     when_full = WhenFull(**{**vars(clock.waiting(3600)), "give_up_at": lambda: end[0] if end else None})
-    with pytest.raises(StorageFullError, match="Nobody made room before the program has to end"):
+    with pytest.raises(StorageFullError, match="No space was freed before the program has to end"):
         save_despite_full_disk(find_no_space, "step-1", when_full)
     assert clock.naps == [4.0, 4.0, 3.0]
 
@@ -462,12 +462,10 @@ def save_within_a_call(places: list[Path]) -> tuple[int, list[str]]:
     attempts, deleted = [], []
 
     def save(ranks: Collectives) -> str:
-        def write() -> None:
+        with ranks.step("write"):
             attempts.append(1)
             if ranks.rank == 1 and len(attempts) < 3:
                 find_no_space()
-
-        ranks.all_gather_status("write", write)
         return "saved"
 
     def prune() -> str:
@@ -515,7 +513,7 @@ def test_a_save_in_the_background_makes_room_or_fails_with_the_same_error(ranks:
     written, kind, message = outcomes[0]
     assert written > 4 * MB
     assert kind == "StorageFullError"
-    assert "Deleted to make room: step-2." in message
+    assert "Deleted to make space: step-2." in message
     assert os.listdir(disk) == ["step-8"]
 
 

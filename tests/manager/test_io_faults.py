@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast._manager.owners import Owner
 from holdfast._manager.run_file import RunFile
+from holdfast._manager.run_owner import Owner
 from holdfast._manager.steps import folder_of
 from holdfast._stores.fsspec_store import FsspecRoot
 from holdfast._tools.listing.listing import list_place

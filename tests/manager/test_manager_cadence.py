@@ -14,7 +14,7 @@ import torch
 
 import holdfast
 from holdfast._manager import manager as module
-from holdfast._manager.pulse import Pulse
+from holdfast._manager.cadence import Cadence
 from holdfast.errors import StorageFullError
 from tests.manager.managed import a_run, is_state_of, restored_from, state_of, steps_in, train
 
@@ -30,7 +30,7 @@ def clock(monkeypatch):
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr(module, "Pulse", functools.partial(Pulse, clock=clock))
+    monkeypatch.setattr(module, "Cadence", functools.partial(Cadence, clock=clock))
     return clock
 
 
@@ -239,7 +239,7 @@ def test_before_a_stop_nobody_waits_for_room_longer_than_there_is_time(tmp_path,
 
 
 @pytest.mark.parametrize(("took", "is_told"), [(20.0, True), (10.0, False)])
-def test_too_little_time_for_a_save_is_told(tmp_path, caplog, took, is_told):
+def test_too_little_time_for_a_save_is_reported(tmp_path, caplog, took, is_told):
     with holdfast.CheckpointManager(
         tmp_path, background=False, on_signal=holdfast.OnSignal(grace_seconds=30)
     ) as manager:
@@ -252,7 +252,7 @@ def test_too_little_time_for_a_save_is_told(tmp_path, caplog, took, is_told):
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), ZeroDivisionError()])
-def test_a_last_step_that_is_not_saved_because_of_an_exception_is_told(tmp_path, caplog, error):
+def test_a_last_step_that_is_not_saved_because_of_an_exception_is_reported(tmp_path, caplog, error):
     for every in (2, 3):
 
         def program(every: int = every) -> None:

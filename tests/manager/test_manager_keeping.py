@@ -14,12 +14,12 @@ import torch
 
 import holdfast
 from holdfast import keep
-from holdfast._base import environment
-from holdfast._manager import deleting as deleting_module
+from holdfast._base import provenance
 from holdfast._manager import run as run_module
-from holdfast._manager.deleting import Deleter
+from holdfast._manager import step_deletion
 from holdfast._manager.run import Run
 from holdfast._manager.run_file import RunFile
+from holdfast._manager.step_deletion import Deleter
 from holdfast._manager.steps import folder_of
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError, NotDeletedError
 from holdfast.stores import root_at
@@ -121,7 +121,7 @@ def test_delete_deletes_pinned_ones_too_and_only_what_the_run_saved(tmp_path):
     assert not (tmp_path / folder_of(2)).exists()
 
 
-def test_what_could_not_be_deleted_is_told(tmp_path, moody, monkeypatch):
+def test_what_could_not_be_deleted_is_reported(tmp_path, moody, monkeypatch):
     a_run(tmp_path, 1, 2)
 
     def refuse(self, names):
@@ -155,7 +155,7 @@ def test_a_dry_run_tells_and_deletes_nothing_but_by_hand(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_deletions_are_told_to_the_last_one(tmp_path, monkeypatch, fails):
+def test_deletions_are_reported_to_the_last_one(tmp_path, monkeypatch, fails):
     events: list[holdfast.Event] = []
     delete = Deleter.delete
 
@@ -211,7 +211,7 @@ def test_nothing_is_deleted_for_a_checkpoint_that_turns_out_to_be_damaged(tmp_pa
     assert restored_from(tmp_path)[0].step == 3
 
 
-def test_damage_that_is_found_before_a_deletion_is_told_by_the_next_save(tmp_path, monkeypatch):
+def test_damage_that_is_found_before_a_deletion_is_reported_by_the_next_save(tmp_path, monkeypatch):
     a_run(tmp_path, 1)
     damage_what_is_committed(tmp_path, monkeypatch, 2)
     with holdfast.CheckpointManager(
@@ -297,7 +297,7 @@ def test_what_was_saved_just_now_stays_though_neither_its_number_nor_its_clock_i
     tmp_path, monkeypatch, hours
 ):
     a_run(tmp_path, 10, 20, 30)
-    monkeypatch.setattr(environment, "datetime", ClockThatIsWrong(hours))
+    monkeypatch.setattr(provenance, "datetime", ClockThatIsWrong(hours))
     with holdfast.CheckpointManager(tmp_path, keep_last=2, save_at_end=False) as manager:
         manager.restore(state_of(0), step=10)
         manager.save(11, state_of(11))
@@ -337,14 +337,14 @@ def test_a_pin_of_what_was_removed_by_hand_can_be_undone(tmp_path):
 @pytest.mark.parametrize("by_another_process", [False, True])
 def test_a_step_that_is_just_being_deleted_cannot_be_pinned(tmp_path, monkeypatch, by_another_process):
     a_run(tmp_path, 1)
-    invalidate, deleting = deleting_module._invalidate, threading.Event()
+    invalidate, deleting = step_deletion._invalidate, threading.Event()
 
     def slowly(store):
         deleting.set()
         wait_for_pin(tmp_path, 1)
         return invalidate(store)
 
-    monkeypatch.setattr(deleting_module, "_invalidate", slowly)
+    monkeypatch.setattr(step_deletion, "_invalidate", slowly)
     with holdfast.CheckpointManager(tmp_path, keep_last=1, background=False) as manager:
         manager.save(2, state_of(2))
         assert deleting.wait(30)
@@ -388,7 +388,7 @@ class ClockAhead(datetime):
 def test_one_save_with_a_clock_a_year_ahead_deletes_nothing(tmp_path, monkeypatch, options):
     a_run(tmp_path, 1, 2, 3)
     with monkeypatch.context() as ahead:
-        for module in ("_base.environment", "_manager.run"):
+        for module in ("_base.provenance", "_manager.run"):
             ahead.setattr(f"holdfast.{module}.datetime", ClockAhead)
         a_run(tmp_path, 4, **options)
     assert steps_in(tmp_path) == [1, 2, 3, 4]

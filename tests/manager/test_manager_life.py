@@ -44,7 +44,7 @@ def hold_the_run(root, opened, end) -> None:
         end.wait(60)
 
 
-def test_a_second_job_is_told_that_the_run_is_in_use(tmp_path):
+def test_a_second_job_gets_an_error_that_the_run_is_in_use(tmp_path):
     context = multiprocessing.get_context("fork")
     opened, end = context.Event(), context.Event()
     job = context.Process(target=hold_the_run, args=(tmp_path, opened, end))
@@ -69,7 +69,7 @@ def test_after_a_take_over_the_old_job_saves_no_more(tmp_path):
             assert new.run_id == old.run_id
             assert new.restore(state_of(0)).step == 1
             pending = old.save(2, state_of(2))
-            with pytest.raises(RunTakenError, match="saves and deletes nothing"):
+            with pytest.raises(RunTakenError, match="no longer saves or deletes"):
                 pending.result()
             with pytest.raises(RunTakenError):
                 old.wait()
@@ -104,7 +104,7 @@ def test_runs_in_memory(tmp_path, async_save):
     assert is_state_of(restored_from(place)[1], 4)
 
 
-class Shelf(Root):
+class WatchedFolder(Root):
     """A root of one's own, with names of its own."""
 
     def __init__(self, folder) -> None:
@@ -132,7 +132,7 @@ class Shelf(Root):
 
 
 def test_a_root_of_ones_own(tmp_path):
-    root = Shelf(tmp_path)
+    root = WatchedFolder(tmp_path)
     with holdfast.CheckpointManager(root, every_steps=1, keep_last=2) as manager:
         train(manager, range(1, 5))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["box step-00000003", "box step-00000004", "shelf"]

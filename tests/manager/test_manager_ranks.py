@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast._manager import manager as module
+from holdfast._manager.cadence import Cadence
 from holdfast._manager.pending import PendingSaves, _View
-from holdfast._manager.pulse import Pulse
 from holdfast._manager.run import Run
 from holdfast._manager.steps import folder_of
 from holdfast.errors import NoUsableCheckpointError, RankDisagreementError, RunInUseError, StorageFullError
@@ -60,7 +60,7 @@ def train_and_restore(root, async_save) -> tuple:
 
 def save_with_clocks_of_their_own(root) -> list[int]:
     clock = [1000.0 * dist.get_rank()]
-    module.Pulse = functools.partial(Pulse, clock=lambda: clock[0])
+    module.Cadence = functools.partial(Cadence, clock=lambda: clock[0])
     try:
         with holdfast.CheckpointManager(root, every_minutes=1, save_at_end=False) as manager:
             saved = []
@@ -70,7 +70,7 @@ def save_with_clocks_of_their_own(root) -> list[int]:
                     saved.append(step)
         return saved
     finally:
-        module.Pulse = Pulse
+        module.Cadence = Cadence
 
 
 def stop_by_a_signal_to_one(root, who) -> tuple:
@@ -353,7 +353,7 @@ def test_all_ranks_walk_back_over_damage(ranks, tmp_path):
     assert ranks(2).run(restore_over_damage, tmp_path) == [(5, 4, [9, 6])] * 2
 
 
-def test_no_rank_begins_anew_if_nothing_is_whole(ranks, tmp_path):
+def test_no_rank_begins_anew_if_nothing_is_intact(ranks, tmp_path):
     ranks(2).run(save_steps, tmp_path, 5)
     for file in (tmp_path / folder_of(5)).glob("data-*"):
         file.unlink()
@@ -385,7 +385,7 @@ def test_all_ranks_save_the_last_step_again_if_any_knows_that_it_failed(ranks, t
     assert ranks(2).run(fail_the_last_step, tmp_path, who) == [expected, expected]
 
 
-def test_a_full_disk_of_one_rank_is_told_to_all(ranks, tmp_path):
+def test_a_full_disk_of_one_rank_is_reported_to_all(ranks, tmp_path):
     assert ranks(2).run(save_where_rank_1_is_full, tmp_path) == [(1, [1])] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["holdfast-run.json", folder_of(1)]
 
@@ -440,7 +440,7 @@ def test_ranks_open_together_or_not_at_all(ranks, tmp_path):
     ],
     ids=lambda options: str(next(iter(options.values())))[:60],
 )
-def test_ranks_with_different_options_are_told_when_they_open(ranks, tmp_path, options):
+def test_ranks_with_different_options_get_an_error_when_they_open(ranks, tmp_path, options):
     first, second = ranks(2).run(open_with_options_of_its_own, tmp_path, options)
     assert first == second
     ((name, given),) = options.items()
@@ -458,7 +458,7 @@ def test_ranks_with_the_same_options_open(ranks, tmp_path):
     assert ranks(2).run(open_with_a_policy_of_its_own, tmp_path) == ["opened"] * 2
 
 
-def test_all_ranks_are_told_of_damage_that_is_found_before_a_deletion(ranks, tmp_path):
+def test_all_ranks_get_the_error_of_damage_that_is_found_before_a_deletion(ranks, tmp_path):
     first, second = ranks(2).run(save_what_is_damaged_at_once, tmp_path)
     assert first.startswith("DamagedCheckpointError at step 3")
     assert second.startswith("RemoteError at step 3: the save of step 2 failed on another rank: DamagedCheckpointError")

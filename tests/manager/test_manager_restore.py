@@ -1,4 +1,4 @@
-"""Going on with a run: the newest checkpoint that is whole, and nothing hidden about those that are not."""
+"""Going on with a run: the newest checkpoint that is intact, and nothing hidden about those that are not."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_damage_is_walked_back_over_and_set_aside(tmp_path, damage):
     assert (again.step, list(again.set_aside)) == (10, [])
 
 
-def test_how_many_steps_are_lost_is_told(tmp_path, caplog):
+def test_how_many_steps_are_lost_is_reported(tmp_path, caplog):
     a_run(tmp_path, 10, 25)
     damage_data(tmp_path, 25)
     restored, _ = restored_from(tmp_path)
@@ -208,6 +208,15 @@ def test_what_an_older_step_does_not_have_is_not_left_over_from_a_damaged_newer_
         restored = manager.restore(state, allow_missing="early")
     assert (restored.step, restored.report.missing) == (1, ["early"])
     assert (state["early"].unique().tolist(), state["late"].unique().tolist()) == ([5.0], [1.0])
+
+
+def test_without_digests_to_compare_an_incomplete_step_is_restored_as_it_is(tmp_path):
+    with holdfast.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"late": torch.ones(3)})
+    state = {"early": torch.zeros(3), "late": torch.zeros(3)}
+    with holdfast.CheckpointManager(tmp_path) as manager:
+        restored = manager.restore(state, allow_missing="early", verify=False)
+    assert (restored.step, state["late"].tolist()) == (1, [1.0, 1.0, 1.0])
 
 
 def test_checkpoints_that_others_put_there_are_restored_too(tmp_path):

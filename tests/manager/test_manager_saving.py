@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._background.futures import forget_failures, take_untold_failures
+from holdfast._background.futures import forget_failures, take_unreported_failures
 from holdfast._manager.run_file import RunFile
 from holdfast._manager.steps import folder_of
 from holdfast._save.async_save import begin_save
@@ -219,7 +219,7 @@ def test_a_failed_save_is_raised_by_the_next_one_and_the_run_goes_on_after_that(
         manager.wait()
     assert steps_in(tmp_path) == [3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["holdfast-run.json", folder_of(3)]
-    assert take_untold_failures() == []
+    assert take_unreported_failures() == []
 
 
 def test_a_failed_save_is_raised_by_wait_once(moody):
@@ -261,7 +261,7 @@ def test_a_last_step_whose_own_save_failed_is_saved_at_the_end(tmp_path, moody, 
     assert manager.latest().metrics == {"loss": 0.25}
 
 
-def test_a_last_step_that_fails_twice_is_told_as_the_first_failure(tmp_path, moody, caplog):
+def test_a_last_step_that_fails_twice_is_reported_as_the_first_failure(tmp_path, moody, caplog):
     moody.failing = {2}
     with (
         pytest.warns(RuntimeWarning, match="step 2 was not saved: OSError"),
@@ -289,7 +289,7 @@ def test_a_step_that_failed_is_not_saved_again_if_the_state_may_be_another_by_no
     assert steps_in(tmp_path) == [1]
 
 
-def test_several_failures_are_all_told(moody, caplog):
+def test_several_failures_are_all_reported(moody, caplog):
     moody.failing = {1, 2}
     manager = holdfast.CheckpointManager(moody, background=holdfast.Background(when_busy="copy"))
     manager.save(1, state_of(1))
@@ -326,7 +326,7 @@ def test_the_programs_own_error_is_not_masked_by_that_of_a_save(moody):
 
     with pytest.raises(ZeroDivisionError):
         program()
-    (told,) = take_untold_failures()  # by the next call of the library, or at the end of the program
+    (told,) = take_unreported_failures()  # by the next call of the library, or at the end of the program
     assert "step-00000001 failed" in told
     forget_failures()
 
@@ -386,7 +386,7 @@ class FreedByDeletion(MoodyRoot):
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-def test_on_a_full_disk_it_is_told_how_much_the_save_before_needed(moody, async_save):
+def test_on_a_full_disk_it_is_reported_how_much_the_save_before_needed(moody, async_save):
     with holdfast.CheckpointManager(moody, background=async_save, save_at_end=False) as manager:
         saved = manager.save(1, state_of(1))
         needed = (saved.result() if async_save else saved).bytes_written
@@ -485,7 +485,7 @@ def test_preflight_tells_of_this_manager(tmp_path, capsys):
     assert RunFile(root_at(tmp_path)).read().unfinished == {}
 
 
-def test_a_preflight_is_told_to_those_who_watch(tmp_path):
+def test_a_preflight_is_reported_to_subscribers(tmp_path):
     events = []
     with holdfast.subscribe(events.append), holdfast.CheckpointManager(tmp_path) as manager:
         manager.preflight(state_of(1))

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from holdfast._manager.cadence import Beat, Cadence
 from holdfast._manager.preemption import Preemption
-from holdfast._manager.pulse import Beat, Pulse
 from holdfast._ranks.meeting import meeting
 from tests.rank_pool import RankPool
 
@@ -314,7 +314,7 @@ def train_until_stopped(who: int, number: signal.Signals) -> tuple[int, list[str
     pids: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     with Preemption(grace_seconds=60) as preemption:
-        pulse = Pulse(every_steps=7, preemption=preemption, exchange=exchange)
+        pulse = Cadence(every_steps=7, preemption=preemption, exchange=exchange)
         saves: list[str | None] = []
         gradient = torch.ones(10)
         step = 0
@@ -354,7 +354,7 @@ def train_with_a_signal_during_the_exchange() -> tuple[int, str | None]:
                     sent = True
                 return ranks.all_gather("exchange", lambda: beat)
 
-        pulse = Pulse(preemption=preemption, exchange=interrupted)
+        pulse = Cadence(preemption=preemption, exchange=interrupted)
         step = 0
         while not pulse.should_stop:
             step += 1

@@ -31,8 +31,8 @@ from holdfast._manager.measuring import (
 )
 from holdfast._manager.preflight import run_preflight
 from holdfast._manager.preflight_report import PreflightReport, Problem
-from holdfast._manager.probing import look_for_islands
-from holdfast._ranks.collectives import Collectives
+from holdfast._manager.probing import find_unshared_disks
+from holdfast._ranks.shared_steps import Collectives
 from holdfast._save.options import CheckedOptions
 from holdfast._stores.local_store import LocalStore
 from holdfast._stores.memory_store import MemoryStore
@@ -288,7 +288,7 @@ def test_a_copy_that_does_not_fit_into_memory_is_a_problem(tmp_path, monkeypatch
     assert problems_of(weights(5), tmp_path / "run", async_save=True, copies=2)[0][0] == "memory"
 
 
-def test_a_memory_budget_that_background_saves_will_refuse_is_told_before(tmp_path):
+def test_a_memory_budget_that_background_saves_will_refuse_is_reported_before(tmp_path):
     ((check, _, text),) = problems_of(weights(2), tmp_path, async_save=True, memory_budget=2 * MB)
     assert check == "memory"
     assert f"{2 * MB + (256 << 10):,}" in text
@@ -539,7 +539,7 @@ def everything_at_once(folder: Path) -> Any:
 
 
 @as_root
-def test_all_problems_of_all_ranks_are_told_at_once(ranks: RankPool, tmp_path, disk):
+def test_all_problems_of_all_ranks_are_reported_at_once(ranks: RankPool, tmp_path, disk):
     open_to_everybody(tmp_path)
     disk.chmod(0o755)
     outcomes = ranks(3).run(everything_at_once, disk)
@@ -603,7 +603,7 @@ def test_a_preflight_that_is_interrupted_ends_on_all_ranks_and_its_objects_are_g
 
 def test_most_ranks_are_right_about_what_is_shared():
     def named(*seen: set[int]) -> list[tuple[int, ...]]:
-        return [problem.ranks for problem in look_for_islands("/run", dict(enumerate(map(frozenset, seen))))]
+        return [problem.ranks for problem in find_unshared_disks("/run", dict(enumerate(map(frozenset, seen))))]
 
     assert named({0, 1}, {0, 1}) == []
     assert named({0}, {1, 2}, {1, 2}) == [(0,)]
@@ -611,7 +611,7 @@ def test_most_ranks_are_right_about_what_is_shared():
     assert named({0}, {1}, {2}) == [(1,), (2,)]
     assert named({0, 1}, {0, 1, 2}, {0, 1, 2}) == [(0,)]
     assert named({0, 1}, {0, 1}, {0, 1, 2}) == [(2,)], "it can be read by nobody but itself"
-    assert list(look_for_islands("/run", {})) == []
+    assert list(find_unshared_disks("/run", {})) == []
 
 
 def test_the_report_reads_well():
@@ -627,7 +627,7 @@ def test_the_report_reads_well():
         "  a checkpoint has 2.2 GB in 310 tensors, and 27 of them fit into the 61.0 GB that are free",
         "  a save takes up to 600.0 MB of memory on a rank of 9.0 GB that are left",
         "  measured: 1.2 GB/s to the disk, durable; 8.0 GB/s from memory to memory",
-        "  estimate: committed after 1.91 s; training stands still for 69 ms",
+        "  estimate: committed after 1.91 s; training pauses for 69 ms",
         "  the writer process started in 2.1 s",
     ]
 
@@ -656,7 +656,7 @@ def managed_elsewhere(folder: Path) -> Any:
 
 
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="such a path is to be had on Linux")
-def test_a_disk_that_is_not_shared_is_told_also_if_one_machine_has_older_steps(ranks: RankPool, tmp_path):
+def test_a_disk_that_is_not_shared_is_reported_also_if_one_machine_has_older_steps(ranks: RankPool, tmp_path):
     for rank in range(2):
         with holdfast.CheckpointManager(tmp_path / str(rank) / "run", save_at_end=False) as manager:
             for step in range(rank):
@@ -672,7 +672,7 @@ def managed_without_rights(folder: Path) -> Any:
 
 @as_root
 @pytest.mark.parametrize("mode", [0o755, 0o700])
-def test_a_run_that_cannot_be_opened_is_told_with_all_other_problems(ranks: RankPool, tmp_path, mode):
+def test_a_run_that_cannot_be_opened_is_reported_with_all_other_problems(ranks: RankPool, tmp_path, mode):
     open_to_everybody(tmp_path)
     (tmp_path / "run").mkdir(mode=mode)
     found = ranks(2).run(managed_without_rights, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The run file: one job owns a run, others are told so, and nothing that several processes note is lost."""
+"""The run file: one job owns a run, others get an error, and nothing that several processes note is lost."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast._manager.owners import Owner
 from holdfast._manager.run_file import RUN_FILE, RunFile, RunState
+from holdfast._manager.run_owner import Owner
 from holdfast.errors import (
     CommitConflictError,
     DamagedCheckpointError,
@@ -355,7 +355,7 @@ def test_reading_where_there_is_no_run_changes_nothing(root):
         lambda text: json.dumps({**json.loads(text), "unfinished": {"a": 1}}),
     ],
 )
-def test_a_spoilt_file_is_told_and_not_guessed_at(root, spoil):
+def test_a_spoilt_file_is_reported_and_not_guessed_at(root, spoil):
     run_file = RunFile(root)
     run_file.claim("mine")
     run_file.pin(500)

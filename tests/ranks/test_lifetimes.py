@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import holdfast
 import holdfast.dcp as dcp
-from holdfast._ranks.collectives import Collectives
 from holdfast._ranks.meeting import meeting
+from holdfast._ranks.shared_steps import Collectives
 from holdfast.errors import CheckpointException, CheckpointNotFoundError
 from tests.rank_pool import RankPool
 

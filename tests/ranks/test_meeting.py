@@ -71,7 +71,7 @@ def meet_differently() -> Any:
     return caught.value.views
 
 
-def test_ranks_in_different_calls_are_told(ranks: RankPool):
+def test_ranks_in_different_calls_are_reported(ranks: RankPool):
     assert ranks(3).run(meet_differently) == [{0: "call 0", 1: "call 0", 2: "call 1"}] * 3
 
 
@@ -85,7 +85,7 @@ def be_an_outsider() -> str:
     return str(caught.value)
 
 
-def test_ranks_outside_of_the_group_are_told_and_nobody_waits_for_them(ranks: RankPool):
+def test_ranks_outside_of_the_group_are_reported_and_nobody_waits_for_them(ranks: RankPool):
     assert ranks(2).run(be_an_outsider)[0] == "1"
 
 

@@ -25,7 +25,7 @@ from holdfast._formats.dcp.metadata import (
     _StorageInfo,
 )
 from holdfast._formats.dcp.plan import BytesIOWriteData, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from holdfast._layout.descriptions import Holding
+from holdfast._layout.descriptions import TensorDescription
 from holdfast._ranks import packing
 from holdfast._ranks.packing import pack, unpack
 
@@ -74,7 +74,7 @@ indices_of_checkpoints = st.builds(
 )
 places_in_tensors = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 descriptions = st.builds(
-    Holding,
+    TensorDescription,
     few_words,
     st.sampled_from(["float32", "int8"]),
     places_in_tensors,

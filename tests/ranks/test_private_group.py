@@ -204,7 +204,7 @@ def lose_a_rank() -> list[str] | None:
     return found
 
 
-def test_a_lost_connection_is_told_again(ranks: RankPool) -> None:
+def test_a_lost_connection_is_reported_again(ranks: RankPool) -> None:
     (first, second), _ = ranks(2).run(lose_a_rank)
     assert first.startswith(f"{ConnectionLostError.__name__}: the connection to the other ranks is lost")
     assert second.startswith(ConnectionLostError.__name__)

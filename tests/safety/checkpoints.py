@@ -1,4 +1,4 @@
-"""Small checkpoints whose content tells which save it came from, and ways to look at a folder."""
+"""Small checkpoints whose content says which save it came from, and ways to look at a folder."""
 
 from __future__ import annotations
 

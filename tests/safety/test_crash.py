@@ -1,4 +1,4 @@
-"""A save that is killed leaves the old checkpoint or the new one, whole, and nothing that the next save does not clear.
+"""A killed save leaves the old checkpoint or the new one, intact, and nothing that the next save does not remove.
 
 The processes are real and so is the SIGKILL: it comes just before the n-th system call by which a save changes the
 disk, for every n. Every folder also holds a file of somebody else, which must be there in the end.

@@ -30,7 +30,7 @@ def save_to_a_path_of_its_own(folder: Path) -> str:
     return failure_of(lambda: dcp.save({f"k{dist.get_rank()}": torch.ones(2)}, checkpoint_id=path))
 
 
-def test_ranks_that_save_to_different_paths_are_told_so(ranks, tmp_path):
+def test_ranks_that_save_to_different_paths_get_an_error(ranks, tmp_path):
     for failure in ranks(2).run(save_to_a_path_of_its_own, tmp_path):
         assert failure.startswith(RankDisagreementError.__name__)
         assert "step-0" in failure

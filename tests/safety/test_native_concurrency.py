@@ -1,4 +1,4 @@
-"""Several programs that save to one place at once: one wins, the others are told, and nobody gets a mixture."""
+"""Several programs that save to one place at once: one wins, the others get an error, and nobody gets a mixture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A save in our own format that is killed leaves the old checkpoint or the new one, whole.
+"""A save in our own format that is killed leaves the old checkpoint or the new one, intact.
 
 The SIGKILL comes just before the n-th system call by which the save changes the disk, for every n; a power cut may keep
 or lose whatever was not synced. Every folder also holds files of somebody else, some with names like ours: they must be

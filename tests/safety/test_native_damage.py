@@ -27,7 +27,7 @@ BLOCK = 65536
 
 
 def large_state() -> dict[str, torch.Tensor]:
-    """Some blocks: `first` and `second` share one, `third` lies in several."""
+    """Some blocks: `first` and `second` share one, `third` is in several."""
     return {
         "first": torch.arange(20_000, dtype=torch.int64).reshape(100, 200),
         "second": torch.arange(3000, dtype=torch.float32),
@@ -230,7 +230,7 @@ def test_a_data_file_that_is_not_as_it_was(tmp_path, way):
     holdfast.save(state, tmp_path)
     path = only(tmp_path, "data-*")
     damaged_ways(tmp_path)[way](path)
-    # Of the two tensors one lies in the blocks that were exchanged.
+    # Of the two tensors one is in the blocks that were exchanged.
     for key in ("first", "third") if way != "blocks exchanged" else ("first",):
         for read in (
             lambda key=key: holdfast.load({key: torch.zeros_like(state[key])}, tmp_path),
@@ -321,7 +321,7 @@ def test_damage_found_first_leaves_the_state_as_it_was(tmp_path, what):
     content = {"flip": flipped(layout.content, last, 0), "cut": layout.content[:-1], "missing": None}[what]
     target = {**{key: torch.full_like(value, 9) for key, value in state.items()}, "step": 0}
     with changed(layout.path, content), pytest.raises(DamagedCheckpointError) as caught:
-        holdfast.load(target, tmp_path, verify="first")
+        holdfast.load(target, tmp_path, verify_first=True)
     assert "partly loaded" not in str(caught.value)
     assert_same(target, {**{key: torch.full_like(value, 9) for key, value in state.items()}, "step": 0})
 
@@ -344,13 +344,13 @@ def save_rows(folder: Path) -> None:
     holdfast.save({"weight": dtensor_of(whole(), mesh, [Shard(0)]), "step": 5}, folder)
 
 
-def load_columns(folder: Path, verify: Any) -> tuple[str, str | None, str, bool]:
+def load_columns(folder: Path, *, verify_first: bool) -> tuple[str, str | None, str, bool]:
     """What the load said, and whether the state is as before."""
     mesh = mesh_of_all_ranks()
     target: DTensor = dtensor_of(torch.full((200, 200), -1, dtype=torch.int32), mesh, [Shard(1)])
     state = {"weight": target, "step": 0}
     try:
-        holdfast.load(state, folder, verify=verify)
+        holdfast.load(state, folder, verify_first=verify_first)
     except HoldfastError as error:
         untouched = bool((target.to_local() == -1).all()) and state["step"] == 0
         return type(error).__name__, getattr(error, "key", None), str(error), untouched
@@ -364,12 +364,12 @@ def load_columns_again_and_again(folder: Path, positions: list[tuple[str, int]])
             content = (folder / name).read_bytes()
             (folder / name).write_bytes(flipped(content, position, position % 8))
         dist.barrier()
-        found.append([load_columns(folder, verify) for verify in (True, "first")])
+        found.append([load_columns(folder, verify_first=first) for first in (False, True)])
         dist.barrier()
         if dist.get_rank() == 0:
             (folder / name).write_bytes(content)
     dist.barrier()
-    assert load_columns(folder, True)[0] == "loaded"
+    assert load_columns(folder, verify_first=True)[0] == "loaded"
     return found
 
 
@@ -391,7 +391,7 @@ def load_rows(folder: Path, position: int, name: str) -> tuple[str, bool]:
     mesh = mesh_of_all_ranks()
     target: DTensor = dtensor_of(torch.full((200, 200), -1, dtype=torch.int32), mesh, [Shard(0)])
     try:
-        holdfast.load({"weight": target}, folder, verify="first")
+        holdfast.load({"weight": target}, folder, verify_first=True)
     except DamagedCheckpointError as error:
         return str(error), bool((target.to_local() == -1).all())
     return "loaded", False

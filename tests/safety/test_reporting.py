@@ -1,4 +1,4 @@
-"""A load applies everything or tells: problems are found before anything is changed, and told all at once."""
+"""A load applies everything or raises: problems are found before anything is changed, and reported all at once."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def load_on_an_odd_rank(folder: Path, odd_rank: int) -> tuple[list[int], str, bo
 
 @pytest.mark.parametrize("use_collectives", [True, False])
 @pytest.mark.parametrize("odd_rank", [0, 1, 2])
-def test_what_does_not_fit_on_one_rank_is_told_on_all_and_nothing_is_changed_on_any(
+def test_what_does_not_fit_on_one_rank_is_reported_on_all_and_nothing_is_changed_on_any(
     ranks: RankPool, tmp_path, odd_rank, use_collectives
 ):
     ranks(3).run(save_state, tmp_path, use_collectives)
@@ -146,7 +146,7 @@ def test_values_come_back_under_the_keys_that_they_were_saved_under(tmp_path):
     assert state == {"groups": {1: {"lr": 0.5}, (2, 3): "x"}, "list": [{"a": 1}]}
 
 
-def test_a_lossless_change_of_dtype_is_told_and_one_that_destroys_values_refused(tmp_path):
+def test_a_lossless_change_of_dtype_is_reported_and_one_that_destroys_values_refused(tmp_path):
     dcp.save({"tensor": torch.full((3,), 1.5)}, checkpoint_id=tmp_path)
     state: dict[str, Any] = {"tensor": torch.zeros(3, dtype=torch.float64)}
     with pytest.warns(UserWarning, match=r"'tensor' is torch\.float32 in .* and torch\.float64 in the state"):
@@ -260,7 +260,9 @@ def test_a_path_without_a_checkpoint_is_described_by_what_is_there(tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_damaged_index_of_a_rank_is_told_and_not_that_there_is_no_checkpoint(ranks: RankPool, tmp_path, world_size):
+def test_a_damaged_index_of_a_rank_is_reported_and_not_that_there_is_no_checkpoint(
+    ranks: RankPool, tmp_path, world_size
+):
     ranks(world_size).run(save, 1, tmp_path, use_collectives=False)
     file = tmp_path / f"__{world_size - 1}.metadata"
     file.write_bytes(file.read_bytes()[:-20])

@@ -246,7 +246,7 @@ def commit_and_fail_to_tell(folder: Path) -> str:
     return "saved"
 
 
-def test_a_commit_that_cannot_be_told_to_the_other_ranks_is_still_a_commit(ranks: RankPool, tmp_path):
+def test_a_commit_that_cannot_be_sent_to_the_other_ranks_is_still_a_commit(ranks: RankPool, tmp_path):
     dcp.save(many(1), checkpoint_id=tmp_path)
     assert ranks(2).run(commit_and_fail_to_tell, tmp_path) == ["failed"] * 2
     loaded = many(0)

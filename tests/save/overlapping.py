@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import holdfast
-from holdfast._background.copying import Copies
+from holdfast._background.copy_jobs import Copies
 from holdfast._stores.local_store import LocalStore
 from tests.exact import assert_same
 
@@ -46,18 +46,18 @@ class HeldBack:
 @contextmanager
 def held_back() -> Iterator[HeldBack]:
     """Inside of the block, background copies begin when a step waits for them and not before."""
-    held, work, hurry = HeldBack(), Copies._work, Copies.hurry
+    held, work, wait_until_copied = HeldBack(), Copies._work, Copies.wait_until_copied
 
     def late_work(copies: Copies) -> None:
         assert held.gate(copies).wait(PATIENCE), "no step has waited for the copy"
         work(copies)
 
-    def noted_hurry(copies: Copies) -> None:
+    def noted_wait(copies: Copies) -> None:
         held.waits += 1
         held.gate(copies).set()
-        hurry(copies)
+        wait_until_copied(copies)
 
-    with mock.patch.object(Copies, "_work", late_work), mock.patch.object(Copies, "hurry", noted_hurry):
+    with mock.patch.object(Copies, "_work", late_work), mock.patch.object(Copies, "wait_until_copied", noted_wait):
         try:
             yield held
         finally:

@@ -1,4 +1,4 @@
-"""Who writes what: everything once, evenly, and only if it is whole."""
+"""Who writes what: everything once, evenly, and only if it is complete."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast._base.boxes import Box
-from holdfast._layout.descriptions import Holding
+from holdfast._layout.descriptions import TensorDescription
 from holdfast._ranks.differences import Differing, refuse_differing
 from holdfast._save.agreement import agree
 from holdfast.errors import InvalidPlanError, ReplicaMismatchError
 
 
-def whole(key: str, *shape: int, **more: object) -> Holding:
-    return Holding(key, "float32", shape, "replicated", (Box((0,) * len(shape), shape),), **more)
+def whole(key: str, *shape: int, **more: object) -> TensorDescription:
+    return TensorDescription(key, "float32", shape, "replicated", (Box((0,) * len(shape), shape),), **more)
 
 
-def rows(key: str, height: int, *spans: tuple[int, int], width: int = 2) -> Holding:
+def rows(key: str, height: int, *spans: tuple[int, int], width: int = 2) -> TensorDescription:
     boxes = tuple(Box((start, 0), (end - start, width)) for start, end in spans)
-    return Holding(key, "float32", (height, width), "sharded", boxes)
+    return TensorDescription(key, "float32", (height, width), "sharded", boxes)
 
 
 @st.composite
-def cut_tensors(draw: st.DrawFn) -> tuple[list[list[Holding]], dict[str, int]]:
+def cut_tensors(draw: st.DrawFn) -> tuple[list[list[TensorDescription]], dict[str, int]]:
     """Tensors cut into rows, each of which some ranks hold."""
     world_size = draw(st.integers(1, 4))
-    held: list[list[Holding]] = [[] for _ in range(world_size)]
+    held: list[list[TensorDescription]] = [[] for _ in range(world_size)]
     heights = {}
     for number in range(draw(st.integers(0, 6))):
         height = draw(st.integers(0, 8))
@@ -55,7 +55,8 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(case):
         for chunk in chunks:
             assert agreed.tensors[chunk.tensor].key == chunk.key
             assert any(
-                holding.key == chunk.key and Box(chunk.offsets, chunk.sizes) in holding.boxes for holding in held[rank]
+                description.key == chunk.key and Box(chunk.offsets, chunk.sizes) in description.boxes
+                for description in held[rank]
             )
             covered[chunk.key].extend(range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]))
     assert {key: sorted(numbers) for key, numbers in covered.items()} == {
@@ -138,8 +139,8 @@ def test_ties_need_all_ranks_that_hold_the_tensor():
 
 
 def test_a_rank_whose_part_has_no_elements_agrees_with_any_tie():
-    def part(key: str, *boxes: Box, tied_to: str | None = None) -> Holding:
-        return Holding(key, "float32", (4,), "sharded", boxes, tied_to=tied_to)
+    def part(key: str, *boxes: Box, tied_to: str | None = None) -> TensorDescription:
+        return TensorDescription(key, "float32", (4,), "sharded", boxes, tied_to=tied_to)
 
     full, half = Box((0,), (4,)), Box((2,), (2,))
     tied = [part("a", full), part("b", full, tied_to="a")]
@@ -169,7 +170,7 @@ def test_all_tensors_that_are_not_whole_are_named_together():
 
 
 def test_a_box_of_the_whole_size_at_another_place_is_outside():
-    moved = Holding("w", "float32", (8,), "sharded", (Box((2,), (8,)),))
+    moved = TensorDescription("w", "float32", (8,), "sharded", (Box((2,), (8,)),))
     with pytest.raises(InvalidPlanError, match="outside"):
         agree([[moved], [moved]])
 

@@ -1,4 +1,4 @@
-"""Background saves that fail: who is told, on which rank, when, and what is left."""
+"""Background saves that fail: who gets the error, on which rank, when, and what is left."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_full_disk_fails_the_save_and_leaves_the_earlier_checkpoint(tmp_path) 
 
 
 @pytest.mark.parametrize("verb", ["save", "async_save"])
-def test_a_failure_that_nobody_saw_is_told_by_the_next_call(tmp_path, verb: str) -> None:
+def test_a_failure_that_nobody_saw_is_reported_by_the_next_call(tmp_path, verb: str) -> None:
     failed = holdfast.async_save(state(), FullStore(tmp_path / "full"))
     concurrent.futures.wait([failed.committed], PATIENCE)  # to wait is not to look
     with pytest.warns(RuntimeWarning, match=r"the background save to .*full failed: OSError.*No space left") as told:
@@ -92,7 +92,7 @@ def test_a_failure_that_nobody_saw_is_told_by_the_next_call(tmp_path, verb: str)
         failed.result()  # and is still there to be asked for
 
 
-def test_a_failure_that_was_seen_is_not_told_again(tmp_path, recwarn) -> None:
+def test_a_failure_that_was_seen_is_not_reported_again(tmp_path, recwarn) -> None:
     failed = holdfast.async_save(state(), FullStore(tmp_path / "full"))
     assert isinstance(failed.exception(PATIENCE), OSError)
     holdfast.save(state(), tmp_path / "x")
@@ -185,7 +185,7 @@ def save_to_different_places(path: str) -> list[str]:
     return told
 
 
-def test_ranks_that_disagree_about_the_call_are_told_so(ranks: RankPool, tmp_path) -> None:
+def test_ranks_that_disagree_about_the_call_get_an_error(ranks: RankPool, tmp_path) -> None:
     for told in ranks(2).run(save_to_different_places, str(tmp_path)):
         assert "/0" in told[0]
         assert "/1" in told[0]
@@ -214,7 +214,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(ranks: RankPool, tmp_path
 # --- writer processes ------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_writer_process_is_told_and_replaced(tmp_path) -> None:
+def test_a_killed_writer_process_is_reported_and_replaced(tmp_path) -> None:
     holdfast.save({"earlier": 1}, tmp_path)
     pending = holdfast.async_save(state(), DeadlyStore(tmp_path), overwrite=True, writer="process")
     with pytest.raises(WriterProcessError, match=f"killed by signal 9 while it saved to {tmp_path}") as caught:

@@ -22,12 +22,12 @@ from torch import nn
 import holdfast
 from holdfast._background import step_hooks
 from holdfast._background.arenas import ArenaPool
-from holdfast._background.copying import Copies, Copy
+from holdfast._background.copy_jobs import Copies, Copy
 from holdfast._background.writer_process import WriterProcess
 from holdfast._base.tuning import SMALLEST_BUDGET
-from holdfast._save import snapshots
+from holdfast._save import captured_copies
 from holdfast._save.async_save import _POOLS
-from holdfast._save.snapshots import CopiedTensor
+from holdfast._save.captured_copies import CopiedTensor
 from holdfast.errors import SaveInProgressError
 from tests.save.overlapping import PATIENCE, GatedStore
 
@@ -64,7 +64,7 @@ def waits(monkeypatch) -> list[Any]:
             gate.set()
         return wait(futures, PATIENCE)
 
-    monkeypatch.setattr(snapshots.concurrent.futures, "wait", noting)
+    monkeypatch.setattr(captured_copies.concurrent.futures, "wait", noting)
     return found
 
 

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 import holdfast
 import holdfast.dcp as dcp
 from holdfast._background import step_hooks
-from holdfast._background.copying import finish_copies
+from holdfast._background.copy_jobs import finish_copies
 from tests.exact import assert_same
 from tests.save.overlapping import assert_same_content, held_back, scribble
 

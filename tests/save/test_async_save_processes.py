@@ -18,7 +18,7 @@ from torch import nn
 import holdfast
 import holdfast.dcp as dcp
 from holdfast._background.arenas import ArenaPool
-from holdfast._background.copying import Copies, finish_copies
+from holdfast._background.copy_jobs import Copies, finish_copies
 from holdfast.dcp.staging import DefaultStager, StagingOptions
 from holdfast.errors import OtherProcessError
 from tests.rank_pool import RankPool

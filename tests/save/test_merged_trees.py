@@ -68,14 +68,14 @@ def test_parts_of_one_tree_are_put_together_again(tree, data):
         ({"$": "namedtuple", "type": "A", "fields": {"a": 1}}, {"$": "namedtuple", "type": "A", "fields": {"b": 1}}),
     ],
 )
-def test_different_values_are_told_and_the_lowest_rank_counts(one, other):
+def test_different_values_are_reported_and_the_lowest_rank_counts(one, other):
     whole, differing = merge_trees([{"deep": {"x": one}}, {"deep": {"x": other}}, {"deep": {"x": copy.deepcopy(one)}}])
     assert whole == {"deep": {"x": one}}
     assert type(whole["deep"]["x"]) is type(one)
     assert differing == [Differing("deep.x", ((0, 2), (1,)))]
 
 
-def test_differences_are_told_where_they_are():
+def test_differences_are_reported_where_they_are():
     one = {"list": [1, {"a": 2}], "pairs": {"$": "dict", "items": [[1, "x"], ["k", 0]]}}
     other = {"list": [1, {"a": 3}], "pairs": {"$": "dict", "items": [["k", 0], [1, "y"]]}}
     assert [differing.key for differing in merge_trees([one, other])[1]] == ["list.1.a", "pairs.1"]
@@ -147,7 +147,7 @@ def test_values_of_all_ranks_take_their_places():
     }
 
 
-def test_places_that_differ_are_told_by_the_keys_of_the_checkpoint(tmp_path):
+def test_places_that_differ_are_reported_by_the_keys_of_the_checkpoint(tmp_path):
     def state(value: int) -> dict[Any, Any]:
         return {"a": {5: {"b": value}, ("x", 1): value}, "deeper": {True: {None: value}}, "[": value}
 

@@ -167,7 +167,7 @@ def test_arrays_of_elements_without_bytes_are_filled(tmp_path):
     ids=lambda target: str(target.dtype),
 )
 @pytest.mark.parametrize("transform", [False, True])
-def test_a_cast_to_what_is_no_number_is_told_before_anything_changes(tmp_path, target, transform):
+def test_a_cast_to_what_is_no_number_is_reported_before_anything_changes(tmp_path, target, transform):
     path = saved({"a": torch.tensor([1.0, 2.0, 1e10]), "b": torch.ones(1)}, tmp_path)
     other = torch.zeros(1)
     options = {"transform": {"a": lambda checkpoint, key: checkpoint[key][:]}} if transform else {}
@@ -213,7 +213,7 @@ def test_the_real_parts_can_be_asked_for(tmp_path):
 
 @pytest.mark.parametrize("metadata", [{1: 2, "1": 3}, {"a": {None: 1}}, {"a": [{2.5: 1}]}])
 def test_metadata_whose_keys_json_would_change_is_refused(tmp_path, metadata):
-    with pytest.raises(ValueError, match="is not a text"):
+    with pytest.raises(ValueError, match="is not a str"):
         holdfast.save({"a": 1}, tmp_path / "x", metadata=metadata)
 
 
@@ -223,11 +223,11 @@ def test_metadata_whose_keys_json_would_change_is_refused(tmp_path, metadata):
         (holdfast.save, {"metadata": [1]}, "metadata must be a dict"),
         (holdfast.save, {"cast": "bfloat16"}, "cast takes patterns with the dtype for each"),
         (holdfast.load, {"rename": "x"}, "rename takes a mapping"),
-        (holdfast.load, {"rename": {"a": 3}}, "which is not a text"),
+        (holdfast.load, {"rename": {"a": 3}}, "which is not a str"),
         (holdfast.load, {"transform": "x"}, "transform takes keys of the state"),
     ],
 )
-def test_arguments_of_other_types_are_told(tmp_path, verb, options, message):
+def test_arguments_of_other_types_are_reported(tmp_path, verb, options, message):
     path = saved({"a": 1}, tmp_path)
     with pytest.raises(TypeError, match=message):
         verb({"a": 2}, path, **options)

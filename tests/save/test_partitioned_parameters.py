@@ -145,7 +145,7 @@ def save_on_ranks(folder: Path) -> list[Any]:
     return [[key.removeprefix("model.") in text for key in KEYS] for text in found]
 
 
-def test_all_ranks_are_told_if_one_of_them_has_such_parameters(ranks, tmp_path: Path):
+def test_all_ranks_get_an_error_if_one_of_them_has_such_parameters(ranks, tmp_path: Path):
     assert ranks(2).run(save_on_ranks, tmp_path) == [[[True] * 4] * 3] * 2
     assert not (tmp_path / "saved").exists() or not os.listdir(tmp_path / "saved")
     assert not list((tmp_path / "dcp").glob("*")) if (tmp_path / "dcp").exists() else True

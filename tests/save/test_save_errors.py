@@ -104,9 +104,9 @@ MISTAKES = {
     "value": ("UnsupportedValueError", "bad: values of type builtins.object are not stored"),
     "tensor": ("UnsupportedTensorError", "'bad' is a tensor of layout torch.sparse_coo"),
     "metadata": ("ValueError", "metadata must be what JSON can hold"),
-    "cast": ("ValueError", "torch.int8 is none"),
+    "cast": ("ValueError", "torch.int8 is not one"),
     "include": ("TypeError", "5 does not say which keys are meant"),
-    "max_file_size": ("ValueError", "max_file_size: -1 is no size"),
+    "max_file_size": ("ValueError", "max_file_size: -1 is not a size"),
     "pattern": ("ZeroDivisionError", ""),
 }
 
@@ -121,7 +121,7 @@ def test_a_mistake_of_one_rank_is_the_same_error_on_all(ranks: RankPool, tmp_pat
 
 
 @pytest.mark.parametrize("what", ["other path", "no path", "overwrite"])
-def test_ranks_in_different_calls_are_told_so(ranks: RankPool, tmp_path, what):
+def test_ranks_in_different_calls_get_an_error(ranks: RankPool, tmp_path, what):
     outcomes = ranks(3).run(fail_on_one_rank, str(tmp_path / "x"), what)
     assert [found[0] for found in outcomes] == [RankDisagreementError.__name__] * 3
     assert all(str(tmp_path / "x") in found[1] for found in outcomes)
@@ -143,7 +143,7 @@ def save_or_load(path: str) -> str:
     return str(caught.value)
 
 
-def test_saving_and_loading_at_once_is_told(ranks: RankPool, tmp_path):
+def test_saving_and_loading_at_once_is_reported(ranks: RankPool, tmp_path):
     for told in ranks(2).run(save_or_load, str(tmp_path / "x")):
         assert "holdfast.save to" in told
         assert "holdfast.load from" in told
@@ -162,7 +162,7 @@ def save_relative(folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_relative_path_that_means_different_folders_is_told(ranks: RankPool, tmp_path):
+def test_a_relative_path_that_means_different_folders_is_reported(ranks: RankPool, tmp_path):
     for told in ranks(2).run(save_relative, str(tmp_path)):
         assert f"{tmp_path}/0/x" in told
         assert f"{tmp_path}/1/x" in told

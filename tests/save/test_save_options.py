@@ -159,7 +159,7 @@ def test_a_cast_must_be_to_a_floating_point_type(tmp_path, dtype):
         holdfast.save({"w": torch.ones(2)}, tmp_path / "x", cast={"*": dtype})
 
 
-def test_a_cast_to_no_dtype_at_all_is_told(tmp_path):
+def test_a_cast_to_no_dtype_at_all_is_reported(tmp_path):
     with pytest.raises(TypeError, match="'float99' is not a dtype"):
         holdfast.save({"w": torch.ones(2)}, tmp_path / "x", cast={"*": "float99"})
 
@@ -190,7 +190,7 @@ def test_sizes_may_be_written_as_people_write_them(tmp_path):
 @pytest.mark.parametrize("name", ["max_file_size", "memory_budget"])
 @pytest.mark.parametrize("number", [0, -1, 1.5, "2 parsecs", True])
 def test_sizes_must_be_numbers_of_bytes(tmp_path, name, number):
-    with pytest.raises(ValueError, match=f"{name}: .* is no size"):
+    with pytest.raises(ValueError, match=f"{name}: .* is not a size"):
         holdfast.save({"w": torch.ones(2)}, tmp_path / "x", **{name: number})
 
 

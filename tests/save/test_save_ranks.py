@@ -306,7 +306,7 @@ def save_unnamed_optimizers(path: str) -> Any:
 
 
 def test_optimizers_without_names_that_differ_are_refused(ranks: RankPool, tmp_path):
-    """Numbers do not tell which parameters are meant."""
+    """Numbers do not say which parameters are meant."""
     found = ranks(2).run(save_unnamed_optimizers, str(tmp_path / "x"))
     assert found == [["optimizer.param_groups.0.params"]] * 2
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TestBothWays:
         assert (tmp_path / "target").read_bytes() == b"new"
 
 
-def test_a_folder_in_the_place_of_the_file_or_none_around_it_is_told(tmp_path: Path) -> None:
+def test_a_folder_in_the_place_of_the_file_or_none_around_it_is_reported(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match=str(tmp_path)), written_atomically(tmp_path):
         raise AssertionError("it began")
     with pytest.raises(FileNotFoundError, match="no such folder"), written_atomically(tmp_path / "no" / "f"):

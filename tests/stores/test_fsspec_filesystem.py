@@ -281,7 +281,7 @@ def test_a_protocol_that_was_registered_later_is_known():
     assert FsspecFileSystem.validate_checkpoint_id(f"{protocol}://x")
 
 
-def test_it_must_be_told_where_it_is():
+def test_init_path_must_be_called_first():
     with pytest.raises(ValueError, match="init_path"):
         FsspecFileSystem().exists("memory://x")
 

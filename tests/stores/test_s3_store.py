@@ -16,9 +16,9 @@ import torch.distributed as dist
 import holdfast
 from holdfast._base.tuning import (
     MIB,
+    REMOTE_BUFFERED_BYTES,
     REMOTE_READ_BYTES,
     REMOTE_START_BYTES,
-    REMOTE_WINDOW_BYTES,
     UPLOADS,
     WRITE_BUFFER_BYTES,
 )
@@ -223,7 +223,7 @@ def test_a_load_asks_for_large_ranges_and_opens_each_file_once(store, requests):
     (data,) = [listed for listed in store.list() if listed.name.startswith("data-")]
     ranges = requests.ranges(data.name)
     assert [part for part in ranges if part[0] == 0 and part[1] < REMOTE_START_BYTES] == [(0, REMOTE_START_BYTES - 1)]
-    assert len(ranges) <= 1 + -(-data.size // REMOTE_WINDOW_BYTES)
+    assert len(ranges) <= 1 + -(-data.size // REMOTE_BUFFERED_BYTES)
 
 
 def test_a_load_with_little_memory_reads_small_things_in_small_ranges(store, requests):
@@ -337,7 +337,7 @@ def test_a_server_that_is_busy_with_another_put_is_asked_again(store, requests):
 
 
 @pytest.mark.parametrize("old", [None, b"old"])
-def test_a_server_without_conditions_is_asked_without_and_told_of(store, requests, caplog, old):
+def test_a_server_without_conditions_is_asked_without_and_logged(store, requests, caplog, old):
     def refuse(method: str, arguments: dict[str, Any]) -> None:
         if "IfNoneMatch" in arguments or (method == "PutObject" and "IfMatch" in arguments):
             raise refusal("NotImplemented")
@@ -432,7 +432,7 @@ def test_a_kill_in_the_middle_of_an_upload_leaves_no_object(ranks, bucket, url, 
     assert store.read("data") == b"again"
 
 
-def test_a_bucket_that_is_not_there_is_told_and_not_taken_for_an_empty_folder(bucket, store):
+def test_a_bucket_that_is_not_there_is_reported_and_not_taken_for_an_empty_folder(bucket, store):
     assert store.list() == []
     nowhere = FsspecStore("s3://no-such-bucket-anywhere/run", **bucket.options)
     with pytest.raises(FileNotFoundError, match="there is no such bucket: 's3://no-such-bucket-anywhere/run'"):

@@ -1,4 +1,4 @@
-"""A kill, or a power cut, at any moment of a commit leaves the old content or the new one, whole."""
+"""A kill, or a power cut, at any moment of a commit leaves the old content or the new one, intact."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_kill_at_any_system_call_leaves_the_old_or_the_new_content(ranks: Rank
 def cut_the_power_everywhere(
     folder: Path, old: bytes | None, action: Callable[[Path], None]
 ) -> tuple[set[tuple[bytes | None, bool]], set[tuple[bytes | None, bool]]]:
-    """What could be at the name, and whether the data was whole: during the action, and just after it."""
+    """What could be at the name, and whether the data was complete: during the action, and just after it."""
     place = prepare(folder / "disk", old)
     before = PowerCuts(place)
     watched = watch([partial(action, place)], place)

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
 
 import holdfast
-from holdfast._formats.source import Request
+from holdfast._formats.source import ReadRequest
 from holdfast._load.opening import open_source
 from holdfast._stores.fsspec_store import FsspecStore
 from holdfast._stores.store_files import StoreFiles
@@ -122,7 +122,7 @@ def assert_all_there(place: Any, **options: Any) -> None:
         for key, tensor in FLAT.items():
             assert whole(source, key) == tensor.view(torch.uint8).numpy().tobytes()
         part = np.empty((3, 5), source.tensors["model.w"].dtype.carrier)
-        source.read([Request("model.w", (7, 100), (3, 5), part)])
+        source.read([ReadRequest("model.w", (7, 100), (3, 5), part)])
         assert part.view(np.float32).tolist() == FLAT["model.w"][7:10, 100:105].tolist()
         assert source.verify() > 0
         sizes = dict(source.files())

@@ -1,4 +1,4 @@
-"""Calls, their phases, and who is told of them."""
+"""Calls, their phases, and who gets their events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def events() -> Iterator[list[Event]]:
         yield seen
 
 
-def test_every_phase_and_the_whole_are_told_with_their_numbers(events: list[Event]) -> None:
+def test_every_phase_and_the_whole_are_reported_with_their_numbers(events: list[Event]) -> None:
     before = time.time()
     call = Call("save", "runs/a/step-7", 7, rank=1, world_size=4)
     with call.phase("plan"):
@@ -56,7 +56,7 @@ def test_a_call_that_began_earlier_says_so(events: list[Event]) -> None:
     assert events[0].began <= time.time() - 99.0
 
 
-def test_a_phase_that_fails_is_told_and_raised(events: list[Event]) -> None:
+def test_a_phase_that_fails_is_reported_and_raised(events: list[Event]) -> None:
     with pytest.raises(OSError, match="disk on fire"), Call("save", "a") as call, call.phase("write"):
         raise OSError("disk on fire")
 
@@ -66,7 +66,7 @@ def test_a_phase_that_fails_is_told_and_raised(events: list[Event]) -> None:
     ]
 
 
-def test_an_error_that_has_no_text_is_told_by_its_name(events: list[Event]) -> None:
+def test_an_error_that_has_no_text_is_reported_by_its_name(events: list[Event]) -> None:
     class MuteError(Exception):
         def __str__(self) -> str:
             raise RuntimeError("not a word")
@@ -184,7 +184,7 @@ def test_ctrl_c_in_a_subscriber_is_not_swallowed() -> None:
         Call("save", "a").finish()
 
 
-def test_a_subscriber_that_saves_is_not_told_of_its_own_save() -> None:
+def test_a_subscriber_that_saves_is_not_called_for_its_own_save() -> None:
     seen: list[str] = []
 
     def save_again(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""What is told of ``holdfast.load``."""
+"""Events of ``holdfast.load``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_load_tells_its_phases_and_what_it_read(path: str) -> None:
 def test_verifying_first_is_a_phase(path: str) -> None:
     events: list[Event] = []
     with subscribe(events.append):
-        holdfast.load({"w": torch.zeros(1000)}, path, verify="first")
+        holdfast.load({"w": torch.zeros(1000)}, path, verify_first=True)
 
     assert [event.phase for event in events] == ["plan", "verify", "read", "apply", ""]
 
@@ -109,5 +109,5 @@ def fail_on_rank_1(path: str) -> list[str | None]:
     return [(events[-1].error or "").partition(":")[0], str(events[-1].rank), os.path.basename(events[-1].path)]
 
 
-def test_a_failure_of_one_rank_is_told_by_all(ranks: Any, path: str) -> None:
+def test_a_failure_of_one_rank_is_reported_by_all(ranks: Any, path: str) -> None:
     assert ranks(2).run(fail_on_rank_1, path) == [["StateMismatchError", str(rank), "step-1"] for rank in range(2)]

@@ -183,9 +183,9 @@ def test_what_is_no_trace_of_ours_is_left_alone(tmp_path: Path, content: bytes) 
     path = tmp_path / "trace.json"
     path.write_bytes(content)
 
-    with pytest.raises(ValueError, match="is no trace of Holdfast"):
+    with pytest.raises(ValueError, match="is not a trace of Holdfast"):
         trace_to(path)
-    with pytest.raises(ValueError, match="is no trace of Holdfast"):
+    with pytest.raises(ValueError, match="is not a trace of Holdfast"):
         trace_appending.append_to_trace(path, [{}])
     assert path.read_bytes() == content
 

@@ -125,7 +125,7 @@ _shared_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
 
 def shared_arena_of(tensor: torch.Tensor) -> Arena | None:
-    """The shared block that a tensor lies in, if it does."""
+    """The shared block that a tensor is in, if any."""
     address = tensor.data_ptr()
     found = (arena for arena in list(_shared_arenas) if arena.address <= address < arena.address + arena.size)
     return next(found, None)

@@ -11,11 +11,11 @@ from typing import Any
 from holdfast import _settings as settings
 from holdfast._background import exit as _waits_for_saves_at_exit  # noqa: F401 - imported for what it registers
 from holdfast._background.futures import SaveFuture
-from holdfast._background.messages import Request, Work
+from holdfast._background.messages import SaveRequest, Work
 from holdfast._background.queues import Claim, Lane
 from holdfast._background.writer_process import PackedRequest, find_main_script, idle_writer, pack_request
-from holdfast._ranks.collectives import Collectives
 from holdfast._ranks.meeting import LinkedCollectives, refuse_different_calls
+from holdfast._ranks.shared_steps import Collectives
 from holdfast._watching.calls import Call
 
 Attempts = Callable[[Collectives, Callable[[], Any]], Any]
@@ -55,7 +55,7 @@ def save_in_background(save: BackgroundSave, lane: Lane) -> SaveFuture[Any]:
     def packed(ranks: Collectives) -> PackedRequest:
         members = None if lane.link is None else lane.link.members
         return pack_request(
-            Request(save.work, save.take_copy(), save.call, ranks.rank, members, save.coordinator_rank, chosen),
+            SaveRequest(save.work, save.take_copy(), save.call, ranks.rank, members, save.coordinator_rank, chosen),
             main_script,
         )
 
@@ -80,13 +80,13 @@ def save_in_background(save: BackgroundSave, lane: Lane) -> SaveFuture[Any]:
 
 
 def give_up_in_background(error: BaseException, lane: Lane, claim: Claim, *, coordinator_rank: int) -> None:
-    """Take part in a save only to tell the other ranks that this one cannot, and why."""
+    """Take part in a save only to report to the other ranks that this one cannot, and why."""
 
     def fail() -> None:
         raise error
 
     future = _queue(lane, lambda ranks: ranks.own_error_first("plan", fail), claim, coordinator_rank)
-    future.tell_nobody()
+    future.mark_reported()
 
 
 def _queue(lane: Lane, save: Callable[[Collectives], Any], claim: Claim, coordinator_rank: int) -> SaveFuture[Any]:

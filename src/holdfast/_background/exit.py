@@ -1,4 +1,4 @@
-"""The end of the program: it waits for pending saves, and its exit code tells of one that failed or took too long.
+"""The end of the program: it waits for pending saves, and its exit code is 1 if one failed or took too long.
 
 Waiting happens where Python waits for threads, before anything is taken apart, so it also happens after an uncaught
 exception. Threads of the program and exit functions may save even later; such saves end before the call returns. The
@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import concurrent.futures.thread  # noqa: F401  isort: skip
 
 from holdfast import _settings as settings
-from holdfast._background.futures import has_unseen_failures, take_untold_failures
+from holdfast._background.futures import has_unseen_failures, take_unreported_failures
 from holdfast._background.queues import all_lanes, use_no_more_threads
 from holdfast._background.writer_process import close_idle_writers
 from holdfast._ranks.private_group import forget_private_groups
@@ -81,8 +81,8 @@ def _give_up(why: str, unfinished: Sequence[str], code: int) -> NoReturn:
 
 
 def _tell_of_failures() -> None:
-    for told in take_untold_failures():
-        sys.stderr.write(f"holdfast: {told}\n")
+    for failure in take_unreported_failures():
+        sys.stderr.write(f"holdfast: {failure}\n")
 
 
 def _has_failed() -> bool:

@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 class _Outcome:
-    """What is kept of a failed save: enough to tell of it when its future is gone."""
+    """What is kept of a failed save: enough to report it when its future is gone."""
 
     def __init__(self, destination: str) -> None:
         self.destination = destination
         self.error: BaseException | None = None
-        self.is_told = False
+        self.is_reported = False
 
     def __str__(self) -> str:
         return f"the background save to {self.destination} failed: {type(self.error).__name__}: {self.error}"
@@ -68,14 +68,14 @@ class SaveFuture(ProcessFuture[T]):
         """The save failed."""
         self._outcome.error = exception
         with _lock:
-            if not self._outcome.is_told:
+            if not self._outcome.is_reported:
                 _unseen[id(self._outcome)] = self._outcome
         super().set_exception(exception)
 
-    def tell_nobody(self) -> None:
+    def mark_reported(self) -> None:
         """The caller gets the error of this save in another way."""
         with _lock:
-            self._outcome.is_told = True
+            self._outcome.is_reported = True
             _unseen.pop(id(self._outcome), None)
 
     def _was_looked_at(self) -> None:
@@ -83,33 +83,33 @@ class SaveFuture(ProcessFuture[T]):
             _unseen.pop(id(self._outcome), None)
 
 
-def take_untold_failures() -> list[str]:
+def take_unreported_failures() -> list[str]:
     """What is to be said of saves that failed and that nobody looked at. Each is given once."""
     with _lock:
-        untold = [outcome for outcome in _unseen.values() if not outcome.is_told]
-        for outcome in untold:
-            outcome.is_told = True
-    return [str(outcome) for outcome in untold]
+        unreported = [outcome for outcome in _unseen.values() if not outcome.is_reported]
+        for outcome in unreported:
+            outcome.is_reported = True
+    return [str(outcome) for outcome in unreported]
 
 
 def has_unseen_failures() -> bool:
-    """Whether a save failed and nobody ever looked, told or not."""
+    """Whether a save failed and nobody ever looked at it, reported or not."""
     with _lock:
         return bool(_unseen)
 
 
 def warn_of_unseen_failures() -> None:
-    """Tell the caller of saves that failed since the last time, if nobody has looked at their futures."""
-    for told in take_untold_failures():
-        warn_caller(f"{told}. Nobody has looked at its future.", RuntimeWarning)
+    """Warn the caller of saves that failed since the last time, if nobody has looked at their futures."""
+    for failure in take_unreported_failures():
+        warn_caller(f"{failure}. Its future was never checked.", RuntimeWarning)
 
 
 def _log_if_unseen(outcome: _Outcome) -> None:
     """The future is gone. If it failed and nobody looked, nobody ever will."""
     with _lock:
-        if outcome.is_told or id(outcome) not in _unseen:
+        if outcome.is_reported or id(outcome) not in _unseen:
             return
-        outcome.is_told = True
+        outcome.is_reported = True
     logger.error("%s", outcome)
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from holdfast._background.arenas import Arena, ArenaPool, Lease, Memory, shared_arena_of
-from holdfast._background.copies import is_wrapper, make_sharded, put_together, take_apart
 from holdfast._background.snapshots import plain_parts_of_state, take_snapshot
+from holdfast._background.tensor_copies import is_wrapper, make_sharded, put_together, take_apart
 from holdfast._base.notices import add_note
 from holdfast._compat.sharded_tensors import ShardedTensor
 from holdfast._layout.checkpointable import FIELDS, is_checkpointable
-from holdfast._ranks.collectives import Collectives
 from holdfast._ranks.failures import PackedFailure, pack_failure, unpack_failure, wrap_exception
+from holdfast._ranks.shared_steps import Collectives
 from holdfast._watching.calls import Call
 from holdfast.errors import CheckpointException, UnguardedScriptError
 
@@ -32,7 +32,7 @@ Work = Callable[[Collectives, Any, "Call | None"], Any]
 
 
 @dataclass(frozen=True)
-class Request:
+class SaveRequest:
     """Save this. ``members`` is None for a save of one process alone."""
 
     work: Work
@@ -84,7 +84,7 @@ class PackedError:
         return cls(pack_failure(wrap_exception(error)))
 
     def unpacked(self) -> BaseException:
-        """The exception again; its text tells where it was raised."""
+        """The exception again; its message says where it was raised."""
         if self.by_rank is not None and self.step is not None:
             return CheckpointException(self.step, {rank: unpack_failure(each) for rank, each in self.by_rank.items()})
         error, stack = unpack_failure(self.whole)

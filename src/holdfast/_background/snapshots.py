@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from holdfast._background.arenas import ArenaPool, Memory, aligned
-from holdfast._background.copies import (
+from holdfast._background.copy_jobs import Copies
+from holdfast._background.tensor_copies import (
     Storage,
-    Stretch,
+    StorageRange,
     bytes_in,
     bytes_of,
     copy_with,
@@ -30,10 +31,9 @@ from holdfast._background.copies import (
     is_wrapper,
     plain_parts,
     storage_of,
-    stretches,
+    storage_ranges,
     view_like,
 )
-from holdfast._background.copying import Copies
 from holdfast._base.threads import ProcessFuture
 from holdfast._layout.checkpointable import copy_fields, is_checkpointable
 from holdfast.errors import SnapshotError
@@ -50,11 +50,11 @@ class Snapshot:
 
     def __init__(self, state: dict[str, Any], pool: ArenaPool, *, exact: bool = False) -> None:
         self._exact = exact
-        self._stretches = stretches(plain_parts_of_state(state)) if exact else {}
+        self._storage_ranges = storage_ranges(plain_parts_of_state(state)) if exact else {}
         self._copied: dict[Storage, torch.Tensor] = {}
         self._deep_copies: dict[int, Any] = {}
         self._copies = Copies(watched=False, of_their_own=True)
-        self._copies.begin(pool, _bytes_needed(state, self._stretches))
+        self._copies.begin(pool, _bytes_needed(state, self._storage_ranges))
         self.state: dict[str, Any] = self._copy(state, ())
         self._copied = {}
         self._deep_copies = {}
@@ -127,10 +127,10 @@ class Snapshot:
         """A place for a plain tensor's elements, which ``fill`` brings there."""
         storage = storage_of(tensor) if self._exact else None
         if storage is not None:
-            stretch = self._stretches[storage]
+            used = self._storage_ranges[storage]
             if storage not in self._copied:
-                self._copied[storage] = self._copies.add(key, bytes_in(tensor, stretch)).twin
-            return view_like(tensor, self._copied[storage], stretch)
+                self._copied[storage] = self._copies.add(key, bytes_in(tensor, used)).twin
+            return view_like(tensor, self._copied[storage], used)
         twin: torch.Tensor = self._copies.add(key, tensor).twin
         return twin
 
@@ -166,14 +166,14 @@ def plain_parts_of_state(state: Any) -> Iterator[torch.Tensor]:
         yield from plain_parts(tensor)
 
 
-def _bytes_needed(state: Any, together: Mapping[Storage, Stretch]) -> int:
-    """``together`` are stretches of memory that are copied once, whatever tensors are views of them."""
+def _bytes_needed(state: Any, together: Mapping[Storage, StorageRange]) -> int:
+    """``together`` are ranges of memory that are copied once, whatever tensors are views of them."""
     sizes = {
         fingerprint_of_memory(part): aligned(bytes_of(part))
         for part in plain_parts_of_state(state)
         if not together or storage_of(part) is None
     }
-    return sum(sizes.values()) + sum(aligned(stretch.nbytes) for stretch in together.values())
+    return sum(sizes.values()) + sum(aligned(used.nbytes) for used in together.values())
 
 
 def _another_object(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _items_of(value: Any) -> list[tuple[Any, Any]]:
-    """What a container holds, by key or position. Nothing, if it is no container."""
+    """What a container holds, by key or position. Nothing, if it is not a container."""
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, (list, tuple)) and type(value) not in _UNCHANGEABLE:

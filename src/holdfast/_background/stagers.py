@@ -63,12 +63,12 @@ def common_pool(memory: Memory) -> ArenaPool:
 
 
 def host_memory(*, pinned: bool, shared: bool, non_blocking: bool = False) -> Memory:
-    """The memory to use for these wishes. Warns of what cannot be had."""
+    """The memory to use for these options. Warns of what cannot be had."""
     has_device = torch.accelerator.is_available()
     if (pinned or non_blocking) and not has_device:
-        wishes = [name for name, wish in (("pinned memory", pinned), ("non-blocking copies", non_blocking)) if wish]
+        options = [name for name, wish in (("pinned memory", pinned), ("non-blocking copies", non_blocking)) if wish]
         warn_caller(
-            f"{' and '.join(wishes)} need an accelerator, and there is none here: snapshots are taken by plain copies "
+            f"{' and '.join(options)} need an accelerator, and there is none here: snapshots are taken by plain copies "
             "into ordinary memory"
         )
     if pinned and has_device:

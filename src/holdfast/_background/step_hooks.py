@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from holdfast._background.copying import Copies
+from holdfast._background.copy_jobs import Copies
 from holdfast._base.box_bytes import span_of
 from holdfast._compat.tensors import local_part
 from holdfast._layout.tensor_kinds import is_dtensor
@@ -56,7 +56,7 @@ def checked_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
 def hold_steps_back(
     optimizers: Iterable[torch.optim.Optimizer], copies: Copies, waited: Callable[[float], None]
 ) -> None:
-    """Let no step begin before all is copied. ``waited`` is told for how many seconds one was held back."""
+    """Let no step begin before all is copied. ``waited`` gets the seconds for which one was held back."""
     for optimizer in optimizers:
         with _lock:
             _watch(optimizer)
@@ -89,7 +89,7 @@ def _watch(optimizer: torch.optim.Optimizer) -> None:
 def _wait_for_copies(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for each in _still_awaited_by(optimizer):
         began = time.perf_counter()
-        each.copies.hurry()
+        each.copies.wait_until_copied()
         each.waited(time.perf_counter() - began)
     with _lock:  # not before: if Ctrl-C has ended the wait, the next step waits again
         _awaited[optimizer] = _still_awaited_by(optimizer)
@@ -100,9 +100,9 @@ def _still_awaited_by(optimizer: torch.optim.Optimizer) -> list[_Awaited]:
 
 
 def changed_only_by(optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[torch.Tensor], bool]:
-    """Tells whether a tensor is a parameter or a state of these optimizers, which nothing but a step changes.
+    """Says whether a tensor is a parameter or a state of these optimizers, which nothing but a step changes.
 
-    So is a part of one, but not what else may lie in the same storage, or in its gaps.
+    So is a part of one, but not what else may be in the same storage, or in its gaps.
     """
     lengths: dict[int, int] = {}
     with_gaps: set[Any] = set()

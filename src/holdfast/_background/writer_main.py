@@ -24,12 +24,12 @@ from holdfast._background.messages import (
     Answer,
     Exchange,
     PackedError,
-    Request,
+    SaveRequest,
     opened,
     unpack,
 )
-from holdfast._ranks.collectives import Collectives
 from holdfast._ranks.meeting import LinkedCollectives
+from holdfast._ranks.shared_steps import Collectives
 from holdfast._watching.calls import Update
 from holdfast.errors import UnguardedScriptError
 
@@ -104,7 +104,7 @@ def _serve(connection: Connection[Any, Any]) -> None:
     descriptors = [(reduction.recv_handle(connection), size) for size in sizes]
     data = connection.recv_bytes()
     try:
-        request: Request = unpack(data, descriptors, _importer(main_script))
+        request: SaveRequest = unpack(data, descriptors, _importer(main_script))
         answer = Answer(_carry_out(request, connection))
         reply = pickle.dumps(answer)
     except _ProgramIsGone:
@@ -117,7 +117,7 @@ def _serve(connection: Connection[Any, Any]) -> None:
     connection.send_bytes(reply)
 
 
-def _carry_out(request: Request, connection: Connection[Any, Any]) -> Any:
+def _carry_out(request: SaveRequest, connection: Connection[Any, Any]) -> Any:
     ranks = (
         Collectives(None, False, 0)
         if request.members is None
@@ -130,7 +130,7 @@ def _carry_out(request: Request, connection: Connection[Any, Any]) -> Any:
 
 
 def _send_home(connection: Connection[Any, Any], update: Update) -> None:
-    """Tell the program how far the save is."""
+    """Report to the program how far the save is."""
     message = pickle.dumps(update)
     try:
         connection.send_bytes(message)

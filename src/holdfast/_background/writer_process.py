@@ -2,7 +2,7 @@
 
 The writer has no connection to other ranks. Whenever it needs them it asks its program, which passes the message on
 over the private group: no ports, no second process group, and when the writer dies the program is still there to
-tell the other ranks, and starts a new one for the next save.
+report it to the other ranks, and starts a new one for the next save.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast._background.messages import (
     Answer,
     Exchange,
     PackedError,
-    Request,
+    SaveRequest,
     opened,
     pack,
 )
@@ -82,7 +82,7 @@ class WriterProcess:
     ) -> Any:
         """Have the process carry out ``request``, and pass on its messages to the other ranks and to ``call``."""
         if self._process is not None and self._process.poll() is not None:
-            logger.warning("%s; a new one is started", self._obituary())
+            logger.warning("%s; a new one is started", self._exit_description())
             self.close()
         try:
             connection = self._start() if self._connection is None else self._connection
@@ -100,8 +100,8 @@ class WriterProcess:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=10)  # it is about to end, if it has not
             message = (
-                f"{self._obituary()} while it saved to {destination}. The earlier checkpoint is still there, or the "
-                "new one if it was committed just before. Save again: a new process is started."
+                f"{self._exit_description()} while it saved to {destination}. The earlier checkpoint is still there, "
+                "or the new one if it was committed just before. Save again: a new process is started."
             )
             exit_code = self._process.returncode
             self.close()
@@ -164,7 +164,7 @@ class WriterProcess:
         self._connection = Connection(ours.detach())
         return self._connection
 
-    def _obituary(self) -> str:
+    def _exit_description(self) -> str:
         assert self._process is not None
         code = self._process.poll()
         if code is None:
@@ -200,7 +200,7 @@ def close_idle_writers() -> None:
 os.register_at_fork(after_in_child=_idle.clear)
 
 
-def pack_request(request: Request, main_script: dict[str, Any]) -> PackedRequest:
+def pack_request(request: SaveRequest, main_script: dict[str, Any]) -> PackedRequest:
     """A request in the form in which it is sent. Fails if something in it cannot be pickled."""
     return PackedRequest(*pack(request), main_script, request.state)
 

@@ -26,9 +26,9 @@ def parse_size(wish: Size) -> int:
     """
     nbytes = wish if isinstance(wish, int) else _parsed(wish)
     if nbytes is None or isinstance(wish, bool):
-        raise ValueError(f"{wish!r} is no size; write it like 256MB, 1.5GiB or 4096")
+        raise ValueError(f"{wish!r} is not a size; write it like 256MB, 1.5GiB or 4096")
     if nbytes < 1:
-        raise ValueError(f"{wish!r} is no size: it has to be one byte at least")
+        raise ValueError(f"{wish!r} is not a size: it must be at least one byte")
     return nbytes
 
 
@@ -47,7 +47,7 @@ def checked_size(name: str, wish: Size | None) -> int | None:
     (2000000000, None)
     >>> checked_size("max_file_size", "much")
     Traceback (most recent call last):
-    ValueError: max_file_size: 'much' is no size; write it like 256MB, 1.5GiB or 4096
+    ValueError: max_file_size: 'much' is not a size; write it like 256MB, 1.5GiB or 4096
     """
     try:
         return None if wish is None else parse_size(wish)

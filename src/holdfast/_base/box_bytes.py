@@ -44,7 +44,7 @@ def span_of(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
 
 
 def is_one_run(sizes: Sequence[int], part: Sequence[int]) -> bool:
-    """Whether the elements of a part of an array lie side by side.
+    """Whether the elements of a part of an array are contiguous.
 
     >>> is_one_run((2, 3, 4), (1, 2, 4)), is_one_run((2, 3, 4), (2, 2, 4))
     (True, False)
@@ -56,7 +56,7 @@ def is_one_run(sizes: Sequence[int], part: Sequence[int]) -> bool:
 
 
 def _largest_gap(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """The most bytes that lie between two neighbouring runs of a part."""
+    """The most bytes between two neighbouring runs of a part."""
     span, largest = itemsize, 0
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size > 1:

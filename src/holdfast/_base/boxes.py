@@ -134,7 +134,7 @@ def first_overlap(boxes: Sequence[BoxLike]) -> tuple[int, int] | None:
 
 
 def out_of_bounds(boxes: Sequence[BoxLike], shape: Sequence[int]) -> list[int]:
-    """Positions of the boxes that do not lie inside a tensor of this shape, or have another number of dimensions.
+    """Positions of the boxes that are not inside a tensor of this shape, or have another number of dimensions.
 
     >>> out_of_bounds([Box((0,), (3,)), Box((3,), (3,))], (5,))
     [1]
@@ -301,7 +301,7 @@ def _first_repeat(cells: _Ints) -> tuple[int, int] | None:
 
 
 def _first_meeting(low: _Ints, high: _Ints) -> tuple[int, int] | None:
-    """The first two boxes that meet, however they lie."""
+    """The first two boxes that meet, in any order."""
     for rows, boxes in _Tree(low, high).meetings(low, high):
         later = boxes > rows
         rows, boxes = rows[later], boxes[later]
@@ -391,6 +391,6 @@ def _neighbourly_order(low: _Ints) -> _Ints:
         (place, bit) for bit in reversed(range(max(bits))) for place, n in zip(places, bits, strict=True) if bit < n
     ]
     key = np.zeros(low.shape[1], np.int64)
-    for place, bit in interleaved[:63]:  # what more bits would tell apart is close enough already
+    for place, bit in interleaved[:63]:  # what more bits would separate is close enough already
         key = key << 1 | place >> bit & 1
     return np.argsort(key, kind="stable")

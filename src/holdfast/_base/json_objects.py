@@ -39,7 +39,7 @@ def parse_json_object(data: bytes | str, source: str, part: str | None = None) -
     def finite(digits: str) -> float:
         number = float(digits)
         if math.isinf(number):  # and could not be written again
-            raise ValueError(f"{digits[:40]} is more than a number can be")
+            raise ValueError(f"{digits[:40]} is too large for a number")
         return number
 
     try:

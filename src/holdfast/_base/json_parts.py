@@ -13,13 +13,13 @@ from typing import Any
 from holdfast._base.tuning import ENTRIES_AT_ONCE
 
 SMALL = 8
-"""Containers with more entries than that are looked into; what lies in smaller ones is taken to be little."""
+"""Containers with more entries than that are looked into; smaller ones are taken to hold little."""
 
 _CONTAINERS = frozenset({dict, list, tuple})
 
 
 def dumps(value: Any) -> str:
-    """The shortest JSON of a value. Keys of dicts are texts.
+    """The shortest JSON of a value. Keys of dicts are str.
 
     >>> dumps({"a": [1, 2.5, None], "b": {}})
     '{"a":[1,2.5,null],"b":{}}'

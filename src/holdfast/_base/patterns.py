@@ -18,8 +18,8 @@ Patterns: TypeAlias = "Pattern | Iterable[Pattern]"
 class Chooser:
     """Says which keys are meant.
 
-    A text is a pattern with wildcards, of which ``*`` stands for anything, dots too. It means every key that it
-    matches, and all that lies below: ``"optim"`` means all that ``"optim.*"`` does, and so ``["optim"][null]`` too.
+    A str is a pattern with wildcards, of which ``*`` stands for anything, dots too. It means every key that it
+    matches, and all that is below: ``"optim"`` means all that ``"optim.*"`` does, and so ``["optim"][null]`` too.
     Every key means itself, whatever characters it has. A compiled regular expression has to match the whole key. A
     function is asked.
 
@@ -29,7 +29,7 @@ class Chooser:
     """
 
     def __init__(self, patterns: Patterns) -> None:
-        # What is no collection of patterns is taken for a pattern, which it may not be either.
+        # What is not a collection of patterns is taken for a pattern, which it may not be either.
         several: Any = patterns if isinstance(patterns, Iterable) and not isinstance(patterns, str) else [patterns]
         self._tests = [_test(pattern) for pattern in several]
 
@@ -112,7 +112,7 @@ def _test(pattern: Pattern) -> Callable[[str], bool]:
     if callable(pattern):
         return lambda key: bool(pattern(key))
     raise TypeError(
-        f"{pattern!r} does not say which keys are meant; give a text with wildcards such as 'model.*', a compiled "
+        f"{pattern!r} does not say which keys are meant; give a str with wildcards such as 'model.*', a compiled "
         "regular expression, or a function of the key"
     )
 
@@ -140,9 +140,9 @@ class Renaming:
         given: Mapping[Any, str] = {} if rename is None or callable(rename) else rename
         for old, new in given.items():
             if not isinstance(new, str):
-                raise TypeError(f"rename gives {old!r} the name {new!r}, which is not a text")
+                raise TypeError(f"rename gives {old!r} the name {new!r}, which is not a str")
             if not isinstance(old, (str, re.Pattern)):
-                raise TypeError(f"rename takes texts and compiled regular expressions as keys, not {old!r}")
+                raise TypeError(f"the keys of rename are str and compiled regular expressions, not {old!r}")
         texts = {old: new for old, new in given.items() if isinstance(old, str)}
         self._texts = sorted(texts.items(), key=lambda pair: len(pair[0]), reverse=True)
         self._expressions = [(old, new) for old, new in given.items() if isinstance(old, re.Pattern)]

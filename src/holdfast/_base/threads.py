@@ -20,11 +20,15 @@ from holdfast.errors import OtherProcessError
 R = TypeVar("R")
 T = TypeVar("T")
 
+SIGNALS_WITHIN = 1.0
+"""Seconds. Python runs the handlers of signals between its own instructions: one that arrives just before the main thread
+waits for a lock, or in another thread, is handled when that wait has ended. So no wait for work is longer than this."""
+
 
 class ProcessFuture(Future[T]):
     """A future that threads of this process complete. Forked processes have a copy of it, and no such threads.
 
-    There it tells what was known when they were forked, and raises ``OtherProcessError`` where it would have to wait.
+    There it returns what was known when they were forked, and raises ``OtherProcessError`` where it would have to wait.
 
     >>> copied = ProcessFuture("a copy")
     >>> copied.set_result(5)
@@ -133,7 +137,8 @@ def share_work(tasks: Iterable[T], workers: Sequence[Callable[[Iterator[T]], R]]
             for worker in workers[1:]:
                 jobs.append(pool.submit(shared.until_one_fails, worker))  # noqa: PERF401 (an interrupt finds all jobs)
             first = shared.until_one_fails(workers[0])
-            wait(jobs)
+            while wait(jobs, SIGNALS_WITHIN).not_done:
+                pass
         except BaseException as error:
             shared.stop(error)  # a signal is nothing that the other threads notice
         finally:
@@ -248,7 +253,7 @@ def wait_for_all(jobs: Iterable[Future[Any]]) -> None:
     interrupt: BaseException | None = None
     while not all(job.done() for job in jobs):
         try:
-            wait(jobs)
+            wait(jobs, SIGNALS_WITHIN)
         except BaseException as error:  # a handler of signals can raise anything
             interrupt = error
     if interrupt is not None:

@@ -1,4 +1,4 @@
-"""Whether chunks tile a tensor: what lies outside of it, what overlaps and what is left open, in words."""
+"""Whether chunks tile a tensor: what is outside of it, what overlaps and what is left open, in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers that speed depends on, each with its reason. ``docs/performance.md`` tells what they were measured with.
+"""The numbers that speed depends on, each with its reason. ``docs/performance.md`` says what they were measured with.
 
 They are not for users to turn: those find their knobs in ``holdfast._settings`` and in the arguments of the calls.
 """
@@ -37,7 +37,7 @@ DIRECT_ALIGNMENT = 4 * KIB
 the page cache."""
 
 PIECE_BYTES = 4 * MIB
-"""Elements that are stored otherwise than they lie in memory (transposed, in another dtype, on a device) are copied so
+"""Elements that are stored otherwise than they are in memory (transposed, in another dtype, on a device) are copied so
 many bytes at a time: what is made of them is still in the processor's cache when it is digested."""
 
 SHARE_OF_WRITE_BUFFERS, SHARE_OF_A_PIECE = 2, 16
@@ -89,7 +89,7 @@ REMOTE_READ_BYTES = 16 * MIB
 """What one request asks an object store for. Larger reads become several requests at once. Each costs some
 milliseconds, and a server may have to do something with all of an object to give out a part of it."""
 
-REMOTE_WINDOW_BYTES = 8 * MIB
+REMOTE_BUFFERED_BYTES = 8 * MIB
 """What small things in an object store are read together in. It is copied from there, so that memory limits it."""
 
 CACHED_READ_BYTES = 512 * KIB
@@ -103,11 +103,11 @@ STRAIGHT_FROM = 256 * KIB
 """So many bytes are worth a read of their own, straight to where they belong. Neighbours of fewer are read together,
 and copied."""
 
-LARGEST_WINDOWS = 4
-"""So many times as large as wished for a window can become, where things that overlap cannot be told apart."""
+LARGEST_BUFFERED_READS = 4
+"""So many times as large as wished for a buffered read can become, where things overlap."""
 
 MEMORY_OF_A_READER = 2
-"""So many times what it reads at once: files may need aligned memory, and windows can be larger than was wished for."""
+"""So many times what it reads at once: files may need aligned memory, and buffered reads can be larger than wished."""
 
 READS_UNDER_WAY = 2 * READERS
 """Where one thread finishes in order what others have read: so many are begun before the first has to be done, so that

@@ -29,13 +29,13 @@ STATUSES: Mapping[int, str] = MappingProxyType(
         130: "interrupted by Ctrl-C",
     }
 )
-"""What the exit status tells."""
+"""What the exit status means."""
 
 app = typer.Typer(
     name="holdfast",
     no_args_is_help=True,
     add_completion=False,  # `holdfast completion` does this, and says what it does
-    rich_markup_mode=None,  # keys have brackets, which are no markup
+    rich_markup_mode=None,  # keys have brackets, which are not markup
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
@@ -98,7 +98,7 @@ def holdfast(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show where in the program an error comes from. May stand anywhere.")
+        bool, typer.Option("--debug", help="Show where in the program an error comes from. May be given anywhere.")
     ] = False,
 ) -> None:
     """Look inside, check, compare and convert checkpoints of PyTorch.

@@ -148,14 +148,14 @@ class Shell(str, Enum):
 def completion(
     shell: Annotated[Shell, typer.Argument(help="The shell.", show_default=False)],
     install: Annotated[
-        bool, typer.Option("--install", help="Write it to the folder of the shell, and tell where that is.")
+        bool, typer.Option("--install", help="Write it to the folder of the shell, and print its path.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Complete commands and options of holdfast with the Tab key.
 
     The script knows all commands and options of this version, so that the shell need not start holdfast for them. No
-    file of settings is changed: bash and fish look into the folder by themselves; for zsh a line is shown to be added.
+    file of settings is changed: bash and fish find the folder by themselves; for zsh a line to add is shown.
     """
 
     script = script_for(shell.value)

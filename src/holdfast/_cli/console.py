@@ -43,7 +43,7 @@ _WIDTH_OF_A_PIPE = 200
 def reply(answer: Mapping[str, Any], view: View, *, as_json: bool) -> None:
     """Give the answer of a command: as one JSON object, or as it looks to people.
 
-    ``view`` is a text, which is printed as it is, or anything that rich can print; or a function that gives one.
+    ``view`` is a str, which is printed as it is, or anything that rich can print; or a function that gives one.
     """
     if as_json:
         print_json(answer)
@@ -72,12 +72,12 @@ def out() -> Console:
 
 
 def err() -> Console:
-    """The standard error, for everything that is no answer."""
+    """The standard error, for everything that is not an answer."""
     return _console(is_error=True)
 
 
 def note(text: str) -> None:
-    """Tell something beside the answer."""
+    """Print something that is not part of the answer."""
     err().print(Text(text), soft_wrap=True)
 
 

@@ -17,7 +17,7 @@ from holdfast._cli.options import AllowPickle, Exclude, Include, Json, Memory, Q
         Example(
             "holdfast diff runs/a/step-00000100 runs/a/step-00000200", "what a hundred steps have changed", status=1
         ),
-        Example("holdfast diff runs/a/step-00000200 dcp", "the same state in two formats is no difference"),
+        Example("holdfast diff runs/a/step-00000200 dcp", "the same state in two formats does not differ"),
         Example(
             "holdfast diff model.safetensors model.pt --rename 0=model.0 --rename 1=model.1", "other names", status=1
         ),

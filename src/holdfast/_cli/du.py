@@ -1,4 +1,4 @@
-"""``holdfast du``: what takes the room."""
+"""``holdfast du``: disk usage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from holdfast._formats.source import Source
 
 
-class By(str, Enum):
+class GroupBy(str, Enum):
     """What sizes are added up by."""
 
     tree = "tree"
@@ -29,7 +29,7 @@ class By(str, Enum):
     file = "file"
 
 
-class Row(NamedTuple):
+class UsageRow(NamedTuple):
     """A part of a checkpoint and what it takes."""
 
     name: str
@@ -52,22 +52,22 @@ class Row(NamedTuple):
 )
 def du(
     paths: Places,
-    by: Annotated[By, typer.Option(help="What to add up by.")] = By.tree,
+    by: Annotated[GroupBy, typer.Option(help="What to add up by.")] = GroupBy.tree,
     depth: Annotated[int, typer.Option(min=1, help="How many parts of keys to show, with --by tree.")] = 1,
     allow_pickle: AllowPickle = False,
     as_json: Json = False,
 ) -> None:
-    """Show what takes the room, in a checkpoint or among several.
+    """Show disk usage, within a checkpoint or of several.
 
     For a checkpoint: the sizes of its tensors by part of the tree, by dtype, by the rank that wrote them, or by file.
-    For a run or a folder: the sizes of the checkpoints in it, and of files that nothing needs any more. Nothing but
+    For a run or a folder: the sizes of the checkpoints in it, and of files that are no longer needed. Nothing but
     names, records and indexes is read.
     """
     places = [_place(path, by, depth, allow_pickle) for path in paths]
     reply({"places": places}, lambda: _view(places, by), as_json=as_json)
 
 
-def _place(path: str, by: By, depth: int, allow_pickle: bool) -> dict[str, Any]:
+def _place(path: str, by: GroupBy, depth: int, allow_pickle: bool) -> dict[str, Any]:
     from holdfast._tools.listing.listing import list_place
 
     listing = list_place(path)
@@ -75,7 +75,7 @@ def _place(path: str, by: By, depth: int, allow_pickle: bool) -> dict[str, Any]:
         return _checkpoint(path, by, depth, allow_pickle)
     from holdfast._tools.repairing.leftovers import leftovers_at
 
-    rows = [Row(entry.name, entry.bytes_on_disk, 0) for entry in listing.entries]
+    rows = [UsageRow(entry.name, entry.bytes_on_disk, 0) for entry in listing.entries]
     return {
         "path": listing.path,
         "kind": listing.kind,
@@ -85,7 +85,7 @@ def _place(path: str, by: By, depth: int, allow_pickle: bool) -> dict[str, Any]:
     }
 
 
-def _checkpoint(path: str, by: By, depth: int, allow_pickle: bool) -> dict[str, Any]:
+def _checkpoint(path: str, by: GroupBy, depth: int, allow_pickle: bool) -> dict[str, Any]:
     from holdfast._load.opening import open_source
 
     with open_source(path, allow_pickle=allow_pickle) as source:
@@ -101,24 +101,24 @@ def _checkpoint(path: str, by: By, depth: int, allow_pickle: bool) -> dict[str, 
         }
 
 
-def _rows(source: Source, by: By, depth: int) -> Iterator[Row]:
+def _rows(source: Source, by: GroupBy, depth: int) -> Iterator[UsageRow]:
     nbytes: dict[str, int] = defaultdict(int)
     tensors: dict[str, set[str]] = defaultdict(set)
-    if by is By.file:
+    if by is GroupBy.file:
         nbytes |= dict(source.files())
     for key, ref in source.tensors.items():
-        if by is By.tree or by is By.dtype:
-            name = part_of_key(key, depth) if by is By.tree else str(ref.dtype)
+        if by is GroupBy.tree or by is GroupBy.dtype:
+            name = part_of_key(key, depth) if by is GroupBy.tree else str(ref.dtype)
             nbytes[name] += ref.nbytes
             tensors[name].add(key)
             continue
         for chunk in source.chunk_places(key):
-            name = chunk.file if by is By.file else f"rank {'?' if chunk.rank is None else chunk.rank}"
+            name = chunk.file if by is GroupBy.file else f"rank {'?' if chunk.rank is None else chunk.rank}"
             tensors[name].add(key)
-            if by is By.rank:
+            if by is GroupBy.rank:
                 nbytes[name] += chunk.nbytes
     for name, number in nbytes.items():
-        yield Row(name, number, len(tensors[name]))
+        yield UsageRow(name, number, len(tensors[name]))
 
 
 def part_of_key(key: str, depth: int) -> str:
@@ -132,7 +132,7 @@ def part_of_key(key: str, depth: int) -> str:
     return ".".join(key.split(".")[:depth])
 
 
-def _view(places: list[dict[str, Any]], by: By) -> RenderableType:
+def _view(places: list[dict[str, Any]], by: GroupBy) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -25,7 +25,7 @@ _NAMED = re.compile(r"(?P<where>.+?\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)"
 
 
 def state_named(target: str) -> Any:
-    """The state that a text names, which runs code of the user; any other text, which is a path, as it is."""
+    """The state that an argument names, which runs code of the user; any other argument, which is a path, as it is."""
     named = _NAMED.fullmatch(target)
     if named is None or os.path.exists(target):
         return target
@@ -37,7 +37,7 @@ def state_named(target: str) -> Any:
 
 
 def _run(where: str, code: Callable[[], Any]) -> Any:
-    """Run code of the user. That it fails is no defect of ours, and must not look like one."""
+    """Run code of the user. A failure of it is not a bug of ours, and must not look like one."""
     try:
         return code()
     except typer.BadParameter:
@@ -66,7 +66,7 @@ def _module_at(where: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))  # as if it was run: it may import what lies beside it
+    sys.path.insert(0, str(path.parent.resolve()))  # as if it was run: it may import modules beside it
     try:
         spec.loader.exec_module(module)
     finally:
@@ -82,7 +82,7 @@ def _module_at(where: str) -> ModuleType:
         Example("holdfast explain model.safetensors runs/a/step-00000100", "names that do not fit", status=1),
         Example(
             "holdfast explain model.safetensors dcp --rename 0=model.0 --rename 1=model.1 --allow-missing step",
-            "the same, with what load would be told",
+            "the same, with the options that load would be given",
         ),
     ],
 )
@@ -122,7 +122,7 @@ def explain(
     allow_pickle: AllowPickle = False,
     as_json: Json = False,
 ) -> int:
-    """Tell whether a checkpoint would load into a state, why not, and what would help.
+    """Say whether a checkpoint would load into a state, why not, and what would help.
 
     It says what holdfast.load would say, and changes nothing. The state is what a function of yours makes (file.py:name
     or module:name, which runs that code), or another checkpoint whose keys, shapes and dtypes are taken for those of a

@@ -84,7 +84,7 @@ def export(
 
     It needs nothing but the checkpoint: no model class, no GPU, no other processes, and little memory however large
     the model is. Names of the model are those below its part of the state; patterns and renames are about these. The
-    answer tells what was taken for the model, and what was left out.
+    answer lists what was taken for the model, and what was left out.
     """
     from holdfast._tools.converting.export import export as export_
 

@@ -49,7 +49,7 @@ def ls(
 
     A folder of checkpoints of any format can be given, or the folder of a run. States are: committed; set aside, after
     damage was found; damaged, if its record cannot be read or its files are missing or cut off; being written;
-    unfinished, if it cannot be told whether somebody still writes it; leftover, which a killed save has left. Only
+    unfinished, if it is unknown whether somebody still writes it; leftover, which a killed save has left. Only
     records are read. What the data files hold is checked by holdfast verify.
     """
     from holdfast._tools.listing.listing import list_place

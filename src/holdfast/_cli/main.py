@@ -113,7 +113,7 @@ def _failed(error: Exception, has_json: bool) -> int:
     if isinstance(error, ImportError) and is_about_torch(error):
         message = "this needs torch, which is not installed (pip install torch)"
     elif not is_expected:
-        message = f"{type(error).__name__}: {message} (a defect of holdfast; --debug shows where)"
+        message = f"{type(error).__name__}: {message} (a bug in holdfast; --debug shows where)"
     if has_json:
         fields = error.fields if isinstance(error, HoldfastError) else {}
         print_json({"error": {**fields, "type": type(error).__name__, "message": message}})

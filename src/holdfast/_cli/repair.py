@@ -44,8 +44,8 @@ def repair(
     """Rebuild what is lost from data files, and sweep leftover files.
 
     Without --apply it is a dry run. Of Holdfast's own format, the columns are rebuilt from the record and the headers
-    of data files, and a record from the headers alone, where all tensors are whole (other values are lost then). Of a
-    Hugging Face folder, the index is rebuilt and a killed save is finished. A checkpoint of DCP cannot be rebuilt
+    of data files, and a record from the headers alone, where all tensors are complete (other values are lost then). Of
+    a Hugging Face folder, the index is rebuilt and a killed save is finished. A checkpoint of DCP cannot be rebuilt
     without its index; lost keys are listed. Nothing is destroyed: what is replaced is kept as NAME.before-repair.
 
     The content of tensors is not checked here; holdfast verify does that. Exit status: 1 if something is wrong and was

@@ -50,7 +50,7 @@ def report(
         bool, typer.Option("--verify", help="Read everything, compare all digests, and show it.")
     ] = False,
     open_browser: Annotated[bool, typer.Option("--open", help="Show it in a browser.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE even if it is no report.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE even if it is not a report.")] = False,
     memory: Memory = None,
     allow_pickle: AllowPickle = False,
     quiet: Quiet = False,
@@ -70,7 +70,7 @@ def report(
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; give the name of a file to write, such as {path / 'report.html'}")
     if path.exists() and not force and not is_report(path):
-        raise FileExistsError(f"{path} exists and is no report of holdfast; choose another name, or use --force")
+        raise FileExistsError(f"{path} exists and is not a report of holdfast; choose another name, or use --force")
     with progress("reading", quiet=quiet) as on_progress:
         made = make_report(
             checkpoint,

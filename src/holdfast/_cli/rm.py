@@ -34,13 +34,13 @@ def rm(
 ) -> int:
     """Delete checkpoints; their records go first.
 
-    It asks before, if there is a terminal; otherwise --yes is needed. The record of a checkpoint, or its index, goes
-    first, so that a kill leaves nothing that looks whole. Only files of checkpoints are deleted, and a folder if it is
-    empty then. What is no checkpoint is refused, and so is what is pinned (but for --force) and what
-    lies in a run that a job is using. Of a job on another machine nobody can tell: with --force its checkpoints are
-    deleted, but for one that it is writing, and it goes on saving. If one of several is refused, none is deleted.
+    It asks first if there is a terminal; otherwise --yes is needed. The record of a checkpoint, or its index, goes
+    first, so that a kill leaves nothing that looks intact. Only files of checkpoints are deleted, and a folder if it is
+    empty then. What is not a checkpoint is refused, and so is what is pinned (unless --force is given) and what is in a
+    run that a job is using. Whether a job on another machine is alive is unknown: with --force its checkpoints are
+    deleted, except one that it is writing, and it goes on saving. If one of several is refused, none is deleted.
     """
-    from holdfast._tools.removing import refuse_to_remove, remove
+    from holdfast._tools.deleting import refuse_to_remove, remove
 
     entries = list({_real(entry.path): entry for entry in map(_checkpoint_at, paths)}.values())  # each once
     for entry in entries:
@@ -93,7 +93,7 @@ def _are_to_go(entries: list[Entry], total: int) -> bool:
     """What somebody at the terminal says."""
     if not asks():
         raise typer.BadParameter(
-            "nobody is there to be asked; give --yes to delete, or --dry-run to look", param_hint="--yes"
+            "there is no terminal to ask on; give --yes to delete, or --dry-run to look", param_hint="--yes"
         )
     for entry in entries:
         note(f"{printable(entry.path)}  {size(entry.bytes_on_disk)}  {entry.state}")
@@ -105,6 +105,6 @@ def _text(entries: list[Entry], left: dict[str, list[str]], *, dry_run: bool) ->
     lines = []
     for entry in entries:
         others = left.get(entry.path, [])
-        tail = f"; left what is no part of it: {', '.join(others[:5])}" if others else ""
+        tail = f"; left what is not part of it: {', '.join(others[:5])}" if others else ""
         lines.append(printable(f"{word} {entry.path}, {size(entry.bytes_on_disk)}{tail}"))
     return "\n".join(lines)

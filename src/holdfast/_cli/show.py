@@ -25,7 +25,7 @@ _LONGEST_LINE = 80
 @command(
     "show",
     examples=[
-        Example("holdfast show runs/a/step-00000300", "the tree, with shapes, dtypes, sizes and where tensors lie"),
+        Example("holdfast show runs/a/step-00000300", "the tree, with shapes, dtypes, sizes and places of tensors"),
         Example("holdfast show hf-model --key '*.weight' --statistics", "some of it, and what the numbers are like"),
         Example("holdfast show runs/a/step-00000300 'model.0.weight[0:4, :8]'", "elements of a tensor"),
         Example("holdfast show dcp step", "a value"),
@@ -72,7 +72,7 @@ def show(
     """Show what is in a checkpoint: keys, shapes, dtypes, sizes, and the elements themselves.
 
     Only what is shown is read: the tree of a checkpoint of any size is there at once, and a slice of a tensor takes the
-    blocks that it lies in. Layers that look the same are put together.
+    blocks that it is stored in. Layers that look the same are put together.
     """
     from holdfast._load.checkpoint import open_checkpoint
 
@@ -125,7 +125,7 @@ def _show_part(
     found = checkpoint[name]
     if not isinstance(found, TensorHandle):
         if index is not None:
-            raise typer.BadParameter(f"{name!r} is a value and no tensor, so it has no such part", param_hint="KEY")
+            raise typer.BadParameter(f"{name!r} is a value, not a tensor, so it has no such part", param_hint="KEY")
         reply({"key": name, "value": found}, f"{name}: {found!r}", as_json=as_json)
         return
     try:

@@ -26,10 +26,10 @@ def stat(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> int:
-    """Tell what a checkpoint is: format, when and by what it was saved, and how much is in it.
+    """Describe a checkpoint: its format, when and by what it was saved, and how much is in it.
 
     The answer has the number of ranks, the versions of everything, files and bytes, the elements of each dtype and of
-    each part, the metadata that was given to save, and how long its phases took. With --finite exit status 1 tells that
+    each part, the metadata that was given to save, and how long its phases took. With --finite exit status 1 means that
     there are elements that are nan or infinite.
     """
     from holdfast._load.checkpoint import open_checkpoint

@@ -1,4 +1,4 @@
-"""``holdfast verify``: is a checkpoint whole."""
+"""``holdfast verify``: is a checkpoint intact."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast._cli.options import AllowPickle, Exclude, Include, Json, Memory, Q
     examples=[
         Example("holdfast verify runs/a/step-00000300", "read everything and compare all digests"),
         Example("holdfast verify runs/a/step-* model.pt", "several, of any format"),
-        Example("holdfast verify damaged", "list all damage; the exit status tells too", status=1),
+        Example("holdfast verify damaged", "list all damage; the exit status says it too", status=1),
         Example("holdfast verify dcp --include 'model.*'", "only a part of it"),
     ],
 )
@@ -34,7 +34,7 @@ def verify(
 ) -> int:
     """Read whole checkpoints, compare all digests, and list all damage.
 
-    It goes on after the first damage, and names the tensors that lie there. How much can be found depends on the
+    It goes on after the first damage, and names the tensors that are stored there. How much can be found depends on the
     format, which the answer says: checkpoints of Holdfast have a digest of every byte, those of torch have checksums
     of most, safetensors files have none. Exit status 1 if something is damaged.
     """
@@ -53,7 +53,7 @@ def verify(
                     on_progress=on_progress,
                 )
             )
-    is_whole = all(report.ok for report in reports)
-    answer = {"ok": is_whole, "reports": [report.to_json() for report in reports]}
+    is_intact = all(report.ok for report in reports)
+    answer = {"ok": is_intact, "reports": [report.to_json() for report in reports]}
     reply(answer, "\n".join(map(str, reports)), as_json=as_json)
-    return 0 if is_whole else 1
+    return 0 if is_intact else 1

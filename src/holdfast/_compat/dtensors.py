@@ -1,7 +1,7 @@
 """DTensors: names that torch keeps private or has moved.
 
 Importing this takes a second, since torch's own modules do; a program without DTensors need not.
-``holdfast._layout.tensor_kinds`` tells the class apart without importing it.
+``holdfast._layout.tensor_kinds`` recognizes the class without importing it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,12 @@ def given_shard_order(tensor: DTensor) -> ShardOrder | None:
     Since 2.10 a DTensor may have one. Without, the placements alone say what is where.
     """
     spec = tensor._spec
-    if getattr(spec, "use_strided_shard_as_shard_order", True):
+    order: Any = getattr(spec, "shard_order", None)
+    # Strided shards can stand for an order themselves. Since 2.11 a flag says whether they do; before they always do.
+    are_the_order = any(isinstance(placement, StridedShard) for placement in spec.placements) or not order
+    if getattr(spec, "use_strided_shard_as_shard_order", are_the_order):
         return None
-    return {entry.tensor_dim: entry.mesh_dims for entry in spec.shard_order}
+    return {entry.tensor_dim: entry.mesh_dims for entry in order}
 
 
 @cache

@@ -78,7 +78,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def backends_take_another_timeout() -> bool:
-    """Whether a backend that is connected can be told to wait longer. Before 2.9, gloo takes note and does not."""
+    """Whether a backend that is connected can be set to wait longer. Before 2.9, gloo ignores the setting."""
     return hasattr(Backend, "set_timeout")
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from holdfast._base.crc import crc32
 from holdfast._dcp.blob_steps import StoredItems
 from holdfast._formats.archives.zip_layout import damaged
-from holdfast._formats.byte_ranges import Ranges
 from holdfast._formats.dcp.metadata import MetadataIndex, _StorageInfo
 from holdfast._formats.dcp.plan import ReadItem
+from holdfast._formats.ranged_files import Ranges
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 
 

@@ -12,15 +12,15 @@ import torch
 from holdfast._base.crc import crc32
 from holdfast._base.tuning import STREAM_BYTES
 from holdfast._dcp.blob_checks import check_seal, name_of, wrong_crc
-from holdfast._dcp.blob_steps import Progress, StoredItems
+from holdfast._dcp.blob_steps import ItemCount, StoredItems
 from holdfast._dcp.destinations import destination_of
 from holdfast._dcp.planner import LoadPlanner
-from holdfast._formats.byte_ranges import StreamRanges
 from holdfast._formats.dcp.archive import FamiliarArchives, read_tensor
 from holdfast._formats.dcp.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata, _StorageInfo
 from holdfast._formats.dcp.plan import LoadItemType, ReadItem
 from holdfast._formats.dcp.stored_chunks import archived_elements
 from holdfast._formats.dcp.transforms import ReaderTransforms
+from holdfast._formats.ranged_files import StreamRanges
 from holdfast._formats.tensor_places import narrowed
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 
@@ -34,7 +34,7 @@ _WIDEST_ELEMENT = 16
 """What an element may take beyond the index's dtype: it was converted on its way, or it has a scale of its own."""
 _LARGEST_VALUE = 4 << 30
 _LARGEST_RATIO = 1024
-"""A value may be that much larger than what is stored of it, or ``_LARGEST_VALUE``. The index does not tell more."""
+"""A value may be that much larger than what is stored of it, or ``_LARGEST_VALUE``. The index does not say more."""
 
 
 class BlobContents:
@@ -46,7 +46,7 @@ class BlobContents:
         self._familiar = FamiliarArchives()
 
     def apply(
-        self, stored: StoredItems, blob: Blob, planner: LoadPlanner, progress: Progress, source: str, *, verify: bool
+        self, stored: StoredItems, blob: Blob, planner: LoadPlanner, progress: ItemCount, source: str, *, verify: bool
     ) -> None:
         """Apply items that need a part of one blob, which is in memory."""
         info, items = stored

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Protocol
 from holdfast._base.crc import combined
 from holdfast._base.garbage import no_garbage_collection
 from holdfast._dcp.destinations import Destination
-from holdfast._formats.byte_ranges import Ranges, Step
-from holdfast._formats.chunk_reads import ChunkRead, Run
+from holdfast._formats.box_reads import ByteRange, ChunkRead
 from holdfast._formats.dcp.metadata import _StorageInfo
 from holdfast._formats.dcp.plan import ReadItem
+from holdfast._formats.ranged_files import Ranges, ReadStep
 
 # The steps of reading blobs: small ones many at once, large ones straight into the state, all others one by one.
 
@@ -24,7 +24,7 @@ class StoredItems(NamedTuple):
 
 
 class Batch:
-    """Blobs that lie close together and are read at once."""
+    """Blobs that are close together and are read at once."""
 
     def __init__(self, file: Ranges, apply: Callable[[StoredItems, Any], None]) -> None:
         self._file = file
@@ -46,7 +46,7 @@ class Batch:
         self._blobs.append(blob)
         self.end = max(self.end, blob.info.offset + blob.info.length)
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[ReadStep]:
         """One, if there is anything to read."""
         if self._blobs:
             yield self
@@ -95,26 +95,26 @@ class Chunk:
         self._crc = 0
         self._begun = False
 
-    def steps(self, progress: Progress) -> Iterator[Step]:
-        """One for every stretch, and the end."""
+    def steps(self, progress: ItemCount) -> Iterator[ReadStep]:
+        """One for every read, and the end."""
         progress.begin(self)
         progress.bytes_read += self._reading.bytes_read
-        for run in self._reading.stretches():
-            yield _Stretch(self, run)
+        for run in self._reading.reads():
+            yield _ChunkStep(self, run)
         yield _End(self, progress)
 
-    def read(self, run: Run) -> int:
-        """A stretch."""
+    def read(self, run: ByteRange) -> int:
+        """A range."""
         self._begun = True
         return self._reading.read(run, summed=self._summed)
 
-    def add(self, run: Run, crc: int) -> None:
-        """The next stretch was read."""
+    def add(self, run: ByteRange, crc: int) -> None:
+        """The next range was read."""
         if self._summed:
             self._crc = combined(self._crc, crc, run.end - run.begin)
 
-    def end(self, progress: Progress) -> None:
-        """All stretches were read."""
+    def end(self, progress: ItemCount) -> None:
+        """All reads were read."""
         self._finish(self._crc)
         progress.end(self, len(self._places))
 
@@ -126,8 +126,8 @@ class Chunk:
         return self._begun
 
 
-class _Stretch:
-    def __init__(self, chunk: Chunk, run: Run) -> None:
+class _ChunkStep:
+    def __init__(self, chunk: Chunk, run: ByteRange) -> None:
         self._chunk = chunk
         self._run = run
 
@@ -139,9 +139,9 @@ class _Stretch:
 
 
 class _End:
-    """Comes behind the stretches of a chunk, which may be none."""
+    """Comes behind the reads of a chunk, which may be none."""
 
-    def __init__(self, chunk: Chunk, progress: Progress) -> None:
+    def __init__(self, chunk: Chunk, progress: ItemCount) -> None:
         self._chunk = chunk
         self._progress = progress
 
@@ -176,7 +176,7 @@ class HalfRead(Protocol):
         """Leave zeros where there may be a part of it. False if nothing was read yet."""
 
 
-class Progress:
+class ItemCount:
     """Counts the items of one rank."""
 
     def __init__(self, total: int) -> None:
@@ -191,7 +191,7 @@ class Progress:
         self._under_way[id(reading)] = reading
 
     def end(self, reading: HalfRead, items: int) -> None:
-        """It is there, whole and undamaged."""
+        """It is there, complete and undamaged."""
         del self._under_way[id(reading)]
         self.applied += items
 

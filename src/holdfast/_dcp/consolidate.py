@@ -15,7 +15,7 @@ from holdfast._formats.hf_folder.commit import Folder, Switch, make_index
 from holdfast._formats.hf_folder.folder import Contents, read_contents, read_files
 from holdfast._formats.hf_folder.model_files import assign_files, write_model_files
 from holdfast._formats.hf_folder.names import SUFFIX, is_shard, temporary_name
-from holdfast._ranks.collectives import Collectives
+from holdfast._ranks.shared_steps import Collectives
 from holdfast._stores.local_filesystem import FileSystem
 from holdfast.errors import CheckpointNotFoundError, RankDisagreementError
 
@@ -78,13 +78,14 @@ def consolidate_safetensors_files_on_every_rank(
     """
     ranks = Collectives(process_group, dist.is_available() and dist.is_initialized(), 0)
     generation = ranks.broadcast("plan", new_generation)
-    work = ranks.all_gather_status(
-        "plan", lambda: _Consolidation(input_dir, output_dir, fqn_to_index_mapping, num_threads, generation)
-    )
+    with ranks.step("plan"):
+        work = _Consolidation(input_dir, output_dir, fqn_to_index_mapping, num_threads, generation)
     views = ranks.all_gather("plan", work.fingerprint)
-    ranks.all_gather_status("plan", lambda: _refuse_different_views(work.source, views))
+    with ranks.step("plan"):
+        _refuse_different_views(work.source, views)
     try:
-        ranks.all_gather_status("write", lambda: work.write(work.share(ranks.rank, ranks.world_size)))
+        with ranks.step("write"):
+            work.write(work.share(ranks.rank, ranks.world_size))
         ranks.broadcast("write", work.commit)
     except BaseException:
         if ranks.is_coordinator:

@@ -18,7 +18,7 @@ from holdfast._dcp.device_copies import OverlappingCpuLoader
 from holdfast._dcp.planner import SavePlanner
 from holdfast._dcp.storage import WriteResult
 from holdfast._formats.archives.values import needs_pickle
-from holdfast._formats.dcp.blobs import IN_MEMORY, Elements, write_blob
+from holdfast._formats.dcp.blobs import IN_MEMORY, WrittenElements, write_blob
 from holdfast._formats.dcp.metadata import _StorageInfo
 from holdfast._formats.dcp.plan import WriteItem, WriteItemType, written_bytes
 from holdfast._formats.dcp.transforms import WriterTransforms
@@ -62,7 +62,7 @@ class DirectStream:
         if not len(data):
             return 0
         view = memoryview(data).cast("B")
-        with naming(self._path):  # errors of earlier writes are told here
+        with naming(self._path):  # errors of earlier writes are raised here
             if self._is_complete:
                 raise ValueError(f"{self._path} is complete, and {view.nbytes} more bytes were written to it")
             self._file.write(view)
@@ -126,7 +126,7 @@ def write_file(
     *,
     copy_ahead: int,
     sync: bool,
-    elements: Elements = IN_MEMORY,
+    elements: WrittenElements = IN_MEMORY,
 ) -> list[WriteResult]:
     """Write a file, values first; with ``sync`` its content is durable afterwards."""
     results: list[WriteResult] = []
@@ -149,7 +149,7 @@ def write_item(
     item: WriteItem,
     data: torch.Tensor | io.BytesIO,
     transforms: WriterTransforms,
-    elements: Elements = IN_MEMORY,
+    elements: WrittenElements = IN_MEMORY,
 ) -> WriteResult:
     """Write one item, which begins at ``position`` of the file."""
     blob = write_blob(stream, item, data, transforms, elements)

@@ -26,8 +26,8 @@ from holdfast._formats.dcp.metadata import (
 from holdfast._formats.dcp.plan import LoadItemType, ReadItem
 from holdfast._formats.tensor_bytes import as_bytes, as_plain_cpu
 from holdfast._formats.tensor_places import fill, narrowed
-from holdfast._ranks.collectives import Attempt
 from holdfast._ranks.parcels import Note
+from holdfast._ranks.shared_steps import Attempt
 from holdfast.errors import HoldfastError
 
 Present: TypeAlias = Callable[[torch.Tensor], AbstractContextManager[None]]

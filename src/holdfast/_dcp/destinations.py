@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from holdfast._dcp.planner import LoadPlanner, keeps_items_apart
-from holdfast._formats.chunk_reads import Place
+from holdfast._formats.box_reads import Place
 from holdfast._formats.dcp.plan import ReadItem
 from holdfast._formats.tensor_places import TensorPlace
 from holdfast.errors import HoldfastError
@@ -36,7 +36,7 @@ class DestinationPlanner(LoadPlanner):
 
     @keeps_items_apart
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Destinations are told themselves."""
+        """Destinations are notified directly."""
 
 
 def destination_of(item: ReadItem, planner: LoadPlanner, stored: torch.dtype) -> Destination:

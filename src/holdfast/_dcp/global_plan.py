@@ -1,4 +1,4 @@
-"""From the plans of all ranks to the description of one checkpoint, and the proof that it is whole."""
+"""From the plans of all ranks to the description of one checkpoint, and the proof that it is complete."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class HuggingFaceStorageReader(FileSystemReader):
         return Metadata(described, storage_data=places, storage_meta=meta)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all items. The error of any thread is raised, and tells whether the state was already changed."""
+        """Read all items. The error of any thread is raised, and says whether the state was already changed."""
         done: list[ReadItem] = []
         stop = threading.Event()
 
@@ -161,7 +161,7 @@ class HuggingFaceStorageReader(FileSystemReader):
         return _HFStorageInfo(info.relative_path, torch.Size(shape), dtype, header.position(key), header.digest)
 
     def _shares(self, items: Sequence[ReadItem]) -> list[list[ReadItem]]:
-        """Items of one file in the order in which they lie; large files in several shares if there are threads."""
+        """Items of one file in the order of the file; large files in several shares if there are threads."""
         files: dict[str, list[ReadItem]] = defaultdict(list)
         for item in items:
             files[self._info(item).relative_path].append(item)

@@ -142,7 +142,7 @@ _TICKET = "holdfast"
 
 @dataclass(frozen=True)
 class _Ticket:
-    """What the coordinator tells each rank: of which save its files are, and how they are numbered."""
+    """What the coordinator sends to each rank: of which save its files are, and how they are numbered."""
 
     generation: str
     save_id: str

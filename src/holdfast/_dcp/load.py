@@ -10,7 +10,7 @@ import logging
 import time
 from typing import Any, NamedTuple
 
-from holdfast._background.copying import finish_copies
+from holdfast._background.copy_jobs import finish_copies
 from holdfast._base.garbage import no_garbage_collection
 from holdfast._dcp.events import recorded, recorded_step
 from holdfast._dcp.index_files import shared_save_id
@@ -19,7 +19,7 @@ from holdfast._dcp.save import call_if_present, set_up_storage
 from holdfast._dcp.storage import StorageReader
 from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata
 from holdfast._formats.dcp.plan import LoadPlan
-from holdfast._ranks.collectives import Collectives
+from holdfast._ranks.shared_steps import Collectives
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, RankDisagreementError, StateMismatchError
 
 logger = logging.getLogger(__name__)
@@ -72,11 +72,13 @@ class _Load:
                 raise
         if getattr(self.reader, "reads_together", False):
             # Its ranks wait for each other while they read, so none of them may fail before that.
-            finished = self.ranks.all_gather_status("read", lambda: self.planner.finish_plan(plan))
+            with self.ranks.step("read"):
+                finished = self.planner.finish_plan(plan)
             with recorded("read_data", **self.about):
                 self.reader.read_data(finished, self.planner).wait()
         else:
-            self.ranks.all_gather("read", lambda: self._read(plan))
+            with self.ranks.step("read"):
+                self._read(plan)
 
     def _agree_on_index(self) -> Metadata:
         """Read the index. Ranks that see different checkpoints (a stale mount, a save going on) must not go on."""
@@ -96,7 +98,8 @@ class _Load:
         if _differ(views) and all(view.saved_rank_by_rank for view in views):
             views = self.ranks.all_gather("plan", look_again)
         if _differ(views):
-            self.ranks.all_gather_status("plan", lambda: _refuse_different_views(views))
+            with self.ranks.step("plan"):
+                _refuse_different_views(views)
         return found[-1]
 
     def _view_of(self, metadata: Metadata) -> _View:
@@ -136,7 +139,8 @@ class _Load:
 
     def _plan(self, metadata: Metadata) -> LoadPlan:
         if self.saved_rank_by_rank:
-            return self.ranks.all_gather_status("plan", lambda: self._plan_own_part(metadata))
+            with self.ranks.step("plan"):
+                return self._plan_own_part(metadata)
         return self.ranks.reduce_scatter("plan", lambda: self._plan_locally(metadata), self._plan_globally)
 
     def _plan_own_part(self, metadata: Metadata) -> LoadPlan:
@@ -175,12 +179,12 @@ class _Load:
 
 
 def _is_there(error: Exception) -> bool:
-    """Whether there is an index and it cannot be read. It must not be replaced by whatever else lies around."""
+    """Whether there is an index and it cannot be read. It must not be replaced by whatever else is there."""
     return isinstance(error, (HoldfastError, OSError)) and not isinstance(error, FileNotFoundError)
 
 
 def _differ(views: list[_View]) -> bool:
-    """Whether these are views of different checkpoints. Of parts whose writer gave no common id nobody can tell."""
+    """Whether these are views of different checkpoints. Unknown for parts whose writer gave no common id."""
     by_rank = views[0].saved_rank_by_rank
     ids = {view.save_id for view in views if view.save_id is not None or not by_rank}
     return any(view.saved_rank_by_rank != by_rank for view in views) or len(ids) > 1

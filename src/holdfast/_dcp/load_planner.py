@@ -28,8 +28,8 @@ from holdfast._formats.dcp.metadata import (
 )
 from holdfast._formats.dcp.plan import LoadPlan, ReadItem
 from holdfast._layout.materialize import materialize
+from holdfast._layout.tensor_items import on_this_rank
 from holdfast._layout.tensor_kinds import KIND, TO_LOAD, is_partitioned
-from holdfast._layout.tensors import on_this_rank
 from holdfast._settings import OnFinding
 from holdfast.errors import StateMismatchError
 
@@ -101,7 +101,7 @@ class DefaultLoadPlanner(LoadPlanner):
             dtype_change=self.dtype_change or settings.current().dtype_change,
         )
         if self.is_coordinator and self.flatten_state_dict:
-            self._tell_what_stays_behind(self.metadata)
+            self._warn_of_unloaded(self.metadata)
         return plan
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -146,11 +146,7 @@ class DefaultLoadPlanner(LoadPlanner):
             raise StateMismatchError(
                 f"'{fqn}' is the number {number} in the checkpoint, which a tensor of {target.dtype} cannot hold. "
                 f"Put a tensor of {stored} there.",
-                missing=[],
-                shapes={},
                 dtypes={fqn: (stored, target.dtype)},
-                kinds={},
-                uncovered={},
             )
         target.fill_(number)
 
@@ -173,7 +169,7 @@ class DefaultLoadPlanner(LoadPlanner):
             tensor = tensor.narrow(dim, start, length)
         return tensor
 
-    def _tell_what_stays_behind(self, metadata: Metadata) -> None:
+    def _warn_of_unloaded(self, metadata: Metadata) -> None:
         """Warn of stored state below the asked-for keys that has no place: a fresh optimizer is the usual case."""
         left = unloaded_under(self.original_state_dict, self.state_dict, metadata)
         if left:
@@ -300,24 +296,24 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         problems.missing.extend(sorted((self.keys or set()) - known))
         problems.raise_or_warn("ignore")
 
-    def _tell_what_stays_behind(self, metadata: Metadata) -> None:
+    def _warn_of_unloaded(self, metadata: Metadata) -> None:
         """What was not selected is meant to stay behind."""
 
 
 def _stored_path(fqn: str, metadata: Metadata) -> ObjectPath:
-    """Where a key was in the state that was saved; at the top if the checkpoint does not tell."""
+    """Where a key was in the state that was saved; at the top if the checkpoint does not say."""
     paths = metadata.planner_data
     path: ObjectPath = paths.get(fqn, (fqn,)) if isinstance(paths, Mapping) else (fqn,)
     return path
 
 
 def _names_for(fqn: str, metadata: Metadata) -> set[str]:
-    """The names that select a stored key: its own, and those of all that it lies in."""
+    """The names that select a stored key: its own, and those of all that it is in."""
     path = _stored_path(fqn, metadata)
     return {fqn, *(flat_name(path[:length]) for length in range(1, len(path) + 1))}
 
 
-# A load planner for storages that cannot tell what they hold: the state itself says what is expected there.
+# A load planner for storages that do not list their contents: the state itself says what is expected there.
 
 
 class DynamicMetaLoadPlanner(DefaultLoadPlanner):

@@ -1,7 +1,7 @@
 """The optimizer's part of a checkpoint, loaded without an optimizer state: its places are made from the index.
 
 Each rank gets its rows of every tensor, as FSDP1 splits them. Under FSDP1 over tensor parallelism the model's own
-tensors, ShardedTensors in ShardedTensors, tell which part of a parameter is this rank's, and among whom that is split.
+tensors, ShardedTensors in ShardedTensors, say which part of a parameter is this rank's, and among whom that is split.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, BytesStorageMetadata
 from holdfast._formats.dcp.plan import LoadPlan, ReadItem
 from holdfast._layout.materialize import empty_row_shards, empty_tensor, group_device_type
 from holdfast._layout.offset_shards import OffsetShards
-from holdfast._layout.tensors import size_and_dtype
+from holdfast._layout.tensor_items import size_and_dtype
 from holdfast.errors import StateMismatchError, UnsupportedTensorError
 
 _PARAMETER = 2
 """Where in a path the parameter's name is: ("optimizer", "state", "layer.weight", "exp_avg")."""
 
 
-class Part(NamedTuple):
+class ParameterPart(NamedTuple):
     """What a tensor-parallel rank has of a parameter. Without ``offsets`` it is the whole parameter."""
 
     offsets: list[int] | None
@@ -41,23 +41,23 @@ class Part(NamedTuple):
 class ModelLayout(NamedTuple):
     """The parts of all parameters, and the ranks that share them: None if parameters are not in two levels."""
 
-    parts: dict[str, Part]
+    parts: dict[str, ParameterPart]
     group: dist.ProcessGroup | None
 
 
 def model_layout(model_state: Mapping[str, Any]) -> ModelLayout:
     """Look at the tensors of a model's state. Values that are not tensors do not matter."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, ParameterPart] = {}
     group = None
     for key, value in model_state.items():
         if not isinstance(value, torch.Tensor):
             continue
         size, _ = size_and_dtype(value)
         if not is_nested(value, key=key):
-            parts[key] = Part(None, list(size), size)
+            parts[key] = ParameterPart(None, list(size), size)
             continue
         outer, inner = _only_shard(value, key)
-        parts[key] = Part(list(outer.shard_offsets), list(outer.shard_sizes), size)
+        parts[key] = ParameterPart(list(outer.shard_offsets), list(outer.shard_sizes), size)
         group = group_of_sharded(inner)
     return ModelLayout(parts, group)
 
@@ -72,7 +72,7 @@ def is_nested(value: torch.Tensor, *, key: str = "") -> bool:
     if isinstance(inner, DTensor):
         kind = f"a DTensor in a {type(value).__name__}"
         raise UnsupportedTensorError(
-            f"{repr(key) if key else 'A tensor'} is {kind}; only ShardedTensors in ShardedTensors tell which part of "
+            f"{repr(key) if key else 'A tensor'} is {kind}; only ShardedTensors in ShardedTensors say which part of "
             "the optimizer's state is this rank's. For models of DTensors, get_optimizer_state_dict makes a state that "
             "holdfast.dcp.load loads into.",
             key=key,
@@ -194,10 +194,6 @@ def _not_found(key: str, remedy: str) -> StateMismatchError:
     return StateMismatchError(
         f"The checkpoint has no state of an optimizer under the key {key!r}. {remedy}",
         missing=[key],
-        shapes={},
-        dtypes={},
-        kinds={},
-        uncovered={},
     )
 
 
@@ -206,9 +202,5 @@ def _size_differs(key: str, path: ObjectPath, stored: torch.Size, parameter: tor
         f"{key}: a tensor of size {list(stored)} is stored, but the parameter '{path[_PARAMETER]}' of the model is of "
         f"size {list(parameter)} and split by tensor parallelism, so it is unclear which part of the stored tensor is "
         "this rank's. Load into the model that the checkpoint is of.",
-        missing=[],
         shapes={key: (stored, parameter)},
-        dtypes={},
-        kinds={},
-        uncovered={},
     )

@@ -121,14 +121,14 @@ class PlanCache:
     def _out_of_step(self, who: str) -> InvalidPlanError:
         self.forget()
         return InvalidPlanError(
-            f"{who} counts on a plan of an earlier save that is not remembered any more. Nothing was saved, and all "
+            f"{who} relies on a plan of an earlier save that is no longer cached. Nothing was saved, and all "
             "remembered plans are dropped: save again, or turn plan caching off.",
             problems=["plan cache"],
         )
 
 
 def _note(sent: SavePlan) -> SavePlan:
-    """Tells a rank that its last plan holds, keeping what its storage has put down for this save."""
+    """Says to a rank that its last plan is still valid, keeping what its storage has put down for this save."""
     return SavePlan([], storage_data=sent.storage_data, usable=False)
 
 

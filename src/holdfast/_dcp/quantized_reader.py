@@ -96,7 +96,7 @@ class Mxfp4:
         values = _FOUR_BIT_FLOATS[pairs.int()].flatten(-2)
         first_of_whole = at[-1] // self.per_block
         powers = narrowed(scales, (*at[:-1], first_of_whole), (*part.sizes[:-1], count)).double() - _EXPONENT_BIAS
-        # In double precision, where no power of two that a byte can tell is too large or too small.
+        # In double precision, where no power of two that a byte can hold is too large or too small.
         values = (values * torch.exp2(powers).unsqueeze(-1)).flatten(-2)
         return values.narrow(-1, part.offsets[-1] - first * self.per_block, part.sizes[-1])
 

@@ -28,7 +28,7 @@ def create_read_items_for_chunk_list(
     found = overlaps(local_chunks, checkpoint_md.chunks)
     gap = missing_part(local_chunks, checkpoint_md.chunks, checkpoint_md.size, found)
     if gap is not None:
-        raise StateMismatchError(f"'{fqn}': {gap}", missing=[], shapes={}, dtypes={}, kinds={}, uncovered={fqn: gap})
+        raise StateMismatchError(f"'{fqn}': {gap}", uncovered={fqn: gap})
     items = []
     for target_position, source_position, start, lengths in found:
         target, source = local_chunks[target_position], checkpoint_md.chunks[source_position]

@@ -22,13 +22,12 @@ from holdfast._base.boxes import Box
 from holdfast._base.tuning import MERGE_GAP, READ_BYTES, SEVERAL_READERS_FROM, STRAIGHT_FROM
 from holdfast._dcp.blob_checks import name_of, refuse_regions_outside, refuse_short_file, wrong_crc
 from holdfast._dcp.blob_contents import Blob, BlobContents
-from holdfast._dcp.blob_steps import Batch, Chunk, Closing, Progress, StoredItems, WholeBlob
+from holdfast._dcp.blob_steps import Batch, Chunk, Closing, ItemCount, StoredItems, WholeBlob
 from holdfast._dcp.destinations import destination_of
 from holdfast._dcp.index_files import IndexReads
 from holdfast._dcp.planner import LoadPlanner, may_be_filled_at_once
 from holdfast._dcp.storage import StorageReader
-from holdfast._formats.byte_ranges import Ranges, Step, StreamRanges, carry_out, is_plain, opened_ranges
-from holdfast._formats.chunk_reads import ChunkRead, Wanted
+from holdfast._formats.box_reads import ChunkRead, WantedRegion
 from holdfast._formats.dcp import names as layout
 from holdfast._formats.dcp.metadata import (
     ChunkStorageMetadata,
@@ -40,6 +39,7 @@ from holdfast._formats.dcp.metadata import (
 from holdfast._formats.dcp.plan import LoadItemType, LoadPlan, ReadItem
 from holdfast._formats.dcp.stored_chunks import archived_elements, check_envelope, sealed_elements
 from holdfast._formats.dcp.transforms import ReaderTransforms, TransformRegistry
+from holdfast._formats.ranged_files import Ranges, ReadStep, StreamRanges, carry_out, is_plain, opened_ranges
 from holdfast._formats.tensor_places import turned
 from holdfast._stores.filesystem import AnyPath, FileSystemBase, ReaderView
 from holdfast._stores.local_filesystem import FileSystem
@@ -118,8 +118,8 @@ class FileSystemReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all items. An error tells whether the state was already changed."""
-        progress = Progress(len(plan.items))
+        """Read all items. An error says whether the state was already changed."""
+        progress = ItemCount(len(plan.items))
         try:
             self.read_items(plan.items, planner, progress)
         except HoldfastError as error:
@@ -130,7 +130,7 @@ class FileSystemReader(StorageReader):
         future.set_result(None)
         return future
 
-    def read_items(self, items: Sequence[ReadItem], planner: LoadPlanner, progress: Progress) -> None:
+    def read_items(self, items: Sequence[ReadItem], planner: LoadPlanner, progress: ItemCount) -> None:
         """Read items that may have nothing to do with a state, so that errors do not speak of one."""
         try:
             # Values first: one that is refused must not leave tensors changed.
@@ -141,7 +141,7 @@ class FileSystemReader(StorageReader):
         except Exception as error:
             raise HoldfastError(f"reading {self.path} failed: {type(error).__name__}: {error}.") from error
 
-    def _read_items(self, wanted: Sequence[ReadItem], planner: LoadPlanner, progress: Progress) -> None:
+    def _read_items(self, wanted: Sequence[ReadItem], planner: LoadPlanner, progress: ItemCount) -> None:
         files = self._by_file_and_blob(wanted)
         stored = sum(blob.info.length for blobs in files.values() for blob in blobs)
         in_threads = self._reads_plain_files() and stored >= SEVERAL_READERS_FROM and may_be_filled_at_once(planner)
@@ -156,10 +156,10 @@ class FileSystemReader(StorageReader):
         self,
         files: Mapping[str, Sequence[StoredItems]],
         planner: LoadPlanner,
-        progress: Progress,
+        progress: ItemCount,
         open_files: ExitStack,
-    ) -> Iterator[Step]:
-        """What to do for the blobs of each file, in the order in which they lie."""
+    ) -> Iterator[ReadStep]:
+        """What to do for the blobs of each file, in the order in which they are stored."""
         verify = self._verifies()
         contents = BlobContents(self.transforms, self._stored_chunk)
 
@@ -213,7 +213,7 @@ class FileSystemReader(StorageReader):
             return None
         places = [destination_of(item, planner, elements.dtype) for item in items]
         wanted = [
-            Wanted(Box(tuple(item.storage_offsets), tuple(item.lengths)), place)
+            WantedRegion(Box(tuple(item.storage_offsets), tuple(item.lengths)), place)
             for item, place in zip(items, places, strict=True)
         ]
         sizes = tuple(stored.sizes)
@@ -245,7 +245,7 @@ class FileSystemReader(StorageReader):
         return ReaderView(file, sinfo.offset, sinfo.length)
 
     def _by_file_and_blob(self, wanted: Sequence[ReadItem]) -> dict[str, list[StoredItems]]:
-        """The items of each blob together, the blobs of each file in the order in which they lie."""
+        """The items of each blob together, the blobs of each file in the order in which they are stored."""
         by_index: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
         for item in wanted:
             by_index[item.storage_index].append(item)

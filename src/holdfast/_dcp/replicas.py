@@ -141,12 +141,12 @@ def _feed_members(hasher: Hasher, value: Any, ancestors: frozenset[int]) -> int:
 
 
 def _what_pickle_stores(value: Any) -> list[Any]:
-    """The parts that an object is made of. What it merely refers to (a logger, a handle) is no part of its value."""
+    """The parts that an object is made of. What it merely refers to (a logger, a handle) is not part of its value."""
     reduce = copyreg.dispatch_table.get(type(value))
     try:
         recipe: Any = reduce(value) if reduce else value.__reduce_ex__(2)
     except Exception:
-        return []  # it cannot be stored, which is for the one who tries to tell
+        return []  # it cannot be stored; whoever tries reports that
     if isinstance(recipe, str):
         return [recipe]
     function, arguments, state, items, pairs = (*recipe[:5], None, None, None)[:5]

@@ -20,8 +20,8 @@ from holdfast._dcp.planner import SavePlanner
 from holdfast._dcp.storage import StorageWriter, WriteResult
 from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata
 from holdfast._formats.dcp.plan import SavePlan
-from holdfast._ranks.collectives import Collectives
 from holdfast._ranks.committing import commit_on_each
+from holdfast._ranks.shared_steps import Collectives
 from holdfast.errors import RankDisagreementError
 
 logger = logging.getLogger(__name__)
@@ -96,13 +96,12 @@ class _Save:
         self.planner.peers = (self.ranks.rank,)
         self._share_save_id()
 
-        def write_own_part() -> list[WriteResult]:
-            plan = self._plan_globally([self._plan_locally(use_collectives=False)])[0]
-            return self._write(plan)
-
         try:
-            results = self.ranks.all_gather_status("write", write_own_part)
-            metadata = self.ranks.all_gather_status("write", lambda: self._commit([results]))
+            with self.ranks.step("write"):
+                plan = self._plan_globally([self._plan_locally(use_collectives=False)])[0]
+                results = self._write(plan)
+            with self.ranks.step("write"):
+                metadata = self._commit([results])
         except BaseException:
             call_if_present(self.writer, "discard_unfinished")
             raise
@@ -114,7 +113,8 @@ class _Save:
             may_have_happened=lambda: getattr(self.writer, "may_be_committed", True),
             undo=lambda: call_if_present(self.writer, "discard_unfinished"),
         )
-        self.ranks.all_gather_status("write", lambda: call_if_present(self.writer, "finish_rank_local", world_size))
+        with self.ranks.step("write"):
+            call_if_present(self.writer, "finish_rank_local", world_size)
         return metadata
 
     @recorded_step("local_step")
@@ -192,7 +192,7 @@ def _members(plan: SavePlan) -> Iterator[Any]:
 def set_up_save_planner(
     planner: SavePlanner, state_dict: STATE_DICT_TYPE, storage_meta: Any, is_coordinator: bool
 ) -> None:
-    """Set up a planner, also one that was written before planners were told about the storage."""
+    """Set up a planner, also one that was written before planners were given the storage."""
     if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
         planner.set_up_planner(state_dict=state_dict, storage_meta=storage_meta, is_coordinator=is_coordinator)
         return
@@ -204,7 +204,7 @@ def set_up_save_planner(
 
 
 def set_up_storage(set_up: Any, *args: Any, **role: Any) -> None:
-    """Call a storage's set-up; it is told its role only if it takes ``kwargs``, since older storages do not."""
+    """Call a storage's set-up; it is given its role only if it takes ``kwargs``, since older storages do not."""
     takes_role = "kwargs" in inspect.signature(set_up).parameters
     set_up(*args, **(role if takes_role else {}))
 

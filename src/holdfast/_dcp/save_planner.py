@@ -20,7 +20,7 @@ from holdfast._dcp.state_objects import create_write_items, find_state_dict_obje
 from holdfast._formats.archives.values import encode_value
 from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
 from holdfast._formats.dcp.plan import BytesIOWriteData, SavePlan, WriteItem, WriteItemType
-from holdfast._layout.tensors import may_be_replicated
+from holdfast._layout.tensor_items import may_be_replicated
 from holdfast._settings import OnFinding
 from holdfast.errors import InvalidPlanError, UnsupportedValueError
 
@@ -85,7 +85,7 @@ class DefaultSavePlanner(SavePlanner):
         return self._cache.announce(plan) if self._enable_plan_caching else plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Remove copies, describe the checkpoint and prove that it is whole."""
+        """Remove copies, describe the checkpoint and prove that it is complete."""
         if self._enable_plan_caching:
             self.global_plan, self.metadata = self._cache.plan_globally(all_plans, self._create_global_plan)
         else:

@@ -17,27 +17,27 @@ import torch
 
 from holdfast._base.boxes import Box, out_of_bounds, place_of
 from holdfast._base.tiling import tiling_problems
-from holdfast._dcp.blob_steps import Progress
+from holdfast._dcp.blob_steps import ItemCount
 from holdfast._dcp.destinations import Destination, DestinationPlanner
 from holdfast._dcp.planner import LoadPlanner
 from holdfast._dcp.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
 from holdfast._dcp.reader import FileSystemReader
 from holdfast._dcp.tensor_streams import StreamingReader
 from holdfast._formats.archives.values import decode_value
-from holdfast._formats.byte_ranges import read_size
-from holdfast._formats.chunk_reads import Buffer
+from holdfast._formats.box_reads import Buffer
 from holdfast._formats.dcp import names as layout
 from holdfast._formats.dcp.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from holdfast._formats.dcp.plan import ReadItem
 from holdfast._formats.native.refs import PickledValue, TensorRef, UnknownValue
 from holdfast._formats.native.torch_elements import as_array, as_tensor, dtype_of
 from holdfast._formats.nesting import nested, renamed_by_a_bit
+from holdfast._formats.ranged_files import read_size
 from holdfast._formats.source import (
     ByteStream,
     ChunkPlace,
+    DiscardingArray,
     Into,
-    Nowhere,
-    Request,
+    ReadRequest,
     Source,
     check_requests,
     part_of,
@@ -50,7 +50,7 @@ from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, Ref
 
 
 class StoredItem(NamedTuple):
-    """A chunk of a tensor, or a value, and where it lies."""
+    """A chunk of a tensor, or a value, and where it is stored."""
 
     key: str
     offsets: tuple[int, ...]
@@ -70,7 +70,7 @@ class DcpSource(Source):
     >>> source.tree["step"], source.tree["model"]["w"].shape
     (7, (2, 2))
     >>> column = np.empty((2, 1), source.tensors["model.w"].dtype.carrier)
-    >>> _ = source.read([Request("model.w", (0, 1), (2, 1), column)])
+    >>> _ = source.read([ReadRequest("model.w", (0, 1), (2, 1), column)])
     >>> column.tolist()
     [[2], [4]]
     """
@@ -99,9 +99,9 @@ class DcpSource(Source):
     def tree(self) -> dict[Any, Any]:
         """The saved state. Where a part of it was saved as it is only needed with code, it is a ``PickledValue``.
 
-        Lists stay lists; other kinds of sequences and of keys than texts are not recorded by this format.
+        Lists stay lists; other kinds of sequences, and keys other than str, are not recorded by this format.
         """
-        taking = _Taking(self._allow_pickle)
+        taking = _ValueCollector(self._allow_pickle)
         self._read_values(taking)
         leaves: dict[str, Any] = {}
         for key, entry in self._index.state_dict_metadata.items():
@@ -115,7 +115,7 @@ class DcpSource(Source):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the index tells about the save."""
+        """What the index says about the save."""
         meta = self._index.storage_meta
         known: dict[str, Any] = {"version": self._index.version}
         if meta is not None:
@@ -130,7 +130,7 @@ class DcpSource(Source):
         return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
 
     def chunk_places(self, key: str) -> list[ChunkPlace]:
-        """The same boxes, with the archives that they lie in and who wrote them."""
+        """The same boxes, with the archives that they are stored in and who wrote them."""
         found = []
         for box in self.chunks(key):
             info = self._places.get((key, box.offsets))
@@ -180,27 +180,27 @@ class DcpSource(Source):
 
     def read_items(self, items: Sequence[StoredItem], *, memory: int | None = None) -> int:
         """Read whole chunks and values only to compare them with their CRCs. Returns how many bytes that were."""
-        values, requests = list[ReadItem](), list[Request]()
+        values, requests = list[ReadItem](), list[ReadRequest]()
         for item in items:
             entry = self._index.state_dict_metadata[item.key]
             if not isinstance(entry, TensorStorageMetadata):
                 values.append(create_read_item_for_bytes(item.key))
             elif item.key in self.tensors:
                 sizes = self._sizes_of(item, entry)
-                place = Nowhere(sizes, self.tensors[item.key].dtype.carrier)
-                requests.append(Request(item.key, item.offsets, sizes, place))
-        read = self._carry_out(values, _Taking(self._allow_pickle), verify=True) if values else 0
+                place = DiscardingArray(sizes, self.tensors[item.key].dtype.carrier)
+                requests.append(ReadRequest(item.key, item.offsets, sizes, place))
+        read = self._carry_out(values, _ValueCollector(self._allow_pickle), verify=True) if values else 0
         return read + (self.read(requests, memory=memory) if requests else 0)
 
     def _sizes_of(self, item: StoredItem, entry: TensorStorageMetadata) -> tuple[int, ...]:
-        """Of a chunk, which must lie inside of its tensor."""
+        """Of a chunk, which must be inside of its tensor."""
         ref = self.tensors[item.key]
         for chunk in entry.chunks:
             if tuple(chunk.offsets) == item.offsets and not out_of_bounds([chunk], ref.shape):
                 return tuple(chunk.sizes)
         raise DamagedCheckpointError(
-            f"the index of {self.location} speaks of a chunk of {item.key!r} at {list(item.offsets)} that it does not "
-            f"list, or that does not lie inside of the shape {list(ref.shape)}.",
+            f"the index of {self.location} refers to a chunk of {item.key!r} at {list(item.offsets)} that it does not "
+            f"list, or that is not inside of the shape {list(ref.shape)}.",
             file=".metadata",
             key=item.key,
             expected="a chunk inside of its tensor",
@@ -215,7 +215,7 @@ class DcpSource(Source):
         data = dict.fromkeys(info.relative_path for info in self._places.values())
         return sizes_of(reader.fs, reader.path, [*indexes, *data])
 
-    def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:
+    def read(self, requests: Sequence[ReadRequest], *, verify: bool = True, memory: int | None = None) -> int:
         """Fill the memory of all requests, chunk by chunk; what several requests share is read once.
 
         With ``verify`` a chunk of which all is wanted is compared with its CRC. There is none for parts of chunks: of
@@ -223,7 +223,7 @@ class DcpSource(Source):
         meanwhile, some at a time.
         """
         check_requests(requests, self.tensors)
-        by_key: dict[str, list[Request]] = defaultdict(list)
+        by_key: dict[str, list[ReadRequest]] = defaultdict(list)
         for request in requests:
             by_key[request.key].append(request)
         items: list[ReadItem] = []
@@ -249,7 +249,7 @@ class DcpSource(Source):
 
     def verify(self) -> int:
         """Read all tensors and values, to see whether they are undamaged. Returns how many bytes that were."""
-        return self._read_values(_Taking(self._allow_pickle)) + super().verify()
+        return self._read_values(_ValueCollector(self._allow_pickle)) + super().verify()
 
     def _read_index(self) -> Metadata:
         reader = self._reader()
@@ -261,7 +261,7 @@ class DcpSource(Source):
             except CheckpointNotFoundError:
                 raise not_saved_together from None
 
-    def _read_values(self, taking: _Taking) -> int:
+    def _read_values(self, taking: _ValueCollector) -> int:
         keys = [
             key
             for key, entry in self._index.state_dict_metadata.items()
@@ -275,7 +275,7 @@ class DcpSource(Source):
         reader = self._reader(verify=verify)  # one for every call: it is cheap, and calls may come from many threads
         reader.set_up_storage_reader(self._index, is_coordinator=True)
         reader.largest_read = read_size(memory)
-        progress = Progress(len(items))
+        progress = ItemCount(len(items))
         reader.read_items(items, planner, progress)
         return progress.bytes_read
 
@@ -293,7 +293,7 @@ class DcpSource(Source):
 class _Placing(DestinationPlanner):
     """Has the parts of chunks put where the requests want them."""
 
-    def __init__(self, requests: Mapping[str, Sequence[Request]], index: Metadata) -> None:
+    def __init__(self, requests: Mapping[str, Sequence[ReadRequest]], index: Metadata) -> None:
         self._requests = requests
         self._index = index
 
@@ -304,7 +304,7 @@ class _Placing(DestinationPlanner):
         assert isinstance(entry, TensorStorageMetadata)
         place = part_of(self._requests[key][number].into, read_item.dest_offsets, read_item.lengths)
         tensor = as_tensor(place, entry.properties.dtype) if isinstance(place, np.ndarray) else None
-        if tensor is None:  # it is no array, or one that no tensor could be
+        if tensor is None:  # it is not an array, or one that no tensor could be
             return _AssignedPlace(place, entry.properties.dtype, stored)
         return _TensorInRequest(tensor, stored, key)
 
@@ -342,7 +342,7 @@ class _AssignedPlace:
         """Nobody waits for that."""
 
 
-class _Taking(LoadPlanner):
+class _ValueCollector(LoadPlanner):
     """Collects values."""
 
     def __init__(self, allow_pickle: bool) -> None:

@@ -1,6 +1,6 @@
 """What a flat state holds under its keys, for planners: every kind of tensor, and values.
 
-``planning/tensors.py`` knows the kinds that tensors are by class. Here the kind comes in that tensors are by
+``_layout/tensor_items.py`` knows the kinds that tensors are by class. Here the kind comes in that tensors are by
 attributes, and errors get the words that programs for DCP look for.
 """
 
@@ -14,7 +14,7 @@ import torch
 from holdfast._compat.sharded_tensors import ShardedTensor
 from holdfast._formats.dcp.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast._formats.dcp.plan import TensorWriteData, WriteItem, WriteItemType
-from holdfast._layout import tensors
+from holdfast._layout import tensor_items
 from holdfast._layout.checkpointable import CheckpointableTensor, chunks_of, is_checkpointable, shard_of
 from holdfast._layout.tensor_kinds import is_dtensor
 
@@ -22,16 +22,16 @@ from holdfast._layout.tensor_kinds import is_dtensor
 def create_write_items(fqn: str, object: Any) -> list[WriteItem]:
     """What this rank would write for ``object``; one BYTE_IO item if it is not a tensor."""
     # A class that answers for itself comes first, here and below.
-    if is_checkpointable(object) and not hasattr(type(object), tensors.WRITE_HOOK):
+    if is_checkpointable(object) and not hasattr(type(object), tensor_items.WRITE_HOOK):
         return write_items_of_checkpointable(fqn, object)
-    return tensors.create_write_items(fqn, object)
+    return tensor_items.create_write_items(fqn, object)
 
 
 def write_items_of_checkpointable(fqn: str, tensor: CheckpointableTensor) -> list[WriteItem]:
     """One item per part."""
     chunks = chunks_of(tensor)  # which refuses what is not a tensor
     local: Any = tensor
-    tensors.refuse_if_it_has_no_bytes(fqn, local)
+    tensor_items.refuse_if_it_has_no_bytes(fqn, local)
     return [
         WriteItem(
             MetadataIndex(fqn, chunk.offsets, position),
@@ -50,27 +50,27 @@ def create_chunk_list(tensor: torch.Tensor, *, key: str = "") -> list[ChunkStora
         raise ValueError(  # noqa: TRY004 - the class that stock raises
             f"Unsupported Type, expecting one of [Tensor, DTensor, ShardedTensor], but got {type(tensor)}"
         )
-    if is_checkpointable(tensor) and not hasattr(type(tensor), tensors.CHUNKS_HOOK):
+    if is_checkpointable(tensor) and not hasattr(type(tensor), tensor_items.CHUNKS_HOOK):
         return chunks_of(tensor)
-    return tensors.create_chunk_list(tensor, key=key)
+    return tensor_items.create_chunk_list(tensor, key=key)
 
 
 def size_and_dtype(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     """Those of the full tensor."""
-    size, dtype = tensors.size_and_dtype(tensor)
-    if is_checkpointable(tensor) and not hasattr(type(tensor), tensors.CHUNKS_HOOK):
+    size, dtype = tensor_items.size_and_dtype(tensor)
+    if is_checkpointable(tensor) and not hasattr(type(tensor), tensor_items.CHUNKS_HOOK):
         size = torch.Size(tensor.global_shape)
     return size, dtype
 
 
 def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
     """The local data of the chunk that ``index`` names."""
-    if is_checkpointable(tensor) and not hasattr(type(tensor), tensors.SHARD_HOOK):
+    if is_checkpointable(tensor) and not hasattr(type(tensor), tensor_items.SHARD_HOOK):
         return shard_of(tensor, index)
     try:
-        return tensors.find_tensor_shard(tensor, index)
+        return tensor_items.find_tensor_shard(tensor, index)
     except ValueError as error:
-        if hasattr(type(tensor), tensors.SHARD_HOOK) or is_dtensor(tensor):
+        if hasattr(type(tensor), tensor_items.SHARD_HOOK) or is_dtensor(tensor):
             raise
         raise ValueError(f"{_why_not_found(tensor, index)}. {error}") from None
 

@@ -27,10 +27,10 @@ from holdfast._dcp.blob_contents import BlobContents
 from holdfast._dcp.blob_steps import StoredItems
 from holdfast._dcp.planner import LoadPlanner
 from holdfast._dcp.reader import FileSystemReader
-from holdfast._formats.byte_ranges import Ranges, StreamRanges, read_with_crc
 from holdfast._formats.dcp.metadata import Seal, _StorageInfo
 from holdfast._formats.dcp.plan import LoadPlan, ReadItem
 from holdfast._formats.dcp.stored_chunks import archived_tensor, check_envelope, sealed_elements
+from holdfast._formats.ranged_files import Ranges, StreamRanges, read_with_crc
 from holdfast._formats.tensor_places import Arrangement, StridedArray, arrangement_of, fill, narrowed
 from holdfast._stores.filesystem import AnyPath
 from holdfast.errors import HoldfastError
@@ -42,7 +42,7 @@ OpenFile: TypeAlias = Callable[[], Ranges]
 
 _WIDEST_ELEMENT = 16
 _OPEN_FILES = 64
-"""The chunks of one tensor may lie in more files than a process may have open."""
+"""The chunks of one tensor may be in more files than a process may have open."""
 
 
 class StreamingReader(FileSystemReader):
@@ -75,7 +75,7 @@ class StreamingReader(FileSystemReader):
             stream = TensorStream(sizes, dtype, parts)
             yield _ReadAhead(stream, self._memory) if is_turned else stream
 
-    def telling_what_failed(self, step: Callable[[], T]) -> T:
+    def explaining_failures(self, step: Callable[[], T]) -> T:
         """Errors of a step are of our classes, as those of a load are."""
         try:
             return step()
@@ -228,7 +228,7 @@ class _InFile(_Part):
 
 
 class _InMemory(_Part):
-    """Elements that lie in no file as they are: in another byte order, say, or some of them in several places."""
+    """Elements that are in no file as they are: in another byte order, say, or some of them in several places."""
 
     def __init__(self, chunk: _Chunk, elements: torch.Tensor) -> None:
         super().__init__(chunk)
@@ -268,7 +268,7 @@ class _Finding:
         return part or self._in_memory(chunk)
 
     def _sealed(self, chunk: _Chunk, seal: Seal, open_file: OpenFile) -> _Part | None:
-        """A chunk that the index tells about; None if its elements are not what that describes."""
+        """A chunk that the index describes; None if its elements are not what that describes."""
         entry, stored = self._reader._stored_chunk(chunk.item.storage_index)
         elements = sealed_elements(chunk.info, entry.properties.dtype, stored)
         if elements is None:
@@ -281,7 +281,7 @@ class _Finding:
         return part
 
     def _archived(self, chunk: _Chunk, info: _StorageInfo, open_file: OpenFile) -> _Part | None:
-        """A chunk that only its archive tells about; None if its elements cannot be used as they lie there."""
+        """A chunk that only its archive describes; None if its elements cannot be used as they are stored there."""
         verify = self._reader._verifies()
         found = archived_tensor(open_file(), info, source=chunk.source, key=chunk.key, verify=verify)
         if found is None or found[0].sizes != chunk.sizes:
@@ -306,7 +306,7 @@ class _Finding:
         """A chunk that has to be read as a whole, or to be refused."""
         entry, _ = self._reader._stored_chunk(chunk.item.storage_index)
         place = torch.empty(chunk.item.lengths, dtype=entry.properties.dtype, device="cpu")
-        self._reader.read_data(LoadPlan([chunk.item]), _Into(place)).wait()
+        self._reader.read_data(LoadPlan([chunk.item]), _TensorFiller(place)).wait()
         return _InMemory(chunk, place)
 
     def _unpack(self, chunk: _Chunk, open_file: OpenFile) -> tuple[_StorageInfo, OpenFile]:
@@ -355,7 +355,7 @@ class _OpenFiles:
         return self._open[name][0]
 
 
-class _Into(LoadPlanner):
+class _TensorFiller(LoadPlanner):
     """Has what is read put into a tensor."""
 
     def __init__(self, place: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from holdfast._dcp.tensor_streams import StreamingReader
 from holdfast._dcp.writer import _FileSystemWriter
 from holdfast._formats.archives.tensor_records import QUANTIZED_DTYPES
 from holdfast._formats.archives.zip_writer import ZipWriter
-from holdfast._formats.dcp.blobs import Elements
+from holdfast._formats.dcp.blobs import WrittenElements
 from holdfast._formats.dcp.metadata import Metadata, TensorStorageMetadata
 from holdfast._formats.dcp.plan import LoadItemType, LoadPlan, ReadItem, SavePlan, WriteItem, written_bytes
 from holdfast._formats.tensor_bytes import as_bytes
@@ -38,7 +38,7 @@ from holdfast._formats.torch_file.description import (
     state_archive,
 )
 from holdfast._formats.torch_file.reading import OpenTorchFile, open_torch_file
-from holdfast._ranks.collectives import Collectives
+from holdfast._ranks.shared_steps import Collectives
 from holdfast._stores.durable_files import sink_atomically
 from holdfast._stores.filesystem import AnyPath
 from holdfast._watching.progress import Progress
@@ -51,7 +51,7 @@ from holdfast.errors import CheckpointNotFoundError, UnsupportedTensorError
 class StreamingWriter(_FileSystemWriter):
     """Asks for the elements of each tensor when it is written. ``memory`` is for those on their way to the disk."""
 
-    def __init__(self, folder: AnyPath, elements: Elements, memory: int) -> None:
+    def __init__(self, folder: AnyPath, elements: WrittenElements, memory: int) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)  # nothing is on a device
         self._elements = elements
         self._memory_budget = memory
@@ -60,7 +60,7 @@ class StreamingWriter(_FileSystemWriter):
 # The elements of tensors in a ``torch.save`` file, read piece by piece when they are to be written elsewhere.
 
 
-class TorchFileElements(Elements):
+class TorchFileElements(WrittenElements):
     """Has one piece in memory at a time, of up to ``memory`` bytes."""
 
     def __init__(self, file: OpenTorchFile, memory: int) -> None:
@@ -212,7 +212,8 @@ class _Export:
 
     def plan(self) -> None:
         """Read the index, and find out what to read for every key."""
-        self.ranks.all_gather_status("plan", self._plan)
+        with self.ranks.step("plan"):
+            self._plan()
 
     def describe(self) -> tuple[bytes, list[StoredBytes]]:
         """The description of everything, and what it refers to. Values are a part of it, and are read for it."""
@@ -298,8 +299,9 @@ class _Export:
         self._reading(lambda: self.reader.read_data(LoadPlan(items), self.planner).wait())
 
     def _reading(self, step: Callable[[], T]) -> T:
-        """What goes wrong in a step of reading is told as in a load."""
-        return self.ranks.all_gather_status("read", lambda: self.reader.telling_what_failed(step))
+        """An error in a step of reading is reported as in a load."""
+        with self.ranks.step("read"):
+            return self.reader.explaining_failures(step)
 
 
 def _refuse_quantized_tensors(metadata: Metadata) -> None:

@@ -1,6 +1,6 @@
 """Loads a ``torch.save`` file on many ranks, of which only one reads the file.
 
-That rank tells the others what the file holds. So all of them plan as they would with any checkpoint, and what does
+That rank sends the others what the file holds. So all of them plan as they would with any checkpoint, and what does
 not fit is found before anything is changed. Then it sends to each rank the slices that the rank has a place for.
 """
 
@@ -21,8 +21,8 @@ from holdfast._dcp.storage import StorageReader
 from holdfast._formats.dcp.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from holdfast._formats.dcp.plan import LoadPlan, ReadItem
 from holdfast._formats.torch_file.reading import OpenTorchFile, open_torch_file
-from holdfast._ranks.collectives import Collectives
 from holdfast._ranks.parcels import Parcels
+from holdfast._ranks.shared_steps import Collectives
 from holdfast._stores.filesystem import AnyPath
 from holdfast.errors import CheckpointNotFoundError, RankDisagreementError, StateMismatchError
 
@@ -79,7 +79,8 @@ class BroadcastingTorchSaveReader(StorageReader):
         """Called by the load flow, on all ranks, before anything else: decide who reads, and learn what there is."""
         choices = ranks.all_gather("plan", lambda: self._reading_rank(ranks))
         if len(set(choices)) > 1:
-            ranks.all_gather_status("plan", lambda: _refuse_different_choices(choices))
+            with ranks.step("plan"):
+                _refuse_different_choices(choices)
         self._ranks = Collectives(ranks.group, ranks.use_dist, choices[0])
         self._metadata = self._ranks.broadcast("plan", self._look_into_file)
 
@@ -108,10 +109,11 @@ class BroadcastingTorchSaveReader(StorageReader):
         try:
             self._ranks.all_reduce("read", lambda: plan.items, prepare)
             arrivals = Arrivals(plan.items, planner, self._metadata)
-            if self._ranks.is_coordinator:
-                self._ranks.all_gather_status("read", lambda: self._deliver(deliveries, arrivals))
-            else:
-                self._ranks.all_gather_status("read", lambda: _receive(Parcels(self._ranks), arrivals))
+            with self._ranks.step("read"):
+                if self._ranks.is_coordinator:
+                    self._deliver(deliveries, arrivals)
+                else:
+                    _receive(Parcels(self._ranks), arrivals)
         finally:
             self._let_go()
         future: Future[None] = Future()
@@ -171,10 +173,6 @@ class BroadcastingTorchSaveReader(StorageReader):
                 f"{self.checkpoint_id} does not hold {unknown}. Take them out of the state to load, or give the file "
                 "that has them.",
                 missing=unknown,
-                shapes={},
-                dtypes={},
-                kinds={},
-                uncovered={},
             )
         assert self._file is not None
         found = [Delivery(key, stored[key], by_key[key], self._file.present) for key in stored if key in by_key]

@@ -28,7 +28,6 @@ from holdfast._base.tuning import DIRECT_FROM, MEMORY_BUDGET
 from holdfast._dcp.data_files import DataFile, ValueNeedingPickle, direct_stream, split_by_size_and_type, write_file
 from holdfast._dcp.planner import SavePlanner
 from holdfast._dcp.storage import StorageWriter, WriteResult
-from holdfast._formats.byte_ranges import is_plain
 from holdfast._formats.dcp import names as layout
 from holdfast._formats.dcp.blobs import IN_MEMORY
 from holdfast._formats.dcp.index import encode_index
@@ -36,6 +35,7 @@ from holdfast._formats.dcp.metadata import Metadata, MetadataIndex, StorageMeta,
 from holdfast._formats.dcp.plan import SavePlan
 from holdfast._formats.dcp.transforms import StreamTransform, WriterTransforms
 from holdfast._formats.hf_folder.commit import holds, put_has_failed, rename_has_failed
+from holdfast._formats.ranged_files import is_plain
 from holdfast._stores.durable_files import write_durably
 from holdfast._stores.filesystem import AnyPath, FileSystemBase
 from holdfast._stores.local_filesystem import FileSystem
@@ -430,7 +430,7 @@ def refuse_incomplete(metadata: Metadata) -> None:
 
 
 def record_real_dtypes(metadata: Metadata, results: Iterable[WriteResult]) -> None:
-    """A planner may have converted tensors on the way; the index tells what is really in the files."""
+    """A planner may have converted tensors on the way; the index says what is really in the files."""
     written: dict[str, set[torch.dtype]] = defaultdict(set)
     for result in results:
         dtype = getattr(result, "dtype", None)

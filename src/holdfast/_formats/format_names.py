@@ -19,7 +19,7 @@ TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 FILE_ENDINGS = (SAFETENSORS, SAFETENSORS_INDEX, *TORCH_ENDINGS, RECORD, METADATA_NAME)
 """What ends like this is a file, and not a folder, as a rule."""
 START = 9
-"""How many bytes of a file tell its format."""
+"""How many bytes of a file show its format."""
 
 ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGIC = b"\x80\x02"

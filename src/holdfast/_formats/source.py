@@ -25,8 +25,8 @@ from holdfast._stores.local_filesystem import FileSystem
 S = TypeVar("S", bound="Source")
 
 
-class LikeAnArray(ABC):
-    """Something that is read into and is no array: it has as much of an array's ways as that takes."""
+class ArrayDestination(ABC):
+    """Something that is read into and is not an array: it has as much of an array's ways as that takes."""
 
     def __init__(self, shape: Sequence[int], dtype: npt.DTypeLike) -> None:
         self.shape = tuple(shape)
@@ -49,34 +49,34 @@ class LikeAnArray(ABC):
         """Take elements, perhaps from several threads at once."""
 
 
-Into: TypeAlias = npt.NDArray[Any] | LikeAnArray
+Into: TypeAlias = npt.NDArray[Any] | ArrayDestination
 
 
-class Nowhere(LikeAnArray):
+class DiscardingArray(ArrayDestination):
     """For what is only read to be checked.
 
-    >>> place = Nowhere((2, 3), "<u4")
+    >>> place = DiscardingArray((2, 3), "<u4")
     >>> place[0:1] = [1, 2, 3]
     >>> place[0:1].shape, place.transpose((1, 0)).shape
     ((1, 3), (3, 2))
     """
 
-    def __getitem__(self, place: Any) -> Nowhere:
-        return Nowhere(np.broadcast_to(np.zeros((), self.dtype), self.shape)[place].shape, self.dtype)
+    def __getitem__(self, place: Any) -> DiscardingArray:
+        return DiscardingArray(np.broadcast_to(np.zeros((), self.dtype), self.shape)[place].shape, self.dtype)
 
-    def transpose(self, order: Sequence[int], /) -> Nowhere:
-        return Nowhere([self.shape[dim] for dim in order], self.dtype)
+    def transpose(self, order: Sequence[int], /) -> DiscardingArray:
+        return DiscardingArray([self.shape[dim] for dim in order], self.dtype)
 
     def __setitem__(self, place: Any, carriers: Any) -> None:
         pass
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class ReadRequest:
     """A region of a stored tensor, and the memory to put it into.
 
     >>> import numpy as np
-    >>> Request("weight", offsets=(2, 0), sizes=(2, 4), into=np.empty((2, 4), "<u4")).sizes
+    >>> ReadRequest("weight", offsets=(2, 0), sizes=(2, 4), into=np.empty((2, 4), "<u4")).sizes
     (2, 4)
     """
 
@@ -104,7 +104,7 @@ class WholeReads(NamedTuple):
         nbytes = [array.nbytes for array in filled.values()]
         return cls(list(filled), np.array(addresses, np.int64), np.array(nbytes, np.int64))
 
-    def requests(self, tensors: Mapping[str, TensorRef]) -> list[Request]:
+    def requests(self, tensors: Mapping[str, TensorRef]) -> list[ReadRequest]:
         """The same as requests."""
         return [
             _whole_request(tensors[key], address, nbytes)
@@ -112,13 +112,13 @@ class WholeReads(NamedTuple):
         ]
 
 
-def _whole_request(ref: TensorRef, address: int, nbytes: int) -> Request:
+def _whole_request(ref: TensorRef, address: int, nbytes: int) -> ReadRequest:
     memory = bytes_at(address, nbytes).view(ref.dtype.carrier).reshape(ref.shape)
-    return Request(ref.key, (0,) * len(ref.shape), ref.shape, memory)
+    return ReadRequest(ref.key, (0,) * len(ref.shape), ref.shape, memory)
 
 
 class ChunkPlace(NamedTuple):
-    """Where a chunk lies: which box of a tensor it is, and in which file."""
+    """Where a chunk is stored: which box of a tensor it is, and in which file."""
 
     offsets: tuple[int, ...]
     """Where the box begins in the whole tensor."""
@@ -126,11 +126,11 @@ class ChunkPlace(NamedTuple):
     file: str
     """The name of the file inside of the checkpoint."""
     begin: int | None
-    """Where in the file its bytes begin; None if they do not lie side by side."""
+    """Where in the file its bytes begin; None if they are not contiguous."""
     nbytes: int
     """What it takes in the file. Formats that wrap every chunk in an archive have some bytes around the elements."""
     rank: int | None
-    """Who wrote it, where the name of the file tells."""
+    """Who wrote it, where the name of the file says so."""
 
 
 class ByteStream(Protocol):
@@ -182,14 +182,14 @@ class Source(ABC):
 
     @abstractmethod
     def chunk_places(self, key: str) -> Sequence[ChunkPlace]:
-        """The same boxes, with the files that they lie in and who wrote them."""
+        """The same boxes, with the files that they are stored in and who wrote them."""
 
     @abstractmethod
     def files(self) -> list[tuple[str, int]]:
         """The checkpoint's own files that are there, by their names in it, and the bytes that they have on disk."""
 
     @abstractmethod
-    def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:
+    def read(self, requests: Sequence[ReadRequest], *, verify: bool = True, memory: int | None = None) -> int:
         """Fill the memory of all requests. Returns how many bytes were read for that.
 
         With ``verify`` all that has a digest is compared with it. ``memory`` is what may be allocated besides, where
@@ -199,7 +199,7 @@ class Source(ABC):
 
     def read_many(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[ReadRequest],
         wholes: WholeReads,
         *,
         verify: bool = True,
@@ -223,8 +223,8 @@ class Source(ABC):
         """
         return None
 
-    def lack_parts(self, keys: Sequence[str]) -> list[int]:
-        """Which of these tensors may be stored in part only, by position. Those that are one chunk are whole."""
+    def incomplete_positions(self, keys: Sequence[str]) -> list[int]:
+        """Which of these tensors may be stored in part only, by position. Those that are one chunk are complete."""
         return [
             position
             for position, key in enumerate(keys)
@@ -235,7 +235,9 @@ class Source(ABC):
         """Read everything, to see whether it is undamaged. Returns how many bytes that were."""
         return self.read(
             [
-                Request(ref.key, tuple(chunk.offsets), tuple(chunk.sizes), Nowhere(chunk.sizes, ref.dtype.carrier))
+                ReadRequest(
+                    ref.key, tuple(chunk.offsets), tuple(chunk.sizes), DiscardingArray(chunk.sizes, ref.dtype.carrier)
+                )
                 for ref in self.tensors.values()
                 for chunk in self.chunks(ref.key)
             ]
@@ -254,7 +256,7 @@ class Source(ABC):
         self.close()
 
 
-def check_requests(requests: Sequence[Request], tensors: Mapping[str, TensorRef]) -> None:
+def check_requests(requests: Sequence[ReadRequest], tensors: Mapping[str, TensorRef]) -> None:
     """Raise if a request asks for what is not stored, or into memory that does not fit it."""
     for request in requests:
         ref = tensors.get(request.key)

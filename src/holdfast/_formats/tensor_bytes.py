@@ -69,10 +69,10 @@ move_small = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_
 )
 
 
-def lies_ready(tensor: torch.Tensor) -> bool:
+def is_plain_contiguous(tensor: torch.Tensor) -> bool:
     """Whether the memory of a tensor holds its elements just so: on the CPU, in row-major order, without gaps.
 
-    >>> lies_ready(torch.zeros(2, 3)), lies_ready(torch.zeros(2, 3).T)
+    >>> is_plain_contiguous(torch.zeros(2, 3)), is_plain_contiguous(torch.zeros(2, 3).T)
     (True, False)
     """
     return (
@@ -98,7 +98,7 @@ def has_its_memory(tensor: torch.Tensor) -> bool:
     """
     nbytes = tensor.nbytes
     if nbytes == 0:
-        return True  # and nothing may lie anywhere
+        return True  # no bytes need no memory
     if offset := tensor.storage_offset():
         nbytes += int(offset) * tensor.itemsize
     return tensor.untyped_storage().nbytes() >= nbytes and tensor.data_ptr() != 0
@@ -107,7 +107,7 @@ def has_its_memory(tensor: torch.Tensor) -> bool:
 def gather(tensors: Sequence[tuple[Any, int]], first: int, buffer: npt.NDArray[np.uint8]) -> tuple[int, int]:
     """Put the bytes of tensors into a buffer, one behind the other, beginning with the ``first`` of them.
 
-    Each comes with its number of bytes. It ends before one that is not small, does not lie ready, has another number
+    Each comes with its number of bytes. It ends before one that is not small, is not contiguous, has another number
     of bytes, or for which there is no space. Returns how many there are, and how many bytes they take.
 
     >>> buffer = np.zeros(4, np.uint8)
@@ -118,7 +118,12 @@ def gather(tensors: Sequence[tuple[Any, int]], first: int, buffer: npt.NDArray[n
     address, space = buffer.ctypes.data, buffer.nbytes
     for number in range(first, len(tensors)):
         tensor, nbytes = tensors[number]
-        if nbytes > SMALL_TENSOR or filled + nbytes > space or not lies_ready(tensor) or tensor.nbytes != nbytes:
+        if (
+            nbytes > SMALL_TENSOR
+            or filled + nbytes > space
+            or not is_plain_contiguous(tensor)
+            or tensor.nbytes != nbytes
+        ):
             return number - first, filled
         move_small(address + filled, tensor.data_ptr(), nbytes)
         filled += nbytes
@@ -126,12 +131,12 @@ def gather(tensors: Sequence[tuple[Any, int]], first: int, buffer: npt.NDArray[n
 
 
 def digest_of_small(tensor: torch.Tensor) -> bytes | None:
-    """The digest of a small tensor that lies ready; None if it is none.
+    """The digest of a small tensor that is contiguous; None if it is none.
 
     >>> digest_of_small(torch.zeros(2, dtype=torch.uint8)) == xxhash.xxh3_128_digest(bytes(2))
     True
     """
-    if not lies_ready(tensor) or tensor.nbytes > SMALL_TENSOR:
+    if not is_plain_contiguous(tensor) or tensor.nbytes > SMALL_TENSOR:
         return None
     return xxhash.xxh3_128_digest(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
 
@@ -143,12 +148,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def tensor_pieces(tensor: torch.Tensor, largest: int = PIECE_BYTES, cast: torch.dtype | None = None) -> Iterator[Bytes]:
-    """The elements of a local tensor. One view of its memory if they lie there just so; else copies, part by part.
+    """The elements of a local tensor. One view of its memory if they are contiguous there; else copies, part by part.
 
     >>> [piece.tolist() for piece in tensor_pieces(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T, largest=2)]
     [[1, 3], [2, 4]]
     """
-    if lies_ready(tensor) and (cast is None or cast == tensor.dtype):
+    if is_plain_contiguous(tensor) and (cast is None or cast == tensor.dtype):
         if tensor.numel():
             yield bytes_in_place(tensor)
         return

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast._base.boxes import Box
-from holdfast._formats.byte_ranges import Ranges, StreamRanges, refuse_short_chunk
-from holdfast._formats.chunk_reads import Buffer, ChunkRead, Place, Wanted
+from holdfast._formats.box_reads import Buffer, ChunkRead, Place, WantedRegion
+from holdfast._formats.ranged_files import Ranges, StreamRanges, refuse_short_chunk
 from holdfast._formats.tensor_bytes import bytes_in_place
 from holdfast.errors import HoldfastError
 
@@ -113,14 +113,14 @@ def _lies_as_stored(tensor: torch.Tensor, stored: torch.dtype) -> bool:
     )
 
 
-# Places for chunks whose dimensions lie in another order in the file than in the tensor.
+# Places for chunks whose dimensions are in another order in the file than in the tensor.
 
 
-def turned(wanted: Wanted, order: Sequence[int]) -> Wanted:
+def turned(wanted: WantedRegion, order: Sequence[int]) -> WantedRegion:
     """A region and its place, of a chunk with its dimensions in this order."""
     (offsets, sizes), place = wanted
     region = Box(tuple(offsets[dim] for dim in order), tuple(sizes[dim] for dim in order))
-    return Wanted(region, _TurnedPlace(place, order))
+    return WantedRegion(region, _TurnedPlace(place, order))
 
 
 class _TurnedPlace:
@@ -137,7 +137,7 @@ class _TurnedPlace:
         self._place.put(starts, lengths, read, at, steps)
 
 
-# Regions of an array in a file whose elements lie there in another order than that of its dimensions, or with gaps.
+# Regions of an array in a file whose elements are there in another order than that of its dimensions, or with gaps.
 #
 # Such an array is seen as a part of a row-major one: its dimensions in the order of their strides, with as many
 # elements in each as the stride of the one before has room for. Tensors that were turned, sliced or stepped over are
@@ -163,7 +163,7 @@ class Arrangement(NamedTuple):
 
 
 def arrangement_of(sizes: Sequence[int], strides: Sequence[int]) -> Arrangement | None:
-    """How an array with elements so far apart lies; None if it is no part of a row-major one.
+    """How an array with elements so far apart is arranged; None if it is not part of a row-major one.
 
     That is so if some of its elements are in several places of it, or if the steps in one dimension do not fit between
     those in another.
@@ -180,15 +180,15 @@ def arrangement_of(sizes: Sequence[int], strides: Sequence[int]) -> Arrangement 
     long.sort(key=lambda dim: -strides[dim])
     if any(strides[dim] < 1 for dim in long):
         return None
-    room = dict.fromkeys(range(len(sizes)), 1)
+    extent = dict.fromkeys(range(len(sizes)), 1)
     for before, dim in pairwise([None, *long]):
         assert dim is not None
-        room[dim] = sizes[dim] if before is None else strides[before] // strides[dim]
-        if room[dim] < sizes[dim] or (before is not None and strides[before] % strides[dim]):
+        extent[dim] = sizes[dim] if before is None else strides[before] // strides[dim]
+        if extent[dim] < sizes[dim] or (before is not None and strides[before] % strides[dim]):
             return None
-    order = sorted(room) if long == sorted(long) else [*(dim for dim in sorted(room) if dim not in long), *long]
+    order = sorted(extent) if long == sorted(long) else [*(dim for dim in sorted(extent) if dim not in long), *long]
     steps = [strides[dim] for dim in long[-1:] if strides[dim] > 1]
-    return Arrangement(tuple(order), (*(room[dim] for dim in order), *steps))
+    return Arrangement(tuple(order), (*(extent[dim] for dim in order), *steps))
 
 
 class StridedArray(NamedTuple):
@@ -207,9 +207,9 @@ class StridedArray(NamedTuple):
         place = target.permute(order)
         if self.arrangement.has_steps:
             offsets, lengths, place = [*offsets, 0], [*lengths, 1], place.unsqueeze(-1)
-        wanted = Wanted(Box(tuple(offsets), tuple(lengths)), TensorPlace(place, self.dtype, key))
+        wanted = WantedRegion(Box(tuple(offsets), tuple(lengths)), TensorPlace(place, self.dtype, key))
         reading = ChunkRead(self.file, self.position, sizes, self.dtype.itemsize, [wanted])
-        for run in reading.stretches():
+        for run in reading.reads():
             crc = reading.read(run, summed=summed, crc=crc)
         return crc
 
@@ -230,8 +230,8 @@ def read_region(
 ) -> None:
     """Fill ``target`` with a region of the tensor of this shape and dtype that begins at ``position`` of the stream."""
     file = StreamRanges(stream, source)
-    wanted = [Wanted(region, TensorPlace(target, dtype, key))]
+    wanted = [WantedRegion(region, TensorPlace(target, dtype, key))]
     reading = ChunkRead(file, position, shape, dtype.itemsize, wanted)
     refuse_short_chunk(file, position, reading.nbytes, source, key)
-    for run in reading.stretches():
+    for run in reading.reads():
         reading.read(run, summed=False)

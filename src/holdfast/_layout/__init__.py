@@ -1,1 +1,1 @@
-"""Pure arithmetic: boxes, meshes and placements, what each kind of tensor holds on this rank."""
+"""What ranks hold of tensors: meshes and placements, what each kind of tensor holds on this rank."""

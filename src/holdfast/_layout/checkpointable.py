@@ -2,7 +2,7 @@
 
 A program that splits its tensors itself need not wrap them in a class: a local tensor with the four fields of
 ``CheckpointableTensor`` is saved and loaded as parts of the tensor that ``global_shape`` describes. Several parts may
-lie in one local tensor, with padding between them.
+are in one local tensor, with padding between them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CheckpointableTensor(Protocol):
     """What a local tensor says about the parts of a larger tensor that it holds. The i-th part is
 
     - the box of ``local_sizes[i]`` elements at ``global_offsets[i]`` of a tensor of ``global_shape``,
-    - and lies at ``local_offsets[i]`` of the local tensor.
+    - and is at ``local_offsets[i]`` of the local tensor.
     """
 
     global_shape: tuple[int, ...]
@@ -36,7 +36,7 @@ def is_checkpointable(obj: object) -> TypeGuard[CheckpointableTensor]:
     """Whether an object is a tensor with the fields. Other kinds that know their layout go by what they know."""
     if not isinstance(obj, torch.Tensor) or is_sharded_tensor(obj) or is_dtensor(obj):
         return False
-    return all(hasattr(obj, name) for name in FIELDS)  # much sooner than a protocol can tell
+    return all(hasattr(obj, name) for name in FIELDS)  # much faster than checking a protocol
 
 
 def copy_fields(src: CheckpointableTensor, dst: torch.Tensor) -> None:

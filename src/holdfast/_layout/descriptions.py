@@ -30,7 +30,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class Holding(NamedTuple):
+class TensorDescription(NamedTuple):
     """What a rank has of one tensor."""
 
     key: str
@@ -43,14 +43,14 @@ class Holding(NamedTuple):
     """Whose it is, if every rank has one of its own."""
     numpy: Any = None
     tied_to: str | None = None
-    """A key before this one under which this rank holds the very same memory (see ``ties.py``)."""
+    """A key before this one under which this rank holds the very same memory."""
     from_first_rank: bool = False
     """The copy of the first rank counts, whatever the others have."""
     digests: tuple[bytes, ...] = ()
     """Of the boxes, if other ranks may hold the same ones and are to be compared."""
 
 
-class HeldTensor(Protocol):
+class WritableTensor(Protocol):
     """What a rank writes a tensor from."""
 
     @property
@@ -98,15 +98,15 @@ class LocalTensor(NamedTuple):
         return (self.value if _is_plain(self.value) else self._held_chunk(box)).detach()
 
     def _held_chunk(self, box: Box) -> torch.Tensor:
-        from holdfast._layout.tensors import find_tensor_shard
+        from holdfast._layout.tensor_items import find_tensor_shard
 
         return find_tensor_shard(self.value, MetadataIndex(self.key, box.offsets))
 
     def _local(self, box: Box) -> torch.Tensor:
-        """A box of the tensor, which lies in one of the chunks that this rank holds."""
+        """A box of the tensor, which is in one of the chunks that this rank holds."""
         if _is_plain(self.value):
             return cast("torch.Tensor", part_of(self.value, box))
-        from holdfast._layout.tensors import create_chunk_list, find_tensor_shard
+        from holdfast._layout.tensor_items import create_chunk_list, find_tensor_shard
 
         for chunk in create_chunk_list(self.value, key=self.key):
             inside = all(
@@ -119,11 +119,13 @@ class LocalTensor(NamedTuple):
         raise AssertionError(f"this rank was asked for a part of {self.key!r} that it does not hold: {box}")
 
 
-def hold(key: str, value: Any, *, stored_dtype: torch.dtype | None, compare: bool) -> tuple[Holding, LocalTensor]:
+def describe(
+    key: str, value: Any, *, stored_dtype: torch.dtype | None, compare: bool
+) -> tuple[TensorDescription, LocalTensor]:
     """Describe what this rank has of a tensor or numpy array. ``compare`` if other ranks may have the same."""
     local = LocalTensor(key, value, stored_dtype)
     if _is_dense(value) and (said := _said_of_dense(stored_dtype or value.dtype, value.shape)) is not None:
-        described = tuple.__new__(Holding, (key, *said))
+        described = tuple.__new__(TensorDescription, (key, *said))
     elif isinstance(value, np.ndarray):
         described = _describe_array(key, value)
     elif _is_plain(value):
@@ -143,7 +145,7 @@ def others_may_have_it(value: Any) -> bool:
     """Whether other ranks may hold the very same as this one."""
     if type(value) in _PLAIN or isinstance(value, np.ndarray):
         return True
-    from holdfast._layout.tensors import may_be_replicated
+    from holdfast._layout.tensor_items import may_be_replicated
 
     return may_be_replicated(value)
 
@@ -159,7 +161,7 @@ def digest_pieces(pieces: Iterator[Bytes]) -> bytes:
 def dtype_of_whole(tensor: torch.Tensor) -> torch.dtype:
     """The element type of a tensor, of which this rank may hold a part or nothing."""
     if is_sharded_tensor(tensor):
-        from holdfast._layout.tensors import size_and_dtype
+        from holdfast._layout.tensor_items import size_and_dtype
 
         return size_and_dtype(tensor)[1]
     return tensor.dtype
@@ -195,7 +197,7 @@ def address_of(value: Any) -> int | None:
         return None
 
 
-def _too_many_dimensions(described: Holding) -> UnsupportedTensorError:
+def _too_many_dimensions(described: TensorDescription) -> UnsupportedTensorError:
     """Torch has tensors of any number of dimensions, but nobody could load them."""
     count = len(described.shape)
     return UnsupportedTensorError(
@@ -223,21 +225,21 @@ def _said_of_dense(dtype: torch.dtype, size: torch.Size) -> tuple[Any, ...] | No
     return None if known is None else _whole("", known.name, size)[1:]
 
 
-def _describe_plain(key: str, tensor: torch.Tensor, stored_dtype: torch.dtype | None) -> Holding:
-    from holdfast._layout.tensors import refuse_if_it_has_no_bytes
+def _describe_plain(key: str, tensor: torch.Tensor, stored_dtype: torch.dtype | None) -> TensorDescription:
+    from holdfast._layout.tensor_items import refuse_if_it_has_no_bytes
 
     refuse_if_it_has_no_bytes(key, tensor)
     return _whole(key, _dtype(key, stored_dtype or tensor.dtype), tensor.shape)
 
 
-def _whole(key: str, dtype: str, size: Sequence[int], numpy: Any = None) -> Holding:
+def _whole(key: str, dtype: str, size: Sequence[int], numpy: Any = None) -> TensorDescription:
     """The description of something that this rank has the whole of."""
     shape = tuple(size)
     boxes = () if 0 in shape else (Box((0,) * len(shape), shape),)
-    return Holding(key, dtype, shape, "replicated", boxes, numpy=numpy)
+    return TensorDescription(key, dtype, shape, "replicated", boxes, numpy=numpy)
 
 
-def _describe_array(key: str, array: Any) -> Holding:
+def _describe_array(key: str, array: Any) -> TensorDescription:
     little = array.dtype.newbyteorder("<")
     name = name_of(array.dtype)
     try:
@@ -261,8 +263,13 @@ def _numpy_name(key: str, dtype: Any) -> Any:
         raise UnsupportedTensorError(f"'{key}' cannot be stored: {reason}", key=key, kind=str(dtype)) from None
 
 
-def _describe_distributed(key: str, tensor: Any, stored_dtype: torch.dtype | None) -> Holding:
-    from holdfast._layout.tensors import create_chunk_list, find_tensor_shard, refuse_if_it_has_no_bytes, size_and_dtype
+def _describe_distributed(key: str, tensor: Any, stored_dtype: torch.dtype | None) -> TensorDescription:
+    from holdfast._layout.tensor_items import (
+        create_chunk_list,
+        find_tensor_shard,
+        refuse_if_it_has_no_bytes,
+        size_and_dtype,
+    )
 
     size, dtype = size_and_dtype(tensor)
     boxes = tuple(
@@ -274,7 +281,9 @@ def _describe_distributed(key: str, tensor: Any, stored_dtype: torch.dtype | Non
         refuse_if_it_has_no_bytes(key, find_tensor_shard(tensor, MetadataIndex(key, box.offsets)))
     shape = tuple(size)
     whole = is_dtensor(tensor) and all(placement.is_replicate() for placement in tensor.placements)
-    return Holding(key, _dtype(key, stored_dtype or dtype), shape, "replicated" if whole else "sharded", boxes)
+    return TensorDescription(
+        key, _dtype(key, stored_dtype or dtype), shape, "replicated" if whole else "sharded", boxes
+    )
 
 
 def _is_plain(value: Any) -> bool:
@@ -283,7 +292,7 @@ def _is_plain(value: Any) -> bool:
         return True
     if not isinstance(value, torch.Tensor) or is_dtensor(value) or is_sharded_tensor(value):
         return False
-    from holdfast._layout.tensors import WRITE_HOOK
+    from holdfast._layout.tensor_items import WRITE_HOOK
 
     return not hasattr(type(value), WRITE_HOOK)
 

@@ -16,7 +16,7 @@ from holdfast._compat.sharded_tensors import ShardedTensor
 from holdfast._compat.tensors import wrapper_subclass
 from holdfast._formats.dcp.metadata import ChunkStorageMetadata, MetadataIndex
 from holdfast._layout.sharded_tensors import LocalShard, local_shards
-from holdfast._layout.tensors import size_and_dtype
+from holdfast._layout.tensor_items import size_and_dtype
 from holdfast.errors import StateMismatchError
 
 
@@ -74,9 +74,5 @@ def _refuse_part_outside(key: str, offset: Sequence[int], part: Sequence[int], w
         )
         raise StateMismatchError(
             f"{key}: {text}. Load into the model that the checkpoint is of.",
-            missing=[],
             shapes={key: (torch.Size(whole), torch.Size(part))},
-            dtypes={},
-            kinds={},
-            uncovered={},
         )

@@ -1,4 +1,4 @@
-"""Layouts: which boxes of the full tensor a rank's local data consists of, and where they lie in the local data.
+"""Layouts: which boxes of the full tensor a rank's local data consists of, and where they are in the local data.
 
 A DTensor is split along its dimensions by the dimensions of a mesh. Splitting follows ``torch.chunk``: all parts have
 the size of the first one, except that the last ones may be smaller or empty.
@@ -7,7 +7,7 @@ If several mesh dimensions split the same tensor dimension, the order of the spl
 left to right, unless the tensor says otherwise. FSDP2 over tensor parallelism splits in the opposite order, and writes
 this down as ``_StridedShard``, whose split factor is the number of parts that are already there when it splits. The
 same class can also be meant literally: cut into ``split_factor`` parts, take my share of each. That is how a view
-describes a dimension it has flattened, and then the local data is several separate stretches of the dimension.
+describes a dimension it has flattened, and then the local data is several separate intervals of the dimension.
 
 Both meanings agree while all sizes divide evenly. Which one holds is not a guess: it is what DTensor itself uses to
 redistribute (``full_tensor`` included), namely an order of splits if the factors can be read as one and no order is
@@ -32,7 +32,7 @@ from holdfast._compat.tensors import local_part
 from holdfast.errors import UnsupportedTensorError
 
 
-class Piece(NamedTuple):
+class LocalPiece(NamedTuple):
     """A box of the full tensor that a rank holds, and where in its local tensor the box starts."""
 
     offsets: tuple[int, ...]
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     local_offsets: tuple[int, ...]
 
 
-class _Stretch(NamedTuple):
+class _Interval(NamedTuple):
     """Consecutive indices of one dimension, the last one excluded."""
 
     first: int
@@ -55,7 +55,7 @@ class _Split(NamedTuple):
     factor: int
 
 
-def dtensor_pieces(dtensor: DTensor, *, key: str = "") -> list[Piece]:
+def dtensor_pieces(dtensor: DTensor, *, key: str = "") -> list[LocalPiece]:
     """The pieces that this rank's local tensor consists of; none if the rank is not in the tensor's mesh.
 
     An empty shard is one piece without elements. ``key`` names the tensor in errors.
@@ -90,14 +90,14 @@ def local_pieces(
     placements: Sequence[Placement],
     *,
     shard_order: ShardOrder | None = None,
-) -> list[Piece]:
+) -> list[LocalPiece]:
     """The pieces of a tensor of this shape that the rank at ``coordinate`` of the mesh holds, by offsets.
 
     With ``shard_order``, splits happen in that order and strided shards are literal. Without, strided shards are read
     as the order of the splits if they can be.
 
     >>> local_pieces((6, 4), (2, 2), (1, 0), (Shard(0), Shard(1)))
-    [Piece(offsets=(3, 0), sizes=(3, 2), local_offsets=(0, 0))]
+    [LocalPiece(offsets=(3, 0), sizes=(3, 2), local_offsets=(0, 0))]
     """
     if not len(mesh_shape) == len(coordinate) == len(placements):
         raise ValueError(
@@ -219,42 +219,42 @@ def _encoded_order(
     return orders
 
 
-def _held(size: int, splits: Iterable[_Split]) -> list[_Stretch]:
+def _held(size: int, splits: Iterable[_Split]) -> list[_Interval]:
     """What remains of a dimension after all splits, in the order of the local data."""
-    held = [_Stretch(0, size)] if size else []
+    held = [_Interval(0, size)] if size else []
     for split in splits:
         held = _select(held, _wanted(_total(held), split))
     return held
 
 
-def _wanted(size: int, split: _Split) -> list[_Stretch]:
+def _wanted(size: int, split: _Split) -> list[_Interval]:
     """Which of ``size`` local indices one split keeps."""
     wanted = []
     for part in range(split.factor):
         first, last = _chunk(size, split.factor, part)
         mine = _chunk(last - first, split.ways, split.mine)
         if mine.first < mine.last:
-            wanted.append(_Stretch(first + mine.first, first + mine.last))
+            wanted.append(_Interval(first + mine.first, first + mine.last))
     return wanted
 
 
-def _chunk(size: int, ways: int, index: int) -> _Stretch:
+def _chunk(size: int, ways: int, index: int) -> _Interval:
     """The part that ``torch.chunk`` gives to ``index``; what it leaves out is empty."""
     length = -(-size // ways)
     first = min(size, length * index)
-    return _Stretch(first, min(size, first + length))
+    return _Interval(first, min(size, first + length))
 
 
-def _select(held: Sequence[_Stretch], wanted: Sequence[_Stretch]) -> list[_Stretch]:
-    """The stretches at the wanted positions of those held, counting positions over all of them. Both ascend."""
-    selected: list[_Stretch] = []
+def _select(held: Sequence[_Interval], wanted: Sequence[_Interval]) -> list[_Interval]:
+    """The intervals at the wanted positions of those held, counting positions over all of them. Both ascend."""
+    selected: list[_Interval] = []
     h = w = 0
-    position = 0  # where held[h] starts, counted over all stretches
+    position = 0  # where held[h] starts, counted over all intervals
     while h < len(held) and w < len(wanted):
         end = position + held[h].last - held[h].first
         low, high = max(wanted[w].first, position), min(wanted[w].last, end)
         if low < high:
-            _append(selected, _Stretch(held[h].first + low - position, held[h].first + high - position))
+            _append(selected, _Interval(held[h].first + low - position, held[h].first + high - position))
         if wanted[w].last < end:
             w += 1
         else:
@@ -262,31 +262,33 @@ def _select(held: Sequence[_Stretch], wanted: Sequence[_Stretch]) -> list[_Stret
     return selected
 
 
-def _append(stretches: list[_Stretch], stretch: _Stretch) -> None:
-    """Add a stretch, as part of the last one if it continues it."""
-    if stretches and stretches[-1].last == stretch.first:
-        stretch = _Stretch(stretches.pop().first, stretch.last)
-    stretches.append(stretch)
+def _append(intervals: list[_Interval], interval: _Interval) -> None:
+    """Add a interval, as part of the last one if it continues it."""
+    if intervals and intervals[-1].last == interval.first:
+        interval = _Interval(intervals.pop().first, interval.last)
+    intervals.append(interval)
 
 
-def _total(stretches: Iterable[_Stretch]) -> int:
-    return sum(stretch.last - stretch.first for stretch in stretches)
+def _total(intervals: Iterable[_Interval]) -> int:
+    return sum(interval.last - interval.first for interval in intervals)
 
 
-def _boxes_of(held: Sequence[list[_Stretch]], shape: Sequence[int]) -> list[Piece]:
+def _boxes_of(held: Sequence[list[_Interval]], shape: Sequence[int]) -> list[LocalPiece]:
     """All combinations of what is held in each dimension."""
     if not all(held):
         # DCP records an empty shard as one chunk behind the end of the dimension it has nothing of.
-        firsts = tuple(stretches[0].first if stretches else size for stretches, size in zip(held, shape, strict=True))
-        return [Piece(firsts, tuple(map(_total, held)), (0,) * len(held))]
+        firsts = tuple(intervals[0].first if intervals else size for intervals, size in zip(held, shape, strict=True))
+        return [LocalPiece(firsts, tuple(map(_total, held)), (0,) * len(held))]
     return [
-        Piece(tuple(first for first, _, _ in sides), tuple(n for _, n, _ in sides), tuple(at for _, _, at in sides))
+        LocalPiece(
+            tuple(first for first, _, _ in sides), tuple(n for _, n, _ in sides), tuple(at for _, _, at in sides)
+        )
         for sides in itertools.product(*map(_sides, held))
     ]
 
 
-def _sides(held: Sequence[_Stretch]) -> list[tuple[int, int, int]]:
-    """Per stretch: where it starts, how long it is, and where it starts in the local data."""
+def _sides(held: Sequence[_Interval]) -> list[tuple[int, int, int]]:
+    """Per interval: where it starts, how long it is, and where it starts in the local data."""
     sides, local = [], 0
     for first, last in held:
         sides.append((first, last - first, local))
@@ -294,6 +296,6 @@ def _sides(held: Sequence[_Stretch]) -> list[tuple[int, int, int]]:
     return sides
 
 
-def _local_shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
+def _local_shape(pieces: Sequence[LocalPiece]) -> tuple[int, ...]:
     ends = [[at + n for at, n in zip(piece.local_offsets, piece.sizes, strict=True)] for piece in pieces]
     return tuple(max(sizes) for sizes in zip(*ends, strict=True))

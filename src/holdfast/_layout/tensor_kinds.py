@@ -1,4 +1,4 @@
-"""Torch's kinds of tensors that are spread over ranks, told apart without importing the modules that define them."""
+"""Torch's kinds of tensors that are spread over ranks, recognized without importing the modules that define them."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ import xxhash
 
 from holdfast._formats.source import Source
 from holdfast._load.options import LoadOptions
-from holdfast._load.planning import LoadPlan
+from holdfast._load.planning import RankPlan
 from holdfast._load.report import LoadReport
 from holdfast._load.targets import held_elements
 from holdfast._state.mismatches import Mismatches
 from holdfast.errors import RankDisagreementError
 
 if TYPE_CHECKING:
-    from holdfast._ranks.collectives import Collectives
+    from holdfast._ranks.shared_steps import Collectives
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def refuse_different_checkpoints(ranks: Collectives, source: Source) -> None:
         )
 
 
-class Agreement(NamedTuple):
+class LoadAgreement(NamedTuple):
     """What all ranks found together."""
 
     problems: Mismatches
@@ -53,11 +53,11 @@ class Agreement(NamedTuple):
     """Keys that are loaded under another name of their tensor, as those ranks say that have elements of it."""
 
 
-def agree(ranks: Collectives, plan: LoadPlan, options: LoadOptions) -> Agreement:
+def agree(ranks: Collectives, plan: RankPlan, options: LoadOptions) -> LoadAgreement:
     """Put together what the ranks found."""
     proposal = _sent_once(ranks, _Proposal.of(plan, options))
 
-    def decide(proposals: list[_Proposal | None]) -> Agreement:
+    def decide(proposals: list[_Proposal | None]) -> LoadAgreement:
         known = [proposal for proposal in proposals if proposal is not None]
         whole = Mismatches()
         for proposal in known:
@@ -70,13 +70,13 @@ def agree(ranks: Collectives, plan: LoadPlan, options: LoadOptions) -> Agreement
             whole.kinds.setdefault(
                 "", "gets nothing from this checkpoint: none of its keys is stored there, or was asked for"
             )
-        return Agreement(whole, unexpected, _common([proposal.not_requested for proposal in known]), settled)
+        return LoadAgreement(whole, unexpected, _common([proposal.not_requested for proposal in known]), settled)
 
     return ranks.all_reduce("agree", lambda: proposal, decide)
 
 
 class _Proposal(NamedTuple):
-    """What one rank tells the others about its plan."""
+    """What one rank sends the others about its plan."""
 
     problems: Mismatches
     unexpected: Sequence[str]
@@ -91,7 +91,7 @@ class _Proposal(NamedTuple):
     """Keys of tensors that are not stored, whether they may be missing or not, and of which it has elements."""
 
     @classmethod
-    def of(cls, plan: LoadPlan, options: LoadOptions) -> _Proposal:
+    def of(cls, plan: RankPlan, options: LoadOptions) -> _Proposal:
         found = plan.found
         missing = [key for key in found.missing if not options.may_be_missing(key)]
         problems = Mismatches(

@@ -129,7 +129,7 @@ class Template(Outcome):
 
 
 @dataclass
-class Live(Outcome):
+class LiveObject(Outcome):
     """A live object, which takes over its filled template."""
 
     target: Any
@@ -150,7 +150,7 @@ class Live(Outcome):
 
 @dataclass
 class Own(Outcome):
-    """What this rank has its own of."""
+    """The per-rank value of this rank."""
 
     target: Any
     rule: PerRank

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from holdfast._tools.inspecting.statistics import Statistics
     from holdfast._tools.reporting.report import HtmlReport
 
-_WHICH_THERE_ARE = "list(checkpoint), or `holdfast show`, tells which there are"
+_WHICH_THERE_ARE = "list(checkpoint), or `holdfast show`, lists which there are"
 
 
 def open_checkpoint(path: str | os.PathLike[str] | Store, *, allow_pickle: bool = False) -> Checkpoint:
@@ -69,9 +69,9 @@ def read(
 ) -> Any:
     """The stored state as nested containers, of a checkpoint of any format, without a state to load into.
 
-    Containers and keys have the types with which they were saved, tensors that were tied are one tensor again, and what
-    every rank had its own of is a list, by rank. Every digest is compared. It is no collective call: each process that
-    calls it reads everything that it asks for. Without torch, tensors are numpy arrays.
+    Containers and keys have the types with which they were saved, tensors that were tied are one tensor again, and
+    per-rank state is a list, by rank. Every digest is compared. It is not a collective call: each process that calls it
+    reads everything that it asks for. Without torch, tensors are numpy arrays.
 
     Args:
         path: a checkpoint of any format: a path, a URL or a ``Store``.
@@ -199,7 +199,7 @@ class Checkpoint(Mapping[str, Any]):
         return substituted(with_lists(tree), lambda ref: elements[ref.key])
 
     def layout(self, key: str) -> list[ChunkPlace]:
-        """How a tensor is cut: its chunks, with the file in which each lies and the rank that wrote it.
+        """How a tensor is cut: its chunks, with the file in which each is stored and the rank that wrote it.
 
         Example:
             >>> import tempfile, torch
@@ -213,7 +213,7 @@ class Checkpoint(Mapping[str, Any]):
         if leaf is None:
             raise self._unknown(key)
         if not isinstance(leaf.value, TensorRef):
-            raise TypeError(f"{key!r} of {self.path} is a value and no tensor: it is kept whole")
+            raise TypeError(f"{key!r} of {self.path} is a value, not a tensor, so it has no parts")
         return list(self._source.chunk_places(leaf.value.key))
 
     def files(self) -> list[tuple[str, int]]:

@@ -19,9 +19,9 @@ from holdfast._formats.dcp.metadata import MetadataIndex
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.torch_elements import as_array, as_tensor, torch_dtype
 from holdfast._formats.native.values import numpy_dtype_from
-from holdfast._formats.source import Into, LikeAnArray, Nowhere, Request, Source, WholeReads
+from holdfast._formats.source import ArrayDestination, DiscardingArray, Into, ReadRequest, Source, WholeReads
 from holdfast._formats.tensor_bytes import has_its_memory
-from holdfast._layout.tensors import create_chunk_list, find_tensor_shard, on_this_rank
+from holdfast._layout.tensor_items import create_chunk_list, find_tensor_shard, on_this_rank
 from holdfast.errors import UnsupportedTensorError
 
 # Tensors of a state that are to be filled.
@@ -154,6 +154,8 @@ class Region:
     box: Box
     memory: Any
     """A tensor or numpy array of the box's size."""
+    made: Any = None
+    """What a function of the user made for it, if that is to be written and not what is stored."""
 
 
 def regions_of(fill: Fill) -> list[Region]:
@@ -198,7 +200,7 @@ def read_regions(
     return nbytes, written
 
 
-class Converted(LikeAnArray):
+class Converted(ArrayDestination):
     """Memory that cannot take stored bytes as they are. What is assigned to it is converted, or copied to where it is.
 
     >>> from holdfast._formats.native.dtypes import dtype_named
@@ -239,7 +241,7 @@ def _counted(region: Region) -> Any:
 def check_regions(regions: Iterable[Region], source: Source, memory: int | None = None) -> None:
     """Read all regions to nowhere, to see whether they are undamaged."""
     requests = [
-        _request(region.fill.ref, region.box, Nowhere(region.box.sizes, region.fill.ref.dtype.carrier))
+        _request(region.fill.ref, region.box, DiscardingArray(region.box.sizes, region.fill.ref.dtype.carrier))
         for region in regions
     ]
     source.read(requests, verify=True, memory=memory)
@@ -280,8 +282,8 @@ def _known_to_numpy(elements: torch.Tensor) -> Any:
         return elements.to(wide).numpy()
 
 
-def _request(ref: TensorRef, box: Box, into: Any) -> Request:
-    return Request(ref.key, box.offsets, box.sizes, into)
+def _request(ref: TensorRef, box: Box, into: Any) -> ReadRequest:
+    return ReadRequest(ref.key, box.offsets, box.sizes, into)
 
 
 def _place_in(region: Region) -> Into:

@@ -24,7 +24,7 @@ class Transform:
 
 
 @dataclass
-class Findings:
+class LoadFindings:
     """What is to be done, and what does not fit. All keys are those of the state."""
 
     fills: list[Fill] = field(default_factory=list)

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from holdfast._background.copying import finish_copies
+from holdfast._background.copy_jobs import finish_copies
 from holdfast._background.futures import warn_of_unseen_failures
 from holdfast._background.queues import Claim, wait_for_conflicting_saves
 from holdfast._base.arguments import Size
@@ -19,11 +19,11 @@ from holdfast._base.notices import add_note, warn_caller
 from holdfast._base.patterns import Pattern, Patterns, Rename
 from holdfast._formats.native.record import repairs_in
 from holdfast._formats.source import Source
-from holdfast._load.agreement import ADVICE, Agreement, Numbers, agree, refuse_different_checkpoints, reported
+from holdfast._load.agreement import ADVICE, LoadAgreement, Numbers, agree, refuse_different_checkpoints, reported
 from holdfast._load.filling import check_regions, put, read_regions
 from holdfast._load.opening import open_source
 from holdfast._load.options import LoadOptions, Transforms
-from holdfast._load.planning import LoadPlan, plan_load
+from holdfast._load.planning import RankPlan, plan_load
 from holdfast._load.report import LoadReport
 from holdfast._ranks.meeting import meeting, own_place
 from holdfast._settings import OnFinding
@@ -35,7 +35,7 @@ from holdfast.errors import CheckpointException, HoldfastError, IncompleteLoadEr
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from holdfast._ranks.collectives import Collectives
+    from holdfast._ranks.shared_steps import Collectives
 
 
 def load(
@@ -51,7 +51,8 @@ def load(
     cast: bool | Patterns | Mapping[Pattern, Any] = False,
     transform: Transforms | None = None,
     optimizer_mismatch: OnFinding = "error",
-    verify: bool | Literal["first"] = True,
+    verify: bool = True,
+    verify_first: bool = False,
     allow_pickle: bool = False,
     memory_budget: Size | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -59,7 +60,7 @@ def load(
     """Load a checkpoint into a state, in place. With a process group all its ranks call this together.
 
     The state may be laid out over any number of ranks in any way, whatever it was like when it was saved. Nothing of it
-    is changed before all ranks know that everything fits; what does not fit is told all at once.
+    is changed before all ranks know that everything fits; all mismatches are raised in one error.
 
     Args:
         state: what to load into, as for ``save``. Tensors are filled where they are, values in dicts and lists are
@@ -81,8 +82,9 @@ def load(
             the opened checkpoint, for instance by joining several stored tensors.
         optimizer_mismatch: what to do if a stored optimizer is of another class than that in the state, or has its
             parameters in other groups: "error", "warn", or "ignore", which only notes it in the report.
-        verify: compare the digests of all that is read. ``"first"`` does so before anything is changed, at the cost of
-            reading twice. Safetensors files have no digests, and files of torch none for parts of what a rank saved.
+        verify: compare the digests of all that is read. Safetensors files have no digests, and files of torch none for
+            parts of what a rank saved.
+        verify_first: compare them before anything is changed, at the cost of reading twice.
         allow_pickle: load values that were stored as pickles, which can run any code.
         memory_budget: bytes that each rank may allocate beside the state, for buffers and conversions: 256 KiB at
             least, 64 MiB by default. More does not make it faster.
@@ -107,9 +109,10 @@ def load(
     wait_for_conflicting_saves(Claim(place))
     finish_copies()  # of what is going to be overwritten
     rank, world_size = own_place(process_group)
+    asked = f"holdfast.load from {place}, verify={verify!r}, verify_first={verify_first!r}"
     with (
         Call("load", place, rank=rank, world_size=world_size, started=started) as call,
-        meeting(f"holdfast.load from {call.path}, verify={verify!r}", process_group) as ranks,
+        meeting(asked, process_group) as ranks,
     ):
         with ranks.step("options"):
             options = LoadOptions.of(
@@ -122,6 +125,7 @@ def load(
                 cast=cast,
                 transform=transform,
                 verify=verify,
+                verify_first=verify_first,
                 memory_budget=memory_budget,
                 optimizer_mismatch=optimizer_mismatch,
             )
@@ -150,12 +154,12 @@ class _Load:
     source: Source
     call: Call
 
-    def match(self, state: Any) -> LoadPlan:
+    def match(self, state: Any) -> RankPlan:
         """Find out what is to be read into this rank's state. Nothing is changed."""
         with self.ranks.step("plan"):
             return plan_load(state, self.source, self.options, rank=self.ranks.rank, world_size=self.ranks.world_size)
 
-    def agree(self, plan: LoadPlan) -> Agreement:
+    def agree(self, plan: RankPlan) -> LoadAgreement:
         """Raise on all ranks all that does not fit on any of them."""
         agreement = agree(self.ranks, plan, self.options)
         agreement.problems.raise_if_any(self.source.location, ADVICE)
@@ -166,24 +170,24 @@ class _Load:
             plan.found.settle(key)
         return agreement
 
-    def read(self, plan: LoadPlan) -> Phase:
+    def read(self, plan: RankPlan) -> Phase:
         """Read what this rank needs, straight into the tensors where that is possible; returns how that went."""
-        if self.options.verify == "first":
+        if self.options.verify_first:
             with _remark("Nothing was changed."), self.ranks.step("verify"), self.call.phase("verify"):
                 check_regions(plan.regions_to_check, self.source, self.options.memory_budget)
         with _remark(_PARTLY_LOADED), self.ranks.step("read"), self.call.phase("read") as reading:
             reading.nbytes, elements = read_regions(
                 plan.regions,
                 self.source,
-                verify=bool(self.options.verify),
+                verify=self.options.verify,
                 dense=plan.dense,
                 memory=self.options.memory_budget,
                 shared=self.ranks.world_size > 1,
             )
-            for write in plan.writes:
-                if write.made is not None:
-                    put(write.region.memory, write.made)
-                    elements += volume(write.region.box.sizes)
+            for region in plan.writes:
+                if region.made is not None:
+                    put(region.memory, region.made)
+                    elements += volume(region.box.sizes)
             if elements != plan.elements:
                 raise IncompleteLoadError(
                     f"{elements} elements were loaded from {self.source.location} where the state has "
@@ -193,12 +197,12 @@ class _Load:
                 )
         return reading
 
-    def apply(self, plan: LoadPlan) -> None:
+    def apply(self, plan: RankPlan) -> None:
         """Replace values, and let live objects take over what was read."""
         with _remark(_PARTLY_LOADED), self.ranks.step("apply"), self.call.phase("apply"):
             plan.outcome.finish()
 
-    def report(self, plan: LoadPlan, agreement: Agreement, reading: Phase, started: float) -> LoadReport:
+    def report(self, plan: RankPlan, agreement: LoadAgreement, reading: Phase, started: float) -> LoadReport:
         """What was done by all ranks together."""
         found = plan.found
         own = LoadReport(

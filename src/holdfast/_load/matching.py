@@ -22,7 +22,7 @@ from holdfast._load.applying import (
     Container,
     FilledUp,
     Kept,
-    Live,
+    LiveObject,
     Outcome,
     Put,
     Taken,
@@ -31,7 +31,7 @@ from holdfast._load.applying import (
     is_changeable,
 )
 from holdfast._load.filling import PLAIN, Fill
-from holdfast._load.findings import Findings, Transform
+from holdfast._load.findings import LoadFindings, Transform
 from holdfast._load.matching_per_rank import match_per_rank, match_unmarked, of_this_rank
 from holdfast._load.options import LoadOptions
 from holdfast._load.stored_nodes import StoredNode
@@ -44,9 +44,9 @@ from holdfast._load.targets import (
     stored_dtype_name,
     takes_anything,
     takes_numbers,
-    why_inert,
     why_not_fillable,
     why_not_real,
+    why_not_restorable,
 )
 from holdfast._state.contract import Adapter
 from holdfast._state.expanding import Context, adapter_for, is_live, per_rank_of
@@ -67,14 +67,14 @@ class Matcher:
         """What was noted about live objects, by their stored keys."""
         self.rank = rank
         self.world_size = world_size
-        self.found = Findings()
+        self.found = LoadFindings()
         self.context = Context.of(state)
         self._fresh: dict[str, Any] = {}
         self._claims: dict[int, str] = {}
         self._live = 0
         """In how many live objects, one in the other, the walk is."""
         self._own = 0
-        """In how many values that this rank has its own of."""
+        """In how many per-rank values it is nested."""
 
     def match_state(self, state: Any, stored: StoredNode) -> Outcome:
         """Match the whole state, which has to stay the same object."""
@@ -112,12 +112,12 @@ class Matcher:
         if stored is not None and stored.is_leaf and children_of(stored.value) is None and stored.value is not None:
             key = key_of(path)
             if self.options.wanted(key):
-                reason = why_inert(stored.value)
+                reason = why_not_restorable(stored.value)
                 kind = f"is {in_words(stored.value)} in the checkpoint and a {type(target).__name__} in the state"
                 return self.refuse(key, stored, reason or kind, target)
             return self.leave(key, stored, target)
         if stored is not None and _is_empty(stored):
-            stored.take()  # all that it lacks is told
+            stored.take()  # all that it lacks is reported
         # Most of a state are tensors that fit. They stay what they are, so once they are read nothing is left to do.
         prefix = self._dense_prefix(target, stored, path)
         children = {}
@@ -166,7 +166,7 @@ class Matcher:
             return self._unloaded(target)
         if not isinstance(stored.value, TensorRef):
             kind = f"is {in_words(stored.value)} in the checkpoint and a tensor in the state"
-            return self.refuse(key, stored, why_inert(stored.value) or kind, target)
+            return self.refuse(key, stored, why_not_restorable(stored.value) or kind, target)
         stored.take()
         self._note_read(key, stored)
         outcome, memory = self._with_memory(key, target)
@@ -304,7 +304,7 @@ class Matcher:
             content = self.match(template, stored, path)
         if len(self.found.read) + len(self.found.transforms) == before:
             return Kept(target)  # nothing of it is loaded; what is missing has been noted
-        return Live(target, adapter, content, key)
+        return LiveObject(target, adapter, content, key)
 
     @contextmanager
     def _in_live_object(self) -> Iterator[None]:
@@ -316,7 +316,7 @@ class Matcher:
 
     @contextmanager
     def in_own_value(self) -> Iterator[None]:
-        """Within this, keys are those of what this rank has its own of."""
+        """Within this, keys are those of per-rank state."""
         self._own += 1
         try:
             yield
@@ -375,7 +375,7 @@ class Matcher:
 
     def _refuse_inert(self, key: str, value: Any) -> None:
         """Note values that cannot be given back as what they were."""
-        reason = why_inert(value)
+        reason = why_not_restorable(value)
         if reason is not None:
             self.found.misfits[key] = reason
             return

@@ -96,7 +96,7 @@ def of_this_rank(matcher: Matcher, value: Any, path: Path) -> Any:
     key = key_of(path)
     matcher.found.errors[key] = WorldSizeError(
         f"'{key}' is, or contains, what was stored per rank by {saved} ranks, and is loaded by {current}. Mark it "
-        "in the state and say what the ranks shall get: holdfast.PerRank(value, on_resize='first'), or a function",
+        "in the state and say what the ranks should get: holdfast.PerRank(value, on_resize='first'), or a function",
         key=key,
         saved=saved,
         current=current,

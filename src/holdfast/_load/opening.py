@@ -200,7 +200,7 @@ def _what_to_do(path: Path, names: Iterable[str]) -> str:
 
 
 def _checkpoints_below(place: str | os.PathLike[str]) -> list[str]:
-    """The last of the checkpoints that lie one step further down."""
+    """The last of the checkpoints that are one step further down."""
     root = root_at(place)
     inner: list[str] = []
     for name in sorted(root.children(), reverse=True)[:_MOST_LOOKED_AT]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from holdfast._base.arguments import Size, check_choice, checked_budget
 from holdfast._base.patterns import Choice, Chooser, Pattern, Patterns, Rename, Renaming, Selection, chooser
@@ -29,7 +29,7 @@ class LoadOptions:
     """Which keys of the state the checkpoint need not have."""
     may_be_unexpected: Callable[[str], bool]
     """Which stored keys the state need not have a place for."""
-    casts: Casts
+    casts: AllowedCasts
     """Which tensors may change their dtype."""
     renaming: Renaming
     """From stored keys to keys of the state."""
@@ -37,8 +37,10 @@ class LoadOptions:
     """The function that makes what belongs to a key of the state; None for what is simply read."""
     transform_patterns: Sequence[tuple[str, Chooser]]
     """For which keys there are functions: the patterns as text, and what they mean."""
-    verify: bool | Literal["first"]
-    """Whether digests are compared: while reading, or also before."""
+    verify: bool
+    """Whether digests are compared while reading."""
+    verify_first: bool
+    """Whether they are also compared before anything is changed."""
     memory_budget: int | None
     """How many bytes may be allocated beside the state."""
     optimizer_mismatch: OnFinding = "error"
@@ -56,12 +58,16 @@ class LoadOptions:
         rename: Rename | None,
         cast: bool | Patterns | Mapping[Pattern, Any],
         transform: Transforms | None,
-        verify: bool | Literal["first"],
+        verify: bool,
+        verify_first: bool,
         memory_budget: Size | None,
         optimizer_mismatch: OnFinding = "error",
     ) -> LoadOptions:
         """The arguments of ``load``, checked."""
-        check_choice("verify", verify, (True, False, "first"))
+        check_choice("verify", verify, (True, False))
+        check_choice("verify_first", verify_first, (True, False))
+        if verify_first and not verify:
+            raise ValueError("verify_first=True compares digests, and verify=False asks for none: drop one of them")
         check_choice("optimizer_mismatch", optimizer_mismatch, get_args(OnFinding))
         if transform is not None and not isinstance(transform, Mapping):
             raise TypeError(f"transform takes keys of the state with a function for each, not {transform!r}")
@@ -70,20 +76,21 @@ class LoadOptions:
             strict=strict,
             may_be_missing=chooser(allow_missing, otherwise=False) if strict else _always,
             may_be_unexpected=chooser(allow_unexpected, otherwise=False) if strict else _always,
-            casts=Casts(cast),
+            casts=AllowedCasts(cast),
             renaming=Renaming(rename),
             transform=Choice(transform),
             transform_patterns=[(str(pattern), Chooser(pattern)) for pattern in transform or ()],
             verify=verify,
+            verify_first=verify_first,
             memory_budget=checked_budget(memory_budget),
             optimizer_mismatch=optimizer_mismatch,
         )
 
 
-class Casts:
+class AllowedCasts:
     """Which changes of dtype are allowed.
 
-    >>> casts = Casts({"model.*": "bfloat16"})
+    >>> casts = AllowedCasts({"model.*": "bfloat16"})
     >>> casts.allow("model.weight", "bfloat16"), casts.allow("model.weight", "float16"), casts.allow("x", "bfloat16")
     (True, False, False)
     """

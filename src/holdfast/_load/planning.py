@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from holdfast._base.boxes import overlaps, place_of, volume
-from holdfast._base.environment import optimizers_noted
 from holdfast._base.patterns import dotted
+from holdfast._base.provenance import optimizers_noted
 from holdfast._base.tiling import missing_part
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.keys import readable
@@ -20,12 +20,12 @@ from holdfast._formats.source import Source
 from holdfast._load.applying import Outcome
 from holdfast._load.checkpoint import Checkpoint
 from holdfast._load.filling import DenseFills, Fill, Region, regions_of, sharing
-from holdfast._load.findings import Findings, Transform
+from holdfast._load.findings import LoadFindings, Transform
 from holdfast._load.matching import Matcher
-from holdfast._load.options import Casts, LoadOptions
-from holdfast._load.renamed_parameters import Live
+from holdfast._load.options import AllowedCasts, LoadOptions
+from holdfast._load.renamed_parameters import LiveState
 from holdfast._load.renaming import rename
-from holdfast._load.shared_memory import Write, conflicts, host_memory, once_each, settle_missing_names
+from holdfast._load.shared_memory import conflicts, host_memory, once_each, settle_missing_names
 from holdfast._load.stored_nodes import StoredNode
 from holdfast._load.targets import held_elements, shape_and_dtype, takes_numbers, why_not_fillable, why_not_real
 from holdfast._load.tensor_handles import TensorHandle
@@ -36,7 +36,7 @@ from holdfast.errors import HoldfastError
 # What functions of the user make out of a checkpoint, checked against the state that it is for.
 
 
-def make(transform: Transform, checkpoint: Checkpoint, found: Findings, casts: Casts) -> list[Write]:
+def make(transform: Transform, checkpoint: Checkpoint, found: LoadFindings, casts: AllowedCasts) -> list[Region]:
     """Call the function; returns the parts of what it made that this rank holds. What is wrong goes to ``found``."""
     key = transform.key
     try:
@@ -54,7 +54,7 @@ def make(transform: Transform, checkpoint: Checkpoint, found: Findings, casts: C
     return []
 
 
-def _parts(transform: Transform, made: Any, found: Findings, casts: Casts) -> list[Write]:
+def _parts(transform: Transform, made: Any, found: LoadFindings, casts: AllowedCasts) -> list[Region]:
     key, target = transform.key, transform.target
     if not isinstance(made, (np.ndarray, torch.Tensor)):
         found.misfits[key] = f"is a tensor, and its transform made a {type(made).__name__}"
@@ -75,21 +75,21 @@ def _parts(transform: Transform, made: Any, found: Findings, casts: Casts) -> li
     writes = []
     for region in regions_of(Fill(key, TensorRef(key, dtype_named("uint8"), shape), target)):
         part = made[place_of(region.box.offsets, region.box.sizes)]
-        writes.append(Write(region, part.copy() if isinstance(part, np.ndarray) else part.detach().clone()))
+        writes.append(replace(region, made=part.copy() if isinstance(part, np.ndarray) else part.detach().clone()))
     return writes
 
 
 @dataclass(frozen=True)
-class LoadPlan:
+class RankPlan:
     """What one rank will do if everything fits on all ranks."""
 
     outcome: Outcome
     """What becomes of the state once all is read."""
-    writes: Sequence[Write]
+    writes: Sequence[Region]
     """What goes into memory that there is. Memory that has several names is written once."""
     dense: DenseFills
     """Tensors that take the stored bytes as they are, and share memory with nothing else."""
-    found: Findings
+    found: LoadFindings
     uncovered: Mapping[str, str]
     """Keys of tensors that would not be filled to the last element, with the reason."""
     unexpected: Sequence[str]
@@ -102,12 +102,12 @@ class LoadPlan:
     @property
     def regions(self) -> list[Region]:
         """What is to be read."""
-        return [write.region for write in self.writes if write.made is None]
+        return [region for region in self.writes if region.made is None]
 
     @property
     def elements(self) -> int:
         """How many elements are to be written."""
-        return sum(volume(write.region.box.sizes) for write in self.writes) + self.dense.elements
+        return sum(volume(region.box.sizes) for region in self.writes) + self.dense.elements
 
     @property
     def regions_to_check(self) -> list[Region]:
@@ -120,7 +120,7 @@ class LoadPlan:
         return [leaf.key for leaf in self.root.leaves()]
 
 
-def plan_load(state: Any, source: Source, options: LoadOptions, *, rank: int, world_size: int) -> LoadPlan:
+def plan_load(state: Any, source: Source, options: LoadOptions, *, rank: int, world_size: int) -> RankPlan:
     """Match a checkpoint with a state. What does not fit is noted in the plan."""
     root = StoredNode.of(source.tree)
     new_keys: Mapping[str, str] = {}
@@ -134,14 +134,14 @@ def plan_load(state: Any, source: Source, options: LoadOptions, *, rank: int, wo
     used = set[str]()
     checkpoint = Checkpoint(source, on_use=used.add)
     made = [write for transform in found.transforms for write in make(transform, checkpoint, found, options.casts)]
-    dense, special = found.dense.without(source.lack_parts([ref.key for ref in found.dense.refs]))
+    dense, special = found.dense.without(source.incomplete_positions([ref.key for ref in found.dense.refs]))
     reads, uncovered = _reads([*found.fills, *special], source, rank)
     dense, tied = dense.without(_sharing(dense, [*reads, *made]))
     reads += _reads(tied, source, rank)[0]
     if not uncovered:
         found.misfits.update(conflicts([*reads, *made], source))
     unexpected, not_requested = _left_over(state, root, new_keys, used, options)
-    return LoadPlan(
+    return RankPlan(
         outcome=outcome,
         writes=once_each([*reads, *made]),
         dense=dense,
@@ -153,7 +153,7 @@ def plan_load(state: Any, source: Source, options: LoadOptions, *, rank: int, wo
     )
 
 
-def _known_of(state: Any, context: Context) -> Live:
+def _known_of(state: Any, context: Context) -> LiveState:
     """What the models of a state and the parameters of its optimizers are called."""
     names = {
         name
@@ -161,16 +161,16 @@ def _known_of(state: Any, context: Context) -> Live:
         for name in context.names_of([each for group in optimizer.param_groups for each in group["params"]])
         if name is not None
     }
-    return Live([readable(path) for path, _ in context.modules], frozenset(names))
+    return LiveState([readable(path) for path, _ in context.modules], frozenset(names))
 
 
-def _sharing(dense: DenseFills, writes: Sequence[Write]) -> list[int]:
+def _sharing(dense: DenseFills, writes: Sequence[Region]) -> list[int]:
     """Which tensors share memory with others, or with something else that is written, by position."""
     places = dense.reads
     return sharing(places.addresses, places.addresses + places.nbytes, [*filter(None, map(host_memory, writes))])
 
 
-def _unused(options: LoadOptions, found: Findings) -> list[str]:
+def _unused(options: LoadOptions, found: LoadFindings) -> list[str]:
     """Remarks on what the caller asked for and nothing was like."""
     names = [f"rename: no stored key is, or begins with, '{name}'" for name in options.renaming.unused]
     patterns = [
@@ -181,9 +181,9 @@ def _unused(options: LoadOptions, found: Findings) -> list[str]:
     return names + patterns
 
 
-def _reads(fills: Sequence[Fill], source: Source, rank: int) -> tuple[list[Write], dict[str, str]]:
+def _reads(fills: Sequence[Fill], source: Source, rank: int) -> tuple[list[Region], dict[str, str]]:
     """The regions of all tensors that are to be filled, and which tensors these do not fill."""
-    reads: list[Write] = []
+    reads: list[Region] = []
     uncovered: dict[str, str] = {}
     for fill in fills:
         regions = regions_of(fill)
@@ -195,7 +195,7 @@ def _reads(fills: Sequence[Fill], source: Source, rank: int) -> tuple[list[Write
         gap = missing_part(boxes, chunks, fill.ref.shape, overlaps(boxes, chunks))
         if gap is not None:
             uncovered[fill.key] = gap
-        reads += map(Write, regions)
+        reads += regions
     return reads, uncovered
 
 

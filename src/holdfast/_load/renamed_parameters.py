@@ -21,7 +21,7 @@ _NAMES = ("params", "param_names")
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LiveState:
     """What is known of the state that a tree is for."""
 
     models: Sequence[str] = ()
@@ -30,7 +30,7 @@ class Live:
     """What the parameters of its optimizers are called."""
 
 
-NOTHING_KNOWN = Live()
+NOTHING_KNOWN = LiveState()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class NewKey:
 
 
 def with_renamed_parameters(
-    root: StoredNode, given: Mapping[str, str], live: Live = NOTHING_KNOWN
+    root: StoredNode, given: Mapping[str, str], live: LiveState = NOTHING_KNOWN
 ) -> tuple[StoredNode, dict[str, NewKey]]:
     """Rename parameters in all optimizers of a tree.
 
@@ -180,7 +180,7 @@ def _flat_optimizer(node: StoredNode) -> _Optimizer | None:
 
 
 def _new_names(
-    optimizer: _Optimizer, place: str, keys: Sequence[str], given: Mapping[str, str], live: Live
+    optimizer: _Optimizer, place: str, keys: Sequence[str], given: Mapping[str, str], live: LiveState
 ) -> dict[str, str]:
     """The new names of parameters, as far as they change."""
     below = _joined(optimizer.place, "") if optimizer.place else ("state.", "param_groups.")
@@ -196,7 +196,9 @@ def _new_names(
     return in_models | own
 
 
-def _names_in_models(names: Sequence[str], keys: Sequence[str], given: Mapping[str, str], live: Live) -> dict[str, str]:
+def _names_in_models(
+    names: Sequence[str], keys: Sequence[str], given: Mapping[str, str], live: LiveState
+) -> dict[str, str]:
     """The new names by what becomes of the model that has the parameters, as far as they change."""
     prefixes = _prefixes(frozenset(names), keys)
     most = max(prefixes.values(), default=0)
@@ -261,7 +263,7 @@ def _with_names(state: StoredNode, names: Mapping[str, str]) -> StoredNode:
 
 
 def _with_parameters(node: StoredNode, names: Mapping[str, str]) -> StoredNode:
-    """Groups with other names in their lists of parameters, which may lie in a leaf or be leaves."""
+    """Groups with other names in their lists of parameters, which may be in a leaf or be leaves."""
     if node.leaf is node:
         made = StoredNode(_with_new(node.value, names, are_names=node.path[-1] in _NAMES), node.path)
         made.key = node.key

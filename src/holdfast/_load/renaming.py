@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holdfast._formats.native.values import key_of
-from holdfast._load.renamed_parameters import NOTHING_KNOWN, Live, with_renamed_parameters
+from holdfast._load.renamed_parameters import NOTHING_KNOWN, LiveState, with_renamed_parameters
 from holdfast._load.stored_nodes import StoredNode
 
 
 def rename(
-    root: StoredNode, new_name: Callable[[str], Any], live: Live = NOTHING_KNOWN
+    root: StoredNode, new_name: Callable[[str], Any], live: LiveState = NOTHING_KNOWN
 ) -> tuple[StoredNode, dict[str, str]]:
     """The tree with its leaves under other keys. Returns it with what was renamed.
 
@@ -46,7 +46,7 @@ def _given(root: StoredNode, new_name: Callable[[str], Any]) -> dict[str, str]:
     for leaf in root.leaves():
         name = new_name(leaf.key)
         if name is not None and not isinstance(name, str):
-            raise TypeError(f"rename gives '{leaf.key}' the key {name!r}, which is not a text")
+            raise TypeError(f"rename gives '{leaf.key}' the key {name!r}, which is not a str")
         if name == "" and leaf.key:
             raise TypeError(f"rename gives '{leaf.key}' an empty key; give it one that can be asked for")
         given[leaf.key] = leaf.key if name is None else name

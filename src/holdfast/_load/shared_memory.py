@@ -1,4 +1,4 @@
-"""Tensors of a state that lie in the same memory: tied ones, which are read once, and views of one another.
+"""Tensors of a state that are in the same memory: tied ones, which are read once, and views of one another.
 
 What is stored for the elements that they share has to be the same, or one of them would not be as it was saved.
 """
@@ -6,7 +6,6 @@ What is stored for the elements that they share has to be the same, or one of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,22 +14,10 @@ import torch
 from holdfast._formats.source import Source
 from holdfast._layout.descriptions import memory_of
 from holdfast._load.filling import Region, elements_in, put, small_parts
-from holdfast._load.findings import Findings
+from holdfast._load.findings import LoadFindings
 
 
-@dataclass(frozen=True)
-class Write:
-    """A region that will be written, and with what if that is not stored as such."""
-
-    region: Region
-    made: Any = None
-
-    def elements(self, source: Source) -> Any:
-        """What will be written."""
-        return elements_in(self.region, source) if self.made is None else self.made
-
-
-def settle_missing_names(found: Findings) -> None:
+def settle_missing_names(found: LoadFindings) -> None:
     """Tied tensors are loaded if one of their names is stored: take the others off the list of what is missing."""
     if not found.missing:
         return
@@ -43,63 +30,63 @@ def settle_missing_names(found: Findings) -> None:
             found.notes.append(f"'{key}' is not stored; it is the same tensor as '{name}' and was loaded with it")
 
 
-def once_each(writes: Sequence[Write]) -> list[Write]:
-    """One write for all names of the same memory: the first one."""
-    return _first_of_each(writes, lambda write: memory_of(write.region.memory))
+def once_each(regions: Sequence[Region]) -> list[Region]:
+    """One region for all names of the same memory: the first one."""
+    return _first_of_each(regions, lambda region: memory_of(region.memory))
 
 
-def conflicts(writes: Sequence[Write], source: Source) -> dict[str, str]:
+def conflicts(regions: Sequence[Region], source: Source) -> dict[str, str]:
     """Keys whose memory would be filled with one thing and then, in part, with another."""
     found: dict[str, str] = {}
-    for one, other in _sharing(_first_of_each(writes, _memory_and_content)):
+    for one, other in _sharing(_first_of_each(regions, _memory_and_content)):
         if not _agree(one, other, source):
-            first, second = one.region.fill.key, other.region.fill.key
+            first, second = one.fill.key, other.fill.key
             how = "is tied to" if _is_same_memory(one, other) else "shares memory with"
             found[second] = f"{how} '{first}' in the state, and the checkpoint has different elements for the two"
     return found
 
 
-def _first_of_each(writes: Sequence[Write], kind: Callable[[Write], Any]) -> list[Write]:
+def _first_of_each(regions: Sequence[Region], kind: Callable[[Region], Any]) -> list[Region]:
     seen = set()
     kept = []
-    for write in writes:
-        found = kind(write)
+    for region in regions:
+        found = kind(region)
         if found is None or found not in seen:
-            kept.append(write)
+            kept.append(region)
         seen.add(found)
     return kept
 
 
-def _memory_and_content(write: Write) -> Any:
-    memory = memory_of(write.region.memory)
-    return None if memory is None or write.made is not None else (memory, write.region.fill.ref.key, write.region.box)
+def _memory_and_content(region: Region) -> Any:
+    memory = memory_of(region.memory)
+    return None if memory is None or region.made is not None else (memory, region.fill.ref.key, region.box)
 
 
-def _sharing(writes: Sequence[Write]) -> Iterator[tuple[Write, Write]]:
+def _sharing(regions: Sequence[Region]) -> Iterator[tuple[Region, Region]]:
     """Pairs that have elements in common."""
-    spans = sorted((span for write in writes if (span := _span(write)) is not None), key=lambda span: span[:2])
+    spans = sorted((span for region in regions if (span := _span(region)) is not None), key=lambda span: span[:2])
     open_: list[Any] = []
     for span in spans:
-        device, begin, _, write = span
+        device, begin, _, region = span
         open_ = [other for other in open_ if other[0] == device and other[2] > begin]
         for other in open_:
-            if _have_common_elements(other[3], write):
-                yield other[3], write
+            if _have_common_elements(other[3], region):
+                yield other[3], region
         open_.append(span)
 
 
-def _agree(one: Write, other: Write, source: Source) -> bool:
+def _agree(one: Region, other: Region, source: Source) -> bool:
     if _is_same_memory(one, other) and one.made is None and other.made is None:
-        refs = one.region.fill.ref, other.region.fill.ref
+        refs = one.fill.ref, other.fill.ref
         if refs[0].dtype != refs[1].dtype:
             return False
-        pairs = zip(small_parts(one.region), small_parts(other.region), strict=True)
+        pairs = zip(small_parts(one), small_parts(other), strict=True)
         return all(_same_bits(elements_in(first, source), elements_in(second, source)) for first, second in pairs)
     return _agree_when_written(one, other, source)
 
 
-def _agree_when_written(one: Write, other: Write, source: Source) -> bool:
-    """Write both to spare memory that is laid out in the same way, and see whether the first one is still there."""
+def _agree_when_written(one: Region, other: Region, source: Source) -> bool:
+    """Region both to spare memory that is laid out in the same way, and see whether the first one is still there."""
     spans = [_span(one), _span(other)]
     assert spans[0] is not None
     assert spans[1] is not None
@@ -107,18 +94,23 @@ def _agree_when_written(one: Write, other: Write, source: Source) -> bool:
     end = max(span[2] for span in spans if span is not None)
     scratch = torch.empty(end - start + 16, dtype=torch.uint8, device="cpu")
     views = []
-    for write, span in zip((one, other), spans, strict=True):
-        memory = write.region.memory
+    for region, span in zip((one, other), spans, strict=True):
+        memory = region.memory
         assert span is not None
         if isinstance(memory, np.ndarray) or (span[1] - start) % memory.element_size():
             return False
         empty = torch.empty(0, dtype=memory.dtype, device="cpu")
         place = (span[1] - start) // memory.element_size()
         views.append(empty.set_(scratch.untyped_storage(), place, memory.shape, memory.stride()))
-    put(views[0], one.elements(source))
+    put(views[0], _elements(one, source))
     before = views[0].clone()
-    put(views[1], other.elements(source))
+    put(views[1], _elements(other, source))
     return _same_bits(before, views[0].clone())
+
+
+def _elements(region: Region, source: Source) -> Any:
+    """What will be written."""
+    return elements_in(region, source) if region.made is None else region.made
 
 
 def _same_bits(one: Any, other: Any) -> bool:
@@ -129,24 +121,24 @@ def _same_bits(one: Any, other: Any) -> bool:
     return arrays[0].tobytes() == arrays[1].tobytes()
 
 
-def _is_same_memory(one: Write, other: Write) -> bool:
-    return memory_of(one.region.memory) == memory_of(other.region.memory)
+def _is_same_memory(one: Region, other: Region) -> bool:
+    return memory_of(one.memory) == memory_of(other.memory)
 
 
-def _span(write: Write) -> tuple[str, int, int, Write] | None:
+def _span(region: Region) -> tuple[str, int, int, Region] | None:
     """The device, and the addresses of the first byte and of that after the last one."""
-    described = _described(write.region.memory)
+    described = _described(region.memory)
     if described is None:
         return None
     device, address, strides, shape, itemsize = described
     ends = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
     low = address + sum(end for end in ends if end < 0)
-    return device, low, address + sum(end for end in ends if end > 0) + itemsize, write
+    return device, low, address + sum(end for end in ends if end > 0) + itemsize, region
 
 
-def host_memory(write: Write) -> tuple[int, int] | None:
+def host_memory(region: Region) -> tuple[int, int] | None:
     """The addresses of the first byte and of that after the last one, if they are in host memory."""
-    span = _span(write)
+    span = _span(region)
     return None if span is None or span[0] != "cpu" else span[1:3]
 
 
@@ -159,8 +151,8 @@ def _described(memory: Any) -> tuple[str, int, Sequence[int], Sequence[int], int
     return str(memory.device), memory.data_ptr(), [stride * size for stride in memory.stride()], memory.shape, size
 
 
-def _have_common_elements(one: Write, other: Write) -> bool:
-    first, second = (_Addresses(write.region.memory).array() for write in (one, other))
+def _have_common_elements(one: Region, other: Region) -> bool:
+    first, second = (_Addresses(region.memory).array() for region in (one, other))
     try:
         return np.shares_memory(first, second, max_work=100_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:

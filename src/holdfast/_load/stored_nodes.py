@@ -34,7 +34,7 @@ class StoredNode:
         self._value = value
         self.path = path
         self.leaf = leaf
-        """The leaf that this lies in, or is."""
+        """The leaf that this is in, or is itself."""
         if type(value) is TensorRef:
             self.leaf = self
         elif leaf is None:
@@ -130,7 +130,7 @@ class StoredNode:
         such node, one whose name differs only by what wrappers of models add.
         """
         if type(name) is str and (found := self.children.get(name)) is not None:
-            return found  # nothing but a text equals a text
+            return found  # nothing but a str equals a str
         if self._by_kind is None:
             self._by_kind = {(type(key), key): node for key, node in self.children.items()}
         found = self._by_kind.get((type(name), name)) or self._by_text.get(str(name))
@@ -167,7 +167,9 @@ class StoredNode:
 
     def _without_wrappers(self, name: str) -> StoredNode | None:
         """A node whose name differs only by what wrappers of models add, if there is just one."""
-        from holdfast._state.module_names import strip_wrapper_names  # needs torch, which listing a checkpoint does not
+        from holdfast._state.parameter_names import (
+            strip_wrapper_names,  # needs torch, which listing a checkpoint does not
+        )
 
         if self._stripped is None:
             self._stripped = {}

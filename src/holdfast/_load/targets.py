@@ -24,7 +24,13 @@ from holdfast._formats.native.registered_types import registered_as
 from holdfast._formats.native.torch_elements import torch_dtype
 from holdfast._formats.native.values import numpy_dtype_from
 from holdfast._layout.sharded_tensors import local_shards
-from holdfast._layout.tensors import CHUNKS_HOOK, local_tensor, on_this_rank, refuse_if_it_has_no_bytes, size_and_dtype
+from holdfast._layout.tensor_items import (
+    CHUNKS_HOOK,
+    local_tensor,
+    on_this_rank,
+    refuse_if_it_has_no_bytes,
+    size_and_dtype,
+)
 from holdfast.errors import UnsupportedTensorError
 
 
@@ -92,7 +98,7 @@ def _are_numbers(dtype: torch.dtype) -> bool:
 
 
 def held_elements(target: Any) -> int | None:
-    """How many elements this rank holds of a target, by its memory; None if only the target itself can tell."""
+    """How many elements this rank holds of a target, by its memory; None if only the target itself knows."""
     if isinstance(target, np.ndarray):
         return target.size
     if isinstance(target, DTensor):
@@ -146,7 +152,7 @@ def in_words(stored: Any) -> str:
     return f"a {type(stored).__name__}"
 
 
-def why_inert(value: Any) -> str | None:
+def why_not_restorable(value: Any) -> str | None:
     """Why a stored value cannot be given back as what it was; None if it can."""
     if isinstance(value, PickledValue):
         return "is stored as a pickle, which can run any code; allow_pickle=True loads it"
@@ -174,7 +180,7 @@ def _numpy_name(dtype: np.dtype[Any]) -> str:
 
 
 def _overlaps_itself(strides: Sequence[int], shape: Sequence[int], element: int) -> bool:
-    """Whether two elements lie at the same place, as in expanded tensors. Strides are in units of which one element
+    """Whether two elements are at the same place, as in expanded tensors. Strides are in units of which one element
     takes ``element``."""
     extent = element
     dims = [(stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1]

@@ -15,7 +15,7 @@ from holdfast._formats.native.dtypes import DType
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.small_floats import widened
 from holdfast._formats.native.values import numpy_dtype_from
-from holdfast._formats.source import Request, Source
+from holdfast._formats.source import ReadRequest, Source
 from holdfast.errors import MissingPackageError
 
 Array = npt.NDArray[Any]
@@ -85,7 +85,7 @@ class TensorHandle:
             self._on_read(self._ref)
         buffer = np.empty(cut.sizes, self.dtype.carrier)
         if buffer.size:
-            self._source.read([Request(self.key, cut.offsets, cut.sizes, buffer)])
+            self._source.read([ReadRequest(self.key, cut.offsets, cut.sizes, buffer)])
         return cut.applied(buffer)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:

@@ -21,7 +21,7 @@ from holdfast._watching.progress import size
 from holdfast.errors import CheckpointException, StorageFullError
 
 if TYPE_CHECKING:
-    from holdfast._ranks.collectives import Collectives
+    from holdfast._ranks.shared_steps import Collectives
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _ADVICE: dict[FullDiskAction, str] = {
-    "error": "Make room, keep fewer checkpoints, or choose OnFullDisk(action='prune') or 'wait'.",
-    "prune": "Make room, or keep and pin fewer checkpoints.",
-    "wait": "Make room, keep fewer checkpoints, or choose OnFullDisk(action='prune').",
+    "error": "Make space, keep fewer checkpoints, or choose OnFullDisk(action='prune') or 'wait'.",
+    "prune": "Make space, or keep and pin fewer checkpoints.",
+    "wait": "Make space, keep fewer checkpoints, or choose OnFullDisk(action='prune').",
 }
 _LONGEST_PAUSE = 10.0
 """The other ranks wait for the coordinator meanwhile, and must not take it for dead."""
@@ -58,7 +58,7 @@ def _full_ranks(error: BaseException) -> dict[int, OSError]:
 
 
 def _failure_of_all(error: BaseException) -> CheckpointException | None:
-    """What all ranks were told, behind what is raised for people."""
+    """The error that all ranks got, behind the one that is raised for people."""
     for each in (error, error.__cause__):
         if isinstance(each, CheckpointException):
             return each
@@ -142,7 +142,7 @@ def save_despite_full_disk(
     ranks: Collectives | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> T:
-    """Save, and again if the disk was full and there is room now. All ranks call this together.
+    """Save, and again if the disk was full and there is space now. All ranks call this together.
 
     Args:
         save: one attempt. It leaves nothing behind when it fails.
@@ -162,7 +162,7 @@ def save_despite_full_disk(
         >>> save_despite_full_disk(save, "runs/a/step-3", WhenFull("prune", prune=lambda: "step-1"))
         'saved'
     """
-    story = _Story(path, when_full)
+    handling = _FullDiskHandling(path, when_full)
     while True:
         try:
             return save()
@@ -171,7 +171,7 @@ def save_despite_full_disk(
             if not full or not _all_know_of(error):
                 raise
             with _together(ranks, path, process_group) as present:
-                verdict = story.decide(present, full, needed)
+                verdict = handling.decide(present, full, needed)
             if verdict is not None:
                 raise verdict from error
 
@@ -200,7 +200,7 @@ class _View:
         return needed + free
 
 
-class _Story:
+class _FullDiskHandling:
     """One save, from its first failure on."""
 
     def __init__(self, path: str, when_full: WhenFull) -> None:
@@ -223,7 +223,7 @@ class _Story:
         return self._error(full, self._look(ranks, how_much))
 
     def _prune(self, ranks: Collectives, full: dict[int, OSError], needed: int | None) -> StorageFullError | None:
-        """Delete one checkpoint after the other, until there is room as far as anybody can see."""
+        """Delete one checkpoint after the other, until there is space as far as anybody can see."""
         while True:
             name, why = ranks.broadcast("prune", self._pruned)
             view = self._look(ranks, needed)
@@ -236,19 +236,19 @@ class _Story:
     def _pruned(self) -> tuple[str | None, str]:
         try:
             name = self._when_full.prune()
-        except Exception as error:  # the full disk is what has to be told; this is why nothing could be done about it
-            return None, f" No checkpoint could be deleted to make room: {type(error).__name__}: {error}."
+        except Exception as error:  # the full disk is what is reported; this is why nothing could be done about it
+            return None, f" No checkpoint could be deleted to make space: {type(error).__name__}: {error}."
         if name is None:
-            return None, " There is no checkpoint left that may be deleted to make room."
+            return None, " There is no checkpoint left that may be deleted to make space."
         logger.warning("%s does not fit on the disk, so the checkpoint %s was deleted", self._path, name)
         return name, ""
 
     def _wait(self, ranks: Collectives, full: dict[int, OSError], needed: int | None) -> StorageFullError | None:
-        """Look for room now and then, by the coordinator's clock."""
+        """Look for space now and then, by the coordinator's clock."""
         view = self._look(ranks, needed)
         if self._deadline is None and ranks.is_coordinator:
             self._deadline = self._when_full.clock() + self._when_full.wait_seconds
-            logger.warning("%s Waiting up to %.0f s for space.", self._told(full, view), self._when_full.wait_seconds)
+            logger.warning("%s Waiting up to %.0f s for space.", self._cause(full, view), self._when_full.wait_seconds)
         while (why := ranks.broadcast("wait", self._slept)) is None:
             view = self._look(ranks, needed)
             if view.has_room:
@@ -261,9 +261,9 @@ class _Story:
         end = self._when_full.give_up_at()
         now = self._when_full.clock()
         if self._deadline <= now:
-            return f" Nobody made room within {self._when_full.wait_seconds:.0f} s."
+            return f" No space was freed within {self._when_full.wait_seconds:.0f} s."
         if end is not None and end <= now:
-            return " Nobody made room before the program has to end."
+            return " No space was freed before the program has to end."
         until = self._deadline if end is None else min(self._deadline, end)
         self._when_full.sleep(min(until - now, self._when_full.poll_seconds, _LONGEST_PAUSE))
         return None
@@ -285,7 +285,7 @@ class _Story:
         except Exception as error:
             logger.warning("what a failed save left at %s could not be removed: %s", self._path, error)
 
-    def _told(self, full: dict[int, OSError], view: _View) -> str:
+    def _cause(self, full: dict[int, OSError], view: _View) -> str:
         rank, cause = next(iter(sorted(full.items())))
         others = sorted(set(full) - {rank})
         also = f" (and so did rank(s) {others})" if others else ""
@@ -293,10 +293,10 @@ class _Story:
         return f"there is no space for {self._path}: rank {rank} failed{place}{also}: {cause.strerror}.{view}"
 
     def _error(self, full: dict[int, OSError], view: _View, why: str = "") -> StorageFullError:
-        deleted = f" Deleted to make room: {', '.join(self._deleted)}." if self._deleted else ""
+        deleted = f" Deleted to make space: {', '.join(self._deleted)}." if self._deleted else ""
         message = (
-            f"{self._told(full, view)}{deleted}{why} Nothing was committed, what was written is removed, and the "
-            f"newest checkpoint of before is untouched. {_ADVICE[self._when_full.action]}"
+            f"{self._cause(full, view)}{deleted}{why} Nothing was committed, what was written is removed, and the "
+            f"newest earlier checkpoint is untouched. {_ADVICE[self._when_full.action]}"
         )
         return StorageFullError(
             message,

@@ -16,6 +16,7 @@ from holdfast import _settings as settings
 from holdfast._load.load import load
 from holdfast._load.report import LoadReport
 from holdfast._manager import steps as steps_of_run
+from holdfast._manager.cadence import Beat, Cadence, refuse_different_options
 from holdfast._manager.options import (
     Background,
     OnFullDisk,
@@ -29,11 +30,10 @@ from holdfast._manager.options import (
 )
 from holdfast._manager.preflight import run_preflight
 from holdfast._manager.preflight_report import PreflightReport
-from holdfast._manager.pulse import Beat, Pulse, refuse_different_options
 from holdfast._manager.restoring import RestoredStep, Restoring, chosen_step
 from holdfast._manager.retention import Policy
 from holdfast._manager.run import Run
-from holdfast._manager.saver import Saver, Saving, Wanted
+from holdfast._manager.saver import SaveIntent, Saver, Saving
 from holdfast._manager.steps import Mode, StepInfo, step_number
 from holdfast._ranks.meeting import meeting, own_place
 from holdfast._save.options import SaveOptions
@@ -44,7 +44,7 @@ from holdfast._watching.event import about
 from holdfast.errors import RankDisagreementError
 
 if TYPE_CHECKING:
-    from holdfast._ranks.collectives import Collectives
+    from holdfast._ranks.shared_steps import Collectives
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class CheckpointManager:
         self._saver = Saver(self._run, self._saving, process_group)
         self._saves_at_end = save_at_end
         self._every = (every_steps, every_minutes)
-        self._pulse = Pulse(every_steps=every_steps, every_minutes=every_minutes)
+        self._cadence = Cadence(every_steps=every_steps, every_minutes=every_minutes)
         self._preemption = (on_signal or OnSignal(signals=())).preemption()
         self._run_options = run_options
         self._is_read_only = read_only
@@ -144,8 +144,8 @@ class CheckpointManager:
         self._opened_by: int | None = None
         self._while_open = ExitStack()
         self._is_closed = False
-        self._newest: Wanted | None = None
-        self._unsaved: Wanted | None = None
+        self._newest: SaveIntent | None = None
+        self._unsaved: SaveIntent | None = None
         self._last_saved: int | None = None
 
     # Opening and closing
@@ -184,7 +184,7 @@ class CheckpointManager:
         elif pending.newest_report() is None:
             try:
                 self._save(last, "end", wait=True)
-            except Exception as error:  # what failed first is told by ``wait``
+            except Exception as error:  # what failed first is raised by ``wait``
                 logger.error("step %d could not be saved at the second attempt either: %s", last.step, error)  # noqa: TRY400
             else:
                 logger.warning("step %d could not be saved in the background, but at the end", last.step)
@@ -193,7 +193,7 @@ class CheckpointManager:
     def _close_after_an_error(self, error: BaseException) -> None:
         """Nothing more is saved, for nobody knows what the state is worth. What is pending is waited for.
 
-        A failure of that is not raised, since there is an error already; what nobody looks at is told of by the next
+        A failure of that is not raised, since there is an error already; what nobody looks at is reported by the next
         call of the library, and by the exit code.
         """
         if self._is_closed or self._is_of_another_process():
@@ -229,10 +229,11 @@ class CheckpointManager:
             refuse_different_options(self.root.location, ranks.all_gather_object(self._must_be_alike))
             self._run.id = self.run_id = ranks.broadcast("open the run", lambda: self._claim(opening))
             if not self._is_read_only:
-                ranks.all_gather_status("listen to signals", lambda: opening.enter_context(self._preemption))
+                with ranks.step("listen to signals"):
+                    opening.enter_context(self._preemption)
             self._while_open = opening.pop_all()
         every_steps, every_minutes = self._every
-        self._pulse = Pulse(
+        self._cadence = Cadence(
             every_steps=every_steps,
             every_minutes=every_minutes,
             preemption=None if self._is_read_only else self._preemption,
@@ -266,7 +267,7 @@ class CheckpointManager:
     @property
     def should_stop(self) -> bool:
         """Whether all ranks have agreed to stop, because one of them got a signal. The state is saved by then."""
-        return self._pulse.should_stop
+        return self._cadence.should_stop
 
     def maybe_save(
         self,
@@ -282,12 +283,12 @@ class CheckpointManager:
         the first rank count. Tensors are looked at only if something is saved.
         """
         self._open_to("save")
-        wanted = Wanted.of(step, state, metrics, metadata)
+        wanted = SaveIntent.of(step, state, metrics, metadata)
         is_saved = wanted.step == self._last_saved
         self._newest = wanted
         if not is_saved:
             self._unsaved = wanted
-        decision = self._pulse.at_step(wanted.step)
+        decision = self._cadence.at_step(wanted.step)
         if decision.save == "preemption":
             logger.warning("%s: step %d is saved and the training should stop", decision.cause, wanted.step)
             self._saver.end_within(decision.seconds_left)
@@ -296,7 +297,7 @@ class CheckpointManager:
             return None
         return self._save(wanted, decision.save, wait=self._background is None)
 
-    def _save_before_a_stop(self, wanted: Wanted) -> SaveReport | PendingSave | None:
+    def _save_before_a_stop(self, wanted: SaveIntent) -> SaveReport | PendingSave | None:
         """Nothing is saved twice: there may be little time."""
         if self._saver.pending.is_newest(wanted.step):
             report = self._saver.pending.newest_report()
@@ -323,11 +324,11 @@ class CheckpointManager:
         A checkpoint of the same step is replaced, in one step.
         """
         self._open_to("save")
-        self._pulse.restart_minutes()
+        self._cadence.restart_minutes()
         wait = self._background is None if wait is None else wait
-        return self._save(Wanted.of(step, state, metrics, metadata), "asked for", wait=wait)
+        return self._save(SaveIntent.of(step, state, metrics, metadata), "asked for", wait=wait)
 
-    def _save(self, wanted: Wanted, reason: str, *, wait: bool) -> PendingSave | SaveReport:
+    def _save(self, wanted: SaveIntent, reason: str, *, wait: bool) -> PendingSave | SaveReport:
         self._refuse_other_ranks()
         saved = self._saver.save(wanted, reason, wait=wait)
         self._last_saved, self._unsaved = wanted.step, None
@@ -359,10 +360,10 @@ class CheckpointManager:
     def restore(
         self, state: Any, *, step: int | None = None, parts: Sequence[str] | None = None, **options: Any
     ) -> RestoredStep | None:
-        """Load the newest checkpoint that is whole, or that of a ``step``. None if there is none: a fresh start.
+        """Load the newest checkpoint that is intact, or that of a ``step``. None if there is none: a fresh start.
 
-        Damaged ones are set aside with a note of the reason, and what is lost by that is told. If there are checkpoints
-        and all are damaged, that is an error.
+        Damaged ones are set aside with a note of the reason, and what is lost by that is logged. If there are
+        checkpoints and all are damaged, that is an error.
 
         Args:
             state: what to load into, in place, as for ``load``.
@@ -373,7 +374,7 @@ class CheckpointManager:
         began = time.perf_counter()
         self._open()
         if isinstance(parts, str):
-            raise TypeError(f"parts is a list of names, not the text {parts!r}")
+            raise TypeError(f"parts is a list of names, not the str {parts!r}")
         wanted = state if parts is None else _parts_of(state, parts)
         if step is None:
             restored = self._restoring(wanted, options).newest()
@@ -383,16 +384,16 @@ class CheckpointManager:
             report = self._load(wanted, info, options)
             restored = RestoredStep(info.step, info.path, report, info.metrics, info.metadata)
         if restored is not None:
-            self._pulse.resume_after(restored.step)
+            self._cadence.resume_after(restored.step)
             self._last_saved, self._newest, self._unsaved = restored.step, None, None
             self._saver.pending.forget_newest()
-            restored.tell(began, *own_place(self._group))
+            restored.report_event(began, *own_place(self._group))
         return restored
 
     def _restoring(self, state: Any, options: Mapping[str, Any]) -> Restoring:
         if options.get("allow_missing") is not None or not options.get("strict", True):
             # What an older checkpoint does not have must not be left as a damaged newer one has made it.
-            options = {"verify": "first", **options}
+            options = {"verify_first": options.get("verify", True), **options}
         return Restoring(
             place=self.root.location,
             list_steps=lambda: self._decided("list the steps", self.steps),
@@ -462,7 +463,7 @@ class CheckpointManager:
         except (OSError, RankDisagreementError) as error:
             if isinstance(error, RankDisagreementError) and not all(map(_is_opening, error.views.values())):
                 raise  # some rank is elsewhere, and would not come to the preflight
-            not_opened = error  # on all ranks, and there may be more to tell than this
+            not_opened = error  # on all ranks, and there may be more to report than this
         background = self._background or Background()
         with self._run.probes() if not_opened is None else nullcontext(_note_nothing) as note:
             report = run_preflight(
@@ -474,7 +475,7 @@ class CheckpointManager:
                 writer=background.writer,
                 copies=2 if background.when_busy == "copy" else 1,
                 memory_budget=(self._saving.save_options or {}).get("memory_budget"),
-                options=lambda: self._saving.options(self.run_id, Wanted(0, state), "preflight"),
+                options=lambda: self._saving.options(self.run_id, SaveIntent(0, state), "preflight"),
                 note=note,
                 process_group=self._group,
             )

@@ -18,14 +18,14 @@ import torch
 from holdfast._base.json_parts import dumps
 from holdfast._base.tuning import KIB, MIB
 from holdfast._formats.native.layout import DATA_ALIGNMENT
-from holdfast._layout.descriptions import Holding, dtype_of_whole
+from holdfast._layout.descriptions import TensorDescription, dtype_of_whole
 from holdfast._save.agreement import agree
 from holdfast._save.capture import Capture, Captured
 from holdfast._save.options import CheckedOptions
 from holdfast._stores.store import Store
 
 if TYPE_CHECKING:
-    from holdfast._ranks.collectives import Collectives
+    from holdfast._ranks.shared_steps import Collectives
 
 
 # How fast this disk and this memory are, by short measurements of what a save does to them.
@@ -134,7 +134,7 @@ class MemoryLimit:
 
 
 def memory_limits(system: str | os.PathLike[str] = "/") -> list[MemoryLimit]:
-    """All limits of this process. Empty where the system does not tell.
+    """All limits of this process. Empty where the system does not say.
 
     >>> all(limit.available >= 0 for limit in memory_limits())
     True
@@ -242,10 +242,10 @@ _BYTES_PER_CHECKPOINT = 4096
 
 
 @dataclass(frozen=True)
-class Share:
+class LocalState:
     """What one rank has of a state, as descriptions."""
 
-    holdings: Sequence[Holding]
+    descriptions: Sequence[TensorDescription]
     value_bytes: int
     """Of everything that is not a tensor, as text."""
     copy_bytes: int
@@ -270,21 +270,21 @@ def look_at(state: Any, options: CheckedOptions, rank: int, world_size: int) -> 
     return Capture.of(replace(options, replica_mismatch="ignore"), rank, world_size).take(state)
 
 
-def share_of(captured: Captured) -> Share:
+def share_of(captured: Captured) -> LocalState:
     """A rank's contribution to the size."""
     values = sum(len(dumps(value)) for value in (captured.tree, *captured.own.values()))
     copied = sum(
-        prod(box.sizes) * _itemsize(captured.local[holding.key].value)
-        for holding in captured.holdings
-        if holding.tied_to is None
-        for box in holding.boxes
+        prod(box.sizes) * _itemsize(captured.local[description.key].value)
+        for description in captured.descriptions
+        if description.tied_to is None
+        for box in description.boxes
     )
-    return Share(captured.holdings, values, copied)
+    return LocalState(captured.descriptions, values, copied)
 
 
-def size_of(shares: Sequence[Share]) -> CheckpointSize:
+def size_of(shares: Sequence[LocalState]) -> CheckpointSize:
     """The size of the checkpoint that all ranks save together. Raises if their parts do not fit together."""
-    agreed = agree([share.holdings for share in shares])
+    agreed = agree([share.descriptions for share in shares])
     written = [sum(chunk.nbytes for chunk in chunks) for chunks in agreed.chunks]
     files = sum(map(bool, written))
     chunk_count = sum(map(len, agreed.chunks))

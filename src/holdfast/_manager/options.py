@@ -12,7 +12,7 @@ from holdfast._base.arguments import check_choice
 from holdfast._manager.preemption import USUAL_SIGNALS, Preemption
 from holdfast._manager.retention import Policy, everything, last
 from holdfast._save.async_save import How, Writer
-from holdfast._save.snapshots import WhenBusy
+from holdfast._save.captured_copies import WhenBusy
 
 OnFailure = Literal["error", "warn"]
 FullDiskAction = Literal["error", "prune", "wait"]
@@ -64,14 +64,14 @@ class OnSignal:
     signals: Collection[str | int] = USUAL_SIGNALS
     """Their names or numbers."""
     grace_seconds: float | None = 30.0
-    """How long the program will live after a signal; None if nobody knows. No save waits longer for room on a full disk
+    """How long the program will live after a signal; None if unknown. No save waits longer for space on a full disk
     then, and there is a warning if it is little for a save."""
 
     def __post_init__(self) -> None:
         if isinstance(self.signals, str):
-            raise TypeError(f"signals is a list of names, as in [{self.signals!r}], not a text")
+            raise TypeError(f"signals is a list of names, as in [{self.signals!r}], not a str")
         object.__setattr__(self, "signals", tuple(self.signals))
-        self.preemption()  # raises for what is no signal, and no time
+        self.preemption()  # raises for what is not a signal, or not a time
 
     def preemption(self) -> Preemption:
         """What listens to the signals."""
@@ -84,7 +84,7 @@ class OnFullDisk:
 
     action: FullDiskAction = "error"
     """Raise ``StorageFullError``, ``"prune"`` (delete the oldest checkpoint that may go, and try again), or ``"wait"``
-    until there is room."""
+    until there is space."""
     wait_seconds: float = 3600.0
     """How long to wait in all, for each save. Then it is an error."""
 
@@ -123,14 +123,14 @@ class RunOptions:
     run_id: str | None = None
     """The id that the run must have, or gets if it is new."""
     take_over: bool = False
-    """Take the run from a job that is still alive on this machine. That one can save no more."""
+    """Take the run from a job that is still alive on this machine. That one can no longer save."""
     parts: Sequence[str] | None = None
     """The names that every state to be saved must have at its top, no more and no fewer: a checkpoint of a set is the
     whole set."""
 
     def __post_init__(self) -> None:
         if isinstance(self.parts, str):
-            raise TypeError(f"parts is a list of names, not the text {self.parts!r}")
+            raise TypeError(f"parts is a list of names, not the str {self.parts!r}")
         if self.parts is not None:
             object.__setattr__(self, "parts", tuple(sorted(self.parts)))
 
@@ -171,7 +171,7 @@ def expect(name: str, value: object, *kinds: type) -> None:
 
 
 def as_texts(*objects: Any, **others: object) -> dict[str, str]:
-    """Options as texts that ranks can compare, each field of an object apart.
+    """Options as str that ranks can compare, each field of an object apart.
 
     >>> as_texts(OnFullDisk(), every_steps=10)
     {'every_steps': '10', 'OnFullDisk.action': 'error', 'OnFullDisk.wait_seconds': '3600.0'}

@@ -25,7 +25,7 @@ class _View(NamedTuple):
 
     ended: frozenset[int]
     failed: Mapping[int, str]
-    """Why, of those that its program was not told of yet."""
+    """Why, of those that were not reported to its program yet."""
     damaged: Sequence[tuple[int, str]] = ()
     """Steps that were committed and turned out to be damaged, and how."""
 
@@ -69,7 +69,7 @@ class PendingSaves:
         self._begun: dict[int, _Begun] = {}
         self._newest: _Begun | None = None
         self._saved_again: int | None = None
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._may_be_damaged = may_be_damaged
         self._damaged: list[tuple[int, Exception]] = []
 
@@ -81,7 +81,7 @@ class PendingSaves:
         except BaseException as error:
             # On other ranks it may have begun, to fail because of this one.
             self._begun[number] = self._newest = _Begun(step, None, error)
-            self._told.add(number)
+            self._reported.add(number)
             raise
         self._begun[number] = self._newest = _Begun(step, pending.committed)
         return pending
@@ -109,7 +109,7 @@ class PendingSaves:
             if has_failed:
                 raise
             # A rank has left, and here is what counts: a save that ended well on any rank is committed.
-            logger.warning("step %d is saved, but not all ranks were there to hear it: %s", newest.step, error)
+            logger.warning("step %d is saved, but not all ranks were there to learn that: %s", newest.step, error)
         return None if has_failed or newest.committed is None else newest.committed.result()
 
     def note_saved_again(self, step: int) -> None:
@@ -145,15 +145,15 @@ class PendingSaves:
         ]
         over = failed.keys() | frozenset.intersection(*(view.ended for view in views))
         self._begun = {number: begun for number, begun in self._begun.items() if number not in over}
-        self._told -= over
-        self._tell(errors)
+        self._reported -= over
+        self._raise_unreported(errors)
 
     def raise_own_failures(self) -> None:
         """Raise, or warn of, what this rank knows to have failed."""
         own = self._view()
-        self._told.update(own.failed)
+        self._reported.update(own.failed)
         errors = [self._error(number, why) for number, why in own.failed.items()]
-        self._tell(errors + self._take_damaged(len(own.damaged)))
+        self._raise_unreported(errors + self._take_damaged(len(own.damaged)))
 
     def note_damage(self, step: int, error: Exception) -> None:
         """A step turned out to be damaged after it was committed, which is as bad as a save that failed."""
@@ -162,9 +162,9 @@ class PendingSaves:
     def _view(self) -> _View:
         ended = {number: begun for number, begun in self._begun.items() if begun.has_ended()}
         failed = {number: begun for number, begun in ended.items() if begun.has_failed()}
-        untold = {number: repr(begun.failure()) for number, begun in failed.items() if number not in self._told}
+        unreported = {number: repr(begun.failure()) for number, begun in failed.items() if number not in self._reported}
         damaged = [(step, repr(error)) for step, error in tuple(self._damaged)]
-        return _View(frozenset(ended), untold, damaged)
+        return _View(frozenset(ended), unreported, damaged)
 
     def _error(self, number: int, why: str) -> tuple[int, BaseException]:
         begun = self._begun[number]
@@ -175,7 +175,7 @@ class PendingSaves:
         taken, self._damaged[:count] = self._damaged[:count], []
         return list(taken)
 
-    def _tell(self, errors: list[tuple[int, BaseException]]) -> None:
+    def _raise_unreported(self, errors: list[tuple[int, BaseException]]) -> None:
         if self._on_failure == "warn":
             for step, error in errors:
                 warn_caller(f"step {step} {self._fate(step)}: {type(error).__name__}: {error}", RuntimeWarning)
@@ -190,5 +190,5 @@ class PendingSaves:
 
 
 def _error_of_another_rank(step: int, why: str) -> BaseException:
-    told = f"the save of step {step} failed on another rank: {why}"
-    return RemoteError(told, type_name=why.partition("(")[0], text=why)
+    message = f"the save of step {step} failed on another rank: {why}"
+    return RemoteError(message, type_name=why.partition("(")[0], text=why)

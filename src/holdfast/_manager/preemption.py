@@ -66,7 +66,7 @@ class Preemption:
 
     @property
     def names(self) -> str:
-        """The signals, as a text."""
+        """The signals, as a str."""
         return ", ".join(number.name for number in self._signals)
 
     @property
@@ -132,7 +132,7 @@ class Preemption:
 
 
 class _Watch:
-    """The handler of one signal. Itself what ``signal.signal`` gets, so that it can tell whether it is still there."""
+    """The handler of one signal, itself given to ``signal.signal``, so that it can see whether it is still there."""
 
     def __init__(self, number: signal.Signals, preemption: Preemption, clock: Callable[[], float]) -> None:
         self._number = number
@@ -143,7 +143,7 @@ class _Watch:
         signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._preemption is None or self._is_impatient(self._preemption):
+        if self._preemption is None or self._is_repeated_late(self._preemption):
             self._do_as_before(frame)
             return
         if self._noted_at is None:
@@ -160,7 +160,7 @@ class _Watch:
         if current is self and threading.current_thread() is threading.main_thread():
             signal.signal(self._number, self._former_in_use())
 
-    def _is_impatient(self, preemption: Preemption) -> bool:
+    def _is_repeated_late(self, preemption: Preemption) -> bool:
         if self._noted_at is None or self._number in _WARNINGS:
             return False
         return self._clock() - self._noted_at >= preemption.repeat_seconds

@@ -1,6 +1,6 @@
 """Before the first step: would saves of this state to this place go well, and how long would they take?
 
-Every rank looks for itself, and all that was found on all ranks is told at once. Measurements take about a second.
+Every rank looks for itself, and all that was found on all ranks is reported at once. Measurements take about a second.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from holdfast import _settings as settings
-from holdfast._background.messages import Request
+from holdfast._background.messages import SaveRequest
 from holdfast._background.writer_process import find_main_script, idle_writer, pack_request
 from holdfast._base.arguments import Size, checked_size
 from holdfast._compat.tensors import local_part
@@ -29,7 +29,7 @@ from holdfast._manager.measuring import (
     memory_limits,
     share_of,
 )
-from holdfast._manager.preflight_findings import Findings, HowSaved, report_of
+from holdfast._manager.preflight_findings import PreflightFindings, SaveSetup, report_of
 from holdfast._manager.preflight_report import Check, PreflightReport, Problem
 from holdfast._manager.probing import Probe, folder_of_probe, name_of_measured
 from holdfast._ranks.meeting import meeting, own_place
@@ -43,7 +43,7 @@ from holdfast.errors import PreflightError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from holdfast._ranks.collectives import Collectives
+    from holdfast._ranks.shared_steps import Collectives
 
 _PATIENCE = 0.4
 """Seconds for each measurement, about."""
@@ -71,14 +71,14 @@ def run_preflight(
         state: what is to be saved.
         root: where the checkpoints of the run are to be.
         kept: how many of them stay; None for all.
-        stored_bytes: tells the bytes of checkpoints of this run that are there already, and go as new ones come. Only
+        stored_bytes: returns the bytes of checkpoints of this run that are there already, and go as new ones come. Only
             the coordinator is asked.
         async_save: whether saves go on in the background.
         writer: who writes then. A process is started, and the first save finds it running.
         copies: of the state, at most, that background saves have at once: 2 with ``when_busy="copy"``.
         memory_budget: that of the saves.
-        options: tells what else is said to ``save``: which keys, which dtypes. May raise for a wrong state.
-        note: told on the coordinator which folder is about to be made, and will be left if this process is killed.
+        options: returns what else ``save`` is given: which keys, which dtypes. May raise for a wrong state.
+        note: called on the coordinator with the folder that is about to be made, and that a kill would leave.
         process_group: the ranks that save; all by default.
 
     Example:
@@ -90,15 +90,15 @@ def run_preflight(
         preflight for ...: all is well
           a checkpoint has ... KB in 1 tensors, and ... of them fit into the ... that are free
         ...
-          estimate: committed after ... s; training stands still for ...
+          estimate: committed after ... s; training pauses for ...
     """
-    how = HowSaved(kept, async_save, writer, copies, checked_size("memory_budget", memory_budget))
-    # Not the path: if it differs between ranks, that is one of the problems to be told.
+    how = SaveSetup(kept, async_save, writer, copies, checked_size("memory_budget", memory_budget))
+    # Not the path: if it differs between ranks, that is one of the problems to be reported.
     rank, world_size = own_place(process_group)
-    with Call("preflight", getattr(root, "location", root), rank=rank, world_size=world_size) as told:
+    with Call("preflight", getattr(root, "location", root), rank=rank, world_size=world_size) as event:
         with meeting(f"the preflight of holdfast with {how}", process_group) as ranks:
             report = _Preflight(root, how, options, ranks, note).run(state, stored_bytes)
-        told.detail["problems"] = [str(problem) for problem in report.problems]
+        event.detail["problems"] = [str(problem) for problem in report.problems]
         if report.problems:
             raise PreflightError(f"{report}\nNothing was saved.", problems=report.problems, report=report)
     return report
@@ -110,7 +110,7 @@ class _Preflight:
     def __init__(
         self,
         root: str | os.PathLike[str] | Root,
-        how: HowSaved,
+        how: SaveSetup,
         options: Callable[[], CheckedOptions],
         ranks: Collectives,
         note: Callable[[str], None],
@@ -120,22 +120,25 @@ class _Preflight:
         self._options = options
         self._ranks = ranks
         self._note = note
-        self._found = Findings()
+        self._found = PreflightFindings()
 
     def run(self, state: Any, stored_bytes: Callable[[], int]) -> PreflightReport:
         """All checks, one after the other, on all ranks at the same time."""
         ranks = self._ranks
         token = ranks.broadcast("begin", self._begin)
-        captured = ranks.all_gather_status("look", lambda: self._look(state))
+        with ranks.step("look"):
+            captured = self._look(state)
         probe = self._open(token)
         self._look_at_what_is_stored(stored_bytes)
         try:
             wrote = ranks.all_gather("write", lambda: self._write(probe))
             writers = [rank for rank, succeeded in enumerate(wrote) if succeeded]
-            ranks.all_gather_status("see", lambda: self._see(probe, writers))
-            ranks.all_gather_status("measure", lambda: self._measure(probe, captured))
-            # By itself: while processes start on some ranks, others would measure too little.
-            ranks.all_gather_status("start", self._start_writer)
+            with ranks.step("see"):
+                self._see(probe, writers)
+            with ranks.step("measure"):
+                self._measure(probe, captured)
+            with ranks.step("start"):  # by itself: while processes start on some ranks, others would measure too little
+                self._start_writer()
         finally:
             self._delete(probe)
         ranks.barrier()  # a folder can be removed when all ranks have deleted what they wrote
@@ -155,7 +158,7 @@ class _Preflight:
             captured = look_at(state, self._options(), self._ranks.rank, self._ranks.world_size)
             self._found.share = share_of(captured)
         except Exception as error:
-            self._tell("state", f"the state cannot be saved: {_text(error)}")
+            self._add_problem("state", f"the state cannot be saved: {_text(error)}")
             return None
         self._found.look_seconds = time.perf_counter() - began
         return captured
@@ -168,7 +171,7 @@ class _Preflight:
             return Probe(root, token, self._ranks.rank)
         except Exception as error:
             self._found.location = self._found.location or repr(self._given)
-            self._tell("path", f"there is no place for checkpoints at {self._found.location}: {_text(error)}")
+            self._add_problem("path", f"there is no place for checkpoints at {self._found.location}: {_text(error)}")
             return None
 
     def _look_at_what_is_stored(self, stored_bytes: Callable[[], int]) -> None:
@@ -177,7 +180,7 @@ class _Preflight:
         try:
             self._found.stored_bytes = stored_bytes()
         except Exception as error:
-            self._tell("path", f"checkpoints at {self._found.location} cannot be listed: {_text(error)}")
+            self._add_problem("path", f"checkpoints at {self._found.location} cannot be listed: {_text(error)}")
 
     def _write(self, probe: Probe | None) -> bool:
         """Whether this rank could write."""
@@ -191,10 +194,10 @@ class _Preflight:
                 doing = "committed"
                 probe.commit()
         except Exception as error:
-            self._tell(
+            self._add_problem(
                 "write",
-                f"at {self._found.location} a small object could not be {doing}: {_text(error)}. Check whose the "
-                "folder is, who may write to it, and whether it is mounted for reading only.",
+                f"at {self._found.location} a small object could not be {doing}: {_text(error)}. Check who "
+                "owns the folder, who may write to it, and whether it is mounted read-only.",
             )
         return self._found.wrote
 
@@ -210,7 +213,7 @@ class _Preflight:
             try:
                 self._found.speed = self._measure_writes(probe)
             except OSError as error:
-                self._tell("write", f"writing to {self._found.location} fails: {_text(error)}")
+                self._add_problem("write", f"writing to {self._found.location} fails: {_text(error)}")
 
     def _measure_writes(self, probe: Probe) -> WriteSpeed:
         # All ranks write at once, and a disk that is nearly full must not be filled by looking at it.
@@ -222,22 +225,22 @@ class _Preflight:
             return
         if self._is_in_memory():
             text = f"{self._found.location} is in the memory of this process, where a writer process cannot save to"
-            self._tell("writer", f"{text}. Use writer='thread', or a path.")
+            self._add_problem("writer", f"{text}. Use writer='thread', or a path.")
             return
         began = time.perf_counter()
         try:
-            request = Request(_do_nothing, {}, None, 0, None, 0, asdict(settings.current()))
+            request = SaveRequest(_do_nothing, {}, None, 0, None, 0, asdict(settings.current()))
             with idle_writer() as writer:
                 writer.save(pack_request(request, find_main_script()), None, "nowhere, as a test")
         except Exception as error:
-            self._tell("writer", f"the writer process does not start: {_text(error)}. Use writer='thread'.")
+            self._add_problem("writer", f"the writer process does not start: {_text(error)}. Use writer='thread'.")
             return
         self._found.writer_seconds = time.perf_counter() - began
 
     def _is_in_memory(self) -> bool:
         try:
             return isinstance(root_at(self._given).store, MemoryStore)
-        except Exception:  # was told when it was opened
+        except Exception:  # was reported when it was opened
             return False
 
     def _delete(self, probe: Probe | None) -> None:
@@ -247,15 +250,17 @@ class _Preflight:
             probe.delete()
         except OSError as error:
             if self._found.wrote:
-                self._tell("write", f"what was written to {self._found.location} cannot be deleted: {_text(error)}")
+                self._add_problem(
+                    "write", f"what was written to {self._found.location} cannot be deleted: {_text(error)}"
+                )
 
-    def _tell(self, check: Check, text: str) -> None:
+    def _add_problem(self, check: Check, text: str) -> None:
         where = "" if self._ranks.world_size == 1 else f"rank {self._ranks.rank}: "
         self._found.problems.append(Problem(check, (self._ranks.rank,), where + text))
 
 
 def _tensors_of(captured: Captured) -> Iterator[torch.Tensor]:
-    """Those of this rank, as they lie in the memory of some device."""
+    """Those of this rank, as they are in the memory of some device."""
     for local in captured.local.values():
         value = local_part(local.value) if is_dtensor(local.value) else local.value
         if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from holdfast._base.tuning import MEMORY_BUDGET, SMALLEST_BUDGET
-from holdfast._manager.measuring import CheckpointSize, MemoryLimit, Share, WriteSpeed, shortages, size_of
+from holdfast._manager.measuring import CheckpointSize, LocalState, MemoryLimit, WriteSpeed, shortages, size_of
 from holdfast._manager.preflight_report import PreflightReport, Problem
-from holdfast._manager.probing import look_for_islands
+from holdfast._manager.probing import find_unshared_disks
 from holdfast._watching.progress import size
 
 N = TypeVar("N", bound=float)
 
 
 @dataclass(frozen=True)
-class HowSaved:
+class SaveSetup:
     """How checkpoints will be saved, as far as it matters here."""
 
     kept: int | None
@@ -29,11 +29,11 @@ class HowSaved:
 
 
 @dataclass
-class Findings:
+class PreflightFindings:
     """Those of one rank. They travel to the coordinator."""
 
     location: str = ""
-    share: Share | None = None
+    share: LocalState | None = None
     look_seconds: float = 0.0
     wrote: bool = False
     seen: frozenset[int] = frozenset()
@@ -48,7 +48,7 @@ class Findings:
     problems: list[Problem] = field(default_factory=list)
 
 
-def report_of(found: Sequence[Findings], how: HowSaved) -> PreflightReport:
+def report_of(found: Sequence[PreflightFindings], how: SaveSetup) -> PreflightReport:
     """The report, given what every rank found."""
     problems = [problem for each in found for problem in each.problems]
     problems += _problems_of_places(found)
@@ -82,19 +82,19 @@ def report_of(found: Sequence[Findings], how: HowSaved) -> PreflightReport:
     )
 
 
-def _problems_of_places(found: Sequence[Findings]) -> Iterator[Problem]:
+def _problems_of_places(found: Sequence[PreflightFindings]) -> Iterator[Problem]:
     """Ranks that were given another path, or find another folder there."""
     common = Counter(each.location for each in found).most_common(1)[0][0]
     elsewhere = {rank for rank, each in enumerate(found) if each.location != common}
     for rank in sorted(elsewhere):
         text = f"rank {rank} was given {found[rank].location}, and others {common}. All ranks must be given the same."
         yield Problem("path", (rank,), text)
-    # Whoever could not write has been told why, which explains the rest.
+    # Why a rank could not write is reported already, which explains the rest.
     views = {rank: each.seen - elsewhere for rank, each in enumerate(found) if each.wrote and rank not in elsewhere}
-    yield from look_for_islands(common, views)
+    yield from find_unshared_disks(common, views)
 
 
-def _sizes(found: Sequence[Findings], problems: list[Problem]) -> CheckpointSize | None:
+def _sizes(found: Sequence[PreflightFindings], problems: list[Problem]) -> CheckpointSize | None:
     shares = [each.share for each in found if each.share is not None]
     if len(shares) < len(found):
         return None
@@ -106,7 +106,7 @@ def _sizes(found: Sequence[Findings], problems: list[Problem]) -> CheckpointSize
         return None
 
 
-def _needed_on_disk(sizes: CheckpointSize, how: HowSaved, *, stored_bytes: int) -> int:
+def _needed_on_disk(sizes: CheckpointSize, how: SaveSetup, *, stored_bytes: int) -> int:
     """A new checkpoint is written before an old one goes."""
     if how.kept is None:
         return sizes.nbytes
@@ -114,7 +114,7 @@ def _needed_on_disk(sizes: CheckpointSize, how: HowSaved, *, stored_bytes: int) 
 
 
 def _problems_of_space(
-    found: Sequence[Findings], sizes: CheckpointSize, needed: int, how: HowSaved
+    found: Sequence[PreflightFindings], sizes: CheckpointSize, needed: int, how: SaveSetup
 ) -> Iterator[Problem]:
     ranks = tuple(rank for rank, each in enumerate(found) if each.free is not None and each.free < needed)
     if ranks:
@@ -122,12 +122,12 @@ def _problems_of_space(
         kept = "" if how.kept is None else f", of which {how.kept} stay while one more is written,"
         text = (
             f"{found[ranks[0]].location} has {size(free)} ({free:,} bytes) free, and checkpoints of "
-            f"{size(sizes.nbytes)}{kept} need {size(needed)} ({needed:,} bytes). Make room, or keep fewer."
+            f"{size(sizes.nbytes)}{kept} need {size(needed)} ({needed:,} bytes). Make space, or keep fewer."
         )
         yield Problem("space", ranks, text)
 
 
-def _needed_in_memory(copied: int, how: HowSaved) -> int:
+def _needed_in_memory(copied: int, how: SaveSetup) -> int:
     """Beyond the state, on one rank."""
     if not how.async_save:
         return MEMORY_BUDGET if how.memory_budget is None else how.memory_budget
@@ -136,7 +136,7 @@ def _needed_in_memory(copied: int, how: HowSaved) -> int:
 
 
 def _problems_of_memory(
-    found: Sequence[Findings], sizes: CheckpointSize, memory: Sequence[int], how: HowSaved
+    found: Sequence[PreflightFindings], sizes: CheckpointSize, memory: Sequence[int], how: SaveSetup
 ) -> Iterator[Problem]:
     if how.async_save and how.memory_budget is not None:
         least = [copied + SMALLEST_BUDGET for copied in sizes.copied]
@@ -157,9 +157,9 @@ def _problems_of_memory(
 
 
 def _estimate(
-    found: Sequence[Findings], sizes: CheckpointSize, how: HowSaved
+    found: Sequence[PreflightFindings], sizes: CheckpointSize, how: SaveSetup
 ) -> tuple[float, float] | tuple[None, None]:
-    """Seconds that training stands still, and until the checkpoint is committed. The slowest rank decides."""
+    """Seconds for which training pauses, and until the checkpoint is committed. The slowest rank decides."""
     writing, copying, overhead = 0.0, 0.0, 0.0
     for each, written, copied in zip(found, sizes.written, sizes.copied, strict=True):
         if each.speed is None:

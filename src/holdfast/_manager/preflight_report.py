@@ -89,7 +89,7 @@ class PreflightReport:
             lines.append(f"  measured: {size(self.write_rate)}/s to the disk, durable{copying}")
         if self.save_seconds is not None and self.stall_seconds is not None:
             stall = f"{self.stall_seconds * 1000:,.0f} ms" if self.stall_seconds < 1 else f"{self.stall_seconds:,.1f} s"
-            lines.append(f"  estimate: committed after {self.save_seconds:,.2f} s; training stands still for {stall}")
+            lines.append(f"  estimate: committed after {self.save_seconds:,.2f} s; training pauses for {stall}")
         if self.writer_seconds is not None:
             lines.append(f"  the writer process started in {self.writer_seconds:.1f} s")
         return lines

@@ -93,13 +93,13 @@ def _name(rank: int) -> str:
     return f"rank-{rank}"
 
 
-def look_for_islands(location: str, seen: Mapping[int, frozenset[int]]) -> Iterator[Problem]:
+def find_unshared_disks(location: str, seen: Mapping[int, frozenset[int]]) -> Iterator[Problem]:
     """Ranks that do not see what the others see, given for each rank the ranks whose objects it sees.
 
     Most ranks are taken to be right; of groups of the same size, the one with the lowest rank.
 
     >>> both = frozenset({0, 2})
-    >>> [problem.ranks for problem in look_for_islands("/run", {0: both, 1: frozenset({1}), 2: both})]
+    >>> [problem.ranks for problem in find_unshared_disks("/run", {0: both, 1: frozenset({1}), 2: both})]
     [(1,)]
     """
     groups: dict[frozenset[int], list[int]] = {}

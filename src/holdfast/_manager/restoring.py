@@ -1,4 +1,4 @@
-"""Restoring a run: the newest checkpoint that is whole. Those that are not are set aside, and nothing is hidden."""
+"""Restoring a run: the newest checkpoint that is intact. Those that are not are set aside, and nothing is hidden."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class RestoredStep:
     """All that are newer than this one, the newest first: the damaged ones, and those that were set aside before.
     Their ``set_aside`` says why."""
 
-    def tell(self, began: float, rank: int, world_size: int) -> None:
-        """Tell those who watch, of the whole since ``began``, with what could not be loaded."""
+    def report_event(self, began: float, rank: int, world_size: int) -> None:
+        """Publish an event for the restore since ``began``, with what could not be loaded."""
         call = Call("restore", self.path, self.step, rank=rank, world_size=world_size, started=began)
         report = self.report
         call.finish(
@@ -55,7 +55,7 @@ class RestoredStep:
 
 @dataclass(frozen=True)
 class Restoring:
-    """A search for the newest checkpoint that is whole. All ranks do the same, at the same time."""
+    """A search for the newest checkpoint that is intact. All ranks do the same, at the same time."""
 
     place: str
     list_steps: Callable[[], Sequence[StepInfo]]
@@ -66,9 +66,9 @@ class Restoring:
     set_aside: Callable[[StepInfo, str], None]
 
     def newest(self) -> RestoredStep | None:
-        """Load the newest one that is whole. None if there is no checkpoint.
+        """Load the newest one that is intact. None if there is no checkpoint.
 
-        If there are some and none is whole, that is an error, at every start: to begin anew would look like a fresh
+        If there are some and none is intact, that is an error, at every start: to begin anew would look like a fresh
         start, and a training that somebody has restarted at night would begin from nothing. Nor is an older one taken
         in place of one that could not be looked at.
         """
@@ -76,9 +76,9 @@ class Restoring:
         for _ in range(_MOST_LOOKS):
             steps, known = self.list_steps(), {(info.step, info.identity) for info in damaged}
             candidates = [info for info in steps if info.set_aside is None and (info.step, info.identity) not in known]
-            found = self._first_whole(candidates[::-1], damaged)
+            found = self._first_intact(candidates[::-1], damaged)
             if found is not None:
-                return self._told(*found, steps, damaged)
+                return self._restored(*found, steps, damaged)
             known = {(info.step, info.identity) for info in damaged}
             if all((info.step, info.identity) in known for info in candidates):
                 break
@@ -87,7 +87,7 @@ class Restoring:
             raise self._nothing_usable(steps)
         return None
 
-    def _first_whole(
+    def _first_intact(
         self, candidates: Sequence[StepInfo], damaged: list[StepInfo]
     ) -> tuple[StepInfo, LoadReport] | None:
         for info in candidates:
@@ -104,7 +104,7 @@ class Restoring:
                 damaged.append(replace(info, set_aside=str(error)))
         return None
 
-    def _told(
+    def _restored(
         self, info: StepInfo, report: LoadReport, steps: Sequence[StepInfo], damaged: Sequence[StepInfo]
     ) -> RestoredStep:
         before = [each for each in steps if each.step > info.step and each.set_aside is not None]

@@ -329,17 +329,17 @@ def _older_ones(steps: Sequence[StepInfo], age: timedelta, now: datetime) -> set
 def _present(steps: Sequence[StepInfo], age: timedelta, now: datetime) -> datetime:
     """The moment that ages are measured from: now, or the last save before a leap that too few saves confirm.
 
-    A leap by which much of what was saved before it becomes too old is a pause of the run, or a wrong clock. Nobody can
-    tell which, so the saves after it decide. A time that is still to come says nothing about the present.
+    A leap by which much of what was saved before it becomes too old is a pause of the run, or a wrong clock. Nobody
+    knows which, so the saves after it decide. A time that is still to come says nothing about the present.
     """
     leap, later = max(age / 2, _SHORTEST_LEAP), now
-    moments = sorted(
+    save_times = sorted(
         (info.saved_at for info in steps if info.saved_at is not None and info.saved_at <= now), reverse=True
     )
-    for moment in moments[:_WITNESSES]:
-        if later - moment >= leap:
-            return moment
-        later = moment
+    for saved_at in save_times[:_WITNESSES]:
+        if later - saved_at >= leap:
+            return saved_at
+        later = saved_at
     return now
 
 
@@ -353,5 +353,5 @@ def _duration(what: str, age: timedelta) -> timedelta:
     if not isinstance(age, timedelta):
         raise TypeError(f"{what} is a datetime.timedelta, as in timedelta(days=2), not {age!r}")
     if age <= timedelta(0):
-        raise ValueError(f"{what} is longer than no time, and not {age}")
+        raise ValueError(f"{what} must be positive, got {age}")
     return age

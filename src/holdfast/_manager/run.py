@@ -12,11 +12,11 @@ from typing import Any
 
 from holdfast import _settings as settings
 from holdfast._formats.native.names import SET_ASIDE
-from holdfast._manager.deleting import Deleter, Deletion
 from holdfast._manager.full_disk import next_to_go
 from holdfast._manager.options import Retention
 from holdfast._manager.retention import everything, plan_deletions
 from holdfast._manager.run_file import RunFile, RunState
+from holdfast._manager.step_deletion import Deleter, Deletion
 from holdfast._manager.steps import (
     StepInfo,
     folder_of,
@@ -55,11 +55,11 @@ class Run:
         self._saved_last: int | None = None
         self._has_waited_in_vain = False
         self.on_damage: Callable[[int, Exception], None] = lambda step, error: None
-        """Told of a step that was committed, and is damaged as it turned out before older ones were deleted."""
+        """Called with a step that was committed, and turned out to be damaged before older ones were deleted."""
         self._deleter = Deleter(
             self._file,
             self._token,
-            on_deletion=lambda deletion: _tell(deletion, *self.place),
+            on_deletion=lambda deletion: _publish(deletion, *self.place),
             on_damage=lambda info, error: self.on_damage(info.step, error),
         )
 
@@ -110,8 +110,8 @@ class Run:
             return
         if info.unreadable is not None:
             raise UnreadableCheckpointError(
-                f"step {step} is not saved, because nobody could see whether there is a checkpoint at {info.path} "
-                f"already: {info.unreadable}. Save again when the disk answers, and check who may read that folder.",
+                f"step {step} is not saved, because it is unknown whether there is already a checkpoint at "
+                f"{info.path}: {info.unreadable}. Save again when the disk answers; check who may read that folder.",
                 path=info.path,
                 step=step,
                 reason=info.unreadable,
@@ -120,7 +120,7 @@ class Run:
         what = "is a link to another place" if self.root.is_linked(info.name) else what
         raise CheckpointExistsError(
             f"step {step} is not saved, because there is a checkpoint at {info.path} that {what} ({state.run}). Move "
-            "it away if this run shall save that step, or use another folder for this run.",
+            "it away if this run should save that step, or use another folder for this run.",
             path=info.path,
         )
 
@@ -150,25 +150,25 @@ class Run:
             put_back(store)  # what was damaged has been replaced
         state = self._file.end(self._token, [info.name], rows=rows_of(self.root, [info], _without(state, info.name)))
         self._saved_last = step
-        doomed = self._doomed(state)
+        to_delete = self._to_delete(state)
         if self._retention.dry_run:
-            for each in doomed:
-                _tell(Deletion(each.step, each.path, each.nbytes, 0.0, "would be deleted"), *self.place)
-        elif doomed or self._deleter.failed:
+            for each in to_delete:
+                _publish(Deletion(each.step, each.path, each.nbytes, 0.0, "would be deleted"), *self.place)
+        elif to_delete or self._deleter.failed:
             newest = look_at(self.root, step, state) if self._retention.verify_before_delete else None
-            self._deleter.submit(doomed, verify_first=newest)
+            self._deleter.submit(to_delete, verify_first=newest)
 
     def plan_deletions(self) -> list[StepInfo]:
         """What would be deleted now."""
-        return self._doomed(self._file.read())
+        return self._to_delete(self._file.read())
 
-    def _doomed(self, state: RunState) -> list[StepInfo]:
+    def _to_delete(self, state: RunState) -> list[StepInfo]:
         policy = self._policy
         if policy.keeps_everything:
             return []  # and to look at all steps would take longer with each
-        doomed = plan_deletions(list_steps(self.root, state), policy, datetime.now(timezone.utc))
+        to_delete = plan_deletions(list_steps(self.root, state), policy, datetime.now(timezone.utc))
         # By clocks that were set back, or after a return to an earlier step, it need not look like the newest.
-        return [info for info in doomed if info.step != self._saved_last]
+        return [info for info in to_delete if info.step != self._saved_last]
 
     def prune(self) -> str | None:
         """Delete the oldest checkpoint that may go, because the disk is full. Its name; None if there is none."""
@@ -189,7 +189,7 @@ class Run:
 
     @contextmanager
     def probes(self) -> Iterator[Callable[[str], None]]:
-        """While folders that are no checkpoints are made: gives what is to be told of each, before it is.
+        """While folders that are not checkpoints are made: gives a function to call with each, before it is made.
 
         Those that a kill leaves are removed by the next job.
         """
@@ -284,7 +284,7 @@ def _without(state: RunState, name: str) -> RunState:
     return RunState(state.run, state.owner, state.pinned, state.unfinished, rows)
 
 
-def _tell(deletion: Deletion, rank: int, world_size: int) -> None:
+def _publish(deletion: Deletion, rank: int, world_size: int) -> None:
     if deletion.outcome in ("kept", "would be deleted"):
         why = f": {deletion.reason}" if deletion.reason else ""
         logger.info("step %d at %s %s%s", deletion.step, deletion.path, _NOT_DELETED[deletion.outcome], why)
@@ -295,4 +295,4 @@ def _tell(deletion: Deletion, rank: int, world_size: int) -> None:
     call.finish(nbytes=deletion.nbytes, error=failed, outcome=deletion.outcome)
 
 
-_NOT_DELETED = {"kept": "is kept", "would be deleted": "would be deleted, if this were no dry run"}
+_NOT_DELETED = {"kept": "is kept", "would be deleted": "would be deleted (dry run)"}

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast._base.json_objects import parse_json_object
-from holdfast._manager.owners import Owner
+from holdfast._manager.run_owner import Owner
 from holdfast._stores.roots import Root
 from holdfast.errors import (
     CommitConflictError,
@@ -84,8 +84,8 @@ class RunFile:
     def claim(self, token: str, *, take_over: bool = False, run: str | None = None) -> RunState:
         """Make this process the owner. The run goes on if there is one; ``run`` is its id, if it has to be that one.
 
-        Raises ``RunInUseError`` if the present owner is alive on this machine, unless ``take_over``. Where that cannot
-        be told, because it was on another machine, the run is taken over with a warning in the log. The owner of a
+        Raises ``RunInUseError`` if the present owner is alive on this machine, unless ``take_over``. Where that is
+        unknown, because it was on another machine, the run is taken over with a warning in the log. The owner of a
         folder of which this is a copy has no part in it.
         """
         before: Owner | None = None
@@ -248,8 +248,8 @@ class RunFile:
             return
         who = "another job, which has ended since," if owner is None else f"another job ({owner})"
         raise RunTakenError(
-            f"{who} has taken over the checkpoints in {self.root.location}, so this job saves and deletes nothing "
-            "there any more. Stop this job if the other one shall go on; else stop the other one, and start this one "
+            f"{who} has taken over the checkpoints in {self.root.location}, so this job no longer saves or deletes "
+            "anything there. Stop this job if the other one should go on; else stop the other one, and start this one "
             "again.",
             path=self.root.location,
             host=None if owner is None else owner.host,
@@ -263,7 +263,7 @@ class RunFile:
         return RunInUseError(
             f"the checkpoints in {self.root.location} are in use by {who}. Two jobs would mix up their steps: give "
             "each a folder of its own, or stop that one. With RunOptions(take_over=True) it is this one that "
-            "goes on, and that one cannot save there any more.",
+            "goes on, and that one can no longer save there.",
             path=self.root.location,
             host=owner.host,
             pid=owner.pid,
@@ -277,7 +277,7 @@ class RunFile:
             return
         seen = "is alive" if life == "alive" else "cannot be seen from here"
         logger.warning(
-            "%s belonged to another job (%s), which %s. This job takes over; that one cannot save there any more",
+            "%s belonged to another job (%s), which %s. This job takes over; that one can no longer save there",
             self.root.location,
             before,
             seen,
@@ -321,7 +321,7 @@ def _decoded(content: bytes, source: str) -> RunState:
     run, owner, pinned = members.get("run"), members.get("owner"), members.get("pinned")
     unfinished, rows = members.get("unfinished"), members.get("steps")
     known_owner = Owner.from_json(owner)
-    is_whole = (
+    is_valid = (
         members.get("format") == _FORMAT
         and type(version) is int
         and version == _VERSION
@@ -334,7 +334,7 @@ def _decoded(content: bytes, source: str) -> RunState:
         and isinstance(rows, dict)
         and all(isinstance(row, dict) for row in rows.values())
     )
-    if not is_whole:
+    if not is_valid:
         raise _no_run_file(source, str(members))
     return RunState(str(run), known_owner, frozenset(pinned or ()), dict(unfinished or {}), dict(rows or {}))
 

@@ -33,19 +33,19 @@ from holdfast._watching.event import about
 from holdfast._watching.progress_line import ProgressLine
 
 if TYPE_CHECKING:
-    from holdfast._ranks.collectives import Collectives
+    from holdfast._ranks.shared_steps import Collectives
 
 logger = logging.getLogger(__name__)
 
 _LAST_CHANCES = ("preemption", "end")
-"""What is saved whatever became of earlier saves. That is told afterwards."""
+"""What is saved whatever became of earlier saves. Their failures are reported afterwards."""
 
 _SPARE_TIME = 2.0
 """How many times as long as the last save there should be for one. The disk may be busy with that of other jobs."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SaveIntent:
     """What is to be saved."""
 
     step: int
@@ -56,7 +56,7 @@ class Wanted:
     @staticmethod
     def of(
         step: int, state: Any, metrics: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
-    ) -> Wanted:
+    ) -> SaveIntent:
         """What a user gave. It may be kept for a while, and a loss would keep alive what it was computed from."""
         number = step_number(step)
         if metrics is not None and not isinstance(metrics, Mapping):
@@ -64,7 +64,7 @@ class Wanted:
         detached = metrics and {
             name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()
         }
-        return Wanted(number, state, detached, metadata)
+        return SaveIntent(number, state, detached, metadata)
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class Saving:
     def check(self) -> None:
         """Raise for what is wrong."""
         refuse_unknown_options("save_options", self.save_options or {})
-        self.options("", Wanted(0, dict.fromkeys(self.parts or ())), "")
+        self.options("", SaveIntent(0, dict.fromkeys(self.parts or ())), "")
 
-    def options(self, run: str, wanted: Wanted, reason: str) -> CheckedOptions:
+    def options(self, run: str, wanted: SaveIntent, reason: str) -> CheckedOptions:
         """The options for one save. Raises for a state that has other parts than it must have."""
         self._refuse_other_parts(wanted.state)
         given = self.save_options or {}
@@ -139,7 +139,7 @@ class Saver:
                 newest.seconds,
             )
 
-    def save(self, wanted: Wanted, reason: str, *, wait: bool) -> PendingSave | SaveReport:
+    def save(self, wanted: SaveIntent, reason: str, *, wait: bool) -> PendingSave | SaveReport:
         """Save a step, and ``wait`` until it is committed; or else in the background."""
         store = self._run.root.child(folder_of(wanted.step))
         if wait:
@@ -178,14 +178,14 @@ class Saver:
             RuntimeWarning,
         )
 
-    def _save_now(self, wanted: Wanted, store: Store, make_options: Callable[[], CheckedOptions]) -> SaveReport:
+    def _save_now(self, wanted: SaveIntent, store: Store, make_options: Callable[[], CheckedOptions]) -> SaveReport:
         wait_for_conflicting_saves(Claim(store.location))
         call = f"holdfast.CheckpointManager.save of step {wanted.step} to {store.location}"
         rank, world_size = own_place(self._group)
-        told = Call("save", store.location, rank=rank, world_size=world_size)
-        with told, meeting(call, self._group) as ranks:
+        event = Call("save", store.location, rank=rank, world_size=world_size)
+        with event, meeting(call, self._group) as ranks:
             return self._attempts(
-                wanted.step, ranks, lambda: save_together(ranks, wanted.state, store, make_options, told)
+                wanted.step, ranks, lambda: save_together(ranks, wanted.state, store, make_options, event)
             )
 
     def _attempts(self, step: int, ranks: Collectives, save: Callable[[], SaveReport]) -> SaveReport:

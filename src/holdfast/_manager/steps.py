@@ -157,7 +157,7 @@ def latest(steps: Sequence[StepInfo]) -> StepInfo | None:
 def unreadable(info: StepInfo) -> UnreadableCheckpointError:
     """What to raise if a step could not be looked at, and an older one must not be taken for it in silence."""
     return UnreadableCheckpointError(
-        f"step {info.step} at {info.path} could not be looked at: {info.unreadable}. It may be whole, so no older one "
+        f"step {info.step} at {info.path} could not be looked at: {info.unreadable}. It may be intact, so no older one "
         "is taken in its place, and nothing was changed. Try again when the disk answers, and check who may read that "
         "folder; or ask for the step that you want by its number, as in restore(state, step=...).",
         path=info.path,
@@ -185,7 +185,7 @@ def by_metric(steps: Sequence[StepInfo], metric: str, mode: Mode) -> list[StepIn
 
 
 def identity_in(store: Store) -> str | None:
-    """The id of the save whose record is in the store; empty if that cannot be told, None if there is no record."""
+    """The id of the save whose record is in the store; empty if that is unknown, None if there is no record."""
     try:
         head = _HEAD.match(_head(store)[1])
     except FileNotFoundError:

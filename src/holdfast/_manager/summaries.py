@@ -26,7 +26,7 @@ def noted_metadata(
 ) -> dict[str, Any]:
     """The ``metadata`` for ``save`` by which a run knows its own checkpoints again.
 
-    Metrics are numbers or tensors with one element. JSON has no infinities and no NaN, so these are noted as texts.
+    Metrics are numbers or tensors with one element. JSON has no infinities and no NaN, so these are noted as str.
 
     >>> noted_metadata("a", 500, {"loss": float("nan")}, metadata={"git": "1a2b3c"})
     {'holdfast': {'run': 'a', 'step': 500, 'metrics': {'loss': 'nan'}, 'reason': ''}, 'git': '1a2b3c'}
@@ -40,7 +40,7 @@ def noted_metadata(
 
 def _number(name: str, value: Any) -> float:
     if not isinstance(name, str):
-        raise TypeError(f"the name of a metric is a text, not {name!r}")
+        raise TypeError(f"the name of a metric must be a str, not {name!r}")
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -94,7 +94,7 @@ class Summary:
         """What ``to_json`` gave; None for anything else."""
         if Summary.__dataclass_fields__.keys() != stored.keys():
             return None
-        is_whole = (
+        is_valid = (
             isinstance(stored["identity"], str)
             and is_generation(stored["identity"])
             and are_sizes([stored["record_bytes"], stored["nbytes"]])
@@ -105,7 +105,7 @@ class Summary:
             and isinstance(stored["metadata"], dict)
             and isinstance(stored["repaired"], str)
         )
-        return Summary(**stored) if is_whole else None
+        return Summary(**stored) if is_valid else None
 
     def time(self) -> datetime | None:
         """When it was saved, if that is known for all time zones."""

@@ -15,7 +15,7 @@ from holdfast._ranks.failures import PackedFailure, pack_failure, unpack_failure
 from holdfast.errors import CheckpointException
 
 if TYPE_CHECKING:
-    from holdfast._ranks.collectives import Collectives
+    from holdfast._ranks.shared_steps import Collectives
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -11,8 +11,8 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch.distributed as dist
 
 from holdfast._base.notices import add_note
-from holdfast._ranks.collectives import Collectives
 from holdfast._ranks.private_group import Link, private_group_of
+from holdfast._ranks.shared_steps import Collectives
 from holdfast.errors import CheckpointException, HoldfastError, RankDisagreementError, RankLeftError, RemoteError
 
 # Collectives over a link of our own instead of a process group of the program.
@@ -165,12 +165,12 @@ def _raise_as_it_was(cause: BaseException) -> NoReturn:
 
 
 def _first_cause(error: CheckpointException) -> Exception:
-    """The exception of the lowest rank that failed, telling which rank that was."""
+    """The exception of the lowest rank that failed, naming that rank."""
     rank, (cause, _) = next(iter(error.failures.items()))
     others = sorted(set(error.failures) - {rank})
     where = f"on rank {rank}" + (f"; rank(s) {others} failed too" if others else "")
     if isinstance(cause, HoldfastError) and not isinstance(cause, CheckpointException):
-        return _told(cause, rank, where)
+        return _with_rank(cause, rank, where)
     if not isinstance(cause, Exception):
         # Ctrl-C, or the end of a program, is meant for the rank where it happens, and not for the others.
         return RankLeftError(f"rank {rank} was interrupted ({cause!r}), so the call ended on all ranks", ranks=[rank])
@@ -190,6 +190,6 @@ def _put_in_place_of(cause: Exception, error: CheckpointException, rank: int) ->
         error.__cause__ = twin
 
 
-def _told(cause: HoldfastError, rank: int, where: str) -> HoldfastError:
-    told: Any = type(cause)(f"{cause.message} [{where}]", **{"rank": rank, **cause.fields})
-    return told  # type: ignore[no-any-return]
+def _with_rank(cause: HoldfastError, rank: int, where: str) -> HoldfastError:
+    named: Any = type(cause)(f"{cause.message} [{where}]", **{"rank": rank, **cause.fields})
+    return named  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """Bytes from one rank of a group to another, each parcel with a note that says what it is.
 
-The sender decides what comes next; a receiver takes parcels until it is told that there are no more. So a sender
+The sender decides what comes next; a receiver takes parcels until it is sent the end. So a sender
 that fails can say so at any time, and nobody is left waiting.
 """
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast._compat.groups import device_of_messages
-from holdfast._ranks.collectives import Attempt, Collectives
+from holdfast._ranks.shared_steps import Attempt, Collectives
 
 _NO_MORE = -1
 
@@ -49,7 +49,7 @@ class Parcels:
                 self._send(rank, content)
 
     def end(self, ranks: Iterable[int]) -> None:
-        """Tell ranks that nothing else will come. One that cannot be reached does not keep it from the others."""
+        """Send ranks the end: nothing else will come. One that cannot be reached does not keep it from the others."""
         attempts = [Attempt(partial(self._send, rank, torch.tensor([_NO_MORE, 0, 0]))) for rank in ranks]
         for attempt in attempts:
             attempt.resume_failure()

@@ -138,7 +138,7 @@ class PrivateGroup:
         self._leave(_Phase.FINISHED)
 
     def is_orphaned(self) -> bool:
-        """Whether the process group that this one goes with is no more."""
+        """Whether the process group that this one goes with no longer exists."""
         return all(not self.is_of(store) for store in stores_in_use())
 
     def is_of(self, store: Store) -> bool:
@@ -198,7 +198,7 @@ class PrivateGroup:
         return _payload(box, size)
 
     def _open_exchange(self, size: int) -> list[int]:
-        """Tell the others how much comes, and learn the same of them; an error if one is not in the round any more."""
+        """Send the others how much comes, and learn the same of them; an error if one is not in the round any more."""
         if self._round_is_over:
             raise RuntimeError("a private group is used outside of a round")
         if self._roll is not None and self._broken is None:
@@ -213,7 +213,7 @@ class PrivateGroup:
     def _report_absent(self, absent: list[int]) -> NoReturn:
         names = ", ".join(map(str, absent))
         error = RankLeftError(
-            f"rank {names} gave up the save or load before all ranks had finished it. Its own error tells why. Of a "
+            f"rank {names} gave up the save or load before all ranks had finished it. Its own error says why. Of a "
             "save, the earlier checkpoint is still there, or the new one if it was committed just before. Try again.",
             ranks=absent,
         )
@@ -221,7 +221,7 @@ class PrivateGroup:
 
     @interrupts_wait()
     def _leave(self, phase: _Phase) -> None:
-        """Meet the others at the end of the round, or tell those that are still in it that this rank is not."""
+        """Meet the others at the end of the round, or signal to those that are still in it that this rank is not."""
         if self._round_is_over:
             return
         self._round_is_over = True
@@ -240,7 +240,7 @@ class PrivateGroup:
     def _run(self, operation: Any) -> None:
         if self._broken is not None:
             raise ConnectionLostError(
-                f"an earlier call lost the connection to the other ranks ({self._broken}). Start the job again; the "
+                f"an earlier call lost the connection to the other ranks ({self._broken}). Restart the job; the "
                 "checkpoints that were committed are not affected."
             ) from self._broken
         try:
@@ -252,8 +252,8 @@ class PrivateGroup:
             self._broken = error
             self._name_the_missing(error)
             raise ConnectionLostError(
-                f"the connection to the other ranks is lost, as it happens when one of them dies: {error}. Look into "
-                "their logs, and start the job again; the checkpoints that were committed are not affected."
+                f"the connection to the other ranks is lost, as it happens when one of them dies: {error}. Check "
+                "their logs and restart the job; the checkpoints that were committed are not affected."
             ) from error
 
     def _connected(self, store: Store) -> Any:
@@ -276,13 +276,13 @@ class PrivateGroup:
         """Raise an error that says who was waited for, if that is known."""
         missing: dict[int, str] = {}
         if self._roll is not None:
-            with suppress(Exception):  # a store that is gone cannot tell, and the error is there already
+            with suppress(Exception):  # a store that is gone cannot answer, and the error is there already
                 missing = self._roll.missing()
         if missing:
             waited_for = "; ".join(f"rank {self.members[rank]} ({what})" for rank, what in missing.items())
             raise MissingRanksError(
-                f"ranks that all others wait for did not come within {self._timeout.total_seconds():g} s, or are no "
-                f"more: {waited_for}. Look into their logs, and start the job again. The connection is lost: {error}",
+                f"ranks that all others wait for did not join within {self._timeout.total_seconds():g} s, or "
+                f"exited: {waited_for}. Check their logs and restart the job. The connection is lost: {error}",
                 ranks=[self.members[rank] for rank in missing],
             ) from error
 
@@ -297,7 +297,7 @@ def private_group_of(group: dist.ProcessGroup | None, purpose: str = "background
     store = store_of(group)
     with _lock:
         _close_orphans(purpose)
-        # The store tells a group from one of the same name before a re-initialization.
+        # The store distinguishes a group from one of the same name before a re-initialization.
         key = (id(store), group.group_name, purpose)
         if key not in _groups or not _groups[key].is_of(store):
             members = tuple(dist.get_process_group_ranks(group))
@@ -311,7 +311,7 @@ def private_group_of(group: dist.ProcessGroup | None, purpose: str = "background
 
 
 def _close_orphans(purpose: str) -> None:
-    """End connections whose process groups are no more. Background saves may still need theirs, and end them later."""
+    """End connections whose process groups no longer exist. Background saves that need theirs end them later."""
     if purpose != "background":
         for key in [key for key, known in _groups.items() if key[2] == purpose and known.is_orphaned()]:
             _groups.pop(key).close()

@@ -14,7 +14,7 @@ from holdfast._base.tiling import refuse_bad_tiling, tiling_problems
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.refs import TensorRef
-from holdfast._layout.descriptions import HeldTensor, Holding, address_of, memory_of
+from holdfast._layout.descriptions import TensorDescription, WritableTensor, address_of, memory_of
 from holdfast._layout.owners import balanced_owners
 from holdfast._ranks.differences import Differing, differing, refuse_different_kinds
 
@@ -22,64 +22,66 @@ from holdfast._ranks.differences import Differing, differing, refuse_different_k
 #
 # Every rank notes which of its keys have the very same memory, and the coordinator decides. Two keys are one tensor
 # if every rank that holds one of them holds the other in the same memory, described alike. A rank whose parts of both
-# have no elements cannot tell, and agrees with the others. What the ranks do not agree on is stored as separate
+# have no elements cannot know, and agrees with the others. What the ranks do not agree on is stored as separate
 # tensors, each complete and with its copies compared, so a rank must be able to write and to compare every key that
 # it has.
 
 
-def noted_ties(holdings: list[Holding], local: Mapping[str, HeldTensor]) -> list[Holding]:
+def noted_ties(descriptions: list[TensorDescription], local: Mapping[str, WritableTensor]) -> list[TensorDescription]:
     """One rank's descriptions, with those that are further names of the same memory, stored alike, marked as such."""
-    addresses = [address_of(local[holding.key].value) for holding in holdings]
+    addresses = [address_of(local[description.key].value) for description in descriptions]
     how_often = Counter(addresses)
     if len(how_often) == len(addresses):
-        return holdings
+        return descriptions
     first: dict[Any, str] = {}
-    for number, (holding, address) in enumerate(zip(holdings, addresses, strict=True)):
-        memory = memory_of(local[holding.key].value) if how_often[address] > 1 else None
+    for number, (description, address) in enumerate(zip(descriptions, addresses, strict=True)):
+        memory = memory_of(local[description.key].value) if how_often[address] > 1 else None
         if memory is not None:
-            name = first.setdefault((memory, holding.dtype, holding.kind, str(holding.numpy)), holding.key)
-            if name != holding.key:
-                holdings[number] = holding._replace(tied_to=name)
-    return holdings
+            name = first.setdefault(
+                (memory, description.dtype, description.kind, str(description.numpy)), description.key
+            )
+            if name != description.key:
+                descriptions[number] = description._replace(tied_to=name)
+    return descriptions
 
 
-def agreed_ties(by_key: Mapping[str, Sequence[tuple[int, Holding]]]) -> dict[str, str]:
+def agreed_ties(by_key: Mapping[str, Sequence[tuple[int, TensorDescription]]]) -> dict[str, str]:
     """The keys that are stored under another one, given what the ranks hold under each."""
     noted = {
         name
         for held in by_key.values()
-        for _, holding in held
-        if holding.tied_to is not None
-        for name in (holding.key, holding.tied_to)
+        for _, description in held
+        if description.tied_to is not None
+        for name in (description.key, description.tied_to)
     }
     ties: dict[str, str] = {}
     first: dict[Any, str] = {}
     for key, held in by_key.items() if noted else ():
-        if key in noted and any(holding.boxes for _, holding in held):
-            name = first.setdefault(tuple(_seen_by(rank, holding) for rank, holding in held), key)
+        if key in noted and any(description.boxes for _, description in held):
+            name = first.setdefault(tuple(_seen_by(rank, description) for rank, description in held), key)
             if name != key:
                 ties[key] = name
     return ties
 
 
-def _seen_by(rank: int, holding: Holding) -> tuple[Any, ...]:
+def _seen_by(rank: int, description: TensorDescription) -> tuple[Any, ...]:
     """What a rank says about a key that is the same for all names of one tensor."""
-    memory = (holding.tied_to or holding.key) if holding.boxes else None
-    described = holding._replace(key="", tied_to=None, numpy=str(holding.numpy), digests=())
+    memory = (description.tied_to or description.key) if description.boxes else None
+    described = description._replace(key="", tied_to=None, numpy=str(description.numpy), digests=())
     return rank, memory, described
 
 
-# From what each rank holds to one checkpoint: who writes what, and the proof that it is whole.
+# From what each rank holds to one checkpoint: who writes what, and the proof that it is complete.
 #
 # This is pure arithmetic over descriptions; it happens on one rank, for all.
 
 
-Held = list[tuple[int, Holding]]
+Held = list[tuple[int, TensorDescription]]
 """What ranks hold under one key, lowest rank first."""
 
 
 @dataclass(frozen=True)
-class Agreement:
+class SaveAgreement:
     """One checkpoint: its tensors, the chunks that each rank writes, and which keys are other names of tensors."""
 
     tensors: Sequence[TensorRef]
@@ -89,9 +91,9 @@ class Agreement:
     """Keys whose copies differ; of each the copy of the lowest rank is written."""
 
 
-def agree(all_holdings: Sequence[Sequence[Holding]]) -> Agreement:
+def agree(all_descriptions: Sequence[Sequence[TensorDescription]]) -> SaveAgreement:
     """Decide what is stored and who writes it, given what each rank holds."""
-    by_key = _by_key(all_holdings)
+    by_key = _by_key(all_descriptions)
     _refuse_different_kinds(by_key)
     ties = agreed_ties(by_key)
     tensors: list[TensorRef] = []
@@ -115,7 +117,7 @@ def agree(all_holdings: Sequence[Sequence[Holding]]) -> Agreement:
             writers.append(ranks[:1] if first_counts else ranks)
         tensors.append(ref)
     refuse_bad_tilings(tilings)
-    return Agreement(tensors, _shared_out(chunks, writers, len(all_holdings)), ties, differing_keys)
+    return SaveAgreement(tensors, _shared_out(chunks, writers, len(all_descriptions)), ties, differing_keys)
 
 
 def _shared_out(
@@ -134,11 +136,11 @@ def _shared_out(
 _tensor_and_offsets = attrgetter("tensor", "offsets")
 
 
-def _by_key(all_holdings: Sequence[Sequence[Holding]]) -> dict[str, Held]:
+def _by_key(all_descriptions: Sequence[Sequence[TensorDescription]]) -> dict[str, Held]:
     by_key: dict[str, Held] = {}
-    for rank, holdings in enumerate(all_holdings):
-        for holding in holdings:
-            by_key.setdefault(holding.key, []).append((rank, holding))
+    for rank, descriptions in enumerate(all_descriptions):
+        for description in descriptions:
+            by_key.setdefault(description.key, []).append((rank, description))
     return by_key
 
 
@@ -150,11 +152,11 @@ def _ref(held: Held) -> TensorRef:
 def _holders(held: Held) -> Mapping[Box, Sequence[int]]:
     """The boxes of a tensor with the ranks that hold them."""
     first = held[0][1].boxes
-    if len(first) == 1 and all(holding.boxes == first for _, holding in held):  # as is most often so
+    if len(first) == 1 and all(description.boxes == first for _, description in held):  # as is most often so
         return {first[0]: [rank for rank, _ in held]}
     holders: dict[Box, list[int]] = {}
-    for rank, holding in held:
-        for box in holding.boxes:
+    for rank, description in held:
+        for box in description.boxes:
             holders.setdefault(box, []).append(rank)
     return holders
 
@@ -166,9 +168,9 @@ def _differing_copies(held: Held) -> tuple[tuple[int, ...], ...] | None:
         return None
     found = differing(
         (box, rank, digest)
-        for rank, holding in held
-        if holding.digests  # else nobody wants to know, or no other rank can have the same
-        for box, digest in zip(holding.boxes, holding.digests, strict=True)
+        for rank, description in held
+        if description.digests  # else nobody wants to know, or no other rank can have the same
+        for box, digest in zip(description.boxes, description.digests, strict=True)
     )
     return next((tuple(map(tuple, groups.values())) for groups in found.values()), None)
 
@@ -181,15 +183,15 @@ def _refuse_different_kinds(by_key: dict[str, Held]) -> None:
         if any(one[1:4] != held[0][1][1:4] or one.numpy != held[0][1].numpy for _, one in held[1:])
     }
     refuse_different_kinds(
-        differing((key, rank, _kind(holding)) for key, held in suspects.items() for rank, holding in held),
+        differing((key, rank, _kind(description)) for key, held in suspects.items() for rank, description in held),
         "Give them different keys, make them the same on all ranks, or wrap them in holdfast.PerRank if each has its "
         "own.",
     )
 
 
-def _kind(holding: Holding) -> str:
-    what = f"{holding.kind} tensor" if holding.numpy is None else f"numpy array ({holding.numpy})"
-    return f"a {what} of shape {list(holding.shape)} and {holding.dtype}"
+def _kind(description: TensorDescription) -> str:
+    what = f"{description.kind} tensor" if description.numpy is None else f"numpy array ({description.numpy})"
+    return f"a {what} of shape {list(description.shape)} and {description.dtype}"
 
 
 def refuse_bad_tilings(tensors: Iterable[tuple[TensorRef, Sequence[Box]]]) -> None:

@@ -26,11 +26,11 @@ from holdfast._base.garbage import no_garbage_collection
 from holdfast._base.tuning import MEMORY_BUDGET, SMALLEST_BUDGET
 from holdfast._ranks.meeting import causes_instead_of_steps, own_place, refuse_outsider
 from holdfast._save.capture import Capture, Captured
+from holdfast._save.captured_copies import CapturedCopy, WhenBusy, note_memory, wait_for_memory, with_digests
 from holdfast._save.options import CheckedOptions, SaveOptions, refuse_unknown_options, shows_save_options
 from holdfast._save.pending import PendingSave
 from holdfast._save.report import SaveReport
 from holdfast._save.save import SaveRun
-from holdfast._save.snapshots import CapturedCopy, WhenBusy, note_memory, wait_for_memory, with_digests
 from holdfast._stores.memory_store import MemoryStore
 from holdfast._stores.places import in_messages, store_at
 from holdfast._stores.store import Store
@@ -39,7 +39,7 @@ from holdfast._watching.calls import Call
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from holdfast._ranks.collectives import Collectives
+    from holdfast._ranks.shared_steps import Collectives
 
 Writer = Literal["thread", "process"]
 
@@ -245,8 +245,8 @@ def save_copy(
     """Save what was captured and copied, with the given ranks: in a thread, or in a writer process."""
     assert call is not None
     call.start_over("capture", "stage")
-    with call.phase("compare"):
-        complete = ranks.all_gather_status("compare", lambda: with_digests(captured))
+    with call.phase("compare"), ranks.step("compare"):
+        complete = with_digests(captured)
     return SaveRun(store, ranks, options, call).save(complete)
 
 

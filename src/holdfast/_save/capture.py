@@ -17,7 +17,14 @@ from holdfast._formats.native.registered_types import registered_type, registrab
 from holdfast._formats.native.trees import NOTHING, children_of, part_of, pruned
 from holdfast._formats.native.values import Encoder, Path, key_of
 from holdfast._layout import tensor_kinds as partitioned
-from holdfast._layout.descriptions import HeldTensor, Holding, LocalTensor, dtype_of_whole, hold, others_may_have_it
+from holdfast._layout.descriptions import (
+    LocalTensor,
+    TensorDescription,
+    WritableTensor,
+    describe,
+    dtype_of_whole,
+    others_may_have_it,
+)
 from holdfast._save.agreement import noted_ties
 from holdfast._save.options import CheckedOptions
 from holdfast._state.expanding import Expanded, expand
@@ -40,7 +47,7 @@ def select(expanded: Expanded, wanted: Callable[[str], bool], rank: int) -> Expa
 
 
 def _is_in(tree: Any, path: Path) -> bool:
-    """Whether something is left at a place. Positions in lists that became shorter do not tell."""
+    """Whether something is left at a place. Positions in lists that became shorter do not show it."""
     for name in path:
         children = dict(children_of(tree) or ())
         if name not in children:
@@ -77,8 +84,8 @@ class Captured:
     """Its typed value, with slots where every rank has a value of its own."""
     own: Mapping[str, Any]
     """The typed values for the slots, by name."""
-    holdings: list[Holding]
-    local: Mapping[str, HeldTensor]
+    descriptions: list[TensorDescription]
+    local: Mapping[str, WritableTensor]
     to_compare: frozenset[str] = frozenset()
     """The keys whose digests are still to be taken, because other ranks may hold the same."""
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -130,10 +137,10 @@ class Capture:
         if not self.selection.is_everything:
             expanded = select(expanded, self.selection, self.rank)
         encoded = self._encoded(expanded)
-        holdings, local = self._held(encoded.tensors)
-        to_compare = self._to_compare(encoded.tensors, holdings) if self.compare_later else frozenset()
+        descriptions, local = self._described(encoded.tensors)
+        to_compare = self._to_compare(encoded.tensors, descriptions) if self.compare_later else frozenset()
         kinds = {readable(path): kind for path, kind in expanded.kinds.items()}
-        return Captured(encoded.tree, encoded.own, noted_ties(holdings, local), local, to_compare, kinds)
+        return Captured(encoded.tree, encoded.own, noted_ties(descriptions, local), local, to_compare, kinds)
 
     def _encoded(self, expanded: Expanded) -> _Encoded:
         """The state as typed values, and the tensors that were met on the way."""
@@ -156,38 +163,38 @@ class Capture:
             tensors += [(key, tensor, "own") for key, (_, tensor) in zip(encoder.keys(), met, strict=True)]
         return _Encoded(tree, own, tensors)
 
-    def _held(self, tensors: list[_Tensor]) -> tuple[list[Holding], dict[str, LocalTensor]]:
+    def _described(self, tensors: list[_Tensor]) -> tuple[list[TensorDescription], dict[str, LocalTensor]]:
         """Describe all tensors, or raise one error for all that cannot be stored."""
-        holdings: list[Holding] = []
+        descriptions: list[TensorDescription] = []
         local: dict[str, LocalTensor] = {}
         refused: list[UnsupportedTensorError] = []
         for key, value, whose in tensors:
             stored_dtype = self._stored_dtype(key, value) if self.cast else None
             compare = self.compare_copies and not self.compare_later and whose == "shared"
             try:
-                holding, local[key] = hold(key, value, stored_dtype=stored_dtype, compare=compare)
-                holdings.append(holding if whose == "shared" else self._marked(holding, value, whose))
+                description, local[key] = describe(key, value, stored_dtype=stored_dtype, compare=compare)
+                descriptions.append(description if whose == "shared" else self._marked(description, value, whose))
             except UnsupportedTensorError as error:
                 refused.append(error)
         if refused:
             raise _all_refused(refused)
-        return holdings, local
+        return descriptions, local
 
-    def _to_compare(self, tensors: list[_Tensor], holdings: list[Holding]) -> frozenset[str]:
+    def _to_compare(self, tensors: list[_Tensor], descriptions: list[TensorDescription]) -> frozenset[str]:
         if not self.compare_copies:
             return frozenset()
         return frozenset(
             key
-            for (key, value, whose), holding in zip(tensors, holdings, strict=True)
-            if whose == "shared" and holding.boxes and others_may_have_it(value)
+            for (key, value, whose), description in zip(tensors, descriptions, strict=True)
+            if whose == "shared" and description.boxes and others_may_have_it(value)
         )
 
-    def _marked(self, holding: Holding, value: Any, whose: _Whose) -> Holding:
-        """A description that tells whose the tensor is."""
+    def _marked(self, description: TensorDescription, value: Any, whose: _Whose) -> TensorDescription:
+        """A description that says whose the tensor is."""
         if whose == "own":
-            _refuse_sharded(holding, value)
-            return holding._replace(kind="per_rank", rank=self.rank)
-        return holding._replace(from_first_rank=True)
+            _refuse_sharded(description, value)
+            return description._replace(kind="per_rank", rank=self.rank)
+        return description._replace(from_first_rank=True)
 
     def _stored_dtype(self, key: str, tensor: Any) -> torch.dtype | None:
         wish: torch.dtype | None = self.cast(key)
@@ -198,12 +205,12 @@ class Capture:
         return wish if dtype.is_floating_point and dtype not in PACKED and dtype != wish else None
 
 
-def _refuse_sharded(holding: Holding, tensor: Any) -> None:
-    if holding.kind == "sharded":
+def _refuse_sharded(description: TensorDescription, tensor: Any) -> None:
+    if description.kind == "sharded":
         raise UnsupportedTensorError(
-            f"'{holding.key}' is spread over ranks and is marked as per rank. Take it out of holdfast.PerRank: a "
+            f"'{description.key}' is spread over ranks and is marked as per rank. Take it out of holdfast.PerRank: a "
             "sharded tensor is stored once for all ranks.",
-            key=holding.key,
+            key=description.key,
             kind=type(tensor).__name__,
         )
 

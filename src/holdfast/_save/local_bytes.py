@@ -12,10 +12,10 @@ from holdfast._base.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE
 from holdfast._formats.native.layout import ChunkToWrite, FileLayout
 from holdfast._formats.native.writing import Bytes, ChunkBytes, OpenChunks
 from holdfast._formats.tensor_bytes import gather
-from holdfast._layout.descriptions import HeldTensor
+from holdfast._layout.descriptions import WritableTensor
 
 
-def bytes_of(local: Mapping[str, HeldTensor], memory_budget: int | None = None) -> OpenChunks:
+def bytes_of(local: Mapping[str, WritableTensor], memory_budget: int | None = None) -> OpenChunks:
     """Where the bytes of chunks of these tensors, given by key, come from."""
     budget = MEMORY_BUDGET if memory_budget is None else memory_budget
     converted = min(PIECE_BYTES, budget // SHARE_OF_A_PIECE)  # to fetch, reorder and convert takes several copies
@@ -35,5 +35,5 @@ def bytes_of(local: Mapping[str, HeldTensor], memory_budget: int | None = None) 
     return open_chunks
 
 
-def _stored_as_it_is(held: HeldTensor) -> Any:
+def _stored_as_it_is(held: WritableTensor) -> Any:
     return held.value if held.stored_dtype is None else None

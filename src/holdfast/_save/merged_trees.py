@@ -155,7 +155,7 @@ def _grouped(held: Held) -> Held:
 
 
 def _are_parameter_names(held: Held, path: Path) -> bool:
-    """Whether these are the parameters of a group of an optimizer. Numbers do not tell which parameters are meant."""
+    """Whether these are the parameters of a group of an optimizer. Numbers do not say which parameters are meant."""
     return (
         len(path) >= 3
         and path[-1] == "params"

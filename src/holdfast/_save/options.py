@@ -130,11 +130,11 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _refuse_keys_that_change(metadata: Any) -> None:
-    """JSON would make texts of other keys, and two of them could become the same."""
+    """JSON would turn other keys into str, and two of them could become the same."""
     if isinstance(metadata, Mapping):
         for key, value in metadata.items():
             if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} is not a text")
+                raise TypeError(f"the key {key!r} is not a str")
             _refuse_keys_that_change(value)
     elif isinstance(metadata, (list, tuple)):
         for value in metadata:

@@ -54,16 +54,16 @@ class PendingSave:
         In a process that was forked meanwhile, this and the other questions raise ``OtherProcessError``: a save goes on
         in the process that began it.
         """
-        with self._told_in_time(timeout):
+        with self._explained_timeout(timeout):
             return self.committed.result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the save raised, or None, when it has ended. Raises ``TimeoutError`` if that takes longer."""
-        with self._told_in_time(timeout):
+        with self._explained_timeout(timeout):
             return self.committed.exception(timeout)
 
     @contextmanager
-    def _told_in_time(self, timeout: float | None) -> Iterator[None]:
+    def _explained_timeout(self, timeout: float | None) -> Iterator[None]:
         """A ``TimeoutError`` that says how far the save is, in the place of that of the future."""
         try:
             yield

@@ -13,10 +13,10 @@ import xxhash
 from holdfast._background.futures import warn_of_unseen_failures
 from holdfast._background.queues import Claim, wait_for_conflicting_saves
 from holdfast._base.commits import Commit
-from holdfast._base.environment import noted_optimizers, stamp
 from holdfast._base.garbage import no_garbage_collection
 from holdfast._base.json_parts import dumps
 from holdfast._base.notices import warn_caller
+from holdfast._base.provenance import noted_optimizers, stamp
 from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.names import new_generation
 from holdfast._formats.native.writing import (
@@ -28,7 +28,7 @@ from holdfast._formats.native.writing import (
     remove_unfinished,
     write_chunks,
 )
-from holdfast._layout.descriptions import Holding
+from holdfast._layout.descriptions import TensorDescription
 from holdfast._ranks.committing import commit_for_all
 from holdfast._ranks.differences import Differing, describe_differing, refuse_differing
 from holdfast._ranks.meeting import meeting, own_place
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from typing_extensions import Unpack
 
-    from holdfast._ranks.collectives import Collectives
+    from holdfast._ranks.shared_steps import Collectives
 
 
 @shows_save_options
@@ -60,12 +60,12 @@ def save(
 ) -> SaveReport:
     """Save a state to a folder. With a process group all its ranks call this together, each with its own part.
 
-    The checkpoint appears at once and whole when everything is durable, or not at all.
+    The checkpoint appears at once and complete when everything is durable, or not at all.
 
     Args:
         state: any nesting of dicts, lists and tuples with tensors, numpy arrays, models, optimizers, other objects
-            that have ``state_dict`` and ``load_state_dict``, and plain values. ``PerRank`` and ``RngState`` mark what
-            every rank has its own of.
+            that have ``state_dict`` and ``load_state_dict``, and plain values. ``PerRank`` and ``RngState`` mark
+            per-rank state.
         path: a folder, a URL such as ``s3://bucket/name``, or a store. All ranks give the same.
         overwrite: replace a checkpoint that is there, in one step. Without it that is an error.
         metadata: anything that JSON can hold, to be found in the checkpoint by people and programs. That of the first
@@ -99,8 +99,8 @@ def save(
     on_mismatch = options.get("replica_mismatch", "error")
     call = f"holdfast.save to {place}, overwrite={overwrite!r}, replica_mismatch={on_mismatch!r}"
     rank, world_size = own_place(process_group)
-    with Call("save", place, rank=rank, world_size=world_size) as told, meeting(call, process_group) as ranks:
-        return save_together(ranks, state, path, make_options, told)
+    with Call("save", place, rank=rank, world_size=world_size) as event, meeting(call, process_group) as ranks:
+        return save_together(ranks, state, path, make_options, event)
 
 
 def save_together(
@@ -110,7 +110,7 @@ def save_together(
     make_options: Callable[[], CheckedOptions],
     call: Call,
 ) -> SaveReport:
-    """Save with ranks that are together already, and tell of it."""
+    """Save with ranks that are together already, and publish its events."""
     call.start_over()
     with ranks.step("capture"), call.phase("capture"), no_garbage_collection():
         options = make_options()
@@ -141,7 +141,7 @@ class SaveRun:
     def plan(self, captured: Captured) -> _Plan:
         """Find out together what the checkpoint contains, and who writes what of it."""
         same_tree_as = self._first_with_the_same_tree(captured)
-        proposal = _Proposal(same_tree_as, captured.tree, captured.own, captured.holdings, captured.kinds)
+        proposal = _Proposal(same_tree_as, captured.tree, captured.own, captured.descriptions, captured.kinds)
         if proposal.same_tree_as != self.ranks.rank:
             proposal = proposal._replace(tree=None)  # it need not be sent twice
         decisions: list[_Decision] = []  # the coordinator keeps its own; the others need not know it
@@ -221,12 +221,14 @@ class SaveRun:
         tree, differing = merge_trees([proposals[proposal.same_tree_as].tree for proposal in proposals])
         tree = _with_own(tree, [proposal.own for proposal in proposals])
         self._refuse_empty_selection(tree)
-        holdings: list[Sequence[Holding]] = [proposal.holdings for proposal in proposals]
+        descriptions: list[Sequence[TensorDescription]] = [proposal.descriptions for proposal in proposals]
         if differing:
             # Where not even the structure is the same, some rank's tensors have no place in the checkpoint.
             referred = set(tensor_keys(tree))
-            holdings = [[holding for holding in part if holding.key in referred] for part in holdings]
-        agreed = agree(holdings)
+            descriptions = [
+                [description for description in part if description.key in referred] for part in descriptions
+            ]
+        agreed = agree(descriptions)
         self._treat_differences([*differing, *agreed.differing])
         if agreed.ties:
             tree = renamed_tensors(tree, agreed.ties)
@@ -237,7 +239,7 @@ class SaveRun:
     def _refuse_empty_selection(self, tree: Any) -> None:
         if tree == {} and not self.options.is_everything:
             raise ValueError(
-                "include and exclude leave nothing of the state, so nothing was saved. Texts take wildcards "
+                "include and exclude leave nothing of the state, so nothing was saved. Strings may have wildcards "
                 '("model", "*.bias"); regular expressions have to match whole keys.'
             )
 
@@ -282,7 +284,7 @@ class _Proposal(NamedTuple):
     """The rank that sends the tree."""
     tree: Any
     own: Mapping[str, Any]
-    holdings: Sequence[Holding]
+    descriptions: Sequence[TensorDescription]
     kinds: Mapping[str, str]
     """The classes of its optimizers, by their keys."""
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from holdfast._formats.native.values import Path
-from holdfast._state.module_names import parameter_names
+from holdfast._state.parameter_names import parameter_names
 from holdfast._state.per_rank import PerRank
 from holdfast._state.unwrapping import bare_module
 
@@ -47,7 +47,7 @@ class Adapter(ABC):
     def completed(self, loaded: Any) -> Any:
         """What ``apply`` is to get: the filled template, with what the object has at present where it needs that.
 
-        Leaves are still ``ANYTHING`` if they were not stored, or not to be loaded. Most objects can tell by that what
+        Leaves are still ``ANYTHING`` if they were not stored, or not to be loaded. Most objects can see from that what
         to keep.
         """
         return loaded
@@ -152,7 +152,7 @@ def _find_modules(value: Any, path: Path, found: list[tuple[Path, torch.nn.Modul
         items = enumerate(value)
     else:
         return
-    if id(value) in open_ or len(path) > DEEPEST:  # it contains itself, or lies too deep: whoever stores it will say so
+    if id(value) in open_ or len(path) > DEEPEST:  # it contains itself, or is too deep: whoever stores it will say so
         return
     open_.add(id(value))
     for key, element in items:

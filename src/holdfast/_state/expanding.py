@@ -14,9 +14,9 @@ from holdfast._compat.modules import is_flat_parameter
 from holdfast._formats.native.refs import Slot
 from holdfast._formats.native.values import Path, key_of
 from holdfast._state.contract import DEEPEST, NEVER_LIVE, Adapter, Context
-from holdfast._state.module_names import contains_fsdp1
 from holdfast._state.modules import ModuleAdapter
 from holdfast._state.optimizers import OptimizerAdapter
+from holdfast._state.parameter_names import contains_fsdp1
 from holdfast._state.per_rank import PerRank
 from holdfast._state.random_streams import RngAdapter, RngState
 from holdfast._state.stateful import StatefulAdapter, is_stateful
@@ -73,7 +73,7 @@ def _optimizer_adapter(optimizer: torch.optim.Optimizer, path: Path, context: Co
 
 
 def per_rank_of(value: Any) -> PerRank | None:
-    """The value as a state that every rank has its own of; None if it is none.
+    """The value as per-rank state; None if it is none.
 
     >>> isinstance(per_rank_of(RngState()), PerRank)
     True
@@ -93,7 +93,7 @@ class Expanded:
 
     tree: Any = None
     slots: dict[str, tuple[Path, Any]] = field(default_factory=dict)
-    """What each rank has its own of, by name: where it is, and this rank's value. The tree has only the name there."""
+    """The per-rank state, by name: where it is, and this rank's value. The tree has only the name there."""
     from_first_rank: set[Path] = field(default_factory=set)
     """Places of tensors whose copy on the first rank counts."""
     kinds: dict[Path, str] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class _Expander:
         if kind in NEVER_LIVE:
             return value
         if id(value) in self._around or len(path) > DEEPEST:
-            return value  # it contains itself, or lies too deep: whoever stores it will say so
+            return value  # it contains itself, or is nested too deep: whoever stores it will say so
         self._around.add(id(value))
         expanded = self._visited(value, kind, path)
         self._around.discard(id(value))

@@ -21,9 +21,9 @@ from holdfast._formats.native.refs import ANYTHING, TensorRef
 from holdfast._formats.native.torch_elements import torch_dtype
 from holdfast._layout.materialize import empty_row_shards
 from holdfast._state.destinations import like, shape_of
-from holdfast._state.module_names import canonical_name, sharded_states
 from holdfast._state.optimizer_kinds import ComparedOptimizer, changed_settings
-from holdfast._state.optimizer_names import is_optimizer_state, match, take_settings, without_anything
+from holdfast._state.optimizer_matching import is_optimizer_state, match, take_settings, without_anything
+from holdfast._state.parameter_names import canonical_name, sharded_states
 from holdfast._state.stateful import merged
 from holdfast._state.unwrapping import refuse_if_it_cannot_be_loaded
 

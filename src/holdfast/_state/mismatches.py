@@ -121,7 +121,7 @@ def near_misses(missing: Sequence[str], stored: Sequence[str]) -> dict[str, str]
         near = by_tail.get(_tail(key)) or next(
             iter(difflib.get_close_matches(key, stored[:5000], n=1, cutoff=0.7)), None
         )
-        if near not in (None, key):  # a key that is there and was renamed is no help
+        if near not in (None, key):  # a key that is there and was renamed does not help
             found[key] = f" (did you mean '{near}'?)"
     return found
 

@@ -16,7 +16,7 @@ from holdfast._layout.materialize import is_meta, with_memory
 from holdfast._layout.tensor_kinds import is_partitioned
 from holdfast._state.contract import Adapter
 from holdfast._state.destinations import is_distributed
-from holdfast._state.module_names import canonical_name, canonical_names, contains_fsdp1, sharded_states
+from holdfast._state.parameter_names import canonical_name, canonical_names, contains_fsdp1, sharded_states
 from holdfast._state.stateful import merged
 
 # Giving a model what was loaded, with all that it wants to do about it.

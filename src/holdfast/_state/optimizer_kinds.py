@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from holdfast._settings import OnFinding
 from holdfast._state.contract import Adapter
-from holdfast._state.optimizer_names import Match
+from holdfast._state.optimizer_matching import Match
 from holdfast.errors import OptimizerMismatchError
 
 _TORCH = "torch.optim."
@@ -39,7 +39,7 @@ _STATE = {
 _ALL_STATE = frozenset[str]().union(*_STATE.values())
 
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"})
-"""Settings that say how a step is computed. The last one tells AdamW from Adam in newer versions of torch alone."""
+"""Settings that say how a step is computed. Newer torch versions distinguish AdamW from Adam by the last one alone."""
 _SETTINGS = frozenset(
     {"betas", "eps", "weight_decay", "amsgrad", "maximize", "momentum", "dampening", "nesterov", "alpha", "centered"}
     | {"rho", "lr_decay", "initial_accumulator_value", "etas", "step_sizes", "lambd", "t0", "momentum_decay"}

@@ -14,16 +14,16 @@ from holdfast._formats.native.torch_elements import torch_dtype
 from holdfast._state.contract import Context
 from holdfast._state.destinations import fits, like, shape_of, with_present
 from holdfast._state.flat_optimizer_states import FlatKeys, is_flat
-from holdfast._state.module_names import strip_wrapper_names
 from holdfast._state.optimizer_kinds import ComparedOptimizer, changed_settings
-from holdfast._state.optimizer_names import (
+from holdfast._state.optimizer_matching import (
     Name,
     is_optimizer_state,
     match,
-    refuse_strays,
+    refuse_state_without_group,
     take_settings,
     without_anything,
 )
+from holdfast._state.parameter_names import strip_wrapper_names
 from holdfast._state.stateful import StatefulAdapter, merged
 from holdfast._state.unwrapping import refuse_if_it_cannot_be_loaded, was_constructed
 
@@ -168,7 +168,7 @@ class OptimizerAdapter(ComparedOptimizer):
         live = dict(enumerate(raw["state"].get(number, {}) for number in _flat_params(raw)))
         known = {name for group in stored["param_groups"] for name in group["params"]}
         template: dict[Any, Any] = {}
-        refuse_strays(stored["state"], known, names)
+        refuse_state_without_group(stored["state"], known, names)
         for key, entry in stored["state"].items():
             name = _parameter_name(key, known)
             if name in self._match.parameters:

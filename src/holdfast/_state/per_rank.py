@@ -1,4 +1,4 @@
-"""State that every rank has its own of, and what becomes of it when the number of ranks changes."""
+"""Per-rank state, and what becomes of it when the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PerRank:
         if self.on_resize == "error" or saved == 0:
             raise WorldSizeError(
                 f"'{key}' is stored per rank, by {saved} ranks, and is loaded by {world_size}. Load it with {saved} "
-                "ranks, or say what the ranks shall get: holdfast.PerRank(value, on_resize='first'), or a function",
+                "ranks, or say what the ranks should get: holdfast.PerRank(value, on_resize='first'), or a function",
                 key=key,
                 saved=saved,
                 current=world_size,

@@ -132,7 +132,7 @@ class RngState:
             _spare_numpy_stream().set_state(numpy_state)
             torch.Generator().set_state(captured["torch"])
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"These are no random streams of RngState: {error}. No stream was changed") from error
+            raise ValueError(f"These are not random streams of RngState: {error}. No stream was changed") from error
 
         random.setstate(python_state)
         np.random.set_state(numpy_state)

@@ -67,7 +67,7 @@ _CACHESTAT = 451
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Make sure that there is space for a file, where the file system can tell.
+    """Make sure that there is space for a file, where the file system can say.
 
     ``os.posix_fallocate`` would write zeros all over the file where it cannot.
     """
@@ -84,7 +84,7 @@ def begin_to_write_back(descriptor: int, begin: int, size: int) -> None:
 
 
 def count_cached_pages(descriptor: int, begin: int, size: int) -> int | None:
-    """How many pages of a part of a file are in the page cache; None if the system does not tell."""
+    """How many pages of a part of a file are in the page cache; None if the system does not say."""
     if _syscall is None:
         return None
     part, counts = (ctypes.c_uint64 * 2)(begin, size), (ctypes.c_uint64 * 5)()
@@ -203,7 +203,7 @@ class DirectFile:
         try:
             if self._error is None:
                 self._write_all(buffer, count, position)
-        except BaseException as error:  # told to whoever asks for the next buffer
+        except BaseException as error:  # raised for whoever asks for the next buffer
             self._error = error
         finally:
             self._free.put(buffer)

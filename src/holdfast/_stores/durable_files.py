@@ -220,13 +220,13 @@ def _opened(temporary: Path) -> tuple[IO[bytes], bool]:
 def _give_name(descriptor: int, name: Path) -> None:
     folder = os.open(name.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # Python follows the link in /proc only if it is told a folder that names are relative to.
+        # Python follows the link in /proc only if it is given a folder that names are relative to.
         os.link(f"/proc/self/fd/{descriptor}", name.name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=True)
     finally:
         os.close(folder)
 
 
-# A large local file that appears whole or not at all, and is written past the page cache.
+# A large local file that appears complete or not at all, and is written past the page cache.
 
 
 @contextmanager

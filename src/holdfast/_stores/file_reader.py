@@ -93,7 +93,7 @@ class FileReader(CachedReader, SharedReader):
     def _read_directly(self, begin: int, view: memoryview) -> int:
         """Read past the page cache, through aligned memory. Returns how many bytes came before something did not suit.
 
-        Only if some of it is not in the page cache, and the system tells.
+        Only if some of it is not in the page cache, and the system says so.
         """
         if self.is_cached(begin, view.nbytes) is not False:
             return 0

@@ -58,7 +58,7 @@ class FileSystemBase(ABC):
         """Delete a file."""
 
     def ls(self, path: AnyPath) -> list[str]:
-        """Paths of what is in a folder; nothing where the file system cannot tell."""
+        """Paths of what is in a folder; nothing where the file system cannot list."""
         return []
 
     @contextmanager
@@ -118,11 +118,11 @@ class ReaderView(io.IOBase):
     def readinto(self, b: Any) -> int:
         """Fill the buffer ``b`` with as much as the window still has."""
         view = memoryview(b).cast("B")
-        room = min(view.nbytes, self._left())
-        if room == 0:
+        count_left = min(view.nbytes, self._left())
+        if count_left == 0:
             return 0
         self._place_base()
-        count: int = self.base_stream.readinto(view[:room])
+        count: int = self.base_stream.readinto(view[:count_left])
         self._position += count
         return count
 

@@ -80,8 +80,8 @@ def other_length(path: str, expected: int, found: int, begin: int | None = None)
     )
 
 
-# Where renaming is copying and deleting, as in object stores, a file is made whole instead: an object exists once its
-# upload is complete, and not before.
+# Where renaming is copying and deleting, as in object stores, a file is made in one piece instead: an object exists
+# once its upload is complete, and not before.
 
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "cos", "obs", "tos", "b2", "oci", "swift"}
@@ -230,11 +230,11 @@ class FsspecFileSystem(FileSystemBase):
 
     def _connected(self) -> Any:
         if self.fs is None:
-            raise ValueError("init_path tells the file system where it is; call it first")
+            raise ValueError("the file system has no path yet; call init_path first")
         return self.fs
 
     def inner(self, path: AnyPath) -> str:
-        """The path as fsspec calls it behind the protocol. Of a chained URL only the first call can tell."""
+        """The path as fsspec calls it behind the protocol. For a chained URL only the first call knows it."""
         text = os.fspath(path)
         if self._url and (text == self._url or text.startswith(f"{self._url.rstrip('/')}/")):
             return self._root + text[len(self._url.rstrip("/")) :].rstrip("/")
@@ -246,7 +246,7 @@ class FsspecFileSystem(FileSystemBase):
 
 
 def _renames_in_one_step(fs: Any) -> bool:
-    """As disks do, near or far. Some object stores have a way to move of their own, which is no rename all the same."""
+    """As disks do, near or far. Some object stores have a move of their own, which is still not a rename."""
     if isinstance(fs, DirFileSystem):  # which shows a folder of another one as the root
         return _renames_in_one_step(fs.fs)
     protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)

@@ -23,12 +23,12 @@ from holdfast._stores.store import Buffer, Listed, Listing, Sink, wrong_size
 # What the kinds of remote storage do each in their own way: one folder of objects, or prefix of their names.
 
 
-class Found(NamedTuple):
+class FoundObject(NamedTuple):
     """An object, as it was when it was looked at."""
 
     size: int
     version: object
-    """Equal for the same content, and another one after it was replaced, as far as its storage can tell."""
+    """Equal for the same content, and another one after it was replaced, as far as its storage shows that."""
 
 
 class RemoteFolder(ABC):
@@ -42,16 +42,16 @@ class RemoteFolder(ABC):
     """As that of stores."""
 
     @abstractmethod
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> FoundObject | None:
         """What there is now; None if there is nothing."""
 
     @abstractmethod
-    def open(self, name: str) -> tuple[Found, bytes] | None:
+    def open(self, name: str) -> tuple[FoundObject, bytes] | None:
         """What there is now and its beginning: all of a small object, in one step; None if there is nothing."""
 
     @abstractmethod
-    def read_into(self, name: str, found: Found, begin: int, memory: memoryview) -> None:
-        """Fill the memory, which lies within the object. Raises ``was_replaced`` if it is not that object any more."""
+    def read_into(self, name: str, found: FoundObject, begin: int, memory: memoryview) -> None:
+        """Fill the memory, which is within the object. Raises ``was_replaced`` if it is not that object any more."""
 
     @abstractmethod
     def create(self, name: str, size: int | None, memory: int | None = None) -> AbstractContextManager[Sink]:
@@ -77,7 +77,7 @@ class RemoteFolder(ABC):
 
 
 _MARKS = ("ETag", "etag", "generation", "version_id", "ino", "mtime", "created", "last_modified", "updated")
-"""By which file systems tell one content of a name from the next, each with some of them."""
+"""Fields by which file systems distinguish one content of a name from the next; each has some of them."""
 
 _ATTEMPTS = 5
 """How often an object is read whose storage gives another number of bytes than it has announced."""
@@ -91,7 +91,7 @@ _locks = [threading.Lock() for _ in range(64)]
 
 
 class FsspecFolder(RemoteFolder):
-    """Objects are put whole where renaming is copying, and renamed into place elsewhere.
+    """Objects are put in one piece where renaming is copying, and renamed into place elsewhere.
 
     fsspec has no way to replace an object only if it is still the same. So between the look at it and the put there is
     a moment in which another process could commit unnoticed; a disk has a lock, and new names are mostly safe, since
@@ -103,7 +103,7 @@ class FsspecFolder(RemoteFolder):
         self._fs = files.fs
         self._url = url
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> FoundObject | None:
         """Ask for it, whatever fsspec remembers."""
         inner = self._inner(name)
         self._fs.invalidate_cache(self._files.inner(self._url))
@@ -113,9 +113,9 @@ class FsspecFolder(RemoteFolder):
             return None
         if info.get("type") != "file" or info.get("size") is None:
             return None
-        return Found(info["size"], tuple((mark, str(info[mark])) for mark in _MARKS if mark in info))
+        return FoundObject(info["size"], tuple((mark, str(info[mark])) for mark in _MARKS if mark in info))
 
-    def open(self, name: str) -> tuple[Found, bytes] | None:
+    def open(self, name: str) -> tuple[FoundObject, bytes] | None:
         """Read a small object, and look whether it still was the same."""
         odd_answers = 0
         found = self.find(name)
@@ -139,7 +139,7 @@ class FsspecFolder(RemoteFolder):
             time.sleep(_PAUSE * 2**odd_answers)
         raise was_replaced(self._path(name))
 
-    def read_into(self, name: str, found: Found, begin: int, memory: memoryview) -> None:
+    def read_into(self, name: str, found: FoundObject, begin: int, memory: memoryview) -> None:
         """Read a range, and look afterwards whether it still was the same object."""
         try:
             content = self._fs.cat_file(self._inner(name), start=begin, end=begin + memory.nbytes)
@@ -187,7 +187,7 @@ class FsspecFolder(RemoteFolder):
         return [Listed(name, info["size"]) for name, info in self.entries() if info["type"] == "file"]
 
     def entries(self) -> Sequence[tuple[str, dict[str, Any]]]:
-        """Names of all that is in the folder, and what fsspec tells about each."""
+        """Names of all that is in the folder, and what fsspec says about each."""
         folder = self._files.inner(self._url)
         self._fs.invalidate_cache(folder)
         try:
@@ -219,7 +219,7 @@ class FsspecFolder(RemoteFolder):
         if not self._files.puts_atomically:
             self._files.mkdir(self._url)
 
-    def _look(self, name: str) -> tuple[Found | None, bytes | None]:
+    def _look(self, name: str) -> tuple[FoundObject | None, bytes | None]:
         """What there is, and all of its content."""
         opened = self.open(name)
         if opened is None:

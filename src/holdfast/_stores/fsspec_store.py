@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from holdfast._base.threads import map_in_threads
 from holdfast._stores.fsspec_filesystem import FsspecFileSystem, no_such_object, only_os_errors
-from holdfast._stores.fsspec_folder import Found, FsspecFolder, RemoteFolder
+from holdfast._stores.fsspec_folder import FoundObject, FsspecFolder, RemoteFolder
 from holdfast._stores.roots import Root
 from holdfast._stores.s3_folder import S3Folder, is_s3
 from holdfast._stores.store import Buffer, Listing, Sink, Store, checked_name, conflict, too_short
@@ -109,7 +109,7 @@ class FsspecStore(Store):
         return _reopened, (type(self), self.location, self.storage_options)
 
     def _delete(self, name: str) -> OSError | None:
-        """Delete one; what went wrong is told when all were tried."""
+        """Delete one; errors are raised when all were tried."""
         try:
             with only_os_errors(self.path_of(name)):
                 self._folder.delete(name)
@@ -121,7 +121,7 @@ class FsspecStore(Store):
 
 
 class _RemoteReader:
-    def __init__(self, folder: RemoteFolder, name: str, opened: tuple[Found, bytes], path: str) -> None:
+    def __init__(self, folder: RemoteFolder, name: str, opened: tuple[FoundObject, bytes], path: str) -> None:
         self._found, self._start = opened
         self.size = self._found.size
         self._folder = folder

@@ -58,7 +58,7 @@ class LocalStore(Store):
                     sink.finish()
             finally:
                 with naming(path):
-                    sink.close()  # some network disks tell only now that they are full
+                    sink.close()  # some network disks report only now that they are full
         except BaseException:
             with suppress(OSError):
                 os.unlink(path)

@@ -92,7 +92,7 @@ def local_path(place: str | os.PathLike[str] | Store) -> Path | None:
 
 
 def in_messages(place: Any) -> str:
-    """What a place is called in messages, and by which ranks compare it. What is wrong with it is told later.
+    """What a place is called in messages, and by which ranks compare it. What is wrong with it is reported later.
 
     >>> in_messages("/checkpoints/step-1/"), in_messages(7)
     ('/checkpoints/step-1', '7')

@@ -38,7 +38,7 @@ class Root(ABC):
     @property
     @abstractmethod
     def store(self) -> Store:
-        """The store of the objects that lie directly in this folder."""
+        """The store of the objects directly in this folder."""
 
     @abstractmethod
     def child(self, name: str) -> Store:
@@ -60,7 +60,7 @@ class Root(ABC):
         return False
 
     def marks(self) -> tuple[str, ...]:
-        """By what this place is told from a copy of it, which has none of these in common with it."""
+        """What distinguishes this place from a copy of it, which has none of these in common with it."""
         return (self.location,)
 
     def free_bytes(self) -> int | None:

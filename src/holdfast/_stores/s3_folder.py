@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast._base.tuning import REMOTE_READ_BYTES, REMOTE_START_BYTES
 from holdfast._stores.fsspec_filesystem import FsspecFileSystem, name_is_taken, only_os_errors, was_replaced
-from holdfast._stores.fsspec_folder import Found, FsspecFolder
+from holdfast._stores.fsspec_folder import FoundObject, FsspecFolder
 from holdfast._stores.s3_upload import MARK, S3Upload, call_if, is_refused
 from holdfast._stores.store import Sink, wrong_size
 
@@ -44,20 +44,20 @@ class S3Folder(FsspecFolder):
             raise ValueError(f"{url} names no bucket; write it like s3://bucket/folder")
         self._prefix = f"{prefix}/" if prefix else ""
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> FoundObject | None:
         """Its size and ETag."""
         try:
             head = self._call("head_object", name)
         except FileNotFoundError:
             return None
-        return Found(head["ContentLength"], head["ETag"])
+        return FoundObject(head["ContentLength"], head["ETag"])
 
-    def open(self, name: str) -> tuple[Found, bytes] | None:
-        """One request tells everything, and brings all of a small object."""
+    def open(self, name: str) -> tuple[FoundObject, bytes] | None:
+        """One request returns everything about an object, and all of a small one."""
         from fsspec.asyn import sync
 
         try:
-            opened: tuple[Found, bytes] = sync(self._fs.loop, self._open, name)
+            opened: tuple[FoundObject, bytes] = sync(self._fs.loop, self._open, name)
             return opened
         except FileNotFoundError:
             return None
@@ -67,7 +67,7 @@ class S3Folder(FsspecFolder):
         found = self.find(name)
         return None if found is None else (found, b"")
 
-    def read_into(self, name: str, found: Found, begin: int, memory: memoryview) -> None:
+    def read_into(self, name: str, found: FoundObject, begin: int, memory: memoryview) -> None:
         """Read ranges at once, on condition that the object is still the one that was found."""
         from fsspec.asyn import sync
 
@@ -137,20 +137,20 @@ class S3Folder(FsspecFolder):
     def _at(self, name: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + name}
 
-    async def _open(self, name: str) -> tuple[Found, bytes]:
+    async def _open(self, name: str) -> tuple[FoundObject, bytes]:
         start = {"Range": f"bytes=0-{REMOTE_START_BYTES - 1}"}
         for _ in range(_ATTEMPTS):
             answer = await self._fs._call_s3("get_object", **self._at(name), **start)
             size = int(answer["ContentRange"].rpartition("/")[2])
             memory = bytearray(min(size, REMOTE_START_BYTES))
             if await _fill(memoryview(memory), answer["Body"]):
-                return Found(size, answer["ETag"]), bytes(memory)
+                return FoundObject(size, answer["ETag"]), bytes(memory)
         raise self._broken(name)
 
     def _broken(self, name: str) -> OSError:
         return OSError(errno.EIO, f"the connection broke {_ATTEMPTS} times", self._path(name))
 
-    async def _read(self, name: str, found: Found, begin: int, memory: memoryview) -> None:
+    async def _read(self, name: str, found: FoundObject, begin: int, memory: memoryview) -> None:
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(0.1 * 2**attempt)

@@ -85,7 +85,7 @@ class S3Upload(BufferedSink):
                 self._send_part(self._buffer, self._buffer)
 
     def complete(self) -> None:
-        """Make it an object. If its answer is lost, and it is sent again, the mark tells whose object is there."""
+        """Make it an object. If its answer is lost, and it is sent again, the mark shows whose object is there."""
         last = b"" if self._buffer is None else bytes(memoryview(self._buffer)[: self._filled])
         try:
             if self._upload_id is None:
@@ -177,7 +177,7 @@ def call_if(fs: Any, condition: dict[str, Any], method: str, **arguments: Any) -
         if _code(error) not in _UNKNOWN:
             raise
         place = f"s3://{arguments['Bucket']}/{arguments['Key']}"
-        log.warning("%s: its server has no conditional puts; docs/stores.md tells what that means", place)
+        log.warning("%s: its server has no conditional puts; docs/stores.md says what that means", place)
         fs.call_s3(method, **arguments)
 
 

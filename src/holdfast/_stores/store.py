@@ -134,7 +134,7 @@ class Store(ABC):
     def create(self, name: str, size: int | None = None, memory: int | None = None) -> AbstractContextManager[Sink]:
         """Write a new object in a ``with`` block. If the name is taken, a ``FileExistsError`` is raised.
 
-        At the end of the block the object is there whole, its content durable; its name is durable after ``sync``.
+        At the end of the block the object is complete and its content durable; its name is durable after ``sync``.
         After an exception nothing of it is left. A kill may leave a part of it under its name.
 
         ``size`` is how many bytes will be written, if that is known; a ``ValueError`` if there were more or fewer.
@@ -168,7 +168,7 @@ class Store(ABC):
         ``replaces`` is what was there when the save began, None if there was nothing. If something else is there now, a
         ``CommitConflictError`` is raised and nothing changes; of several that commit at once, one succeeds. After any
         other error the name may have either content: look what it is, in this process, before you remove what one of
-        them needs. After an error that means no answer (see ``unanswered.py``) it may still change.
+        them needs. After an error that means no answer (see ``is_unanswered``) it may still change.
         """
 
     def sync(self) -> None:  # noqa: B027 - many stores need not do anything
@@ -253,7 +253,7 @@ def conflict(path: str) -> CommitConflictError:
     """What to raise if another content is at a committed name than the one to be replaced."""
     return CommitConflictError(
         f"another save has changed {path} since this one began, so this one was not committed. "
-        "Save to a place of its own, or once more if this state shall replace the other one",
+        "Save to a place of its own, or once more if this state should replace the other one",
         path=path,
     )
 
@@ -276,7 +276,7 @@ def is_unanswered(error: BaseException) -> bool:
     """Whether a request that ended in this error may have an effect later, so that a look at the place proves nothing.
 
     That is so for lost connections, for Ctrl-C while a thread of fsspec goes on with the request, and for errors of
-    which nobody knows what they mean: those of packages behind fsspec that are no errors of the system.
+    which nobody knows what they mean: those of packages behind fsspec that are not errors of the system.
 
     >>> is_unanswered(OSError(28, "No space left on device")), is_unanswered(TimeoutError())
     (False, True)

@@ -56,7 +56,7 @@ class StoreFiles(FileSystemBase):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: AnyPath) -> bool:
-        """Only whoever has a store can tell."""
+        """Only whoever has a store knows that."""
         return True
 
     def exists(self, path: AnyPath) -> bool:

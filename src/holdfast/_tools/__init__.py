@@ -1,1 +1,1 @@
-"""What people do to checkpoints that exist: list, inspect, convert, repair, report, serve."""
+"""What people do to checkpoints that exist: list, inspect, convert, repair, delete, report, serve."""

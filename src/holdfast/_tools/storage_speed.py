@@ -28,7 +28,7 @@ def measure(place: str, nbytes: int, on_progress: OnProgress) -> dict[str, Any]:
     """Rates in bytes per second, flushes in milliseconds."""
     folder = Path(place).absolute()
     if not folder.is_dir():
-        raise NotAFolderError(f"{folder} is no folder; give one on the storage to be measured.", path=str(folder))
+        raise NotAFolderError(f"{folder} is not a folder; give one on the storage to be measured.", path=str(folder))
     pieces = max(1, -(-nbytes // _PIECE))
     nbytes = pieces * _PIECE
     free = LocalRoot(folder).free_bytes() or 0

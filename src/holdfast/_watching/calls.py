@@ -65,10 +65,10 @@ class Call(Progress):
         self.rank = rank
         self.world_size = world_size
         self.nbytes = 0
-        """Of all ranks together, told at the end."""
+        """Of all ranks together, reported at the end."""
         self.slowest_rank: int | None = None
         self.detail = dict(detail)
-        """Told at the end, and with the phases that end after it was put there."""
+        """Reported at the end, and with the phases that end after it was put there."""
         self.id = os.urandom(8).hex()
         self.is_finished = False
         self.current_phase = ""
@@ -78,7 +78,7 @@ class Call(Progress):
         self.stalled = 0.0
         """For how many seconds the program has waited for a call that goes on in the background."""
         self._started = now if started is None else started
-        # All times of a call come from one clock that is never set, so that its phases lie within it.
+        # All times of a call come from one clock that is never set, so that its phases are within it.
         self._epoch = time.time() - now
         self._span = telemetry.begin(verb, self._epoch + self._started)
         self._sink: Callable[[Update], object] | None = None
@@ -138,11 +138,11 @@ class Call(Progress):
         error: BaseException | str | None = None,
         **detail: Any,
     ) -> None:
-        """Tell of the call as a whole. Only the first time counts. What is not given is taken from the fields."""
+        """Publish the event of the call as a whole. Only the first time counts. Fields give what is not given here."""
         if self.is_finished:
             return
         self.is_finished = True
-        if self._is_heard(whole=True):
+        if self._has_listeners(whole=True):
             seconds = time.perf_counter() - self._started
             nbytes = self.nbytes if nbytes is None else nbytes
             slowest_rank = self.slowest_rank if slowest_rank is None else slowest_rank
@@ -163,15 +163,15 @@ class Call(Progress):
             self._send(event)
             return
         for subscription in subscriptions():
-            subscription.tell(event)
+            subscription.publish(event)
         trace = trace_of_environment()
         if trace is not None:
-            trace.tell(event)
-        _to_the_log.tell(event)
+            trace.publish(event)
+        _to_the_log.publish(event)
         if self._span is not None:
-            self._span.tell(event)
+            self._span.publish(event)
 
-    def _is_heard(self, *, whole: bool = False) -> bool:
+    def _has_listeners(self, *, whole: bool = False) -> bool:
         return bool(
             subscriptions()
             or self._span is not None
@@ -223,7 +223,7 @@ class Call(Progress):
 
 
 class Phase:
-    """A phase of a call, as long as its ``with`` block. What is put into its fields is told at the end."""
+    """A phase of a call, as long as its ``with`` block. What is put into its fields is reported at the end."""
 
     __slots__ = ("_call", "_started", "detail", "name", "nbytes", "seconds", "slowest_rank")
 
@@ -249,7 +249,7 @@ class Phase:
         call = self._call
         with call._lock:
             call.seconds[self.name] = call.seconds.get(self.name, 0.0) + self.seconds
-        if call._is_heard():
+        if call._has_listeners():
             call._emit(
                 call._event(self.name, self._started, self.seconds, self.nbytes, error, self.slowest_rank, self.detail)
             )
@@ -263,7 +263,7 @@ def _text_of(error: BaseException | str | None) -> str | None:
         return error
     try:
         return f"{type(error).__name__}: {error}".removesuffix(": ")
-    except Exception:  # an error that cannot be told is told of all the same
+    except Exception:  # an error without a message is reported all the same
         return type(error).__name__
 
 

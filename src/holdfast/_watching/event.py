@@ -1,4 +1,4 @@
-"""What is told of a phase, or of a call as a whole, when it has ended."""
+"""What is reported of a phase, or of a call as a whole, when it has ended."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Event:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it tells of the call as a whole, and not of a phase."""
+        """Whether it is about the call as a whole, and not about a phase."""
         return not self.phase
 
     @property
@@ -73,24 +73,24 @@ class Event:
 # What a caller further up knows of the calls inside a ``with`` block.
 
 
-class Known(NamedTuple):
-    """What the events of a call shall tell beyond what the call itself knows."""
+class CallDetails(NamedTuple):
+    """What the events of a call contain beyond what the call itself knows."""
 
     step: int | None
     detail: Mapping[str, Any]
 
 
-_known: ContextVar[Known] = ContextVar("holdfast_known", default=Known(None, {}))  # noqa: B039 - nobody changes it
+_known: ContextVar[CallDetails] = ContextVar("holdfast_known", default=CallDetails(None, {}))  # noqa: B039 - nobody changes it
 
 
-def known() -> Known:
+def known() -> CallDetails:
     """What is known here."""
     return _known.get()
 
 
 @contextmanager
 def about(step: int | None = None, **detail: Any) -> Iterator[None]:
-    """Have the events of calls that begin in this block tell the step of the training, and more.
+    """Have the events of calls that begin in this block contain the step of the training, and more.
 
     It holds for this thread. A call that goes on in another one keeps what was known when it began.
 
@@ -101,7 +101,7 @@ def about(step: int | None = None, **detail: Any) -> Iterator[None]:
     500 steps
     """
     outer = _known.get()
-    token = _known.set(Known(outer.step if step is None else step, {**outer.detail, **detail}))
+    token = _known.set(CallDetails(outer.step if step is None else step, {**outer.detail, **detail}))
     try:
         yield
     finally:

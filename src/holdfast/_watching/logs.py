@@ -20,7 +20,7 @@ _DONE = {
 
 
 def line(event: Event) -> str:
-    """One line that tells an event.
+    """An event as one line.
 
     >>> line(Event(verb="save", path="runs/a/step-500", step=500, world_size=4, began=0.0, seconds=1.8,
     ...            nbytes=2_200_000_000, slowest_rank=3, detail={"stalled": 0.012}))

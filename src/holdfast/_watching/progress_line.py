@@ -129,7 +129,7 @@ class ProgressLine:
     ...     def done(self):
     ...         return True
     >>> with ProgressLine(Saved(), "step 500") as line:
-    ...     line.is_shown                  # where stderr is no terminal
+    ...     line.is_shown                  # where stderr is not a terminal
     False
     """
 

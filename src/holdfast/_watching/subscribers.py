@@ -15,7 +15,7 @@ Callback = Callable[[Event], object]
 
 _changing = threading.Lock()
 _subscriptions: tuple[Subscription, ...] = ()
-"""Replaced and never changed, so that whoever tells of an event need not lock."""
+"""Replaced and never changed, so that whoever publishes an event need not lock."""
 
 
 class Subscription:
@@ -32,11 +32,11 @@ class Subscription:
         with _changing:
             _subscriptions = tuple(other for other in _subscriptions if other is not self)
 
-    def tell(self, event: Event) -> None:
+    def publish(self, event: Event) -> None:
         """Call the callback. A save is worth more than a word about it, so errors end here, in the log."""
         thread = threading.get_ident()
         if thread in self._busy_in:
-            return  # the callback itself saves or loads; telling it of that might never end
+            return  # the callback itself saves or loads; calling it again might never end
         self._busy_in.add(thread)
         try:
             self.callback(event)
@@ -46,7 +46,7 @@ class Subscription:
             if not self._has_failed:
                 self._has_failed = True
                 logger.exception(
-                    "a subscriber failed with the event %s of %s: %r. Its further failures are not told.",
+                    "a subscriber failed with the event %s of %s: %r. Its further failures are not logged.",
                     event.name,
                     event.path,
                     self.callback,
@@ -67,7 +67,7 @@ def subscribe(callback: Callback) -> Subscription:
     """Have a function called with every event of this process: when a phase of a save or load ends, and the whole.
 
     It is called in the thread where things happen, so the save goes on when it returns. What it raises is logged once
-    and breaks nothing. It is not told of saves and loads that it makes itself.
+    and breaks nothing. It is not called for saves and loads that it makes itself.
 
     Example:
         >>> import tempfile, torch

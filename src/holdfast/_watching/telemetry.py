@@ -68,7 +68,7 @@ def _attributes(event: Event) -> dict[str, str | int | float]:
 
 
 def _single(value: Any) -> Any:
-    """Attributes are no trees."""
+    """Attributes are not trees."""
     return json.dumps(value) if isinstance(value, (dict, list)) else value
 
 

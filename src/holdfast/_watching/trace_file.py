@@ -42,7 +42,7 @@ def append_to_trace(path: Path, events: Sequence[dict[str, Any]]) -> None:
         try:
             _write(file, end, before + lines + _TAIL)
         except BaseException:
-            # The disk is full. There was room for the end that was there.
+            # The disk is full. There was space for the end that was there.
             _write(file, end, _TAIL if end else b"")
             os.ftruncate(file, end + len(_TAIL) if end else 0)
             raise
@@ -61,7 +61,7 @@ def refuse_what_is_no_trace(path: Path) -> None:
 
 def _refuse_others(head: bytes, path: Path) -> None:
     if not _HEAD.startswith(head):
-        raise ValueError(f"{path} is there already and is no trace of Holdfast. Choose another name, or remove it.")
+        raise ValueError(f"{path} already exists and is not a trace of Holdfast. Choose another name, or remove it.")
 
 
 def _end_of_events(file: int, path: Path) -> tuple[int, bytes]:
@@ -165,7 +165,7 @@ def trace_of_environment() -> Subscription | None:
 @functools.lru_cache(maxsize=8)
 def _kept_trace(path: str) -> Subscription:
     trace = TraceFile(path)
-    with suppress(OSError):  # which is told when the first event cannot be written
+    with suppress(OSError):  # which is raised when the first event cannot be written
         trace.path.parent.mkdir(parents=True, exist_ok=True)
     return Subscription(trace)
 
@@ -224,7 +224,7 @@ class _Rows:
 
 def _drawn(event: Event, row: int) -> dict[str, Any]:
     fields = event.as_dict()
-    told = {name: fields[name] for name in ("path", "step", "nbytes", "error", "slowest_rank", "call")}
+    shown = {name: fields[name] for name in ("path", "step", "nbytes", "error", "slowest_rank", "call")}
     began, ended = (round(seconds * 1e6) for seconds in (event.began, event.began + event.seconds))
     return {
         "name": event.name,
@@ -234,7 +234,7 @@ def _drawn(event: Event, row: int) -> dict[str, Any]:
         "dur": max(0, ended - began),
         "pid": event.rank,
         "tid": row,
-        "args": {**fields["detail"], **{name: value for name, value in told.items() if value is not None}},
+        "args": {**fields["detail"], **{name: value for name, value in shown.items() if value is not None}},
     }
 
 

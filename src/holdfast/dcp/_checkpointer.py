@@ -10,7 +10,7 @@ import torch.distributed as dist
 from holdfast._dcp.planner import LoadPlanner, SavePlanner
 from holdfast._dcp.storage import StorageReader, StorageWriter
 from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata
-from holdfast._ranks.collectives import Collectives
+from holdfast._ranks.shared_steps import Collectives
 from holdfast._stores.filesystem import AnyPath
 from holdfast.dcp.state_dict_loader import _perform_load
 from holdfast.dcp.state_dict_saver import AsyncSaveResponse, _async_save, _save, _Target
@@ -92,6 +92,6 @@ class _Checkpointer:
 
 
 def _path_of(storage: StorageWriter | StorageReader) -> AnyPath | None:
-    """Where a storage is. Naming its path anew tells it that a new save or load begins."""
+    """Where a storage is. Giving it its path anew says that a new save or load begins."""
     path: AnyPath | None = getattr(storage, "checkpoint_id", None)
     return path

@@ -85,6 +85,6 @@ def _get_safetensors_file_metadata(file_bytes: io.IOBase) -> tuple[Any, int]:
 
 
 def _get_dcp_custom_metadata(metadata: Any) -> Any | None:
-    """The offsets of parts of tensors that a header tells; None if it tells none."""
-    told = (metadata.get(METADATA_KEY) or {}).get(hf_notes.SHARDING_KEY)
-    return None if told is None else parse_json_object(told, f"the note {hf_notes.SHARDING_KEY}")
+    """The offsets of parts of tensors that a header states; None if it states none."""
+    stated = (metadata.get(METADATA_KEY) or {}).get(hf_notes.SHARDING_KEY)
+    return None if stated is None else parse_json_object(stated, f"the note {hf_notes.SHARDING_KEY}")

@@ -12,7 +12,7 @@ class StateDictStager:
     """Copies states to host memory, which it keeps for the next one. Memory that is still in use is never reused.
 
     Tensors that are views of one memory are views of one memory in the copy. Strides and attributes that were set on
-    tensors are kept. All tensors of a state lie in one block, so whether they are worth pinning is decided once:
+    tensors are kept. All tensors of a state are in one block, so whether they are worth pinning is decided once:
     ``pin_memory_min_bytes`` is accepted, and makes no difference.
     """
 

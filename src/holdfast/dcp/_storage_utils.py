@@ -17,7 +17,7 @@ _STOCK = "torch.distributed.checkpoint"
 def _storage_setup(
     storage: StorageReader | StorageWriter | None, checkpoint_id: AnyPath | None, reader: bool = False
 ) -> StorageReader | StorageWriter | None:
-    """The storage to use: the given one, told where the checkpoint is, or one that takes ``checkpoint_id``."""
+    """The storage to use: the given one, with the path of the checkpoint, or one that takes ``checkpoint_id``."""
     if storage is None:
         return _storage_for(checkpoint_id, reader)
     if checkpoint_id is not None:

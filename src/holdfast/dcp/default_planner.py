@@ -44,5 +44,5 @@ def _check_box_overlap(box0: ChunkStorageMetadata, box1: ChunkStorageMetadata) -
 
 
 def _check_box_bounds(outer_box_size: tuple[int, ...], inner_box: ChunkStorageMetadata) -> bool:
-    """Whether a chunk lies inside of a tensor of the given size."""
+    """Whether a chunk is inside of a tensor of the given size."""
     return not out_of_bounds([inner_box], outer_box_size)

@@ -18,7 +18,7 @@ from holdfast._dcp.storage import StorageReader
 from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata, TensorProperties, TensorStorageMetadata
 from holdfast._layout.materialize import empty_tensor, group_device_type, rank_device
 from holdfast._layout.offset_shards import OffsetShards
-from holdfast._ranks.collectives import Collectives
+from holdfast._ranks.shared_steps import Collectives
 from holdfast.dcp._storage_utils import _refuse_stock_objects
 from holdfast.dcp.utils import _runs_alone
 
@@ -42,7 +42,7 @@ def load_sharded_optimizer_state_dict(
 
     Args:
         model_state_dict: the sharded state of the model (``StateDictType.SHARDED_STATE_DICT``). Under FSDP1 over tensor
-            parallelism it tells which part of every parameter is this rank's; otherwise nothing is taken from it.
+            parallelism it says which part of every parameter is this rank's; otherwise nothing is taken from it.
         optimizer_key: the top-level key that the optimizer state was saved under. One that the checkpoint does not
             have is an error.
         storage_reader: where to read.
@@ -110,7 +110,7 @@ def _alloc_tensor(props: TensorProperties, size: Sequence[int], device_type: str
 def _create_colwise_spec(pg: dist.ProcessGroup | None = None) -> ChunkShardingSpec:
     """Split by the first dimension over the ranks of a group, which are named by their numbers in the whole job."""
     device_type = group_device_type(pg)
-    members = dist.get_process_group_ranks(pg or default_group())  # before 2.7, torch wants to be told
+    members = dist.get_process_group_ranks(pg or default_group())  # before 2.7, torch needs it given
     return ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/{rank_device(rank, device_type)}" for rank in members])
 
 

@@ -13,7 +13,7 @@ from holdfast._dcp.planner import LoadPlanner
 from holdfast._dcp.storage import StorageReader
 from holdfast._formats.dcp.metadata import STATE_DICT_TYPE
 from holdfast._layout.tensor_kinds import not_loadable, partitioned_in
-from holdfast._ranks.collectives import Collectives
+from holdfast._ranks.shared_steps import Collectives
 from holdfast._stores.filesystem import AnyPath
 from holdfast.dcp._storage_utils import _refuse_stock_objects, _storage_setup
 from holdfast.dcp.logger import _dcp_method_logger

@@ -28,7 +28,7 @@ from holdfast._dcp.save_planner import DefaultSavePlanner
 from holdfast._dcp.storage import StorageWriter
 from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata
 from holdfast._layout.tensor_kinds import partitioned_in, refused
-from holdfast._ranks.collectives import Collectives
+from holdfast._ranks.shared_steps import Collectives
 from holdfast._stores.filesystem import AnyPath
 from holdfast._stores.local_filesystem import FileSystem
 from holdfast._watching.calls import Call
@@ -192,7 +192,7 @@ def async_save(
 
     Whatever the program does to its state afterwards is not seen by the save. Saves of one group are carried out in
     the order of the calls, on a connection of their own. Saves that are pending when the program ends are finished
-    first. A save that failed raises from its future; if nobody looks, the next save and the exit code tell.
+    first. A save that failed raises from its future; if nobody looks, the next save and the exit code report it.
 
     Args:
         state_dict: what to save, as for ``save``.

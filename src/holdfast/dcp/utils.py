@@ -19,8 +19,8 @@ from holdfast._compat.sharded_tensors import LocalShardOfTensor as Shard
 from holdfast._compat.sharded_tensors import ShardedTensor
 from holdfast._dcp.state_objects import find_state_dict_object, find_tensor_shard
 from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, MetadataIndex
-from holdfast._ranks.collectives import Collectives as _DistWrapper
-from holdfast._ranks.collectives import failures_of as _get_failure_dict
+from holdfast._ranks.shared_steps import Collectives as _DistWrapper
+from holdfast._ranks.shared_steps import failures_of as _get_failure_dict
 from holdfast._stores.filesystem import ReaderView as _ReaderView
 from holdfast.dcp.api import WRAPPED_EXCEPTION, CheckpointException, _is_wrapped_exception, _wrap_exception
 from holdfast.dcp.stateful import Stateful

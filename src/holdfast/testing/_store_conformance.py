@@ -82,7 +82,7 @@ class FastMethods:
 def _able(thing: Any, ability: type) -> Any:
     """The sink or reader, if it has an ability; otherwise the test is skipped."""
     if not isinstance(thing, ability):
-        pytest.skip(f"{type(thing).__name__} is no {ability.__name__}")
+        pytest.skip(f"{type(thing).__name__} is not a {ability.__name__}")
     return thing
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._formats.archives.known_names import Draft, Inert, Known, draft_of, hash_work
+from holdfast._formats.archives.known_names import AllowedName, Draft, Inert, draft_of, hash_work
 from holdfast._formats.archives.safe_pickle import load
 from holdfast.errors import DamagedCheckpointError, RefusedPickleError
 
@@ -39,7 +39,7 @@ def nothing(module: str, name: str) -> None:
     return None
 
 
-def read(data: bytes, table: dict[tuple[str, str], Known] | None = None, **options: Any) -> Any:
+def read(data: bytes, table: dict[tuple[str, str], AllowedName] | None = None, **options: Any) -> Any:
     return load(data, lambda module, name: (table or {}).get((module, name)), source="file", key="key", **options)
 
 
@@ -110,7 +110,7 @@ def test_a_name_outside_of_the_table_is_refused_by_name_with_all_ways_to_allow_i
 
 
 def test_names_match_as_a_whole() -> None:
-    table = {("collections", "OrderedDict"): Known(OrderedDict, call=OrderedDict)}
+    table = {("collections", "OrderedDict"): AllowedName(OrderedDict, call=OrderedDict)}
     assert read(b"\x80\x04ccollections\nOrderedDict\n)R.", table) == OrderedDict()
     for module, name in [("collections", "OrderedDict.fromkeys"), ("collections.abc", "OrderedDict"), ("", "")]:
         stream = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, name))
@@ -127,7 +127,7 @@ def test_a_draft_is_replaced_wherever_it_was_remembered() -> None:
     assert back[0] is back[1] is back[2]
 
 
-DRAFT = {("m", "Thing"): Known(Inert("Thing"), new=lambda: Draft(lambda state: state))}
+DRAFT = {("m", "Thing"): AllowedName(Inert("Thing"), new=lambda: Draft(lambda state: state))}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_bytes_after_the_end_are_damage() -> None:
         (b"\x80\x04](K\x01\x90.", "members for a list"),
         (b"\x80\x04}}K\x01s.", "unhashable"),
         (b"\x80\x04K\x01}b.", "a state for a int"),
-        (b"\x80\x04K\x01K\x02\x93.", "not text"),
+        (b"\x80\x04K\x01K\x02\x93.", "not a str"),
         (b"\x80\x04\x8c\x02\xff\xfe.", "UnicodeDecodeError"),
         (b"\x80\x04I1\n.", "opcode 0x49"),
         (b"\x80\x04\x8b\xff\xff\xff\xff.", "EOFError"),
@@ -208,9 +208,9 @@ def test_errors_of_the_functions_behind_names_are_damage_and_interrupts_are_not(
 
     stream = b"\x80\x04cm\nf\n)R."
     with pytest.raises(DamagedCheckpointError, match="MemoryError"):
-        read(stream, {("m", "f"): Known(Inert("f"), call=fail)})
+        read(stream, {("m", "f"): AllowedName(Inert("f"), call=fail)})
     with pytest.raises(KeyboardInterrupt):
-        read(stream, {("m", "f"): Known(Inert("f"), call=interrupt)})
+        read(stream, {("m", "f"): AllowedName(Inert("f"), call=interrupt)})
 
 
 def test_ordinary_keys_pass_and_bottomless_ones_do_not() -> None:

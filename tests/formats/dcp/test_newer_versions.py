@@ -159,7 +159,7 @@ def test_a_flipped_bit_in_a_name_is_damage(saved, name):
         decoded(saved)
 
 
-def test_a_format_version_that_does_not_exist_yet_is_told(saved):
+def test_a_format_version_that_does_not_exist_yet_is_reported(saved):
     index = index_of(saved)
     vars(index)["version"] = "2.0.0"
     rewrite(saved, index)

@@ -257,7 +257,7 @@ def test_parts_of_different_kinds_are_refused(tensor: torch.Tensor, offsets: lis
         contents(tmp_path)
 
 
-def test_all_problems_are_told_together(tmp_path: Path) -> None:
+def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     for number, key in enumerate("abc"):
         part(tmp_path, shard(number + 1), torch.ones(1), [number], key=key)
 
@@ -348,7 +348,7 @@ def test_a_file_cut_off_is_named(tmp_path: Path) -> None:
 # --- nothing to load -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_there_instead_is_told(tmp_path: Path) -> None:
+def test_what_is_there_instead_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="does not exist"):
         contents(tmp_path / "nowhere")
     with pytest.raises(CheckpointNotFoundError, match=r"no .safetensors files"):

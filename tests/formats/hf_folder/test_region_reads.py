@@ -61,7 +61,7 @@ def test_parts_tile_the_region_in_order_within_the_bounds(
         assert max(steps, default=0) <= gap
         assert len(cells) == 1 or 4 * (cells[-1] - cells[0]) + 4 <= most
     assert sorted(found) == wanted
-    assert found == wanted, "each part lies after the one before"
+    assert found == wanted, "each part is after the one before"
 
 
 @given(regions(), st.sampled_from([torch.int32, torch.uint8, torch.bool, torch.complex64, torch.bfloat16]), st.data())

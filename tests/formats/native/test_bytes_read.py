@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast._formats.native.record import BLOCK_BYTES as BLOCK
 from holdfast._formats.native.source import NativeSource
-from holdfast._formats.source import Request, WholeReads
+from holdfast._formats.source import ReadRequest, WholeReads
 from tests.properties import examples
 from tests.stores.counting import CountingMemoryStore, bytes_in, bytes_twice
 
@@ -39,7 +39,7 @@ def place() -> CountingMemoryStore:
 def source(place: CountingMemoryStore) -> NativeSource:
     """With the header of its file checked, which is done once."""
     source = NativeSource(place)
-    source.read([Request("before", (0,), (5,), np.zeros(5, "<u4"))])
+    source.read([ReadRequest("before", (0,), (5,), np.zeros(5, "<u4"))])
     place.reads.clear()
     return source
 
@@ -50,7 +50,7 @@ def read(source: NativeSource, key: str, places: list[tuple[slice, slice]]) -> N
     requests = []
     for rows, columns in places:
         sizes = (rows.stop - rows.start, columns.stop - columns.start)
-        requests.append(Request(key, (rows.start, columns.start), sizes, np.zeros(sizes, "<u4")))
+        requests.append(ReadRequest(key, (rows.start, columns.start), sizes, np.zeros(sizes, "<u4")))
     source.read(requests)
     for request, part in zip(requests, places, strict=True):
         assert np.array_equal(request.into, content.numpy().view("<u4")[part])
@@ -127,6 +127,6 @@ def test_whole_tensors_that_all_ranks_want_stay_in_the_page_cache(wholes, rows, 
     holdfast.save({f"t{number}": CONTENT[:20].clone() for number in range(2)} | {"spread": CONTENT}, store)
     source = NativeSource(store)
     memory = {f"t{number}": np.empty((20, COLUMNS), "<u4") for number in range(wholes)}
-    parts = [Request("spread", (row, 0), (1, COLUMNS), np.empty((1, COLUMNS), "<u4")) for row in range(rows)]
+    parts = [ReadRequest("spread", (row, 0), (1, COLUMNS), np.empty((1, COLUMNS), "<u4")) for row in range(rows)]
     source.read_many(parts, WholeReads.into(memory), shared=several_ranks)
     assert {read.shared for read in store.data_reads()} == {left_for_others}

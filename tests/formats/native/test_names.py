@@ -1,4 +1,4 @@
-"""Our files are told by their names alone, so nothing that is only similar may pass for one."""
+"""Our files are recognized by their names alone, so nothing that is only similar may pass for one."""
 
 from __future__ import annotations
 

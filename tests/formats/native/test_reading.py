@@ -20,10 +20,7 @@ from hypothesis import strategies as st
 
 from holdfast._base.boxes import Box
 from holdfast._base.tuning import READ_BYTES, READERS
-from holdfast._formats.native import read_plan as runs
-from holdfast._formats.native import read_plan as slabs
-from holdfast._formats.native import read_plan as windows
-from holdfast._formats.native import readable_files, reading
+from holdfast._formats.native import read_plan, readable_files, reading
 from holdfast._formats.native.columns import digest_of, encode_columns
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.layout import ChunkToWrite, lay_out
@@ -32,7 +29,7 @@ from holdfast._formats.native.record import Record, StoredFile, encode_record
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.source import NativeSource
 from holdfast._formats.native.writing import ChunkBytes, WrittenFile, columns_of_files, write_data_file
-from holdfast._formats.source import Request
+from holdfast._formats.source import ReadRequest
 from holdfast._stores.memory_store import MemoryStore
 from holdfast.errors import DamagedCheckpointError
 from tests.properties import examples
@@ -49,9 +46,8 @@ def sizes(*, window: int = BLOCK, straight_from: int = BLOCK, threaded: bool = F
         mock.patch.object(reading, "SMALLEST_BUFFER", BLOCK),
         mock.patch.object(reading, "CACHED_READ_BYTES", 2 * BLOCK),
         mock.patch.object(reading, "SEVERAL_READERS_FROM", 0 if threaded else 1 << 40),
-        mock.patch.object(runs, "STRAIGHT_FROM", straight_from),
-        mock.patch.object(slabs, "STRAIGHT_FROM", straight_from),
-        mock.patch.object(windows, "MERGE_GAP", gap),
+        mock.patch.object(read_plan, "STRAIGHT_FROM", straight_from),
+        mock.patch.object(read_plan, "MERGE_GAP", gap),
     ):
         yield
 
@@ -181,7 +177,7 @@ def test_any_region_is_what_slicing_gives_and_takes_the_blocks_that_hold_it_once
     for key in keys:
         offsets, lengths = data.draw(regions(stored.arrays[key].shape))
         kind = data.draw(st.sampled_from(["dense", "columns first", "with gaps", "backwards"]))
-        requests.append(Request(key, offsets, lengths, memory_for(stored.arrays[key], lengths, kind)))
+        requests.append(ReadRequest(key, offsets, lengths, memory_for(stored.arrays[key], lengths, kind)))
 
     with sizes(
         window=data.draw(st.sampled_from([BLOCK, 3 * BLOCK, 100_000])),
@@ -211,11 +207,11 @@ def test_of_a_store_that_is_far_away_any_region_is_what_slicing_gives_too(data):
     for key in keys:
         offsets, lengths = data.draw(regions(stored.arrays[key].shape))
         kind = data.draw(st.sampled_from(["dense", "columns first", "with gaps", "backwards"]))
-        requests.append(Request(key, offsets, lengths, memory_for(stored.arrays[key], lengths, kind)))
+        requests.append(ReadRequest(key, offsets, lengths, memory_for(stored.arrays[key], lengths, kind)))
     window = data.draw(st.sampled_from([BLOCK, 3 * BLOCK, 8 * BLOCK]))
     stored.store.read_bytes = READ_BYTES + data.draw(st.integers(1, 10 * BLOCK))
 
-    with sizes(window=window), mock.patch.object(reading, "REMOTE_WINDOW_BYTES", window):
+    with sizes(window=window), mock.patch.object(reading, "REMOTE_BUFFERED_BYTES", window):
         source = NativeSource(stored.store)
         assert source.columns is not None
         stored.store.reads.clear()
@@ -237,12 +233,12 @@ def test_what_is_only_checked_takes_a_buffer_however_far_away_it_is():
     assert source.columns is not None
     stored.store.reads.clear()
 
-    with sizes(), mock.patch.object(reading, "REMOTE_WINDOW_BYTES", 4 * BLOCK):
+    with sizes(), mock.patch.object(reading, "REMOTE_BUFFERED_BYTES", 4 * BLOCK):
         source.verify()
     checked = [read.nbytes for read in stored.store.reads]
     stored.store.reads.clear()
-    with sizes(), mock.patch.object(reading, "REMOTE_WINDOW_BYTES", 4 * BLOCK):
-        source.read([Request("w", (0,), (50 * BLOCK,), np.empty(50 * BLOCK, np.uint8))])
+    with sizes(), mock.patch.object(reading, "REMOTE_BUFFERED_BYTES", 4 * BLOCK):
+        source.read([ReadRequest("w", (0,), (50 * BLOCK,), np.empty(50 * BLOCK, np.uint8))])
 
     assert max(checked) <= 4 * BLOCK
     assert max(read.nbytes for read in stored.store.reads) > 40 * BLOCK
@@ -272,7 +268,7 @@ def test_regions_that_overlap_are_all_filled(data):
     stored = data.draw(checkpoints())
     key = sorted(stored.arrays)[0]
     asked = data.draw(st.lists(regions(stored.arrays[key].shape), min_size=2, max_size=4))
-    requests = [Request(key, *one, memory_for(stored.arrays[key], one[1], "dense")) for one in asked]
+    requests = [ReadRequest(key, *one, memory_for(stored.arrays[key], one[1], "dense")) for one in asked]
     with sizes():
         NativeSource(stored.store).read(requests)
     for request in requests:
@@ -302,14 +298,14 @@ def test_a_column_takes_a_block_of_each_row_and_not_what_lies_between():
     stored = large()
     source = NativeSource(stored.store)
     into = np.zeros((20, 1), "V1024")
-    assert source.read([Request("a", (0, 7), (20, 1), into)]) <= (20 + 2) * BLOCK
+    assert source.read([ReadRequest("a", (0, 7), (20, 1), into)]) <= (20 + 2) * BLOCK
     assert into.tobytes() == stored.arrays["a"][:, 7:8].tobytes()
 
 
 def test_the_header_of_a_file_is_checked_once():
     stored = large()
     source = NativeSource(stored.store)
-    one = Request("a", (10, 0), (1, 4), np.zeros((1, 4), "V1024"))
+    one = ReadRequest("a", (10, 0), (1, 4), np.zeros((1, 4), "V1024"))
     first, second = source.read([one]), source.read([one])
     assert first - second == BLOCK
 
@@ -320,7 +316,7 @@ def test_without_verification_no_header_is_read_and_damage_goes_unnoticed():
     damage(stored.store, name, 0)
     damage(stored.store, name, stored.store.size(name) - 1)
     into = np.zeros((20, 100), "V1024")
-    NativeSource(stored.store).read([Request("a", (0, 0), (20, 100), into)], verify=False)
+    NativeSource(stored.store).read([ReadRequest("a", (0, 0), (20, 100), into)], verify=False)
     assert into[:19].tobytes() == stored.arrays["a"][:19].tobytes()
     assert into[19].tobytes() != stored.arrays["a"][19].tobytes()
 
@@ -342,7 +338,7 @@ def test_an_error_of_any_thread_is_raised(threaded):
         sizes(window=8 * BLOCK, threaded=threaded),
         pytest.raises(DamagedCheckpointError, match="'a'") as caught,
     ):
-        NativeSource(stored.store).read([Request("a", (0, 0), (20, 100), into)])
+        NativeSource(stored.store).read([ReadRequest("a", (0, 0), (20, 100), into)])
     assert caught.value.file.endswith(name)
 
 
@@ -368,7 +364,7 @@ def test_an_interrupt_does_not_overtake_what_is_being_read(monkeypatch):
     monkeypatch.setattr(reading._Job, "_fill", interrupt_and_fill)
     with sizes(window=2 * BLOCK, threaded=True):
         with pytest.raises(KeyboardInterrupt):
-            NativeSource(stored.store).read([Request("a", (0, 0), (20, 100), into)])
+            NativeSource(stored.store).read([ReadRequest("a", (0, 0), (20, 100), into)])
         over.set()
     with one_by_one:
         assert overtaken == [False] * 4
@@ -379,10 +375,10 @@ def test_a_small_gap_is_read_and_a_large_one_is_not(rows, reads):
     """Between the first elements of two rows lie 100 KiB less one element, and twice that between every other row."""
     stored = large()
     source = NativeSource(stored.store)
-    asked = [Request("a", (row, 0), (1, 20), np.zeros((1, 20), "V1024")) for row in rows]
+    asked = [ReadRequest("a", (row, 0), (1, 20), np.zeros((1, 20), "V1024")) for row in rows]
     assert source.columns is not None
     stored.store.reads.clear()
-    with mock.patch.object(windows, "MERGE_GAP", 90_000):
+    with mock.patch.object(read_plan, "MERGE_GAP", 90_000):
         source.read(asked, verify=False)
     assert all(one.into.tobytes() == stored.arrays["a"][one.offsets[0], :20].tobytes() for one in asked)
     assert len(stored.store.reads) == reads
@@ -394,7 +390,7 @@ def test_nothing_of_a_damaged_block_is_used():
     damage(stored.store, name, begin)
     into = np.zeros((20, 100), "V1024")
     with pytest.raises(DamagedCheckpointError):
-        NativeSource(stored.store).read([Request("a", (0, 0), (20, 100), into)])
+        NativeSource(stored.store).read([ReadRequest("a", (0, 0), (20, 100), into)])
     assert not np.frombuffer(into.tobytes(), np.uint8)[:BLOCK].any()
 
 
@@ -406,7 +402,7 @@ def test_what_was_read_straight_into_memory_and_is_damaged_is_not_left_there(pos
     damage(stored.store, name, begin + position)
     into = np.full((20, 100), b"\x77" * 1024, "V1024")
     with sizes(window=8 * BLOCK, threaded=threaded), pytest.raises(DamagedCheckpointError):
-        NativeSource(stored.store).read([Request("a", (0, 0), (20, 100), into)])
+        NativeSource(stored.store).read([ReadRequest("a", (0, 0), (20, 100), into)])
     found, saved = (np.frombuffer(array.tobytes(), np.uint8) for array in (into, stored.arrays["a"]))
     # As it was saved, as it was before, or zero; and never as it is in the file.
     assert np.all((found == saved) | (found == 0x77) | (found == 0))
@@ -438,7 +434,7 @@ def test_what_was_half_read_when_the_file_failed_is_not_left_in_memory():
         sizes(window=8 * BLOCK),
         pytest.raises(OSError, match="gone"),
     ):
-        source.read([Request("a", (0, 0), (20, 100), into)])
+        source.read([ReadRequest("a", (0, 0), (20, 100), into)])
     assert b"?" * 100 not in into.tobytes()
 
 
@@ -484,7 +480,7 @@ def test_what_is_cached_is_taken_in_small_steps_and_the_rest_at_once(until, stra
         mock.patch.object(stored.store, "reader", half_cached),
         sizes(window=16 * BLOCK, straight_from=BLOCK if straight else 1 << 30),
     ):
-        total = source.read([Request("a", (0, 0), (20, 100), into)])
+        total = source.read([ReadRequest("a", (0, 0), (20, 100), into)])
     assert into.tobytes() == stored.arrays["a"].tobytes()
     assert sum(nbytes for _, _, nbytes in calls) == total
     assert all(nbytes <= 2 * BLOCK for way, _, nbytes in calls if way == "cached")
@@ -513,7 +509,7 @@ class Zeros:
 )
 def test_a_thread_too_many_leaves_when_there_is_nothing_to_wait_for(cached, stays, left):
     file = readable_files.ReadableFile("file", 3 * BLOCK, lambda: contextlib.nullcontext(Zeros(cached)), None)
-    reads = [windows.Stretch(0, number * BLOCK, BLOCK, 0, 0) for number in range(3)]
+    reads = [read_plan.DirectRead(0, number * BLOCK, BLOCK, 0, 0) for number in range(3)]
     opened = readable_files.OpenFiles([file], [0, 0, 0])
     todo = iter(reads)
     job = reading._Job(opened, [file], [""], BLOCK, {}, fill_cache=False)

@@ -111,7 +111,7 @@ def test_attributes_that_are_no_fields_are_refused_but_for_cached_ones():
         assert vars(config) == {"a": 1, "double": 2}
         assert vars(round_trip(config)) == {"a": 1}
         config.tag = "x"
-        with pytest.raises(UnsupportedValueError, match=r"no fields of its class, \['tag'\]") as raised:
+        with pytest.raises(UnsupportedValueError, match=r"not fields of its class, \['tag'\]") as raised:
             encode({"configs": [config]})
         assert raised.value.keys == ["configs.0"]
 

@@ -114,7 +114,7 @@ DAMAGE: dict[str, tuple[bytes, str | None, str]] = {
         None,
         "twice",
     ),
-    "metadata of numbers": (with_header({"__metadata__": {"a": 1}}), "__metadata__", "other than texts"),
+    "metadata of numbers": (with_header({"__metadata__": {"a": 1}}), "__metadata__", "that is not str"),
     "no description": (with_header({"a": 3}), "a", "not described"),
     "a field too many": (with_header({"a": {**entry(), "x": 1}}, b"xx"), "a", "not described"),
     "unknown dtype": (with_header({"a": entry("F99")}, b"xx"), "a", "unknown dtype"),

@@ -22,7 +22,7 @@ except ImportError:  # until torch 2.7
 
 from holdfast._base.boxes import Box
 from holdfast._formats.safetensors.source import SafetensorsSource
-from holdfast._formats.source import Request
+from holdfast._formats.source import ReadRequest
 from holdfast._load.opening import open_source
 from holdfast.dcp.hf_storage import HuggingFaceStorageWriter
 from holdfast.errors import DamagedCheckpointError, UnsafePathError
@@ -146,13 +146,13 @@ def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     source = SafetensorsSource(tmp_path / "model.safetensors")
 
     row = np.zeros((1, 1000), "<u4")
-    assert source.read([Request("w", (500, 0), (1, 1000), row)]) == 4000
+    assert source.read([ReadRequest("w", (500, 0), (1, 1000), row)]) == 4000
     assert row.tobytes() == big[500].numpy().tobytes()
     edges = np.zeros((3, 2), "<u4")
     wide = numbered(3, 40_000)  # 160,000 bytes from row to row: more than is worth reading along
     save_file({"w": wide}, tmp_path / "wide.safetensors")
     wide_source = SafetensorsSource(tmp_path / "wide.safetensors")
-    assert wide_source.read([Request("w", (0, 7), (3, 2), edges)]) == 3 * 8
+    assert wide_source.read([ReadRequest("w", (0, 7), (3, 2), edges)]) == 3 * 8
     assert edges.tobytes() == wide[:, 7:9].contiguous().numpy().tobytes()
 
 
@@ -191,7 +191,7 @@ def test_a_file_that_was_replaced_meanwhile_is_not_mixed_with_the_old_one(tmp_pa
     source = SafetensorsSource(file)
     save_file({"w": torch.ones(2, 2)}, file)
 
-    with pytest.raises(DamagedCheckpointError, match="is not the file any more"):
+    with pytest.raises(DamagedCheckpointError, match="is no longer the file"):
         whole(source, "w")
 
 
@@ -227,9 +227,9 @@ def test_requests_that_share_bytes_read_them_once(tmp_path: Path) -> None:
     source = SafetensorsSource(tmp_path / "model.safetensors")
     carrier = source.tensors["w"].dtype.carrier
     places = [np.empty((400, 100), carrier) for _ in range(5)]
-    requests = [Request("w", (0, 100 * n), (400, 100), into) for n, into in enumerate(places)]
+    requests = [ReadRequest("w", (0, 100 * n), (400, 100), into) for n, into in enumerate(places)]
 
-    count = source.read([*requests, Request("w", (7, 0), (50, 500), np.empty((50, 500), carrier))])
+    count = source.read([*requests, ReadRequest("w", (7, 0), (50, 500), np.empty((50, 500), carrier))])
 
     assert count == tensor.nbytes
     for number, into in enumerate(places):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from holdfast._base.boxes import Box
 from holdfast._formats.native.refs import TensorRef
-from holdfast._formats.source import Request
+from holdfast._formats.source import ReadRequest
 from holdfast._formats.torch_file.source import TorchFileSource
 from holdfast._load.opening import open_source
 from holdfast.errors import DamagedCheckpointError, NotACheckpointError, RefusedPickleError, UnsupportedValueError
@@ -189,10 +189,10 @@ def test_opening_a_large_file_reads_only_its_description(tmp_path: Path) -> None
     source = TorchFileSource(tmp_path / "state.pt")
     column = np.zeros((1000, 1), "<u4")
 
-    total = source.read([Request("w", (0, 10), (1000, 1), column)], verify=False)
-    row = source.read([Request("w", (10, 0), (1, 1000), np.zeros((1, 1000), "<u4"))], verify=False)
-    checked = source.read([Request("w", (10, 0), (1, 1000), np.zeros((1, 1000), "<u4"))])
-    again = source.read([Request("w", (10, 0), (1, 1000), np.zeros((1, 1000), "<u4"))])
+    total = source.read([ReadRequest("w", (0, 10), (1000, 1), column)], verify=False)
+    row = source.read([ReadRequest("w", (10, 0), (1, 1000), np.zeros((1, 1000), "<u4"))], verify=False)
+    checked = source.read([ReadRequest("w", (10, 0), (1, 1000), np.zeros((1, 1000), "<u4"))])
+    again = source.read([ReadRequest("w", (10, 0), (1, 1000), np.zeros((1, 1000), "<u4"))])
 
     assert column.tobytes() == w[:, 10].contiguous().numpy().tobytes()
     assert total == 999 * 4000 + 4  # from the first to the last element, as they lie close together
@@ -310,7 +310,7 @@ def test_a_file_that_changes_while_it_is_open_is_an_error_and_no_crash(tmp_path:
         file.unlink()
 
     for key in ("w", "t"):
-        with pytest.raises(DamagedCheckpointError, match="is not the file any more"):
+        with pytest.raises(DamagedCheckpointError, match="is no longer the file"):
             whole(source, key)
 
 

@@ -115,7 +115,7 @@ class OwnClass:
         self.number = 7
 
 
-def test_values_that_take_code_are_told_at_once_and_written_if_allowed(tmp_path: Path) -> None:
+def test_values_that_take_code_are_reported_at_once_and_written_if_allowed(tmp_path: Path) -> None:
     torch.save({"one": OwnClass(), "deep": {"two": OwnClass()}, "took": datetime.timedelta(1)}, tmp_path / "all.pt")
     trusted = holdfast.open(tmp_path / "all.pt", allow_pickle=True)
     with pytest.raises(UnsupportedValueError, match="OwnClass") as caught:

@@ -101,8 +101,9 @@ def assert_old_or_new(place: Path) -> None:
     assert (final / "config.json").read_text() == "{}"
 
 
-def test_an_interrupt_at_any_call_to_the_system_leaves_the_old_result_or_the_new_one(templates, tmp_path):
-    for number in range(1000):
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)], ids=["sampled", "everywhere"])
+def test_an_interrupt_at_any_call_to_the_system_leaves_the_old_result_or_the_new_one(templates, tmp_path, every):
+    for number in range(0, 1000, every):
         place = tmp_path / f"interrupted-{number}"
         shutil.copytree(templates, place)
         strike = Strike(number, interrupt)
@@ -116,8 +117,9 @@ def test_an_interrupt_at_any_call_to_the_system_leaves_the_old_result_or_the_new
     assert left_over(place) == []
 
 
-def test_a_kill_at_any_call_to_the_system_leaves_the_old_result_or_the_new_one(templates, tmp_path):
-    for number in range(1000):
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)], ids=["sampled", "everywhere"])
+def test_a_kill_at_any_call_to_the_system_leaves_the_old_result_or_the_new_one(templates, tmp_path, every):
+    for number in range(0, 1000, every):
         place = tmp_path / f"killed-{number}"
         shutil.copytree(templates, place)
 

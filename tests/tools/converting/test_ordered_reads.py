@@ -132,7 +132,7 @@ def test_damage_of_a_torch_file_is_found_by_a_stream(tmp_path: Path, key: str) -
         streamed(TorchFileSource(tmp_path / "all.pt"), key, 400)
 
 
-def test_an_entry_of_another_size_than_was_told_is_an_error() -> None:
+def test_an_entry_of_another_size_than_was_stated_is_an_error() -> None:
     archive = ZipWriter(io.BytesIO())
     with pytest.raises(ValueError, match="3 bytes came for data/0, which was to have 4"):
         archive.add_from("data/0", 4, [memoryview(b"ab"), memoryview(b"c")])

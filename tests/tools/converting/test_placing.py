@@ -1,4 +1,4 @@
-"""The final name has the old result or the new one, whole, whatever happens; the next run removes leftovers."""
+"""The final name has the old result or the new one, intact, whatever happens; the next run removes leftovers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import holdfast
 from holdfast._tools.converting import placing, work_folders
 from holdfast._tools.converting.proof import prove
-from holdfast._tools.converting.work_folders import Work, left_over, remove_left_over
+from holdfast._tools.converting.work_folders import ResultFolder, left_over, remove_left_over
 from holdfast.errors import CheckpointExistsError, DamagedCheckpointError, NotAFolderError
 from tests.tools.converting.formats import read_safetensors
 from tests.warm_python import warm_python
@@ -188,7 +188,7 @@ def test_file_systems_that_cannot_exchange_names_get_the_new_one_too(saved, tmp_
 def test_a_kill_between_taking_the_old_one_away_and_putting_the_new_one_there_is_mended(saved, tmp_path):
     final = tmp_path / "new"
     holdfast.convert(saved, final, to="native", include="v")
-    work = Work(tmp_path / ".new.holdfast-0123456789abcdef.partial", final)
+    work = ResultFolder(tmp_path / ".new.holdfast-0123456789abcdef.partial", final)
     work.folder.mkdir()
     work.prepare()
     work.new.mkdir()

@@ -94,7 +94,7 @@ STATE_WITH_CLASSES = {
 }
 
 
-def test_all_values_that_weights_only_refuses_are_told_at_once(tmp_path: Path) -> None:
+def test_all_values_that_weights_only_refuses_are_reported_at_once(tmp_path: Path) -> None:
     holdfast.save(STATE_WITH_CLASSES, tmp_path / "native")
 
     with pytest.raises(UnsupportedValueError, match=r"datetime.timedelta[\s\S]*only_tensors=True") as caught:
@@ -123,7 +123,7 @@ def test_a_class_that_the_user_calls_safe_is_no_reason_to_refuse(tmp_path: Path)
 
 def test_a_state_that_is_no_dict_is_refused(tmp_path: Path) -> None:
     holdfast.save([torch.ones(2)], tmp_path / "native")
-    with pytest.raises(UnsupportedValueError, match="no dict"):
+    with pytest.raises(UnsupportedValueError, match="not a dict"):
         holdfast.convert(tmp_path / "native", tmp_path / "all.pt", to="torch")
 
 

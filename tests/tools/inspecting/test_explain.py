@@ -259,7 +259,7 @@ def test_casts_and_renames_are_tried_together(tmp_path: Path) -> None:
     assert explain(tmp_path / "c", state, rename={"model.old": "model.new"}, cast=True).ok
 
 
-def test_shapes_that_are_turned_or_cut_are_told(tmp_path: Path) -> None:
+def test_shapes_that_are_turned_or_cut_are_reported(tmp_path: Path) -> None:
     holdfast.save(
         {"a": torch.ones(2, 3), "b": torch.ones(2, 3, 4), "c": torch.ones(6, 2), "d": torch.ones(9, 2)}, tmp_path / "c"
     )

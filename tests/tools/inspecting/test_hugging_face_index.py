@@ -90,7 +90,7 @@ def test_a_file_that_is_gone_from_the_index_and_from_the_folder_is_damage_if_the
     assert (damage.expected, damage.found) == ("960 bytes", "640 bytes")
 
 
-def test_a_sum_that_does_not_agree_is_told_with_both_numbers_and_is_no_damage_by_itself(model: Path) -> None:
+def test_a_sum_that_does_not_agree_is_reported_with_both_numbers_and_is_no_damage_by_itself(model: Path) -> None:
     """Programs count tensors that share memory differently, and some copy the number from another dtype."""
     edit(model, set_total(8240))
 
@@ -100,7 +100,7 @@ def test_a_sum_that_does_not_agree_is_told_with_both_numbers_and_is_no_damage_by
     [doubt] = report.doubts
     assert "8,240" in doubt
     assert "960" in doubt
-    assert "whole" not in str(report).splitlines()[0]
+    assert "intact" not in str(report).splitlines()[0]
     assert doubt in str(report)
     assert report.to_json()["doubts"] == [doubt]
     assert verify(model, include="layer.0.*").doubts == (doubt,)

@@ -120,7 +120,7 @@ def test_whole_checkpoints_of_all_formats_are_whole(native: Path, dcp: Path, tor
     assert reports["native"].bytes_read == data
     assert (reports["native"].tensors, reports["native"].keys) == (6, 10)
     assert reports["safetensors"].bytes_read == 360_000
-    assert "whole" in str(reports["native"])
+    assert "intact" in str(reports["native"])
     assert json.loads(json.dumps(reports["dcp"].to_json()))["ok"] is True
 
 
@@ -236,7 +236,7 @@ def test_header_and_gaps_are_told_from_tensors(tmp_path: Path) -> None:
     [chunk] = checkpoint.layout("w")
     copy = changed(tmp_path / "c", tmp_path, chunk.file, 20)
     [damage] = verify(copy).damage
-    assert "the header of the file lies here" in damage.problem
+    assert "the header of the file is here" in damage.problem
 
     ends = {chunk.begin + chunk.nbytes for key in checkpoint for chunk in checkpoint.layout(key) if chunk.begin}
     begins = {chunk.begin for key in checkpoint for chunk in checkpoint.layout(key)}
@@ -389,7 +389,7 @@ def test_safetensors_reports_say_that_changed_elements_cannot_be_noticed(tmp_pat
     assert np.frombuffer(content[-4:], "<f4")[0] != 1
 
 
-# --- what lies where -------------------------------------------------------------------------------------------------
+# --- what is where ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("past", [0, 1])
@@ -423,11 +423,11 @@ def test_patterns_that_mean_nothing_are_an_error_and_no_verdict(kind: str, reque
 
 def test_a_report_about_a_part_does_not_speak_of_every_byte(native: Path, torch_file: Path) -> None:
     assert "Every byte that is there" in verify(native).why
-    assert verify(native, include="model").why.startswith("Every block that the chosen tensors lie in")
+    assert verify(native, include="model").why.startswith("Every block of the chosen tensors")
     assert verify(torch_file, include="model").why.startswith("The chosen entries")
 
 
-def test_any_changed_byte_of_a_stock_index_is_told_and_never_an_error_of_another_kind(tmp_path: Path) -> None:
+def test_any_changed_byte_of_a_stock_index_is_reported_and_never_an_error_of_another_kind(tmp_path: Path) -> None:
     stock.save({"w": torch.ones(3, 4), "z": torch.ones(0, 3), "step": 7}, checkpoint_id=tmp_path / "c", **ALONE)
     index = tmp_path / "c" / ".metadata"
     content = index.read_bytes()

@@ -12,7 +12,7 @@ import torch
 import holdfast
 import holdfast.dcp
 from holdfast._stores.local_store import LocalStore
-from holdfast._tools.converting.work_folders import Work
+from holdfast._tools.converting.work_folders import ResultFolder
 from holdfast._tools.repairing.repair import repair
 from tests.tools.repairing.checkpoints import age_all, in_a_process_that_is_killed
 
@@ -123,7 +123,7 @@ def test_leftovers_of_a_killed_job_is_swept_from_its_run(tmp_path):
     assert holdfast.open(run / "step-00000001").verify().ok
 
 
-def test_a_save_that_only_lacked_its_record_is_told_and_never_swept(tmp_path):
+def test_a_save_that_only_lacked_its_record_is_reported_and_never_swept(tmp_path):
     run = tmp_path / "run"
     with holdfast.CheckpointManager(run, every_steps=1) as manager:
         manager.save(1, {"w": torch.zeros(1000)})
@@ -199,7 +199,7 @@ def test_unfinished_conversions_are_swept_unless_a_process_holds_them(tmp_path):
     fcntl.flock(held, fcntl.LOCK_EX)
 
     (leftover,) = repair(tmp_path, apply=True, sweep=True).leftovers
-    assert (leftover.fate, leftover.reason) == ("kept", "a conversion is writing it, or nobody knows")
+    assert (leftover.fate, leftover.reason) == ("kept", "a conversion may be writing it")
     os.close(held)
     (leftover,) = repair(tmp_path).leftovers
     assert (leftover.names, leftover.fate) == ([left], "can be removed")
@@ -212,7 +212,7 @@ def test_unfinished_conversions_are_swept_unless_a_process_holds_them(tmp_path):
 
 def test_what_a_conversion_was_to_replace_is_put_back_before_its_folder_is_swept(tmp_path):
     holdfast.save({"w": torch.ones(100)}, tmp_path / "source")
-    work = Work(tmp_path / ".model.holdfast-00112233aabbccdd.partial", tmp_path / "model")
+    work = ResultFolder(tmp_path / ".model.holdfast-00112233aabbccdd.partial", tmp_path / "model")
     work.folder.mkdir()  # as a kill leaves it where names cannot be exchanged
     work.prepare()
     work.new.mkdir()

@@ -298,7 +298,7 @@ def test_a_damaged_record_is_made_again_and_values_are_said_to_be_lost(checkpoin
     report = repair(checkpoint, apply=True)
 
     assert report.ok
-    assert "values that are no tensors" in report.findings[0].loses
+    assert "values that are not tensors" in report.findings[0].loses
     assert_equal(tensors_in(checkpoint), before)
     assert "step" not in holdfast.open(checkpoint)
     assert (checkpoint / f"{RECORD}.before-repair").read_bytes() == damaged
@@ -352,7 +352,7 @@ def test_without_columns_only_a_user_can_say_that_all_files_are_there(checkpoint
     assert_equal(tensors_in(checkpoint), before)
 
 
-def test_of_several_whole_saves_one_has_to_be_chosen(tmp_path):
+def test_of_several_complete_saves_one_has_to_be_chosen(tmp_path):
     for value in (1, 2):
         holdfast.save({"w": torch.full((3,), value)}, tmp_path / str(value))
     both = tmp_path / "both"

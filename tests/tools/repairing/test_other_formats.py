@@ -1,4 +1,4 @@
-"""Repairs of Hugging Face folders, and what can be told about checkpoints of DCP and others."""
+"""Repairs of Hugging Face folders, and what can be said about checkpoints of DCP and others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint tells what was rebuilt of it, and ``verify`` what it can vouch for since."""
+"""A checkpoint says what was rebuilt of it, and ``verify`` what it can vouch for since."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def flip_last_bit(file):
 
 
 def test_digests_that_were_rebuilt_over_a_flipped_bit_are_not_called_whole(checkpoint):
-    assert "whole" in str(holdfast.verify(checkpoint)).splitlines()[0]
+    assert "intact" in str(holdfast.verify(checkpoint)).splitlines()[0]
     flip_last_bit(file_of(checkpoint, "data-"))
     assert not holdfast.verify(checkpoint).ok
     file_of(checkpoint, "index-").unlink()
@@ -48,7 +48,7 @@ def test_digests_that_were_rebuilt_over_a_flipped_bit_are_not_called_whole(check
     report = holdfast.verify(checkpoint)
 
     assert report.ok  # it is as it was when it was repaired, and that is all that can be known
-    assert "whole" not in str(report).splitlines()[0]
+    assert "intact" not in str(report).splitlines()[0]
     assert report.checked == "some"
     assert "when it was saved" not in str(report)
     assert "nobody can vouch" in str(report)

@@ -116,7 +116,7 @@ def test_statistics_are_of_what_was_asked_for(path: Path) -> None:
     assert {"model.weight", "model.half", "optim.ids"} <= described(None)
 
 
-def test_numbers_that_json_lacks_are_told(tmp_path: Path) -> None:
+def test_numbers_that_json_lacks_are_reported(tmp_path: Path) -> None:
     odd = torch.tensor([1.0, math.nan, math.inf, -math.inf, 0.0])
     holdfast.save({"odd": odd, "all": torch.full((3,), math.nan)}, tmp_path / "ckpt")
 
@@ -226,7 +226,7 @@ def test_tied_tensors_count_once(tmp_path: Path) -> None:
     assert list(facts["statistics"]) == ["0"]
 
 
-def test_damage_is_told_and_the_rest_is_shown(path: Path) -> None:
+def test_damage_is_reported_and_the_rest_is_shown(path: Path) -> None:
     [data] = path.glob("data-*")
     content = bytearray(data.read_bytes())
     at = content.index(STATE["model"]["weight"].numpy().tobytes())
@@ -243,7 +243,7 @@ def test_damage_is_told_and_the_rest_is_shown(path: Path) -> None:
     assert str(weight) not in facts["statistics"]
 
 
-def test_a_whole_checkpoint_is_told_to_be_whole(path: Path) -> None:
+def test_an_intact_checkpoint_is_reported_as_intact(path: Path) -> None:
     facts = facts_as_read(path, verify=True)
 
     assert facts["verify"]["ok"] is True
@@ -260,7 +260,7 @@ def test_a_checkpoint_without_tensors_has_facts(tmp_path: Path) -> None:
     assert keys_in(facts["entries"]["key"]) == ["step"]
 
 
-def test_progress_is_told_to_its_end(path: Path) -> None:
+def test_progress_is_reported_to_its_end(path: Path) -> None:
     told: list[tuple[int, int]] = []
 
     make_report(path, verify=True, compare=path, on_progress=lambda done, total: told.append((done, total)))

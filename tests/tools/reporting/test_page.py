@@ -91,7 +91,7 @@ def test_the_summary_says_what_it_is(pages: Path, open_page: Open) -> None:
     assert page.title() == "run/step-00000200 · Holdfast report"
     assert page.text_content("h1") == "run/step-00000200"
     summary = page.inner_text("#summary")
-    for text in ("whole: all digests agree", "step 200", "1 rank", "loss", "0.5", "git", "1a2b3c", "1 tensor has"):
+    for text in ("intact: all digests agree", "step 200", "1 rank", "loss", "0.5", "git", "1a2b3c", "1 tensor has"):
         assert text in summary
     with holdfast.open(pages / "run" / "step-00000200") as ckpt:
         tensors = sum(hasattr(value, "nbytes") for value in ckpt.values())

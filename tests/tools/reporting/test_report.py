@@ -120,7 +120,7 @@ def test_the_command_replaces_reports_only(path: Path, tmp_path: Path, capsys) -
     target.write_text("my thesis")
 
     assert run(["report", str(path), "-o", str(target)]) == 2
-    assert "is no report of holdfast" in capsys.readouterr().err
+    assert "is not a report of holdfast" in capsys.readouterr().err
     assert target.read_text() == "my thesis"
     assert run(["report", str(path), "-o", str(target), "--force"]) == 0
     assert run(["report", str(path), "-o", str(target)]) == 0

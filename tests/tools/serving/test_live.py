@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 import holdfast
-from holdfast._manager.owners import Owner
 from holdfast._manager.run_file import RunState
+from holdfast._manager.run_owner import Owner
 from holdfast._stores.places import store_at
-from holdfast._tools.listing.listing import Shelf
+from holdfast._tools.listing.listing import WatchedFolder
 from holdfast._tools.serving.live import LiveSaves, SaveFacts
 from holdfast._tools.serving.run_facts import RunWatch
 from tests.manager.managed import a_run
@@ -27,7 +27,7 @@ class Folder:
         self.path = path / "step-00000300"
         self.path.mkdir()
         self.live = LiveSaves()
-        self.shelf = Shelf(path)
+        self.watched = WatchedFolder(path)
 
     def write(self, rank: int, nbytes: int, at: float, kind: str = "data") -> None:
         name = f"index-{GENERATION}" if kind == "index" else f"data-{GENERATION}-{rank}-0"
@@ -37,7 +37,7 @@ class Folder:
         os.utime(self.path, (at, at))
 
     def look(self, at: float, run: RunState | None = None, committed=None, **options) -> list[SaveFacts]:
-        return self.live.look(self.shelf.look(), committed or {}, run or RunState(), now=at, **options)
+        return self.live.look(self.watched.look(), committed or {}, run or RunState(), now=at, **options)
 
 
 @pytest.fixture
@@ -113,13 +113,13 @@ def test_what_does_not_grow_is_judged_by_its_job_and_by_time(folder, run, quiet,
 
 def test_at_a_url_nobody_knows_whether_a_save_was_cut_off() -> None:
     store_at("memory://live-at-a-url/step-7").put(f"data-{GENERATION}-0-0.safetensors", bytes(10))
-    shelf, live = Shelf("memory://live-at-a-url"), LiveSaves()
-    live.look(shelf.look(), {}, RunState(), now=NOW)
+    watched, live = WatchedFolder("memory://live-at-a-url"), LiveSaves()
+    live.look(watched.look(), {}, RunState(), now=NOW)
 
-    (save,) = live.look(shelf.look(), {}, RunState(), now=NOW + 3600)
+    (save,) = live.look(watched.look(), {}, RunState(), now=NOW + 3600)
 
     assert save.activity == "stalled"
-    assert "it cannot be told when it was written" in save.why
+    assert "it is unknown when it was written" in save.why
 
 
 def test_a_save_that_grows_again_is_no_longer_stalled(folder) -> None:
@@ -138,7 +138,7 @@ def test_files_of_a_checkpoint_whose_record_has_gone_are_being_deleted(folder) -
 
 
 @pytest.mark.parametrize(("identity", "outcome"), [(GENERATION, "committed"), (None, "failed"), ("f" * 16, "failed")])
-def test_how_a_save_ended_is_told_for_a_while(folder, identity, outcome) -> None:
+def test_how_a_save_ended_is_reported_for_a_while(folder, identity, outcome) -> None:
     folder.write(0, 1000, NOW)
     folder.look(NOW + 1)
     for file in folder.path.iterdir():
@@ -153,7 +153,7 @@ def test_how_a_save_ended_is_told_for_a_while(folder, identity, outcome) -> None
     assert folder.live.ended(NOW + 3600) == []
 
 
-def test_a_save_that_has_ended_is_told_with_all_of_its_bytes(folder) -> None:
+def test_a_save_that_has_ended_is_reported_with_all_of_its_bytes(folder) -> None:
     folder.write(0, 1000, NOW)
     folder.look(NOW + 1)
 
@@ -162,7 +162,7 @@ def test_a_save_that_has_ended_is_told_with_all_of_its_bytes(folder) -> None:
     assert [ended.nbytes for ended in folder.live.ended(NOW + 5)] == [5000]
 
 
-def test_leftovers_that_is_swept_is_not_told_as_a_failure(folder) -> None:
+def test_leftovers_that_is_swept_is_not_reported_as_a_failure(folder) -> None:
     folder.write(0, 1000, NOW)
     folder.look(NOW + 1, owned_by(DEAD))
     for file in folder.path.iterdir():
@@ -191,7 +191,7 @@ def test_a_save_of_dcp_is_seen_until_its_index_is_there(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("generation", ["", "00112233_"])
-def test_saves_of_dcp_are_told_by_rank_whoever_writes_them(tmp_path, generation) -> None:
+def test_saves_of_dcp_are_reported_by_rank_whoever_writes_them(tmp_path, generation) -> None:
     (tmp_path / "step-7").mkdir()
     for rank in range(3):
         (tmp_path / "step-7" / f"__{rank}_{generation}0.distcp").write_bytes(b"x" * (rank + 1))

@@ -21,7 +21,7 @@ def test_a_report_is_made_once_for_all_who_ask() -> None:
         assert reports.job(("a", "2"), make).future.result() == "report 2"
 
 
-def test_a_report_that_failed_is_tried_again_once_that_was_told() -> None:
+def test_a_report_that_failed_is_tried_again_once_that_was_reported() -> None:
     def fail(on_progress):
         raise OSError("the disk is gone")
 

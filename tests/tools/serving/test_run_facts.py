@@ -63,7 +63,7 @@ def test_what_a_page_gets_is_plain_json(tmp_path) -> None:
     assert answer["title"] == tmp_path.name
 
 
-def test_damage_that_can_be_seen_without_reading_the_data_is_told(tmp_path) -> None:
+def test_damage_that_can_be_seen_without_reading_the_data_is_reported(tmp_path) -> None:
     a_run(tmp_path, 1, 2, 3, 4, 5)
     set_aside(LocalStore(tmp_path / "step-00000001"), "its weights are noise")
     os.truncate(file_of(tmp_path, 2, "holdfast.json"), 200)
@@ -182,7 +182,7 @@ def test_a_run_that_has_no_checkpoint_yet_is_a_run_whatever_lies_in_it(tmp_path)
     assert facts.run.run
 
 
-def test_a_path_that_does_not_exist_is_told_at_once(tmp_path) -> None:
+def test_a_path_that_does_not_exist_is_reported_at_once(tmp_path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="nothing at"):
         RunWatch(tmp_path / "rnu")
 
@@ -223,7 +223,7 @@ def test_a_folder_that_vanishes_is_empty_until_it_is_back(tmp_path) -> None:
     assert (len(back.checkpoints), back.problem) == (1, "")
 
 
-def test_a_url_where_nothing_is_is_told_at_once() -> None:
+def test_a_url_where_nothing_is_is_reported_at_once() -> None:
     with pytest.raises(CheckpointNotFoundError, match="nothing at"):
         RunWatch("memory://a-served-rnu")
 

@@ -64,7 +64,7 @@ def test_the_page_and_all_that_it_is_made_of_are_there(served) -> None:
     assert {path: visit(served, path).status for path in wanted} == dict.fromkeys(wanted, 200)
 
 
-def test_the_run_is_told_as_json_and_not_again_if_nothing_changed(server) -> None:
+def test_the_run_is_reported_as_json_and_not_again_if_nothing_changed(server) -> None:
     first = visit(server, "/api/run.json")
     assert [one["step"] for one in first.json["checkpoints"]] == [100, 200]
 
@@ -237,7 +237,7 @@ def test_a_damaged_checkpoint_has_a_page_that_says_so(server) -> None:
     assert "cannot be shown" in answer.text
 
 
-def test_damage_in_the_data_is_told_and_not_hidden(server) -> None:
+def test_damage_in_the_data_is_reported_and_not_hidden(server) -> None:
     damage_data(Path(server.location), 100)
 
     answer = visit(server, "/c/step-00000100?compare=step-00000200")
@@ -298,7 +298,7 @@ def test_names_are_not_searched_for_places_to_fill() -> None:
     assert b"<h1>Reading {{of}} and {{compare}}</h1>" in answers._waiting_page(["{{of}}", "{{compare}}"]).content
 
 
-def test_a_report_that_fails_after_long_is_told_once_and_then_tried_again(server, monkeypatch) -> None:
+def test_a_report_that_fails_after_long_is_reported_once_and_then_tried_again(server, monkeypatch) -> None:
     tried = []
 
     def failing_report(place, **options):

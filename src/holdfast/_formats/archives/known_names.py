@@ -17,7 +17,7 @@ Name = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Known:
+class AllowedName:
     """What a file may do with one name. What is None is refused."""
 
     value: Any
@@ -61,7 +61,7 @@ class Draft:
         self.slots: list[int] = []
 
 
-def draft_of(name: str, finish: Callable[[Any], Any]) -> Known:
+def draft_of(name: str, finish: Callable[[Any], Any]) -> AllowedName:
     """A class whose objects are made from nothing but their state, by ``finish``."""
 
     def start(*arguments: Any) -> Draft:
@@ -69,14 +69,14 @@ def draft_of(name: str, finish: Callable[[Any], Any]) -> Known:
             raise ValueError(f"{name} with arguments")
         return Draft(finish)
 
-    return Known(Inert(name), new=start)
+    return AllowedName(Inert(name), new=start)
 
 
 class Refusal(Exception):
     """Raised by what a name does, when it is asked for more than is safe. Arguments: the module and the name."""
 
 
-Find = Callable[[str, str], Known | None]
+Find = Callable[[str, str], AllowedName | None]
 
 
 class _Skipped:
@@ -130,23 +130,23 @@ def hash_work(key: Any, most: int) -> int:
 # Classes and functions that the user has declared safe through ``torch.serialization.add_safe_globals``.
 
 
-def find_registered(module: str, name: str) -> Known | None:
+def find_registered(module: str, name: str) -> AllowedName | None:
     """The entry for something the user declared safe; None for everything else."""
     wanted = f"{module}.{name}"
     for entry in torch.serialization.get_safe_globals():
         value, full_name = entry if isinstance(entry, tuple) else (entry, _full_name(entry))
         if full_name == wanted:
-            return known_class(value) if isinstance(value, type) else Known(value, call=value)
+            return known_class(value) if isinstance(value, type) else AllowedName(value, call=value)
     return None
 
 
-def known_class(cls: type) -> Known:
+def known_class(cls: type) -> AllowedName:
     """An entry that makes objects of ``cls`` the way pickle does."""
 
     def new(*arguments: Any, **keywords: Any) -> Any:
         return cls.__new__(cls, *arguments, **keywords)
 
-    return Known(cls, call=cls, new=new, build=_set_state)
+    return AllowedName(cls, call=cls, new=new, build=_set_state)
 
 
 def _full_name(value: Any) -> str:

@@ -27,7 +27,7 @@ def name(module: str, name: str) -> bytes:
 
 
 def text(value: str) -> bytes:
-    """Push a text, in the form that all protocols have."""
+    """Push a str, in the form that all protocols have."""
     encoded = value.encode("utf-8", "surrogatepass")
     return b"X" + len(encoded).to_bytes(4, "little") + encoded
 

@@ -10,7 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from holdfast._formats.archives.known_names import PLAIN_KEYS, SKIPPED, Draft, Find, Known, Refusal, brief, hash_work
+from holdfast._formats.archives.known_names import (
+    PLAIN_KEYS,
+    SKIPPED,
+    AllowedName,
+    Draft,
+    Find,
+    Refusal,
+    brief,
+    hash_work,
+)
 
 _UINT16 = struct.Struct("<H")
 _INT32 = struct.Struct("<i")
@@ -47,7 +56,7 @@ class Machine:
         self.memo: list[Any] = []
         self._marks: list[list[Any]] = []
         self._find = find
-        self._named: dict[int, Known] = {}
+        self._named: dict[int, AllowedName] = {}
         self._unfinished = 0
         self._hash_work = _LEAST_HASH_WORK + 4 * len(data)
         self._persistent_load = persistent_load
@@ -68,7 +77,7 @@ class Machine:
             raise ValueError("an unfinished object at the end")
         return result
 
-    def known(self, value: Any) -> Known | None:
+    def known(self, value: Any) -> AllowedName | None:
         """The entry behind something that the file has named, or that a call has found for it."""
         known = self._named.get(id(value))
         if known is None and isinstance(value, type):
@@ -307,7 +316,7 @@ class Machine:
 
     def _push_name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise TypeError("a name that is not text")
+            raise TypeError("a name that is not a str")
         known = self._find(module, name)
         if known is None:
             raise Refusal(module, name)

@@ -1,6 +1,6 @@
 """Reading a pickle as data: a small machine for pickle's opcodes that never calls what a file names.
 
-A pickle is a program. Here every name in it is looked up in a closed table of :class:`Known` entries, which
+A pickle is a program. Here every name in it is looked up in a closed table of :class:`AllowedName` entries, which
 say what the file may do with that name; the functions behind them check what they are given. Nothing is
 imported, only fresh objects get attributes, and no memory is reserved because a file says so.
 
@@ -8,7 +8,7 @@ Why not a ``pickle.Unpickler`` with its own ``find_class``? It does harm without
 ``LONG_BINPUT`` reserves and clears gigabytes for eight bytes of input, ``EXT1`` takes objects out of a cache
 of the whole process, ``BUILD`` sets attributes of classes and functions, and a deeply nested tuple as a
 dictionary key overflows the C stack. What this machine costs in speed, an index gets back through
-:attr:`Known.shortcut`.
+:attr:`AllowedName.shortcut`.
 """
 
 from __future__ import annotations

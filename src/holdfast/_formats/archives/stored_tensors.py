@@ -13,9 +13,9 @@ import torch
 
 from holdfast._base.crc import crc32
 from holdfast._compat.tensors import empty_quantized, empty_quantized_per_channel, negative_view
-from holdfast._formats.archives.known_names import Known
+from holdfast._formats.archives.known_names import AllowedName
 from holdfast._formats.archives.tensor_records import StorageRecord, TensorNames, TensorRecord, storage_record
-from holdfast._formats.archives.zip_layout import Entry, damaged, read_directory
+from holdfast._formats.archives.zip_layout import ZipEntry, damaged, read_directory
 
 _NONE: Mapping[str, Any] = {}
 _BYTE_ORDERS = ("little", "big")
@@ -65,7 +65,7 @@ class StoredArchive:
         return data
 
 
-def check_crc(data: bytes | memoryview, entry: Entry, name: str, *, source: str, key: str | None) -> None:
+def check_crc(data: bytes | memoryview, entry: ZipEntry, name: str, *, source: str, key: str | None) -> None:
     """Compare the content of an entry with what was recorded about it."""
     if entry.crc is not None and (found := crc32(data)) != entry.crc:
         raise damaged(source, key, f"wrong CRC-32 of {name}", f"{entry.crc:08x}", f"{found:08x}")
@@ -85,7 +85,7 @@ class StoredTensors:
         self._names = TensorNames(lambda record, attributes: cast(StoredTensors, this()).tensor(record, attributes))
         self._storages: dict[tuple[str, int], tuple[StorageRecord, torch.UntypedStorage]] = {}
 
-    def find(self, module: str, name: str) -> Known | None:
+    def find(self, module: str, name: str) -> AllowedName | None:
         """The entry of a name that has to do with tensors."""
         return self._names.find(module, name)
 

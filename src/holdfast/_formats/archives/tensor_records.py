@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from holdfast._compat.tensors import DTYPES
-from holdfast._formats.archives.known_names import Inert, Known, Name, brief
+from holdfast._formats.archives.known_names import AllowedName, Inert, Name, brief
 from holdfast._formats.archives.safe_pickle import damaged_pickle, load
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ LEGACY_STORAGES = {
     torch.complex64: "ComplexFloatStorage",
     torch.complex128: "ComplexDoubleStorage",
 }
-"""dtypes that have a storage class of their own. All others lie in bytes and are named beside them."""
+"""dtypes that have a storage class of their own. All others are stored as bytes, with their names beside them."""
 
 _QUANTIZED_STORAGES = {
     torch.qint8: "QInt8Storage",
@@ -86,7 +86,7 @@ class TensorRecord:
 
     @property
     def is_row_major(self) -> bool:
-        """Whether its bytes lie in the storage in row-major order without gaps, as they are."""
+        """Whether its bytes are in the storage in row-major order without gaps, as they are."""
         step = 1
         for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
             if size == 0:
@@ -130,17 +130,17 @@ class TensorNames:
             "_rebuild_parameter": self._rebuild_parameter,
         }
 
-    def find(self, module: str, name: str) -> Known | None:
+    def find(self, module: str, name: str) -> AllowedName | None:
         """The entry of a name."""
         shared = _SHARED.get((module, name))
         if shared is None or type(shared.value) is not Inert:
             return shared
         if module == "torch._utils" and name in self._rebuilds:
-            return Known(shared.value, call=self._call_of(self._rebuilds[name]))
+            return AllowedName(shared.value, call=self._call_of(self._rebuilds[name]))
         if name == "_rebuild_parameter_with_state":
-            return Known(shared.value, call=self._rebuild_with_state)
+            return AllowedName(shared.value, call=self._rebuild_with_state)
         if name == "_rebuild_from_type_v2":
-            return Known(shared.value, call=self._rebuild_from_type)
+            return AllowedName(shared.value, call=self._rebuild_from_type)
         return shared
 
     def add_storage(self, value: Any, record: StorageRecord) -> None:
@@ -245,7 +245,7 @@ def storage_record(persistent_id: Any) -> StorageRecord:
 
 
 def describe_tensor(data_pkl: bytes, *, source: str, key: str | None = None) -> TensorRecord:
-    """What ``data.pkl`` of a tensor's archive says: where in which storage its elements lie. Nothing is read."""
+    """What ``data.pkl`` of a tensor's archive says: where in which storage its elements are. Nothing is read."""
     record = _described.get(data_pkl)
     if record is None:
         record = _describe(data_pkl, source, key)
@@ -307,23 +307,23 @@ def _typed(value: Any, cls: type[T]) -> T:
     return value
 
 
-def _shared() -> Iterator[tuple[Name, Known]]:
+def _shared() -> Iterator[tuple[Name, AllowedName]]:
     # What the calls do depends on who reads; only their names are the same for all.
     for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor"):
-        yield ("torch._utils", name), Known(Inert(name))
+        yield ("torch._utils", name), AllowedName(Inert(name))
     for name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
-        yield ("torch._utils", name), Known(Inert(name))
-    yield ("torch._tensor", "_rebuild_from_type_v2"), Known(Inert("_rebuild_from_type_v2"))
+        yield ("torch._utils", name), AllowedName(Inert(name))
+    yield ("torch._tensor", "_rebuild_from_type_v2"), AllowedName(Inert("_rebuild_from_type_v2"))
     for name in (*LEGACY_STORAGES.values(), *_QUANTIZED_STORAGES.values()):
-        yield ("torch", name), Known(Inert(f"torch.{name}"))
-    yield ("torch.storage", "UntypedStorage"), Known(Inert("torch.storage.UntypedStorage"))
-    yield ("torch", "Tensor"), Known(torch.Tensor)
-    yield ("torch.nn.parameter", "Parameter"), Known(torch.nn.Parameter)
-    yield ("collections", "OrderedDict"), Known(OrderedDict, call=lambda: OrderedDict())
-    yield ("torch", "per_tensor_affine"), Known(torch.per_tensor_affine)
-    yield ("torch", "per_channel_affine"), Known(torch.per_channel_affine)
+        yield ("torch", name), AllowedName(Inert(f"torch.{name}"))
+    yield ("torch.storage", "UntypedStorage"), AllowedName(Inert("torch.storage.UntypedStorage"))
+    yield ("torch", "Tensor"), AllowedName(torch.Tensor)
+    yield ("torch.nn.parameter", "Parameter"), AllowedName(torch.nn.Parameter)
+    yield ("collections", "OrderedDict"), AllowedName(OrderedDict, call=lambda: OrderedDict())
+    yield ("torch", "per_tensor_affine"), AllowedName(torch.per_tensor_affine)
+    yield ("torch", "per_channel_affine"), AllowedName(torch.per_channel_affine)
     for name, dtype in DTYPES.items():
-        yield ("torch", name), Known(dtype)
+        yield ("torch", name), AllowedName(dtype)
 
 
 _SHARED = dict(_shared())

@@ -19,11 +19,20 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from holdfast._formats.archives.known_names import Draft, Inert, Known, Name, Refusal, brief, draft_of, find_registered
+from holdfast._formats.archives.known_names import (
+    AllowedName,
+    Draft,
+    Inert,
+    Name,
+    Refusal,
+    brief,
+    draft_of,
+    find_registered,
+)
 
 # numpy arrays, scalars and dtypes out of pickles, without numpy's own unpickling.
 #
-# ``numpy.dtype.__setstate__`` believes what it is told about sizes and flags, which is enough to read and write
+# ``numpy.dtype.__setstate__`` trusts the sizes and flags that it is given, which is enough to read and write
 # foreign memory. Here a dtype is made from a short name of a few simple kinds, and an array from bytes that have its
 # length.
 
@@ -92,14 +101,14 @@ def _scalar(dtype: Any, data: Any) -> Any:
     return _array(data, dtype, (1,), "C")[0]
 
 
-def numpy_names() -> Iterator[tuple[Name, Known]]:
+def numpy_names() -> Iterator[tuple[Name, AllowedName]]:
     """The table of what numpy writes."""
-    yield ("numpy", "dtype"), Known(np.dtype, call=_dtype)
-    yield ("numpy", "ndarray"), Known(np.ndarray)
+    yield ("numpy", "dtype"), AllowedName(np.dtype, call=_dtype)
+    yield ("numpy", "ndarray"), AllowedName(np.ndarray)
     for module in _MODULES:
-        yield (f"{module}.multiarray", "_reconstruct"), Known(Inert("numpy._reconstruct"), call=_start_array)
-        yield (f"{module}.multiarray", "scalar"), Known(Inert("numpy.scalar"), call=_scalar)
-        yield (f"{module}.numeric", "_frombuffer"), Known(Inert("numpy._frombuffer"), call=_array)
+        yield (f"{module}.multiarray", "_reconstruct"), AllowedName(Inert("numpy._reconstruct"), call=_start_array)
+        yield (f"{module}.multiarray", "scalar"), AllowedName(Inert("numpy.scalar"), call=_scalar)
+        yield (f"{module}.numeric", "_frombuffer"), AllowedName(Inert("numpy._frombuffer"), call=_array)
 
 
 # Each entry takes apart what a hostile file could hand it: no argument here can run code, reserve memory that the
@@ -123,7 +132,7 @@ _FACTORIES = {bool, bytes, complex, dict, float, frozenset, int, list, set, str,
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
-def find_plain(module: str, name: str) -> Known | None:
+def find_plain(module: str, name: str) -> AllowedName | None:
     """The entry of a name that has nothing to do with tensors."""
     wanted = _RENAMED_MODULES.get(module, module), name
     return _TABLE.get(_RENAMED.get(wanted, wanted)) or find_registered(module, name)
@@ -326,45 +335,45 @@ def _typed(value: Any, cls: type[T]) -> T:
     return value
 
 
-def _names() -> Iterator[tuple[Name, Known]]:
+def _names() -> Iterator[tuple[Name, AllowedName]]:
     calls: dict[type, Callable[..., Any]] = {bytes: _bytes, bytearray: _bytearray, complex: _complex}
     for cls in _PLAIN_TYPES:
-        yield ("builtins", cls.__name__), Known(cls, call=calls.get(cls))
-    yield ("builtins", "set"), Known(set, call=lambda *items: set(_members(*items)), hashes_items=True)
+        yield ("builtins", cls.__name__), AllowedName(cls, call=calls.get(cls))
+    yield ("builtins", "set"), AllowedName(set, call=lambda *items: set(_members(*items)), hashes_items=True)
     yield (
         ("builtins", "frozenset"),
-        Known(frozenset, call=lambda *items: frozenset(_members(*items)), hashes_items=True),
+        AllowedName(frozenset, call=lambda *items: frozenset(_members(*items)), hashes_items=True),
     )
-    yield ("builtins", "slice"), Known(slice, call=slice)
-    yield ("builtins", "range"), Known(range, call=_range)
-    yield ("builtins", "type"), Known(type, call=_type)
-    yield ("builtins", "getattr"), Known(Inert("getattr"), call=_getattr)
-    yield ("builtins", "Ellipsis"), Known(Ellipsis)
-    yield ("builtins", "NotImplemented"), Known(NotImplemented)
-    yield ("_codecs", "encode"), Known(Inert("encode"), call=_encoded)
-    yield ("copyreg", "_reconstructor"), Known(Inert("_reconstructor"), call=_reconstruct)
-    yield ("copyreg", "__newobj__"), Known(Inert("__newobj__"), call=_new_object)
-    yield ("collections", "OrderedDict"), Known(OrderedDict, call=_ordered_dict, build=_with_attributes)
-    yield ("collections", "defaultdict"), Known(defaultdict, call=_defaultdict)
-    yield ("collections", "Counter"), Known(Counter, call=_counter)
-    yield ("collections", "deque"), Known(deque, call=_deque)
-    yield ("datetime", "datetime"), Known(datetime.datetime, call=_datetime)
-    yield ("datetime", "date"), Known(datetime.date, call=_date)
-    yield ("datetime", "time"), Known(datetime.time, call=_time)
-    yield ("datetime", "timedelta"), Known(datetime.timedelta, call=_timedelta)
-    yield ("datetime", "timezone"), Known(datetime.timezone, call=_timezone)
-    yield ("decimal", "Decimal"), Known(Decimal, call=_decimal)
-    yield ("fractions", "Fraction"), Known(Fraction, call=_fraction)
+    yield ("builtins", "slice"), AllowedName(slice, call=slice)
+    yield ("builtins", "range"), AllowedName(range, call=_range)
+    yield ("builtins", "type"), AllowedName(type, call=_type)
+    yield ("builtins", "getattr"), AllowedName(Inert("getattr"), call=_getattr)
+    yield ("builtins", "Ellipsis"), AllowedName(Ellipsis)
+    yield ("builtins", "NotImplemented"), AllowedName(NotImplemented)
+    yield ("_codecs", "encode"), AllowedName(Inert("encode"), call=_encoded)
+    yield ("copyreg", "_reconstructor"), AllowedName(Inert("_reconstructor"), call=_reconstruct)
+    yield ("copyreg", "__newobj__"), AllowedName(Inert("__newobj__"), call=_new_object)
+    yield ("collections", "OrderedDict"), AllowedName(OrderedDict, call=_ordered_dict, build=_with_attributes)
+    yield ("collections", "defaultdict"), AllowedName(defaultdict, call=_defaultdict)
+    yield ("collections", "Counter"), AllowedName(Counter, call=_counter)
+    yield ("collections", "deque"), AllowedName(deque, call=_deque)
+    yield ("datetime", "datetime"), AllowedName(datetime.datetime, call=_datetime)
+    yield ("datetime", "date"), AllowedName(datetime.date, call=_date)
+    yield ("datetime", "time"), AllowedName(datetime.time, call=_time)
+    yield ("datetime", "timedelta"), AllowedName(datetime.timedelta, call=_timedelta)
+    yield ("datetime", "timezone"), AllowedName(datetime.timezone, call=_timezone)
+    yield ("decimal", "Decimal"), AllowedName(Decimal, call=_decimal)
+    yield ("fractions", "Fraction"), AllowedName(Fraction, call=_fraction)
     yield ("_io", "BytesIO"), draft_of("io.BytesIO", _bytes_io)
     yield ("uuid", "UUID"), draft_of("uuid.UUID", _uuid)
     yield from _path_names()
-    yield ("torch", "Size"), Known(torch.Size, call=_size)
-    yield ("torch", "device"), Known(torch.device, call=_device)
-    yield ("torch.serialization", "_get_layout"), Known(Inert("_get_layout"), call=lambda name: _LAYOUTS[name])
+    yield ("torch", "Size"), AllowedName(torch.Size, call=_size)
+    yield ("torch", "device"), AllowedName(torch.device, call=_device)
+    yield ("torch.serialization", "_get_layout"), AllowedName(Inert("_get_layout"), call=lambda name: _LAYOUTS[name])
     yield from numpy_names()
 
 
-def _path_names() -> Iterator[tuple[Name, Known]]:
+def _path_names() -> Iterator[tuple[Name, AllowedName]]:
     on_windows = os.name == "nt"
     classes: dict[str, type[pathlib.PurePath]] = {
         "PurePosixPath": pathlib.PurePosixPath,
@@ -375,7 +384,7 @@ def _path_names() -> Iterator[tuple[Name, Known]]:
     }
     for name, cls in classes.items():
         for module in ("pathlib", "pathlib._local"):
-            yield (module, name), Known(cls, call=_path_maker(cls))
+            yield (module, name), AllowedName(cls, call=_path_maker(cls))
 
 
 _TABLE = dict(_names())

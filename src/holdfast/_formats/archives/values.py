@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from holdfast._formats.archives import zip_layout as layout
-from holdfast._formats.archives.known_names import Known
+from holdfast._formats.archives.known_names import AllowedName
 from holdfast._formats.archives.safe_pickle import load
 from holdfast._formats.archives.stored_tensors import StoredArchive, StoredTensors
 from holdfast._formats.archives.tensor_records import TensorNames, storage_record
@@ -48,7 +48,7 @@ def decode_value(
     key: str | None = None,
     allow_pickle: bool = False,
     verify: bool = True,
-    find_also: Callable[[str, str], Known | None] | None = None,
+    find_also: Callable[[str, str], AllowedName | None] | None = None,
 ) -> Any:
     """The value in a blob. ``allow_pickle`` lets it run whatever code it names: for trusted authors only.
 
@@ -60,7 +60,7 @@ def decode_value(
         return torch.load(io.BytesIO(blob), weights_only=False)
     tensors = StoredTensors(archive)
 
-    def find(module: str, name: str) -> Known | None:
+    def find(module: str, name: str) -> AllowedName | None:
         known = find_plain(module, name) or tensors.find(module, name)
         return find_also(module, name) if known is None and find_also is not None else known
 
@@ -70,7 +70,7 @@ def decode_value(
 def needs_pickle(blob: bytes) -> str | None:
     """The name of the first thing in a blob that cannot be loaded without ``allow_pickle``; None if all can.
 
-    Bytes that are no archive are a custom planner's own business, and its own to read.
+    Bytes that are not an archive are a custom planner's own business, and its own to read.
     """
     try:
         description = _description_of(blob)
@@ -85,7 +85,7 @@ def needs_pickle(blob: bytes) -> str | None:
         names.add_storage(record, record)
         return record
 
-    def find(module: str, name: str) -> Known | None:
+    def find(module: str, name: str) -> AllowedName | None:
         return find_plain(module, name) or names.find(module, name)
 
     try:

@@ -1,6 +1,6 @@
 """The container around stored objects: zip archives whose entries are all stored uncompressed.
 
-Because nothing is compressed, the directory at the end of an archive says where the bytes of every entry lie, and
+Because nothing is compressed, the directory at the end of an archive says where the bytes of every entry are, and
 they can be read on their own. Names are handled without the archive's root folder, which is ``archive/`` in what
 torch and Holdfast write and the file's name in what people copied from ``torch.save``.
 """
@@ -42,8 +42,8 @@ FIXED = (("version", b"3\n"), ("byteorder", sys.byteorder.encode()))
 _WINDOW = 4096
 
 
-class Entry(NamedTuple):
-    """Where the bytes of an entry lie in its archive."""
+class ZipEntry(NamedTuple):
+    """Where the bytes of an entry are in its archive."""
 
     offset: int
     length: int
@@ -126,10 +126,10 @@ def damaged(source: str, key: str | None, what: str, expected: Any = None, found
     )
 
 
-def read_directory(read_at: ReadAt, length: int, *, source: str, key: str | None = None) -> dict[str, Entry]:
+def read_directory(read_at: ReadAt, length: int, *, source: str, key: str | None = None) -> dict[str, ZipEntry]:
     """All entries of the archive that ``read_at`` reads, by name.
 
-    Everything that locates bytes is checked: entries are stored as they are, lie inside the archive, do not overlap,
+    Everything that locates bytes is checked: entries are stored as they are, are inside the archive, do not overlap,
     and have the same name in both places. Two small reads do for an ordinary archive, however large its content.
     """
     try:
@@ -160,7 +160,7 @@ class _Archive:
             if start <= position and position + length <= start + len(window):
                 return window[position - start : position - start + length]
         window = self._read(position, max(length, _WINDOW))
-        # The end, the directory and the newest are enough: entries are looked at in the order in which they lie.
+        # The end, the directory and the newest are enough: entries are looked at in the order in which they are stored.
         self._windows[2:] = [(position, window)]
         return window[:length]
 
@@ -239,7 +239,7 @@ def _large(extra: bytes, numbers: list[int]) -> list[int]:
     raise _Damage("a large entry has no size")
 
 
-def _located(archive: _Archive, listed: list[_Listed], directory_at: int) -> Iterator[tuple[bytes, Entry]]:
+def _located(archive: _Archive, listed: list[_Listed], directory_at: int) -> Iterator[tuple[bytes, ZipEntry]]:
     """Where the content of each entry starts, which only its local header knows."""
     free_from = 0
     for line in sorted(listed, key=lambda line: line.position):
@@ -257,17 +257,17 @@ def _located(archive: _Archive, listed: list[_Listed], directory_at: int) -> Ite
         free_from = offset + line.length
         if free_from > directory_at:
             raise _Damage("an entry goes beyond the start of the directory", directory_at, free_from)
-        yield line.name, Entry(offset, line.length, line.crc)
+        yield line.name, ZipEntry(offset, line.length, line.crc)
 
 
-def _without_root(entries: Iterable[tuple[bytes, Entry]]) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
+def _without_root(entries: Iterable[tuple[bytes, ZipEntry]]) -> dict[str, ZipEntry]:
+    found: dict[str, ZipEntry] = {}
     root = None
     for raw_name, entry in entries:
         try:
             folder, slash, name = raw_name.decode().partition("/")
         except UnicodeDecodeError:
-            raise _Damage("an entry has a name that is not text", found=raw_name) from None
+            raise _Damage("an entry has a name that is not UTF-8", found=raw_name) from None
         root = folder if root is None else root
         if not slash or folder != root or name in found:
             raise _Damage("its entries are not in one folder, or there twice", found=raw_name)

@@ -35,17 +35,17 @@ from holdfast._formats.archives.zip_layout import (
     DESCRIPTOR,
     END,
     END_MAGIC,
-    Entry,
+    ZipEntry,
     read_directory,
 )
 from holdfast.errors import UnsupportedTensorError
 
 __all__ = [
     "ALIGNMENT",
-    "Entry",
     "StorageRecord",
     "TensorArchive",
     "TensorRecord",
+    "ZipEntry",
     "check_crc",
     "describe_tensor",
     "read_directory",
@@ -212,7 +212,7 @@ class _Form(NamedTuple):
     """What is in those."""
     dtype: torch.dtype
     sizes: tuple[int, ...]
-    payload: Entry
+    payload: ZipEntry
     crc_at: int
     """Where the directory has the CRC of the elements."""
 

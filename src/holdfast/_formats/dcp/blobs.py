@@ -31,11 +31,11 @@ class WrittenBlob:
     transform_descriptors: list[str] | None = None
 
 
-class Elements:
+class WrittenElements:
     """How to get at the elements of tensors that are written. These are in memory anyway."""
 
     def slab_bytes(self, tensor: torch.Tensor) -> int | None:
-        """How many are to be asked for at a time; None if all may be that lie in memory as they are written."""
+        """How many are to be asked for at a time; None if all may be that are in memory as they are written."""
         return None
 
     def of(self, view: torch.Tensor) -> torch.Tensor:
@@ -47,12 +47,12 @@ class Elements:
         return as_bytes(self.of(tensor))
 
     def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """The bytes of a tensor in parts. No more than a slab is copied of one that lies otherwise in memory."""
+        """The bytes of a tensor in parts. No more than a slab is copied of one that is otherwise in memory."""
         for part in cut(Box((0,) * tensor.dim(), tuple(tensor.shape)), _slab_elements(tensor, self)):
             yield as_bytes(self.of(narrowed(tensor, part.offsets, part.sizes)))
 
 
-IN_MEMORY = Elements()
+IN_MEMORY = WrittenElements()
 
 
 def write_blob(
@@ -60,7 +60,7 @@ def write_blob(
     item: WriteItem,
     data: torch.Tensor | io.BytesIO,
     transforms: WriterTransforms,
-    elements: Elements = IN_MEMORY,
+    elements: WrittenElements = IN_MEMORY,
 ) -> WrittenBlob:
     """Write the data of ``item`` at the stream's position."""
     if isinstance(data, torch.Tensor):
@@ -77,7 +77,7 @@ def write_blob(
     return _write_whole(stream, item, data.getvalue(), transforms, None)
 
 
-def _write_tensor(stream: Any, tensor: torch.Tensor, elements: Elements) -> WrittenBlob:
+def _write_tensor(stream: Any, tensor: torch.Tensor, elements: WrittenElements) -> WrittenBlob:
     archive = TensorArchive(tensor.dtype, tuple(tensor.shape))
     prefix, length = archive.prefix, archive.payload_length
     if length <= SMALL_TENSOR:
@@ -99,7 +99,7 @@ def _write_tensor(stream: Any, tensor: torch.Tensor, elements: Elements) -> Writ
     return WrittenBlob(len(prefix) + length + len(suffix), seal, tensor.dtype)
 
 
-def _slab_elements(tensor: torch.Tensor, elements: Elements) -> int:
+def _slab_elements(tensor: torch.Tensor, elements: WrittenElements) -> int:
     slab_bytes = elements.slab_bytes(tensor)
     if slab_bytes is not None:
         return max(1, slab_bytes // tensor.dtype.itemsize)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from holdfast._compat.tensors import DTYPES
-from holdfast._formats.archives.known_names import Inert, Known, Name, brief, draft_of
+from holdfast._formats.archives.known_names import AllowedName, Inert, Name, brief, draft_of
 from holdfast._formats.archives.value_names import find_plain
 from holdfast._formats.dcp.index_shortcut import SIZE, FlatRecord, count, make_size
 from holdfast._formats.dcp.metadata import (
@@ -57,11 +57,11 @@ class IndexRecords:
         self._checked_paths: set[str] = set()
         self._table = {**_SHARED, **dict(self._own())}
 
-    def find(self, module: str, name: str) -> Known | None:
+    def find(self, module: str, name: str) -> AllowedName | None:
         """The entry of a name. Custom planners may store whatever plain values they like."""
         return self._table.get((module, name)) or find_plain(module, name)
 
-    def _own(self) -> Iterator[tuple[Name, Known]]:
+    def _own(self) -> Iterator[tuple[Name, AllowedName]]:
         for module in METADATA_MODULES:
             yield (module, "Metadata"), draft_of("Metadata", self.metadata)
         names = ("relative_path", "offset", "length", SEAL_STATE_KEY, "transform_descriptors")
@@ -92,7 +92,7 @@ class IndexRecords:
     def storage_info(
         self, relative_path: Any, offset: Any, length: Any, holdfast_seal: Any = None, transform_descriptors: Any = None
     ) -> _StorageInfo:
-        """Where one item lies."""
+        """Where one item is stored."""
         if relative_path not in self._checked_paths:
             self._checked_paths.add(self.checked_path(relative_path))
         if transform_descriptors is not None:
@@ -211,7 +211,7 @@ def _typed(value: Any, cls: type[T], what: str) -> T:
     return value
 
 
-def _shared() -> Iterator[tuple[Name, Known]]:
+def _shared() -> Iterator[tuple[Name, AllowedName]]:
     chunks = FlatRecord("ChunkStorageMetadata", ("offsets", "sizes"), chunk).known()
     items = FlatRecord("MetadataIndex", ("fqn", "index", "offset"), item).known()
     for module in METADATA_MODULES:
@@ -221,15 +221,15 @@ def _shared() -> Iterator[tuple[Name, Known]]:
         yield (module, "StorageMeta"), draft_of("StorageMeta", storage_meta)
         yield (
             (module, "BytesStorageMetadata"),
-            Known(BytesStorageMetadata, new=BytesStorageMetadata, build=lambda value, _: value),
+            AllowedName(BytesStorageMetadata, new=BytesStorageMetadata, build=lambda value, _: value),
         )
     for module in (*METADATA_MODULES, PROPERTIES_MODULE):
         yield (module, "TensorProperties"), draft_of("TensorProperties", _properties)
         for name in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"):
-            yield (module, name), Known(Inert(name), call=lambda number: _ENCODINGS[count(number)])
+            yield (module, name), AllowedName(Inert(name), call=lambda number: _ENCODINGS[count(number)])
     yield ("torch", "Size"), SIZE
     for name, dtype in DTYPES.items():
-        yield ("torch", name), Known(dtype)
+        yield ("torch", name), AllowedName(dtype)
 
 
 _SHARED = dict(_shared())

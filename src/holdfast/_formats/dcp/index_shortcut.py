@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from holdfast._formats.archives.known_names import SKIPPED, Draft, Inert, Known, brief, one_bit_away
+from holdfast._formats.archives.known_names import SKIPPED, AllowedName, Draft, Inert, brief, one_bit_away
 from holdfast._formats.archives.pickle_machine import Machine
 
 logger = logging.getLogger("holdfast.formats.dcp")
@@ -60,7 +60,7 @@ def make_size(numbers: Any = ()) -> torch.Size:
     return torch.Size([count(number) for number in numbers])
 
 
-SIZE = Known(Inert("torch.Size"), call=make_size)
+SIZE = AllowedName(Inert("torch.Size"), call=make_size)
 
 
 @lru_cache(maxsize=64)
@@ -79,9 +79,9 @@ class FlatRecord:
         self._names = tuple(names)
         self._make = make
 
-    def known(self) -> Known:
+    def known(self) -> AllowedName:
         """The entry for the table."""
-        return Known(Inert(self._name), new=lambda: Draft(self._finish), shortcut=self._shortcut, hint=self)
+        return AllowedName(Inert(self._name), new=lambda: Draft(self._finish), shortcut=self._shortcut, hint=self)
 
     def maker(self, names: Sequence[Any]) -> _Make | None:
         """What makes a record of the values of ``names``, in this order; None if the order is another."""
@@ -97,7 +97,7 @@ class FlatRecord:
     def _look_at_unknown(self, name: Any, value: Any) -> None:
         """Pass over a field that a newer version has added, and say so once in the log.
 
-        If it changes what the stored bytes mean (as the names of compressions did, once), they are no archive of a
+        If it changes what the stored bytes mean (as the names of compressions did, once), they are not an archive of a
         tensor any more, and reading them is an error. A name that one flipped bit makes of a known one is damage.
         """
         if type(name) is not str or not set(self._names).isdisjoint(one_bit_away(name)):

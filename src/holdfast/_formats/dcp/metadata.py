@@ -14,7 +14,7 @@ import torch
 #
 # These classes know nothing about files, ranks or pickling. Their field names follow
 # ``torch.distributed.checkpoint.metadata``, because the DCP index stores them under these names; how they become
-# bytes is the business of ``holdfast.formats``.
+# bytes is the business of the modules beside this one.
 
 
 @dataclass
@@ -106,7 +106,7 @@ class StorageMeta:
 
 @dataclass
 class Metadata:
-    """The index of a checkpoint: every key, how its chunks lie, and where the storage put them."""
+    """The index of a checkpoint: every key, how it is cut into chunks, and where the storage put them."""
 
     state_dict_metadata: dict[str, STORAGE_TYPES]
     planner_data: Any = None
@@ -133,7 +133,7 @@ class MetadataIndex:
             vars(self)["offset"] = torch.Size(offset)
 
 
-# Where one item of a DCP checkpoint lies, and what its bytes must add up to.
+# Where one item of a DCP checkpoint is stored, and what its bytes must add up to.
 
 
 SEAL_STATE_KEY = "holdfast_seal"

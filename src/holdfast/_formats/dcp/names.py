@@ -1,7 +1,7 @@
 """The names of files in a DCP checkpoint, and which of them belong to whom.
 
 A data file's name starts with the writing rank and a generation, an id that no other save has. So a save never opens
-a file of an earlier one, and what is left of a save that died can be told from everything else.
+a file of an earlier one, and what is left of a save that died can be distinguished from everything else.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def stale_names(present: Iterable[str], in_use: Collection[str]) -> list[str]:
 
 
 def stale_names_of_rank(present: Iterable[str], in_use: Collection[str], rank: int, world_size: int) -> list[str]:
-    """The same where each rank saves for itself: files of this rank, and on rank 0 those of ranks that are no more."""
+    """The same where each rank saves for itself: files of this rank, and on rank 0 of ranks that no longer exist."""
     stale = []
     for name in (PurePath(path).name for path in present):
         match = _DATA_FILE.fullmatch(name) or _TEMPORARY.fullmatch(name)

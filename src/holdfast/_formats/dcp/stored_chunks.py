@@ -1,4 +1,4 @@
-"""Where in a file the elements of a chunk lie, so that they can be read without the archive around them."""
+"""Where in a file the elements of a chunk are, so that they can be read without the archive around them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 
 from holdfast._base.crc import crc32
-from holdfast._formats.byte_ranges import Ranges
-from holdfast._formats.dcp.archive import Entry, TensorRecord, check_crc, describe_tensor, read_directory
+from holdfast._formats.dcp.archive import TensorRecord, ZipEntry, check_crc, describe_tensor, read_directory
 from holdfast._formats.dcp.metadata import ChunkStorageMetadata, Seal, _StorageInfo
+from holdfast._formats.ranged_files import Ranges
 from holdfast._formats.tensor_places import arrangement_of
 from holdfast.errors import DamagedCheckpointError
 
 
-class Elements(NamedTuple):
+class ChunkElements(NamedTuple):
     """The elements of a chunk, side by side."""
 
     position: int
@@ -25,36 +25,36 @@ class Elements(NamedTuple):
     crc: int | None
     """Of all of them; None if the writer recorded none."""
     order: tuple[int, ...] | None = None
-    """The dimensions of the chunk as they lie in the file, slowest first, if that is not their own order."""
+    """The dimensions of the chunk as they are in the file, slowest first, if that is not their own order."""
 
 
-def sealed_elements(info: _StorageInfo, dtype: torch.dtype, chunk: ChunkStorageMetadata) -> Elements | None:
+def sealed_elements(info: _StorageInfo, dtype: torch.dtype, chunk: ChunkStorageMetadata) -> ChunkElements | None:
     """Where the index says that the elements are; None if it does not, or if they are not what it describes."""
     seal = info.seal
     if seal is None or not seal.payload_length < info.length or not _fits(seal.payload_length, dtype, chunk):
         return None
-    return Elements(info.offset + seal.payload_offset, dtype, seal.payload_crc)
+    return ChunkElements(info.offset + seal.payload_offset, dtype, seal.payload_crc)
 
 
 def archived_elements(
     file: Ranges, info: _StorageInfo, chunk: ChunkStorageMetadata, *, source: str, key: str, verify: bool
-) -> Elements | None:
-    """Where the archive says that the elements are; None if they are no plain array of this machine's, side by side."""
+) -> ChunkElements | None:
+    """Where the archive says that the elements are; None if they are not a plain contiguous array of this machine."""
     found = archived_tensor(file, info, source=source, key=key, verify=verify)
     if found is None or not _is_all_of(*found, chunk):
         return None
     record, payload = found
     if record.is_row_major:
-        return Elements(info.offset + payload.offset, record.dtype, payload.crc)
+        return ChunkElements(info.offset + payload.offset, record.dtype, payload.crc)
     arrangement = arrangement_of(record.sizes, record.strides)
     if arrangement is None or prod(arrangement.sizes) != prod(record.sizes) or record.conj or record.neg:
         return None
-    return Elements(info.offset + payload.offset, record.dtype, payload.crc, arrangement.order)
+    return ChunkElements(info.offset + payload.offset, record.dtype, payload.crc, arrangement.order)
 
 
 def archived_tensor(
     file: Ranges, info: _StorageInfo, *, source: str, key: str, verify: bool
-) -> tuple[TensorRecord, Entry] | None:
+) -> tuple[TensorRecord, ZipEntry] | None:
     """The tensor in an archive as a view of one of its entries; None if this machine cannot use that as it is."""
 
     def read_at(offset: int, length: int) -> bytes:
@@ -90,7 +90,7 @@ def check_envelope(file: Ranges, info: _StorageInfo, seal: Seal, source: str, ke
     found = crc32(after, crc32(before))
     if found != seal.envelope_crc:
         raise DamagedCheckpointError(
-            f"{source} is damaged: what stands around '{key}' (bytes {info.offset} to {info.offset + info.length}) has "
+            f"{source} is damaged: what is around '{key}' (bytes {info.offset} to {info.offset + info.length}) has "
             f"CRC {found:08x} where the index says {seal.envelope_crc:08x}. Copy the file again, or load another "
             "checkpoint.",
             file=source,
@@ -100,7 +100,7 @@ def check_envelope(file: Ranges, info: _StorageInfo, seal: Seal, source: str, ke
         )
 
 
-def _is_all_of(record: TensorRecord, payload: Entry, chunk: ChunkStorageMetadata) -> bool:
+def _is_all_of(record: TensorRecord, payload: ZipEntry, chunk: ChunkStorageMetadata) -> bool:
     return (
         record.storage_offset == 0 and record.sizes == tuple(chunk.sizes) and _fits(payload.length, record.dtype, chunk)
     )

@@ -17,7 +17,7 @@ from holdfast._formats.hf_folder.names import (
     files_in,
     generation_of,
     is_data_file,
-    lies_inside,
+    is_inside_folder,
     temporary_name,
 )
 from holdfast._stores.durable_files import write_durably
@@ -207,7 +207,7 @@ class Folder:
 
     @staticmethod
     def _is_pair(name: str, temporary: Any) -> bool:
-        if not isinstance(temporary, str) or not lies_inside(name) or not lies_inside(temporary):
+        if not isinstance(temporary, str) or not is_inside_folder(name) or not is_inside_folder(temporary):
             return False
         return is_data_file(PurePath(name).name) and generation_of(temporary) is not None
 

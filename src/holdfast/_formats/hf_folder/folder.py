@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds: every tensor, and where its parts lie.
+"""What a Hugging Face folder holds: every tensor, and where its parts are stored.
 
 If there is an index, it alone says which files count. Without one all safetensors files of the folder count, and they
 must be of one save. In either case the parts of every tensor must tile it.
@@ -25,8 +25,8 @@ from holdfast._formats.hf_folder.names import (
     FileNotes,
     file_name,
     is_data_file,
+    is_inside_folder,
     is_shard,
-    lies_inside,
     number_of,
     read_notes,
 )
@@ -43,7 +43,7 @@ _MOST_DIGITS = 20
 
 
 @dataclass(frozen=True)
-class StoredChunk:
+class FolderChunk:
     """A part of a tensor, and where its bytes are."""
 
     offsets: tuple[int, ...]
@@ -60,7 +60,7 @@ class StoredKey:
 
     elements: DType
     size: tuple[int, ...]
-    chunks: list[StoredChunk] = field(default_factory=list)
+    chunks: list[FolderChunk] = field(default_factory=list)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,7 +121,7 @@ class IndexCheck:
     """Tensors that the index does not name, by the file they are in: one that it lists, or that is of the same set."""
     missing: Sequence[str]
     """Files of the same set that are neither listed nor there."""
-    told_bytes: int | None
+    stated_bytes: int | None
     """How many bytes the index says that all tensors have."""
     listed_bytes: int
     """How many those have that it names."""
@@ -144,13 +144,13 @@ def check_index(folder: Folder, threads: int = 1) -> IndexCheck | None:
         if not name:
             missing.append(file_name(*number))
             continue
-        with suppress(HoldfastError, OSError):  # it is no part of the checkpoint, perhaps nothing but left over
+        with suppress(HoldfastError, OSError):  # it is not part of the checkpoint, perhaps nothing but left over
             [beside] = _read_headers(folder, {name: None}, None, 1)
             unlisted[name] = [key for key in beside.header.tensors if key not in weights]
     return IndexCheck(
         unlisted={name: keys for name, keys in unlisted.items() if keys},
         missing=missing,
-        told_bytes=_told_bytes(index),
+        stated_bytes=_stated_bytes(index),
         listed_bytes=sum(file.header.tensors[key].nbytes for file in files for key in file.wanted),
         is_exact=_index_save_id(index) is not None,
     )
@@ -166,14 +166,14 @@ def _unlisted_of_same_set(listed: Sequence[str]) -> list[tuple[int, int]]:
     return [(number, count) for number in range(1, count + 1) if (number, count) not in numbers]
 
 
-def _told_bytes(index: Mapping[str, Any]) -> int | None:
+def _stated_bytes(index: Mapping[str, Any]) -> int | None:
     about = index.get("metadata")
-    told = about.get("total_size") if isinstance(about, dict) else None
-    if isinstance(told, str) and told.isdecimal() and len(told) < _MOST_DIGITS:
-        return int(told)
-    if isinstance(told, bool) or not isinstance(told, int | float) or not 0 <= told < float("inf"):
+    stated = about.get("total_size") if isinstance(about, dict) else None
+    if isinstance(stated, str) and stated.isdecimal() and len(stated) < _MOST_DIGITS:
+        return int(stated)
+    if isinstance(stated, bool) or not isinstance(stated, int | float) or not 0 <= stated < float("inf"):
         return None
-    return int(told)
+    return int(stated)
 
 
 def _listing(folder: Folder) -> tuple[Switch | None, Mapping[str, Any] | None, str]:
@@ -230,7 +230,7 @@ def _weight_files(index: Mapping[str, Any], source: str) -> dict[str, Collection
     files: dict[str, Collection[str] | None] = {}
     keys: dict[str, set[str]] = {}
     for key, name in index["weight_map"].items():
-        if not lies_inside(name):
+        if not is_inside_folder(name):
             raise UnsafePathError(
                 f"{source} names {name!r}, which is not a file in its folder. Do not load this checkpoint unless you "
                 "know who wrote it; if it is yours, write the index again with names of files in the folder.",
@@ -270,7 +270,7 @@ def _read_headers(
 
 
 def _shards_beside(folder: Folder, files: list[_File], threads: int) -> list[_File]:
-    """Parts of model files that lie beside an index and are not in it: they may be of a later save."""
+    """Parts of model files that are beside an index and not in it: they may be of a later save."""
     listed = {file.name for file in files}
     beside = sorted(name for name in folder.names() if is_shard(name) and name not in listed)
     return _read_headers(folder, dict.fromkeys(beside, ()), None, threads)
@@ -310,7 +310,7 @@ def _assemble(folder: Folder, files: Iterable[_File], save_id: str | None) -> Co
                 problems.setdefault(key, f"has a part of another dtype or number of dimensions in {file.name}")
                 continue
             position = file.header.position(key)
-            entry.chunks.append(StoredChunk(offsets, shape, file.path, position, file.header.digest))
+            entry.chunks.append(FolderChunk(offsets, shape, file.path, position, file.header.digest))
             if key in file.notes.sizes:
                 sizes.setdefault(key, set()).add(tuple(file.notes.sizes[key]))
     for key, entry in keys.items():
@@ -340,13 +340,13 @@ def _settle(entry: StoredKey, noted: set[tuple[int, ...]]) -> str | None:
     if len({len(chunk.sizes) for chunk in chunks}) > 1 or len(noted) > 1:
         return "has parts of tensors of different sizes"
     entry.size = noted.pop() if noted else _reach(chunks)
-    # Empty parts may lie at the offsets of others, which names must tell apart.
+    # Empty parts may have the offsets of others, which names must keep apart.
     entry.chunks = chunks = [chunk for chunk in chunks if volume(chunk.sizes)] or chunks[:1]
     problems = tiling_problems(chunks, entry.size, name=lambda position: f"in {PurePath(chunks[position].file).name}")
     return f"has chunks that do not tile it: {'; '.join(problems)}" if problems else None
 
 
-def _reach(chunks: Sequence[StoredChunk]) -> tuple[int, ...]:
+def _reach(chunks: Sequence[FolderChunk]) -> tuple[int, ...]:
     ends = ([at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in chunks)
     return tuple(max(along) for along in zip(*ends, strict=True))
 

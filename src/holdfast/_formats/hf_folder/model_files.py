@@ -14,7 +14,7 @@ from holdfast._base.boxes import Box, overlaps, volume
 from holdfast._base.threads import work_through
 from holdfast._base.tuning import WRITE_BUFFER_BYTES
 from holdfast._formats.hf_folder.commit import Folder
-from holdfast._formats.hf_folder.folder import Contents, StoredChunk, StoredKey
+from holdfast._formats.hf_folder.folder import Contents, FolderChunk, StoredKey
 from holdfast._formats.hf_folder.names import FileNotes, file_name, notes_of_whole_tensors, opened_as_described
 from holdfast._formats.safetensors.torch_dtypes import to_safetensors
 from holdfast._formats.safetensors.writer import SafetensorsWriter
@@ -117,7 +117,7 @@ class _OpenFiles:
         while self._open:
             self._close_oldest()
 
-    def holding(self, chunk: StoredChunk) -> Any:
+    def holding(self, chunk: FolderChunk) -> Any:
         """The file that a chunk is in, as it was when the chunk was found there."""
         file = (chunk.file, chunk.header_digest)
         if file not in self._open:

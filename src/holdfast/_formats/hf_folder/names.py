@@ -111,11 +111,11 @@ def files_in(names: Iterable[str], needed: Collection[str] = ()) -> FolderFiles:
     )
 
 
-def lies_inside(name: str) -> bool:
+def is_inside_folder(name: str) -> bool:
     """Whether a name that was read from a file stays inside of the folder that it is relative to.
 
-    >>> lies_inside("sharded/a.safetensors"), lies_inside("../a.safetensors"), lies_inside("/a.safetensors")
-    (True, False, False)
+    >>> [is_inside_folder(name) for name in ("sharded/a.safetensors", "../a.safetensors", "/a.safetensors")]
+    [True, False, False]
     """
     path = PurePath(name)
     return bool(path.name) and not path.anchor and ".." not in path.parts and "\0" not in name
@@ -218,7 +218,7 @@ def opened_as_described(fs: FileSystemBase, file: str, header_digest: bytes) -> 
 
 def _replaced(file: str, header_digest: bytes) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"{file} is not the file any more that it was when its header was read: a save has replaced it meanwhile, or "
+        f"{file} is no longer the file that it was when its header was read: a save has replaced it meanwhile, or "
         "it was removed. Try again when the save has finished.",
         file=file,
         key=None,

@@ -34,7 +34,7 @@ def digest_blocks(data: Any, block_bytes: int) -> Digests:
     )
 
 
-# How damage of a checkpoint is told.
+# How damage of a checkpoint is reported.
 
 
 _MOST_TEXT = 200

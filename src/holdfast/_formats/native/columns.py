@@ -1,4 +1,4 @@
-"""The columns of a checkpoint: where every chunk lies, and the digests of all blocks.
+"""The columns of a checkpoint: where every chunk is stored, and the digests of all blocks.
 
 Chunks are rows of arrays and not objects, since there may be millions of them.
 """
@@ -167,7 +167,7 @@ def _check(columns: Columns, record: Record, source: str) -> None:
     sizes = np.array([tensor.dtype.itemsize for tensor in tensors], dtype=np.int64)
     ends = columns.chunk_begin + volumes * sizes[columns.chunk_tensor]
     if np.any(ends > np.array([file.nbytes for file in files], dtype=np.int64)[columns.chunk_file]):
-        refuse(source, "has chunks that lie behind the end of their file", "inside", "outside")
+        refuse(source, "has chunks past the end of their file", "inside", "outside")
     stored = np.zeros(len(tensors), np.int64)
     np.add.at(stored, columns.chunk_tensor, volumes)
     elements = {shape: prod(shape) for shape in {tensor.shape for tensor in tensors}}
@@ -180,7 +180,7 @@ def _check(columns: Columns, record: Record, source: str) -> None:
 
 
 def _volumes(columns: Columns, record: Record, source: str) -> Numbers:
-    """The number of elements of each chunk, all of which lie inside of their tensors."""
+    """The number of elements of each chunk, all of which are inside of their tensors."""
     dimensions = np.array([len(tensor.shape) for tensor in record.tensors], dtype=np.int64)
     shapes = np.array([size for tensor in record.tensors for size in tensor.shape], dtype=np.int64)
     first_of_tensor = _starts(dimensions)
@@ -196,6 +196,6 @@ def _volumes(columns: Columns, record: Record, source: str) -> Numbers:
         offsets, sizes = columns.chunk_offsets[numbers], columns.chunk_sizes[numbers]
         shape = shapes[first_of_tensor[columns.chunk_tensor[rows], None] + steps]
         if np.any(sizes < 1) or np.any(offsets + sizes > shape):
-            refuse(source, "has chunks that are empty or lie outside of their tensor", "inside", "outside")
+            refuse(source, "has chunks that are empty or outside of their tensor", "inside", "outside")
         volumes[rows] = sizes.prod(axis=1)
     return volumes

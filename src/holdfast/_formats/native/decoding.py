@@ -79,7 +79,7 @@ class Decoder:
             return self.members(stored)
         name = stored["$"]
         if type(name) is not str:
-            raise Malformed("the name of its type is not a text")
+            raise Malformed("the name of its type is not a str")
         reader = _readers.get(name)
         if reader is None:
             return UnknownValue(name, _Fields(stored))
@@ -91,11 +91,11 @@ class Decoder:
     def _enter(self) -> None:
         self._depth += 1
         if self._depth > DEEPEST:
-            raise Malformed(f"it lies in more than {DEEPEST} containers")
+            raise Malformed(f"it is nested in more than {DEEPEST} containers")
         self._place.append(None)
 
     def _leave(self) -> None:
-        # Only reached without an error; after one, the place tells where it was.
+        # Only reached without an error; after one, the place says where it was.
         self._depth -= 1
         self._place.pop()
 
@@ -148,9 +148,9 @@ class Decoder:
         return values
 
     def only_where_opened(self) -> None:
-        """Tensors and values per rank have keys, so they lie where paths lead."""
+        """Tensors and values per rank have keys, so they are where paths lead."""
         if self._closed:
-            raise Malformed("a tensor, or a value per rank, lies where none can be")
+            raise Malformed("a tensor, or a value per rank, is where none can be")
 
     def read_tensor(self, stored: Members) -> Any:
         """What the caller puts for a tensor."""

@@ -49,7 +49,7 @@ _LARGEST_RAW = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class DType:
-    """An element type: a name and a size. Equal to torch's, numpy's and the text of the same name.
+    """An element type: a name and a size. Equal to torch's, numpy's and the str of the same name.
 
     >>> DType("bfloat16").itemsize
     2
@@ -95,7 +95,7 @@ class DType:
 
 
 def name_of(dtype: object) -> str | None:
-    """The name of an element type, given as a text, a ``DType``, or a type of torch or numpy.
+    """The name of an element type, given as a str, a ``DType``, or a type of torch or numpy.
 
     >>> name_of(np.dtype("int16"))
     'int16'

@@ -75,7 +75,7 @@ class Encoder:
         self._without_key: list[dict[str, JSON]] = []
 
     def encode(self, value: Any, path: Path = ()) -> JSON:
-        """The typed value of a state that lies at ``path``.
+        """The typed value of a state that is at ``path``.
 
         Raises ``UnsupportedValueError``, which names everything in it that cannot be stored.
         """
@@ -101,7 +101,7 @@ class Encoder:
             self.refuse("it contains itself; break the cycle")
             return False
         if len(self._around) == DEEPEST:
-            self.refuse(f"it lies in {DEEPEST} containers; store it less deep")
+            self.refuse(f"it is nested in {DEEPEST} containers; nest it less deep")
             return False
         self._around.add(id(container))
         return True
@@ -158,7 +158,7 @@ class Encoder:
                 if text in typed_keys:
                     self.refuse(
                         "another key of the same dict is stored as the same, so one of the two values would be lost (a "
-                        "nan is like this, since no nan equals another); use keys that differ, such as texts"
+                        "nan is like this, since no nan equals another); use keys that differ, such as str"
                     )
                 typed_keys.add(text)
             stored.append([stored_key, self._child(item)])
@@ -243,13 +243,13 @@ def _write_slice(encoder: Encoder, value: slice) -> JSON:
 
 def _write_per_rank(encoder: Encoder, value: PerRankValues) -> JSON:
     if encoder.is_closed():
-        return encoder.refuse("values per rank cannot lie in sets, deques or keys of dicts")
+        return encoder.refuse("values per rank cannot be in sets, deques or keys of dicts")
     return {"$": "per_rank", "ranks": encoder.items(value.ranks)}
 
 
 def _write_slot(encoder: Encoder, value: Slot) -> JSON:
     if encoder.is_closed():
-        return encoder.refuse("values per rank cannot lie in sets, deques or keys of dicts")
+        return encoder.refuse("values per rank cannot be in sets, deques or keys of dicts")
     return {"$": SLOT, "name": value.name}
 
 
@@ -284,7 +284,7 @@ def _write_pickled(encoder: Encoder, value: PickledValue) -> JSON:
 def _write_tensor(encoder: Encoder, value: Any) -> JSON:
     if encoder._closed:
         return encoder.pickle_or_refuse(
-            value, "tensors cannot lie in sets, deques or keys of dicts; put them into a list or dict"
+            value, "tensors cannot be in sets, deques or keys of dicts; put them into a list or dict"
         )
     return encoder.reference(value)
 

@@ -13,7 +13,7 @@ from holdfast._formats.native.dtypes import DType
 from holdfast._formats.safetensors.header import LENGTH_BYTES, METADATA_KEY
 
 DATA_ALIGNMENT = 4096
-"""Data begins at a multiple of this, so that it lies on whole pages."""
+"""Data begins at a multiple of this, so that it is on whole pages."""
 
 _LARGEST_HEADER = 90_000_000
 """Readers of safetensors files refuse headers beyond 100 MB."""
@@ -55,16 +55,16 @@ def lay_out(chunks: Sequence[ChunkToWrite], generation: str, max_file_size: int 
     if max_file_size is None and sum(map(_most_bytes_in_header, chunks)) <= _LARGEST_HEADER:
         return [_lay_out_file(chunks, generation)] if chunks else []
     files: list[list[ChunkToWrite]] = []
-    room = room_in_header = 0
+    remaining = remaining_header = 0
     for chunk in chunks:
         for part in [chunk] if max_file_size is None else _cut(chunk, max_file_size):
             size, entry = part.nbytes, _most_bytes_in_header(part)
-            if not files or (max_file_size is not None and size > room) or entry > room_in_header:
+            if not files or (max_file_size is not None and size > remaining) or entry > remaining_header:
                 files.append([])
-                room, room_in_header = max_file_size or 0, _LARGEST_HEADER
+                remaining, remaining_header = max_file_size or 0, _LARGEST_HEADER
             files[-1].append(part)
-            room -= size
-            room_in_header -= entry
+            remaining -= size
+            remaining_header -= entry
     return [_lay_out_file(file, generation) for file in files]
 
 
@@ -84,7 +84,7 @@ def _lay_out_file(chunks: Sequence[ChunkToWrite], generation: str) -> FileLayout
     taken = {METADATA_KEY}
     placed: list[tuple[ChunkToWrite, int]] = []
     position = 0
-    # The texts are put together by hand, since all is the same for chunks of one dtype and size but name and place.
+    # The JSON is put together by hand, since all is the same for chunks of one dtype and size but name and place.
     alike: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
     for chunk in _by_alignment(chunks):
         _, key, dtype, shape, _, sizes = chunk
@@ -134,7 +134,7 @@ def _name_of_part(chunk: ChunkToWrite) -> str:
 
 def _free_name(name: str, taken: set[str]) -> str:
     if not name.isascii():
-        name = name.encode("utf-8", "backslashreplace").decode()  # a text may hold what UTF-8 cannot
+        name = name.encode("utf-8", "backslashreplace").decode()  # a str may hold what UTF-8 cannot
     candidate, number = name, 1
     while candidate in taken:
         number += 1

@@ -23,7 +23,7 @@ class Leaf(NamedTuple):
 
     path: Path
     key: str
-    """Made from its path. A tensor that lies at several places is stored under one of their keys: ``node["key"]``."""
+    """Made from its path. A tensor that is at several places is stored under one of their keys: ``node["key"]``."""
     node: JSON
     """Its typed value."""
     is_tensor: bool
@@ -63,7 +63,7 @@ def _visit(node: JSON, path: Path, found: list[tuple[Path, JSON]]) -> bool:
         found.append((path, node))
         return kind in _OF_RANKS
     if len(path) >= DEEPEST:
-        raise malformed(path, f"it lies in more than {DEEPEST} containers")
+        raise malformed(path, f"it is nested in more than {DEEPEST} containers")
     before, has_tensor = len(found), kind in _OF_RANKS
     for part, child in parts:
         if type(child) in PLAIN:
@@ -83,7 +83,7 @@ def _kind_of(node: JSON, path: Path) -> str | None:
         return None
     kind = node["$"]
     if type(kind) is not str or (kind == "tensor" and type(node.get("key")) is not str):
-        raise malformed(path, "its type, or the key of its tensor, is not a text")
+        raise malformed(path, "its type, or the key of its tensor, is not a str")
     return kind
 
 

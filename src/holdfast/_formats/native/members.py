@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 JSON = Any
-"""What a JSON parser gives: ``None``, bools, ints, floats, texts, lists, and dicts with text keys."""
+"""What a JSON parser gives: ``None``, bools, ints, floats, strs, lists, and dicts with str keys."""
 
 Members = Mapping[str, JSON]
 
 DEEPEST = 128
-"""How many containers may lie in one another. Deeper states are mistakes, and JSON parsers have limits of their own."""
+"""How deep containers may be nested. Deeper states are mistakes, and JSON parsers have limits of their own."""
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 LARGEST_PLAIN_INT = 1 << 2048
-"""JSON parsers refuse, or take long for, numbers of thousands of digits; from here on ints are hexadecimal texts."""
+"""JSON parsers refuse, or take long for, numbers of thousands of digits; larger ints are stored as hexadecimal str."""
 
 _HEX_INT = re.compile("-?[0-9a-f]+")
 _FLOAT_BITS = re.compile("[0-9a-f]{16}")
@@ -61,7 +61,7 @@ def text_from(stored: JSON) -> str:
     if isinstance(stored, str):
         return stored
     if not isinstance(stored, dict) or stored.get("$") != "str":
-        raise Malformed("a text was expected")
+        raise Malformed("a str was expected")
     try:
         return bytes_from(stored).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:

@@ -44,7 +44,7 @@ def index_file(generation: str) -> str:
 
 
 def generation_of(name: str) -> str | None:
-    """The generation that a file belongs to; None if it is no data file or columns file.
+    """The generation that a file belongs to; None if it is not a data file or columns file.
 
     >>> generation_of("index-00112233aabbccdd.safetensors")
     '00112233aabbccdd'

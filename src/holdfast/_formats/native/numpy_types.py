@@ -109,7 +109,7 @@ def _description(stored: JSON, depth: int) -> Any:
         name = field[0]
         if isinstance(name, list):  # a field with a title
             if len(name) != 2 or not all(isinstance(part, str) for part in name):
-                raise Malformed("the name of a field is a text, or a title and a name")
+                raise Malformed("the name of a field is a str, or a title and a name")
             name = tuple(name)
         inner = _description(field[1], depth - 1)
         fields.append((name, inner) if len(field) == 2 else (name, inner, _shape_from(field[2])))
@@ -168,7 +168,7 @@ def _read_scalar(members: Members) -> Any:
         try:
             return np.str_(content.decode("utf-32-le" if dtype.byteorder != ">" else "utf-32-be", "surrogatepass"))
         except UnicodeDecodeError:
-            raise Malformed("it is not a text of numpy") from None
+            raise Malformed("it is not a str of numpy") from None
     return _array((), dtype, content)[()]
 
 

@@ -1,8 +1,7 @@
 """Reads parts of files: whole blocks, each once, checked against its digest before anything of it is kept.
 
-Long runs of bytes are read straight to where they go and checked there: what turns out to be damaged is overwritten
-with zeros. Small things that lie near each other make a window, which is read into a buffer, checked, and copied from
-there.
+Long ranges of bytes are read straight to where they go and checked there: what turns out to be damaged is overwritten
+with zeros. Small things that are near each other are read together into a buffer, checked, and copied from there.
 """
 
 from __future__ import annotations
@@ -25,12 +24,20 @@ from holdfast._base.tuning import (
     MEMORY_OF_A_READER,
     READ_BYTES,
     READERS,
-    REMOTE_WINDOW_BYTES,
+    REMOTE_BUFFERED_BYTES,
     SEVERAL_READERS_FROM,
     SMALLEST_BUFFER,
 )
 from holdfast._formats.native.blocks import Digests, digest_blocks
-from holdfast._formats.native.read_plan import Runs, Slab, Stretch, Window, bytes_at, plan_reads, runs_of
+from holdfast._formats.native.read_plan import (
+    BufferedRead,
+    ByteRanges,
+    DirectRead,
+    StridedCopy,
+    bytes_at,
+    plan_reads,
+    runs_of,
+)
 from holdfast._formats.native.readable_files import OpenFiles, ReadableFile
 from holdfast._stores.store import CachedReader, Reader, fill_in_pieces
 from holdfast.errors import DamagedCheckpointError
@@ -39,7 +46,7 @@ from holdfast.errors import DamagedCheckpointError
 def read_size(memory: int | None, block_bytes: int, *, is_far: bool = False) -> int:
     """How many bytes are read at once, if no more memory than that may be taken."""
     most = (MEMORY_BUDGET if memory is None else memory) // MEMORY_OF_A_READER
-    wanted = min(REMOTE_WINDOW_BYTES if is_far else READ_BYTES, most)
+    wanted = min(REMOTE_BUFFERED_BYTES if is_far else READ_BYTES, most)
     return max(wanted // block_bytes * block_bytes, block_bytes, SMALLEST_BUFFER)
 
 
@@ -58,8 +65,8 @@ def read_with_digests(
 
 
 def read_all(
-    runs: Runs,
-    slabs: Sequence[Slab],
+    ranges: ByteRanges,
+    copies: Sequence[StridedCopy],
     names: Sequence[str],
     files: Sequence[ReadableFile],
     block_bytes: int,
@@ -74,8 +81,8 @@ def read_all(
     is_far = any(file.is_far for file in files)
     size = read_size(memory, block_bytes, is_far=is_far)
     straight = max(file.read_bytes for file in files) if is_far else None
-    reads = plan_reads(runs, slabs, [file.nbytes for file in files], block_bytes, size, straight)
-    wanted = int(runs.nbytes.sum()) + sum(slab.into.size * slab.into.itemsize for slab in slabs)
+    reads = plan_reads(ranges, copies, [file.nbytes for file in files], block_bytes, size, straight)
+    wanted = int(ranges.nbytes.sum()) + sum(copy.into.size * copy.into.itemsize for copy in copies)
     threads = 1
     if is_far or wanted >= SEVERAL_READERS_FROM:
         threads = max(1, min(reader_count(memory, size), len(reads)))
@@ -88,20 +95,22 @@ def read_all(
 
 
 class _BlockOfSeveral:
-    """A block that is in several windows: whoever comes first reads it for all."""
+    """A block that several buffered reads need: the first of them reads it for all."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.awaited = 1
-        """How many windows have not had it yet."""
+        """How many reads have not had it yet."""
         self.content: npt.NDArray[np.uint8] | None = None
 
 
-def _blocks_of_several(reads: Sequence[Stretch | Window], block_bytes: int) -> dict[tuple[int, int], _BlockOfSeveral]:
+def _blocks_of_several(
+    reads: Sequence[DirectRead | BufferedRead], block_bytes: int
+) -> dict[tuple[int, int], _BlockOfSeveral]:
     found: dict[tuple[int, int], _BlockOfSeveral] = {}
     before = (-1, -1)
     for read in reads:
-        if isinstance(read, Window):
+        if isinstance(read, BufferedRead):
             if before == (read.file, read.first_block):
                 found.setdefault(before, _BlockOfSeveral()).awaited += 1
             before = (read.file, (read.end - 1) // block_bytes)
@@ -121,7 +130,7 @@ class _Job:
     fill_cache: bool
     """Whether what comes from a disk is to be left in the page cache."""
 
-    def read(self, reads: Iterable[Stretch | Window], *, stays: bool = True) -> int:
+    def read(self, reads: Iterable[DirectRead | BufferedRead], *, stays: bool = True) -> int:
         """Read one after the other, with a buffer for all.
 
         A thread that does not stay is one more than there are processors, to wait for a disk as well. Where there is
@@ -130,7 +139,7 @@ class _Job:
         buffer = np.empty(0, np.uint8)
         total = 0
         for read in reads:
-            if isinstance(read, Stretch):
+            if isinstance(read, DirectRead):
                 needed = 0 if read.address else read.nbytes
             else:
                 needed = read.end - read.begin(self.block_bytes)
@@ -138,59 +147,59 @@ class _Job:
                 buffer = np.empty(needed, np.uint8)
             with self.opened.using(read.file) as reader:
                 leaves = not stays and self._is_cached(reader, read)
-                if isinstance(read, Stretch):
-                    total += self._read_stretch(reader, read, buffer)
+                if isinstance(read, DirectRead):
+                    total += self._read_directly(reader, read, buffer)
                 else:
-                    total += self._read_window(reader, read, buffer[:needed])
+                    total += self._read_buffered(reader, read, buffer[:needed])
             if leaves:
                 break
         return total
 
-    def _is_cached(self, reader: Reader, read: Stretch | Window) -> bool:
+    def _is_cached(self, reader: Reader, read: DirectRead | BufferedRead) -> bool:
         if not isinstance(reader, CachedReader):
             return False
-        begin = read.begin if isinstance(read, Stretch) else read.begin(self.block_bytes)
-        end = begin + read.nbytes if isinstance(read, Stretch) else read.end
+        begin = read.begin if isinstance(read, DirectRead) else read.begin(self.block_bytes)
+        end = begin + read.nbytes if isinstance(read, DirectRead) else read.end
         return bool(reader.is_cached(begin, end - begin))
 
-    def _read_stretch(self, reader: Reader, stretch: Stretch, buffer: npt.NDArray[np.uint8]) -> int:
-        if not stretch.address:
-            self._fill(reader, stretch.file, stretch.begin, buffer[: stretch.nbytes], lambda begin, end: [stretch.key])
-            return stretch.nbytes
-        into = bytes_at(stretch.address, stretch.nbytes)
+    def _read_directly(self, reader: Reader, read: DirectRead, buffer: npt.NDArray[np.uint8]) -> int:
+        if not read.address:
+            self._fill(reader, read.file, read.begin, buffer[: read.nbytes], lambda begin, end: [read.key])
+            return read.nbytes
+        into = bytes_at(read.address, read.nbytes)
         try:
-            self._fill(reader, stretch.file, stretch.begin, into, lambda begin, end: [stretch.key])
+            self._fill(reader, read.file, read.begin, into, lambda begin, end: [read.key])
         except BaseException:
             into[:] = 0  # so that nothing of what is damaged can be taken for what was saved
             raise
-        return stretch.nbytes
+        return read.nbytes
 
-    def _read_window(self, reader: Reader, window: Window, view: npt.NDArray[np.uint8]) -> int:
-        begin = window.begin(self.block_bytes)
-        needed = window.needed_blocks(self.block_bytes)
+    def _read_buffered(self, reader: Reader, read: BufferedRead, view: npt.NDArray[np.uint8]) -> int:
+        begin = read.begin(self.block_bytes)
+        needed = read.needed_blocks(self.block_bytes)
         total = 0
         for block in {0, len(needed) - 1}:
-            several = self.blocks_of_several.get((window.file, window.first_block + block))
+            several = self.blocks_of_several.get((read.file, read.first_block + block))
             if several is not None and needed[block]:
                 needed[block] = False
-                total += self._read_for_several(reader, window, block, several, view)
+                total += self._read_for_several(reader, read, block, several, view)
         for first, end in runs_of(needed):
             part = view[first * self.block_bytes : end * self.block_bytes]
             self._fill(
                 reader,
-                window.file,
+                read.file,
                 begin + first * self.block_bytes,
                 part,
-                lambda low, high: _touched(window, low, high),
+                lambda low, high: _touched(read, low, high),
             )
             total += part.nbytes
-        _copy_out(window, view, begin)
+        _copy_out(read, view, begin)
         return total
 
     def _read_for_several(
-        self, reader: Reader, window: Window, block: int, several: _BlockOfSeveral, view: npt.NDArray[np.uint8]
+        self, reader: Reader, read: BufferedRead, block: int, several: _BlockOfSeveral, view: npt.NDArray[np.uint8]
     ) -> int:
-        """Get a block that other windows have as well. Returns the bytes that were read for that."""
+        """Get a block that other reads need as well. Returns the bytes that were read for that."""
         part = view[block * self.block_bytes : (block + 1) * self.block_bytes]
         with several.lock:
             several.awaited -= 1
@@ -199,8 +208,8 @@ class _Job:
                 if not several.awaited:
                     several.content = None
                 return 0
-            begin = (window.first_block + block) * self.block_bytes
-            self._fill(reader, window.file, begin, part, lambda low, high: _touched(window, low, high))
+            begin = (read.first_block + block) * self.block_bytes
+            self._fill(reader, read.file, begin, part, lambda low, high: _touched(read, low, high))
             several.content = part.copy()
             return part.nbytes
 
@@ -233,24 +242,24 @@ class _Job:
         _refuse(file, low, high, int(expected[at]), int(found[at]), touched)
 
 
-def _touched(window: Window, begin: int, end: int) -> list[int]:
-    """The keys of what lies between these places."""
-    runs = window.runs
-    inside = (runs.begin < end) & (runs.begin + runs.nbytes > begin)
-    found: list[int] = runs.key[inside].tolist()
-    return found + [slab.key for slab in window.slabs if slab.begin < end and slab.begin + slab.span > begin]
+def _touched(read: BufferedRead, begin: int, end: int) -> list[int]:
+    """The keys of what is stored between these places."""
+    ranges = read.ranges
+    inside = (ranges.begin < end) & (ranges.begin + ranges.nbytes > begin)
+    found: list[int] = ranges.key[inside].tolist()
+    return found + [copy.key for copy in read.copies if copy.begin < end and copy.begin + copy.span > begin]
 
 
-def _copy_out(window: Window, view: npt.NDArray[np.uint8], begin: int) -> None:
+def _copy_out(read: BufferedRead, view: npt.NDArray[np.uint8], begin: int) -> None:
     """Put everything where it goes."""
-    wanted = window.runs.chosen(window.runs.address != 0)
+    wanted = read.ranges.chosen(read.ranges.address != 0)
     sources = wanted.begin + (view.ctypes.data - begin)
     # There is no cheaper way from Python: a view of numpy or torch takes longer to make than a small tensor to copy.
     move = ctypes.memmove
     for address, source, nbytes in zip(wanted.address.tolist(), sources.tolist(), wanted.nbytes.tolist(), strict=True):
         move(address, source, nbytes)
-    for slab in window.slabs:
-        slab.into[...] = np.ndarray(slab.into.shape, slab.into.dtype, view.data, slab.begin - begin, slab.strides)
+    for copy in read.copies:
+        copy.into[...] = np.ndarray(copy.into.shape, copy.into.dtype, view.data, copy.begin - begin, copy.strides)
 
 
 def _refuse(file: ReadableFile, begin: int, end: int, expected: int, found: int, touched: Sequence[str]) -> NoReturn:

@@ -29,7 +29,7 @@ REPAIRED = "repaired"
 DIGESTS_COMPUTED = "digests_computed"
 """The note in columns whose digests are not those of the save."""
 
-_NAMED = {"columns": "the columns (where chunks lie, and digests) were", "record": "the record was"}
+_NAMED = {"columns": "the columns (where chunks are stored, and digests) were", "record": "the record was"}
 
 What = Literal["columns", "record"]
 Origin = Literal["computed", "kept"]
@@ -54,7 +54,7 @@ class Repair:
         return self.digests != "kept"
 
     def __str__(self) -> str:
-        named = {"columns": "the columns (where chunks lie, and digests)", "record": "the record"}.get(
+        named = {"columns": "the columns (where chunks are stored, and digests)", "record": "the record"}.get(
             self.what, self.what
         )
         text = f"{named} of this checkpoint were rebuilt" if self.what == "columns" else f"{named} was rebuilt"
@@ -87,7 +87,7 @@ def noted(written: Mapping[str, Any], repair: Repair) -> dict[str, Any]:
 
 
 def repairs_in(written: Any) -> tuple[Repair, ...]:
-    """The repairs that a checkpoint tells of, the oldest first. Whatever is noted in another way is one too."""
+    """The repairs that are noted in a checkpoint, the oldest first. Whatever is noted in another way is one too."""
     noted_there = written.get(REPAIRED) if isinstance(written, Mapping) else None
     if noted_there is None:
         return ()
@@ -116,7 +116,7 @@ VERSION = (1, 0)
 BLOCK_BYTES = 1 << 16
 LARGEST_RECORD = 1 << 31
 HEAD_BYTES = 1 << 18
-"""So many bytes of a record tell all but what it contains."""
+"""So many bytes of a record have everything but its contents."""
 
 KINDS = ("sharded", "replicated", "per_rank")
 _HEAD = re.compile(rb'\{"format":"holdfast",\n"version":\[([0-9]{1,9}),([0-9]{1,9})\],')
@@ -139,7 +139,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Record:
-    """What a checkpoint contains, apart from where it lies."""
+    """What a checkpoint contains, apart from where it is stored."""
 
     generation: str
     files: Sequence[StoredFile]
@@ -171,7 +171,7 @@ def encode_record(record: Record) -> bytes:
         _table("tensors", _tensor_rows(record.tensors)),
         _member("tree", record.tree),
     ]
-    # Escapes for all but ASCII: a text may hold what UTF-8 cannot, such as half of a surrogate pair.
+    # Escapes for all but ASCII: a str may hold what UTF-8 cannot, such as half of a surrogate pair.
     body = ("{" + ",\n".join(lines)).encode("ascii")
     if len(body) > LARGEST_RECORD - _TAIL_BYTES:
         raise UnsupportedValueError(
@@ -211,7 +211,7 @@ def decode_record(data: bytes, source: str) -> Record:
 
 
 def written_in(head: bytes) -> Any:
-    """How a checkpoint was written, from the first ``HEAD_BYTES`` of its record; None if that cannot be told."""
+    """How a checkpoint was written, from the first ``HEAD_BYTES`` of its record; None if that is unknown."""
     found = _WRITTEN.search(head)
     try:
         return None if found is None else json.loads(found.group(1))
@@ -350,7 +350,7 @@ def _tensor(row: Any, source: str) -> TensorRef:
     name: Any = row.get("dtype")
     key, shape, kind, rank = row.get("key"), row.get("shape"), row.get("kind"), row.get("rank")
     if not isinstance(key, str):
-        refuse(source, "has a tensor without a key", "a text", key)
+        refuse(source, "has a tensor without a key", "a str", key)
     if not isinstance(shape, list) or not are_sizes(shape) or len(shape) > MOST_DIMENSIONS:
         refuse(source, f"has no valid shape for {key!r}", f"up to {MOST_DIMENSIONS} sizes", shape)
     if kind not in KINDS or (kind == "per_rank") != are_sizes([rank]):

@@ -38,7 +38,7 @@ class PerRankValues:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a value that every rank has its own of, while the ranks have not met yet. It is never stored."""
+    """The place of a per-rank value, while the ranks have not met yet. It is never stored."""
 
     name: str
 

@@ -45,7 +45,7 @@ def register_type(cls: T | None = None, *, name: str | None = None) -> T | Calla
     Values are stored by their fields, or by the name of the enum member, under ``module:qualified name`` of the class.
     Give ``name`` to a class that was moved or renamed: the name under which it was stored. Loading sets the
     fields and calls neither ``__init__`` nor ``__post_init__``. Fields that were added since get their defaults. A
-    dataclass with attributes that are no fields is refused, since they would be lost; what a ``cached_property`` keeps
+    dataclass with attributes that are not fields is refused, since they would be lost; what a ``cached_property`` keeps
     is made again.
 
     >>> from holdfast._formats.native.values import Encoder, decode
@@ -129,7 +129,7 @@ def fields_of(registered: RegisteredType, value: Any) -> dict[str, Any]:
     others = [name for name in getattr(value, "__dict__", ()) if name not in fields and not _is_cached(value, name)]
     if others:
         raise CannotStore(
-            f"it has attributes that are no fields of its class, {others!r}; make them fields, or keep them elsewhere"
+            f"it has attributes that are not fields of its class, {others!r}; make them fields, or keep them elsewhere"
         )
     return fields
 

@@ -22,13 +22,13 @@ from holdfast._formats.native.columns import (
     header_ends,
 )
 from holdfast._formats.native.names import RECORD, rank_of
-from holdfast._formats.native.read_plan import Numbers, Runs, Slab, cut_into_slabs, dense_runs
+from holdfast._formats.native.read_plan import ByteRanges, Numbers, StridedCopy, cut_into_strided_copies, dense_ranges
 from holdfast._formats.native.readable_files import ReadableFile
 from holdfast._formats.native.reading import read_all, read_size
 from holdfast._formats.native.record import LARGEST_RECORD, Record, StoredFile, decode_record
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.values import decode
-from holdfast._formats.source import ChunkPlace, Request, Source, WholeReads, check_requests, part_of
+from holdfast._formats.source import ChunkPlace, ReadRequest, Source, WholeReads, check_requests, part_of
 from holdfast._stores.store import Reader, Store
 from holdfast.errors import CheckpointNotFoundError, ReplacedCheckpointError
 
@@ -36,15 +36,15 @@ from holdfast.errors import CheckpointNotFoundError, ReplacedCheckpointError
 
 
 class Cutter:
-    """Cuts requests into what can be read: runs of bytes, and slabs of what does not lie side by side."""
+    """Cuts requests into what can be read: ranges of bytes, and strided copies of what is not contiguous."""
 
     def __init__(self, block_bytes: int, memory: int | None) -> None:
         self._largest = read_size(memory, block_bytes)
         self.rows: list[tuple[int, int, int, int, int]] = []
-        self.runs: list[Runs] = []
-        self.slabs: list[Slab] = []
+        self.ranges: list[ByteRanges] = []
+        self.copies: list[StridedCopy] = []
 
-    def cut(self, request: Request, number: int, chunks: Sequence[StoredChunk]) -> None:
+    def cut(self, request: ReadRequest, number: int, chunks: Sequence[StoredChunk]) -> None:
         """Add what is stored of a request in these chunks."""
         itemsize = request.into.itemsize
         for chunk in chunks:
@@ -61,9 +61,9 @@ class Cutter:
     def _cut_box(
         self, chunk: StoredChunk, start: Sequence[int], strides: tuple[int, ...], into: Any, number: int
     ) -> None:
-        dense = dense_runs(strides, into) if isinstance(into, np.ndarray) else None
+        dense = dense_ranges(strides, into) if isinstance(into, np.ndarray) else None
         if dense is None:
-            self.slabs += cut_into_slabs(chunk.file, chunk.begin, strides, start, into, number, self._largest)
+            self.copies += cut_into_strided_copies(chunk.file, chunk.begin, strides, start, into, number, self._largest)
             return
         in_file, in_memory, nbytes = dense
         begin = chunk.begin + sum(at * stride for at, stride in zip(start, strides, strict=True))
@@ -72,15 +72,17 @@ class Cutter:
             self.rows.append((chunk.file, begin, nbytes, address, number))
             return
         same = np.ones_like(in_file)
-        self.runs.append(Runs(chunk.file * same, begin + in_file, nbytes * same, address + in_memory, number * same))
+        self.ranges.append(
+            ByteRanges(chunk.file * same, begin + in_file, nbytes * same, address + in_memory, number * same)
+        )
 
 
-def first_keys(runs: Runs, slabs: Sequence[Slab]) -> dict[int, int]:
+def first_keys(ranges: ByteRanges, copies: Sequence[StridedCopy]) -> dict[int, int]:
     """The files that are read, and what each of them is needed for first."""
-    numbers, rows = np.unique(runs.file, return_index=True)
-    keys = dict(zip(numbers.tolist(), runs.key[rows].tolist(), strict=True))
-    for slab in slabs:
-        keys.setdefault(slab.file, slab.key)
+    numbers, rows = np.unique(ranges.file, return_index=True)
+    keys = dict(zip(numbers.tolist(), ranges.key[rows].tolist(), strict=True))
+    for copy in copies:
+        keys.setdefault(copy.file, copy.key)
     return keys
 
 
@@ -130,7 +132,7 @@ class NativeSource(Source):
         return [Box(chunk.offsets, chunk.sizes) for chunk in self._chunks(key)]
 
     def chunk_places(self, key: str) -> list[ChunkPlace]:
-        """The same boxes, with the files that they lie in and who wrote them."""
+        """The same boxes, with the files that they are stored in and who wrote them."""
         itemsize = self.tensors[key].dtype.itemsize
         found = []
         for chunk in self._chunks(key):
@@ -145,13 +147,13 @@ class NativeSource(Source):
         names = [RECORD, self.record.index.name, *(file.name for file in self.record.files)]
         return [(name, sizes[name]) for name in names if name in sizes]
 
-    def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:
+    def read(self, requests: Sequence[ReadRequest], *, verify: bool = True, memory: int | None = None) -> int:
         """Fill the memory of all requests."""
         return self.read_many(requests, _NO_WHOLES, verify=verify, memory=memory)
 
     def read_many(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[ReadRequest],
         wholes: WholeReads,
         *,
         verify: bool = True,
@@ -168,17 +170,17 @@ class NativeSource(Source):
             if request.into.size:
                 number = self._numbers[request.key]
                 cutter.cut(request, number, self._table.of(number))
-        runs = Runs.joined([alone, Runs.joined([Runs.of(cutter.rows), *cutter.runs])])
-        needed_for = first_keys(runs, cutter.slabs)
+        ranges = ByteRanges.joined([alone, ByteRanges.joined([ByteRanges.of(cutter.rows), *cutter.ranges])])
+        needed_for = first_keys(ranges, cutter.copies)
         if verify:
-            runs = Runs.joined([runs, self._headers(needed_for)])
+            ranges = ByteRanges.joined([ranges, self._headers(needed_for)])
         files = self._files(needed_for, verify=verify)
-        read = read_all(runs, cutter.slabs, self._names, files, self.record.block_bytes, memory, shared=shared)
+        read = read_all(ranges, cutter.copies, self._names, files, self.record.block_bytes, memory, shared=shared)
         if verify:
             self._checked_headers |= set(needed_for)
         return read
 
-    def _mostly_whole(self, requests: Sequence[Request], wholes: WholeReads) -> bool:
+    def _mostly_whole(self, requests: Sequence[ReadRequest], wholes: WholeReads) -> bool:
         """Whether most bytes are of tensors that are read whole: other ranks will want the same ones then."""
         whole, parts = int(wholes.nbytes.sum()), 0
         for request in requests:
@@ -189,7 +191,7 @@ class NativeSource(Source):
                 parts += nbytes
         return whole > parts
 
-    def lack_parts(self, keys: Sequence[str]) -> list[int]:
+    def incomplete_positions(self, keys: Sequence[str]) -> list[int]:
         """None: the columns were checked to have all elements of every tensor, and chunks must not overlap."""
         self._refuse_overlaps(self._numbered(keys))
         return []
@@ -206,12 +208,12 @@ class NativeSource(Source):
         itemsizes = np.array([ref.dtype.itemsize for ref in tensors], np.int64)
         nbytes = chunk_volumes(columns, self.record) * itemsizes[columns.chunk_tensor]
         file, begin = columns.chunk_file, columns.chunk_begin
-        chunks = Runs(file, begin, nbytes, np.zeros_like(begin), columns.chunk_tensor)
+        chunks = ByteRanges(file, begin, nbytes, np.zeros_like(begin), columns.chunk_tensor)
         between = self._gaps(chunks)
         files = self._files(first_keys(chunks, []), verify=True)
-        return read_all(Runs.joined([chunks, between]), [], self._names, files, self.record.block_bytes)
+        return read_all(ByteRanges.joined([chunks, between]), [], self._names, files, self.record.block_bytes)
 
-    def _gaps(self, chunks: Runs) -> Runs:
+    def _gaps(self, chunks: ByteRanges) -> ByteRanges:
         """The bytes of all files that belong to no chunk."""
         rows = []
         for number, file in enumerate(self.record.files):
@@ -224,7 +226,7 @@ class NativeSource(Source):
                 (number, end, begin - end, 0, len(self._names) - 1)
                 for begin, end in zip(begins[gaps].tolist(), ends[gaps].tolist(), strict=True)
             ]
-        return Runs.of(rows)
+        return ByteRanges.of(rows)
 
     def _ref(self, key: str) -> TensorRef:
         ref = self.tensors.get(key)
@@ -234,7 +236,7 @@ class NativeSource(Source):
 
     @cached_property
     def columns(self) -> Columns:
-        """Where the chunks lie, and the digests."""
+        """Where the chunks are stored, and the digests."""
         index = self.record.index
         path = self.store.path_of(index.name)
         with self._opener(index, None)() as reader:
@@ -260,20 +262,20 @@ class NativeSource(Source):
         except KeyError as error:
             raise KeyError(f"there is no tensor {error} in the checkpoint") from None
 
-    def _only_chunks(self, wholes: WholeReads) -> tuple[Runs, WholeReads]:
-        """Whole tensors that are stored as one chunk as runs of files, and the others."""
+    def _only_chunks(self, wholes: WholeReads) -> tuple[ByteRanges, WholeReads]:
+        """Whole tensors that are stored as one chunk as ranges of files, and the others."""
         if not len(wholes.keys):
-            return Runs.of([]), wholes
+            return ByteRanges.of([]), wholes
         numbers = self._numbered(wholes.keys)
         alone, file, begin = self._table.only_chunks(numbers)
-        runs = Runs(file, begin, wholes.nbytes[alone], wholes.addresses[alone], numbers[alone])
+        ranges = ByteRanges(file, begin, wholes.nbytes[alone], wholes.addresses[alone], numbers[alone])
         others = np.flatnonzero(~alone)
         keys = [wholes.keys[position] for position in others.tolist()]
-        return runs, WholeReads(keys, wholes.addresses[others], wholes.nbytes[others])
+        return ranges, WholeReads(keys, wholes.addresses[others], wholes.nbytes[others])
 
-    def _headers(self, needed_for: Mapping[int, int]) -> Runs:
+    def _headers(self, needed_for: Mapping[int, int]) -> ByteRanges:
         """The headers of the files that are read, unless they were checked before."""
-        return Runs.of(
+        return ByteRanges.of(
             [
                 (file, 0, self._header_ends[file], 0, key)
                 for file, key in needed_for.items()

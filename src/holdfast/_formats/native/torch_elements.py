@@ -71,7 +71,7 @@ def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor | Non
     return torch.from_numpy(array.view(in_numpy)).view(dtype)
 
 
-# The dtypes that users name, as objects of torch or numpy or as texts.
+# The dtypes that users name, as objects of torch or numpy or as str.
 
 
 def dtype_from_user(wish: Any) -> torch.dtype:
@@ -90,5 +90,5 @@ def floating_dtype_from_user(wish: Any) -> torch.dtype:
     """The same, if it is one that floating point tensors can be stored as."""
     dtype = dtype_from_user(wish)
     if not dtype.is_floating_point or dtype in PACKED:
-        raise ValueError(f"tensors are cast from one floating point type to another, and {dtype} is none")
+        raise ValueError(f"tensors are cast from one floating point type to another, and {dtype} is not one")
     return dtype

@@ -367,7 +367,7 @@ def _remove_old_files(store: Store, existing: Existing, record: Record) -> None:
     try:
         store.delete(files_in(existing.names, record.file_names()).of_any_save())
     except Exception as error:
-        # The new checkpoint is whole. What could not be removed takes space and does no other harm.
+        # The new checkpoint is complete. What could not be removed takes space and does no other harm.
         logger.warning("old files in %s could not be removed: %s", store.location, error)
 
 

@@ -1,7 +1,7 @@
 """The header of a safetensors file: what is in the file, and where.
 
 A file is 8 bytes with the length of the header, the header (JSON, padded with spaces), and the data. The data of the
-tensors lies without holes or overlaps and ends with the file; a header that says anything else is refused, so that what
+tensors has no holes or overlaps and ends with the file; a header that says anything else is refused, so that what
 passes here can be read without looking twice.
 """
 
@@ -39,7 +39,7 @@ class ByteSource(Protocol):
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class HeaderTensor:
     """A tensor of a file: what it is, and its bytes ``begin`` to ``end``, counted from the beginning of the data."""
 
     dtype: str
@@ -55,9 +55,9 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """The tensors of a file in the order in which they lie, free-form notes, and where the data begins."""
+    """The tensors of a file in the order in which they are stored, free-form notes, and where the data begins."""
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, HeaderTensor]
     notes: Mapping[str, str]
     data_start: int
     digest: bytes
@@ -79,7 +79,7 @@ def plan_header(
     >>> list(header.tensors), header.position("bias") == len(start) + 16
     (['weight', 'bias'], True)
     """
-    placed: dict[str, StoredTensor] = {}
+    placed: dict[str, HeaderTensor] = {}
     position = 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: (-BITS[tensor[1]], tensor[0])):
         size = nbytes(dtype, shape)
@@ -87,7 +87,7 @@ def plan_header(
             raise ValueError(f"a safetensors file cannot hold a tensor under the name {name!r} (again)")
         if size is None:
             raise ValueError(f"{name!r}: {dtype} elements of shape {list(shape)} do not fill whole bytes")
-        placed[name] = StoredTensor(dtype, tuple(shape), position, position + size)
+        placed[name] = HeaderTensor(dtype, tuple(shape), position, position + size)
         position += size
     content: dict[str, Any] = {METADATA_KEY: dict(notes)} if notes else {}
     for name, tensor in placed.items():
@@ -141,7 +141,7 @@ def decode_header(text: bytes, file_size: int, source: str) -> Header:
     if notes is None:
         notes = {}
     if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
-        _refuse(source, METADATA_KEY, "has metadata other than texts", "texts", type(notes).__name__)
+        _refuse(source, METADATA_KEY, "has metadata that is not str", "str", type(notes).__name__)
     tensors = {name: _tensor(name, entry, source) for name, entry in content.items()}
     ordered = dict(sorted(tensors.items(), key=lambda tensor: (tensor[1].begin, tensor[1].end)))
     position = 0
@@ -153,7 +153,7 @@ def decode_header(text: bytes, file_size: int, source: str) -> Header:
     data_start = LENGTH_BYTES + len(text)
     if data_start + position != file_size:
         last = next(reversed(ordered), None)
-        kind = "is cut off" if file_size < data_start + position else "has more data than its header tells"
+        kind = "is cut off" if file_size < data_start + position else "has more data than its header says"
         _refuse(source, last, kind, data_start + position, file_size)
     return Header(ordered, notes, data_start, _digest(text))
 
@@ -164,7 +164,7 @@ def _parse(text: bytes, source: str) -> dict[str, Any]:
     return parse_json_object(text, source, "its header")
 
 
-def _tensor(name: str, entry: Any, source: str) -> StoredTensor:
+def _tensor(name: str, entry: Any, source: str) -> HeaderTensor:
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
         _refuse(source, name, "is not described as a tensor", sorted(_FIELDS), found)
@@ -178,7 +178,7 @@ def _tensor(name: str, entry: Any, source: str) -> StoredTensor:
     size = nbytes(dtype, shape)
     if size is None or offsets[1] - offsets[0] != size:
         _refuse(source, name, f"has the wrong number of bytes for {dtype} {shape}", size, offsets[1] - offsets[0])
-    return StoredTensor(dtype, tuple(shape), *offsets)
+    return HeaderTensor(dtype, tuple(shape), *offsets)
 
 
 def _refuse(source: str, key: str | None, what: str, expected: Any, found: Any) -> NoReturn:

@@ -14,15 +14,15 @@ import numpy as np
 
 from holdfast._base.boxes import Box, overlaps, volume
 from holdfast._base.tuning import SMALL_TENSOR
-from holdfast._formats.byte_ranges import StreamRanges, read_size, refuse_short_chunk
-from holdfast._formats.chunk_reads import ArrayPlace, ChunkRead, Wanted
+from holdfast._formats.box_reads import ArrayPlace, ChunkRead, WantedRegion
 from holdfast._formats.hf_folder.commit import Folder
-from holdfast._formats.hf_folder.folder import Contents, IndexCheck, StoredChunk, check_index, read_contents, read_files
+from holdfast._formats.hf_folder.folder import Contents, FolderChunk, IndexCheck, check_index, read_contents, read_files
 from holdfast._formats.hf_folder.names import COMMIT_NAME, INDEX_NAME, SUFFIX, opened_as_described
 from holdfast._formats.native.names import generation_of
 from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.ranged_files import StreamRanges, read_size, refuse_short_chunk
 from holdfast._formats.safetensors.header import read_header
-from holdfast._formats.source import ChunkPlace, Request, Source, check_requests, part_of, sizes_of
+from holdfast._formats.source import ChunkPlace, ReadRequest, Source, check_requests, part_of, sizes_of
 from holdfast._stores.store import Store
 from holdfast._stores.store_files import files_of
 
@@ -38,7 +38,7 @@ class SafetensorsSource(Source):
     >>> save_file({"w": torch.tensor([[1, 2], [3, 4]])}, file)
     >>> source = SafetensorsSource(file)
     >>> column = np.empty((2, 1), source.tensors["w"].dtype.carrier)
-    >>> _ = source.read([Request("w", (0, 1), (2, 1), column)])
+    >>> _ = source.read([ReadRequest("w", (0, 1), (2, 1), column)])
     >>> column.tolist()
     [[2], [4]]
     """
@@ -90,7 +90,7 @@ class SafetensorsSource(Source):
         return [Box(chunk.offsets, chunk.sizes) for chunk in self._contents.keys[key].chunks]
 
     def chunk_places(self, key: str) -> list[ChunkPlace]:
-        """The same boxes, with the files that they lie in. Numbers in their names do not tell the ranks for sure."""
+        """The same boxes, with the files that they are stored in. Numbers in their names are not always the ranks."""
         itemsize = self.tensors[key].dtype.itemsize
         return [
             ChunkPlace(
@@ -126,7 +126,7 @@ class SafetensorsSource(Source):
             name = self._names[file] = str(PurePath(file).relative_to(self._folder.path))
         return name
 
-    def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:
+    def read(self, requests: Sequence[ReadRequest], *, verify: bool = True, memory: int | None = None) -> int:
         """Fill the memory of all requests, file by file; of the files only what is needed is read.
 
         ``verify`` makes no difference: there is nothing to compare with.
@@ -140,8 +140,8 @@ class SafetensorsSource(Source):
                     total += _read_chunk(stream, of_chunk, read_size(memory, at_once=1))
         return total
 
-    def _by_file(self, requests: Sequence[Request]) -> dict[str, list[_Part]]:
-        """What to read of every file, in the order in which it lies there."""
+    def _by_file(self, requests: Sequence[ReadRequest]) -> dict[str, list[_Part]]:
+        """What to read of every file, in the order in which it is stored."""
         files: dict[str, list[_Part]] = defaultdict(list)
         for request in requests:
             chunks = self._contents.keys[request.key].chunks
@@ -167,7 +167,7 @@ class _Part(NamedTuple):
     """A region of a chunk, and where it goes."""
 
     key: str
-    chunk: StoredChunk
+    chunk: FolderChunk
     region: Box
     into: Any
 
@@ -184,14 +184,14 @@ def _read_chunk(stream: Any, parts: Sequence[_Part], most: int) -> int:
     if len(parts) == 1 and nbytes <= SMALL_TENSOR and parts[0].region.sizes == chunk.sizes:
         stream.seek(chunk.position)
         data = stream.read(nbytes)
-        if len(data) == nbytes:  # or else what follows tells what is wrong
+        if len(data) == nbytes:  # or else the code below says what is wrong
             parts[0].into[...] = np.frombuffer(data, parts[0].into.dtype).reshape(chunk.sizes)
             return nbytes
     file = StreamRanges(stream, chunk.file)
-    wanted = [Wanted(part.region, ArrayPlace(part.into)) for part in parts]
+    wanted = [WantedRegion(part.region, ArrayPlace(part.into)) for part in parts]
     reading = ChunkRead(file, chunk.position, chunk.sizes, parts[0].into.itemsize, wanted, most=most)
     refuse_short_chunk(file, chunk.position, reading.nbytes, chunk.file, key)
-    for run in reading.stretches():
+    for run in reading.reads():
         reading.read(run, summed=False)
     return reading.bytes_read
 

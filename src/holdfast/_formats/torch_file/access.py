@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from holdfast._base.tuning import READ_BYTES, REMOTE_START_BYTES
-from holdfast._formats.byte_ranges import Ranges
+from holdfast._formats.ranged_files import Ranges
 from holdfast._stores.file_reader import open_file
 from holdfast._stores.store import Buffer, Reader, Store
 from holdfast.errors import DamagedCheckpointError, HoldfastError
@@ -59,8 +59,7 @@ class LocalFile:
 
     def _changed(self) -> DamagedCheckpointError:
         return DamagedCheckpointError(
-            f"{self.path} is not the file any more that was opened: something has replaced or changed it. Open "
-            "it again.",
+            f"{self.path} is no longer the file that was opened: something has replaced or changed it. Open it again.",
             file=self.path,
             key=None,
             expected=self._version,
@@ -68,7 +67,7 @@ class LocalFile:
         )
 
 
-class StoredFile:
+class StoreObject:
     """An object of a store. Its reader stays open, and gives bytes of no other object."""
 
     def __init__(self, store: Store, name: str) -> None:
@@ -84,7 +83,7 @@ class StoredFile:
 
     @contextmanager
     def on_disk(self) -> Iterator[str]:
-        """A copy, for what only torch can read. It needs as much room on the disk for temporary files."""
+        """A copy, for what only torch can read. It needs as much space on the disk for temporary files."""
         with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
             copy = Path(folder) / "copy"
             memory = memoryview(bytearray(min(READ_BYTES, self.size)))

@@ -15,7 +15,7 @@ import torch
 
 from holdfast._base.crc import crc32
 from holdfast._base.tuning import STREAM_BYTES
-from holdfast._formats.archives.zip_layout import LOCAL_MAGIC, Entry, damaged, read_directory
+from holdfast._formats.archives.zip_layout import LOCAL_MAGIC, ZipEntry, damaged, read_directory
 from holdfast._formats.torch_file.claims import Claims
 from holdfast._formats.torch_file.reserved_memory import DESCRIPTION, ReservedFile
 from holdfast._stores.file_reader import FileReader, open_file
@@ -87,7 +87,7 @@ class _Bounded:
 # would show bytes of something else as elements.
 
 
-def check_storage_sizes(description: bytes, entries: Mapping[str, Entry], *, source: str) -> None:
+def check_storage_sizes(description: bytes, entries: Mapping[str, ZipEntry], *, source: str) -> None:
     """Compare the sizes that ``description`` claims with those of the file's ``entries``."""
     claims = Claims()
     try:
@@ -261,7 +261,7 @@ def _check_archive(file: Path, *, verify: bool) -> None:
                 raise damaged(str(file), name, "wrong CRC-32", f"{entry.crc:08x}", f"{found:08x}")
 
 
-def _crc(stream: Any, entry: Entry) -> int:
+def _crc(stream: Any, entry: ZipEntry) -> int:
     stream.seek(entry.offset)
     crc, left = 0, entry.length
     while left and (piece := stream.read(min(left, STREAM_BYTES))):

@@ -1,6 +1,6 @@
 """A ``torch.save`` file as addresses: memory that stands for the file, and holds nothing of it until that is wanted.
 
-Tensors are made on that memory without reading a byte of theirs, and their addresses tell where in the file they are.
+Tensors are made on that memory without reading a byte of theirs, and their addresses say where in the file they are.
 The file itself is never mapped: on network disks a mapped page can turn into a killed process.
 """
 
@@ -20,17 +20,17 @@ from typing import Any, Protocol
 
 import torch
 
-from holdfast._formats.archives.known_names import Known
+from holdfast._formats.archives.known_names import AllowedName
 from holdfast._formats.archives.safe_pickle import load
 from holdfast._formats.archives.stored_tensors import StoredArchive, StoredTensors, check_crc
 from holdfast._formats.archives.value_names import find_plain
-from holdfast._formats.archives.zip_layout import Entry, read_directory
+from holdfast._formats.archives.zip_layout import ZipEntry, read_directory
 from holdfast.errors import NotACheckpointError
 
 DESCRIPTION = "data.pkl"
 _ELEMENTS = "data/"
 _ALIGNMENT = 16
-"""Elements that lie otherwise are copied when a tensor is made of them, so they must be there by then."""
+"""Elements in another order are copied when a tensor is made of them, so they must be there by then."""
 
 
 class OpenFile(Protocol):
@@ -79,7 +79,7 @@ class ReservedFile:
             self.fill(file, 0, file.size)
         tensors = StoredTensors(archive, share=True)
 
-        def find(module: str, name: str) -> Known | None:
+        def find(module: str, name: str) -> AllowedName | None:
             return find_plain(module, name) or tensors.find(module, name)
 
         def on_cpu(reference: Any) -> Any:
@@ -145,7 +145,7 @@ class ReservedFile:
 class _Archive(StoredArchive):
     """The archive in the memory that stands for it."""
 
-    def __init__(self, memory: mmap.mmap, entries: Mapping[str, Entry], source: str) -> None:
+    def __init__(self, memory: mmap.mmap, entries: Mapping[str, ZipEntry], source: str) -> None:
         self.source = source
         self.key = None
         self._verify = False

@@ -15,14 +15,14 @@ import torch
 from holdfast._base.box_bytes import boxes_of_run
 from holdfast._base.boxes import Box, cut, volume
 from holdfast._base.tuning import READ_BYTES, STREAM_BYTES
-from holdfast._formats.archives.zip_layout import LOCAL_MAGIC, Entry, damaged
-from holdfast._formats.byte_ranges import Ranges, read_size, read_with_crc
-from holdfast._formats.chunk_reads import ArrayPlace, ChunkRead, Wanted
+from holdfast._formats.archives.zip_layout import LOCAL_MAGIC, ZipEntry, damaged
+from holdfast._formats.box_reads import ArrayPlace, ChunkRead, WantedRegion
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.torch_elements import as_array
-from holdfast._formats.source import ByteStream, ChunkPlace, Request, Source, check_requests, part_of
+from holdfast._formats.ranged_files import Ranges, read_size, read_with_crc
+from holdfast._formats.source import ByteStream, ChunkPlace, ReadRequest, Source, check_requests, part_of
 from holdfast._formats.tensor_places import arrangement_of, narrowed
-from holdfast._formats.torch_file.access import LocalFile, StoredFile
+from holdfast._formats.torch_file.access import LocalFile, StoreObject
 from holdfast._formats.torch_file.opened_states import open_state
 from holdfast._formats.torch_file.reading import read_torch_file
 from holdfast._formats.torch_file.reserved_memory import ReservedFile
@@ -33,9 +33,9 @@ from holdfast.errors import RefusedPickleError, UnsupportedValueError
 
 
 class EntryStream:
-    """A tensor that is all of an entry, as it lies there."""
+    """A tensor that is all of an entry, as it is there."""
 
-    def __init__(self, file: Ranges, name: str, entry: Entry, location: str) -> None:
+    def __init__(self, file: Ranges, name: str, entry: ZipEntry, location: str) -> None:
         self._file = file
         self._name = name
         self._entry = entry
@@ -67,10 +67,10 @@ class PartsStream:
         """Read the boxes that the bytes are made of."""
         elements = np.frombuffer(memory, np.uint8).view(self._ref.dtype.carrier)
         first = begin // self._ref.dtype.itemsize
-        requests, done = list[Request](), 0
+        requests, done = list[ReadRequest](), 0
         for box in boxes_of_run(self._ref.shape, first, first + elements.size):
             into = elements[done : done + volume(box.sizes)].reshape(box.sizes)
-            requests.append(Request(self._ref.key, tuple(box.offsets), tuple(box.sizes), into))
+            requests.append(ReadRequest(self._ref.key, tuple(box.offsets), tuple(box.sizes), into))
             done += into.size
         self._source.read(requests, verify=False, memory=self._memory)
 
@@ -102,7 +102,7 @@ class TorchFileSource(Source):
     >>> source.tree["epochs"]
     (1, 2)
     >>> column = np.empty((2, 1), source.tensors["w"].dtype.carrier)
-    >>> _ = source.read([Request("w", (0, 1), (2, 1), column)])
+    >>> _ = source.read([ReadRequest("w", (0, 1), (2, 1), column)])
     >>> column.tolist()
     [[3], [4]]
     """
@@ -111,9 +111,9 @@ class TorchFileSource(Source):
 
     def __init__(self, path: str | Path, *, allow_pickle: bool = False, store: Store | None = None) -> None:
         """``path`` is that of a file; with ``store``, it is the name of an object in that."""
-        self._access = LocalFile(str(path)) if store is None else StoredFile(store, str(path))
+        self._access = LocalFile(str(path)) if store is None else StoreObject(store, str(path))
         self.location = self._access.path
-        self._unchecked: dict[int, tuple[str, Entry]] = {}
+        self._unchecked: dict[int, tuple[str, ZipEntry]] = {}
         with self._access.opened() as file:
             start = bytearray(min(len(LOCAL_MAGIC), file.size))
             file.read_into(0, start)
@@ -163,7 +163,7 @@ class TorchFileSource(Source):
         """The only file."""
         return [(Path(self.location).name, self._access.size)]
 
-    def read(self, requests: Sequence[Request], *, verify: bool = True, memory: int | None = None) -> int:
+    def read(self, requests: Sequence[ReadRequest], *, verify: bool = True, memory: int | None = None) -> int:
         """Fill the memory of all requests.
 
         With ``verify`` a storage of which all is wanted is compared with its CRC, the first time. There is none for
@@ -274,10 +274,10 @@ class TorchFileSource(Source):
             self._file, file, narrowed(tensor, request.offsets, request.sizes), request
         )
 
-    def _read_chunk(self, chunk: ChunkRead, request: Request, unchecked: tuple[str, Entry] | None) -> int:
+    def _read_chunk(self, chunk: ChunkRead, request: ReadRequest, unchecked: tuple[str, ZipEntry] | None) -> int:
         """Read ranges straight into the memory of a request, and compare them if they are an unchecked entry."""
         found = 0
-        for run in chunk.stretches():
+        for run in chunk.reads():
             found = chunk.read(run, summed=unchecked is not None, crc=found)
         if unchecked is not None:
             name, entry = unchecked
@@ -287,7 +287,7 @@ class TorchFileSource(Source):
             self._unchecked.pop(entry.offset, None)
         return chunk.bytes_read
 
-    def _read_in_parts(self, memory: ReservedFile, file: Ranges, part: torch.Tensor, request: Request) -> int:
+    def _read_in_parts(self, memory: ReservedFile, file: Ranges, part: torch.Tensor, request: ReadRequest) -> int:
         """Read elements that are more than once in the tensor, or only computed when read, some at a time."""
         for box in cut(Box((0,) * part.dim(), tuple(part.shape)), READ_BYTES // part.dtype.itemsize):
             piece = narrowed(part, *box)
@@ -301,12 +301,12 @@ class _Reading(NamedTuple):
 
     file: Ranges
     tensor: torch.Tensor
-    request: Request
+    request: ReadRequest
     most: int
     """What is read at once."""
 
     def as_chunk(self, position: int) -> ChunkRead | None:
-        """The tensor as a part of a row-major array, in whatever order its elements lie; None if it is none."""
+        """The tensor as a part of a row-major array, in whatever order its elements are; None if it is none."""
         tensor, request = self.tensor, self.request
         arrangement = arrangement_of(tensor.shape, tensor.stride())
         if arrangement is None or tensor.is_conj() or tensor.is_neg():
@@ -316,11 +316,11 @@ class _Reading(NamedTuple):
         into = request.into.transpose(order)
         if arrangement.has_steps:
             offsets, lengths, into = [*offsets, 0], [*lengths, 1], into[..., None]
-        wanted = [Wanted(Box(tuple(offsets), tuple(lengths)), ArrayPlace(into))]
+        wanted = [WantedRegion(Box(tuple(offsets), tuple(lengths)), ArrayPlace(into))]
         return ChunkRead(self.file, position, sizes, tensor.dtype.itemsize, wanted, most=self.most)
 
 
-def _check(file: Ranges, name: str, entry: Entry, source: str) -> None:
+def _check(file: Ranges, name: str, entry: ZipEntry, source: str) -> None:
     if entry.crc is None:
         return
     found = 0

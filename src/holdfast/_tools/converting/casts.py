@@ -16,7 +16,7 @@ from holdfast.errors import MissingPackageError
 
 # Elements of one floating point type as another, bit by bit as torch makes them, without a need for torch.
 #
-# What is no number stays none; which of the many bit patterns of that comes out is not even the same within torch.
+# NaN stays NaN; which of the many bit patterns of that comes out is not even the same within torch.
 # numpy has no bfloat16, so that it is made of float32 by hand. Types that numpy lacks otherwise go through torch.
 
 
@@ -66,7 +66,7 @@ def floating_dtype(wish: object) -> DType:
     name = name_of(wish)
     if name not in FLOATS:
         raise ValueError(
-            f"tensors are cast from one floating point type to another, and {wish!r} is none of "
+            f"tensors are cast from one floating point type to another, and {wish!r} is not one of "
             f"{', '.join(sorted(FLOATS))}"
         )
     return dtype_named(name)
@@ -81,7 +81,7 @@ def _numbers(elements: Array, stored: DType) -> Array:
 
 
 def _to_bfloat16(numbers: Array) -> Array:
-    """Round to the nearest, to even ones in the middle. All that is no number becomes the same."""
+    """Round to the nearest, to even ones in the middle. All NaN become the same one."""
     rounded = np.empty(numbers.shape, "<u2")
     for begin in range(0, len(numbers), _AT_ONCE):
         with np.errstate(all="ignore"):
@@ -137,24 +137,24 @@ class Casts(NamedTuple):
         if cast is None:
             return cls({}, [])
         given: Mapping[Pattern, Any] = cast if isinstance(cast, Mapping) else {"*": cast}
-        wishes = [(pattern, Chooser([pattern]), floating_dtype(wish)) for pattern, wish in given.items()]
+        options = [(pattern, Chooser([pattern]), floating_dtype(wish)) for pattern, wish in given.items()]
         chosen: dict[str, tuple[str, DType]] = {}
         used: set[int] = set()
         for name, ref in leaves:
             if not _can_be_cast(ref):
                 continue
-            position = next((at for at, (_, is_meant, _) in enumerate(wishes) if is_meant(name)), None)
+            position = next((at for at, (_, is_meant, _) in enumerate(options) if is_meant(name)), None)
             if position is None:
                 continue
             used.add(position)
-            dtype = wishes[position][2]
+            dtype = options[position][2]
             other, first = chosen.setdefault(ref.key, (name, dtype))
             if first != dtype:
                 raise ValueError(
                     f"'{other}' and '{name}' are one tensor, and cast gives it two types, {first} and {dtype}. Give "
                     "the same for both names."
                 )
-        unused = [_text(pattern) for at, (pattern, _, _) in enumerate(wishes) if at not in used]
+        unused = [_text(pattern) for at, (pattern, _, _) in enumerate(options) if at not in used]
         return cls({key: dtype for key, (_, dtype) in chosen.items()}, unused if isinstance(cast, Mapping) else [])
 
 

@@ -19,7 +19,7 @@ from holdfast._stores.store import Store
 from holdfast._tools.converting.casts import Cast
 from holdfast._tools.converting.outgoing import Outgoing, OutTensor
 from holdfast._tools.converting.placing import put_in_place, refuse_what_is_there
-from holdfast._tools.converting.preparing import Prepared, Wishes, prepare
+from holdfast._tools.converting.preparing import ConversionOptions, Prepared, prepare
 from holdfast._tools.converting.proof import content_digest, prove
 from holdfast._tools.converting.report import ConversionReport
 from holdfast._tools.converting.target import Target, Written
@@ -89,10 +89,12 @@ def convert(
         7
     """
     target = target_for(to, destination, max_file_size=max_file_size)
-    wishes = Wishes(include, exclude, rename, cast, only_tensors, allow_pickle, checked_budget(memory_budget))
+    options = ConversionOptions(
+        include, exclude, rename, cast, only_tensors, allow_pickle, checked_budget(memory_budget)
+    )
     put_back_at(destination)
     with opened(source, allow_pickle=allow_pickle) as checkpoint:
-        prepared = prepare(source_of(checkpoint), target, wishes)
+        prepared = prepare(source_of(checkpoint), target, options)
         return carry_out(prepared, target, destination, overwrite=overwrite, check=check, on_progress=on_progress)
 
 
@@ -106,7 +108,7 @@ def target_for(to: str, destination: Any, *, max_file_size: Size | None = DEFAUL
     if max_file_size != DEFAULT_FILE_SIZE and not is_folder_of_shards:
         raise ValueError(
             f"max_file_size ({max_file_size}) is about the files of a safetensors folder, and {destination} ({to}) "
-            "is to be no such folder. Leave it out."
+            "is not such a folder. Leave it out."
         )
     options: dict[str, Any] = {}
     if to == "safetensors":
@@ -229,7 +231,7 @@ def _stored_tensors(outgoing: Outgoing, target: Target) -> Iterable[OutTensor]:
 
 
 def _account_for_every_element(prepared: Prepared) -> None:
-    """Every element of the source must have gone out, or be known as left out. All else is a defect of ours."""
+    """Every element of the source must have gone out, or be known as left out. Anything else is a bug of ours."""
     prepared.outgoing.note_empty()
     missing = prepared.outgoing.tensors.keys() - prepared.outgoing.digests.keys()
     if missing:

@@ -21,7 +21,7 @@ from holdfast._load.stored_nodes import StoredNode
 from holdfast._stores.store import Store
 from holdfast._tools.converting.casts import Cast, Casts
 from holdfast._tools.converting.convert import carry_out, put_back_at
-from holdfast._tools.converting.preparing import Wishes, prepare_renamed, rename_flat, unused
+from holdfast._tools.converting.preparing import ConversionOptions, prepare_renamed, rename_flat, unused
 from holdfast._tools.converting.report import ConversionReport
 from holdfast._tools.converting.safetensors_target import SafetensorsTarget
 from holdfast._watching.progress import OnProgress
@@ -99,7 +99,7 @@ def _is_below(key: str, prefix: str) -> bool:
 
 
 def _is_of_training(leaf: StoredNode) -> bool:
-    """Whether a leaf is called like something that trains a model and is no part of it."""
+    """Whether a leaf is called like something that trains a model and is not part of it."""
     first, dot, _ = str(leaf.path[0]).partition(".") if leaf.path else ("", "", "")
     return (_NOT_THE_MODEL_IN_FLAT_KEYS if dot else _NOT_THE_MODEL).fullmatch(first) is not None
 
@@ -156,7 +156,7 @@ def export(
         source: a checkpoint of any format.
         destination: the folder to make.
         part: where in the state the model is, such as ``"model"``. It is found by its name if nothing is given; the
-            report tells what was taken, and what was not.
+            report lists what was taken, and what was not.
         max_file_size: the most bytes of each file, as a number or such as ``"5GB"``.
         include: patterns of the model's names that are wanted (without ``part``); all are if nothing is given.
         exclude: patterns of names that are not wanted.
@@ -181,7 +181,7 @@ def export(
         >>> report.part, report.tensors, sorted(os.listdir(f"{folder}/hf"))
         ('model', 2, ['model.safetensors'])
     """
-    wishes = Wishes(allow_pickle=allow_pickle, memory_budget=checked_budget(memory_budget))
+    options = ConversionOptions(allow_pickle=allow_pickle, memory_budget=checked_budget(memory_budget))
     target = SafetensorsTarget(max_file_size=checked_size("max_file_size", max_file_size), files=_checked_files(files))
     put_back_at(destination)
     with opened(source, allow_pickle=allow_pickle) as checkpoint:
@@ -207,7 +207,7 @@ def export(
             stored,
             target,
             {name: ref for name, (_, ref) in named.items()},
-            wishes,
+            options,
             casts,
             leaves=model.leaves,
             left_out=left_out,
@@ -288,7 +288,4 @@ def _mismatch(
         missing=missing,
         unexpected=unexpected,
         shapes=shapes,
-        dtypes={},
-        kinds={},
-        uncovered={},
     )

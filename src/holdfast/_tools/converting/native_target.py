@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from holdfast._base.commits import Commit
-from holdfast._base.environment import noted_optimizers, stamp
+from holdfast._base.provenance import noted_optimizers, stamp
 from holdfast._formats.native.layout import ChunkToWrite, FileLayout
 from holdfast._formats.native.names import RECORD, new_generation
 from holdfast._formats.native.record import Record

@@ -21,7 +21,7 @@ from holdfast._base.threads import in_order
 from holdfast._base.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE, SHARE_OF_WRITE_BUFFERS
 from holdfast._formats.native.dtypes import DType
 from holdfast._formats.native.refs import TensorRef
-from holdfast._formats.source import ByteStream, Request, Source
+from holdfast._formats.source import ByteStream, ReadRequest, Source
 from holdfast._load.stored_nodes import StoredNode
 from holdfast._tools.converting.casts import cast_elements
 
@@ -116,7 +116,7 @@ class OutTensor:
         return prod(self.shape)
 
 
-class Piece(NamedTuple):
+class OutgoingBytes(NamedTuple):
     """Bytes of a tensor, as they are to be written. The memory is used again when the next piece is asked for."""
 
     key: str
@@ -131,7 +131,7 @@ def leaves_of(tree: Any, *, is_flat: bool) -> dict[str, Any]:
     return dict(tree) if is_flat else {leaf.key: leaf.value for leaf in StoredNode.of(tree).leaves()}
 
 
-def bytes_of_next(stream: Iterator[Piece], nbytes: int) -> Iterator[memoryview]:
+def bytes_of_next(stream: Iterator[OutgoingBytes], nbytes: int) -> Iterator[memoryview]:
     """The bytes of the tensor that comes next in a stream, of which there are so many."""
     while nbytes:
         data = next(stream).data
@@ -152,7 +152,7 @@ class Outgoing:
     leaves: Mapping[str, Any]
     """All keys of the new tree with what is there: a ``TensorRef`` or a value. For formats that have flat keys."""
     is_flat: bool = False
-    """Whether the new state is nothing but a dict of such keys, which may be any texts then."""
+    """Whether the new state is nothing but a dict of such keys, which may be any str then."""
     allow_pickle: bool = False
     """Whether pickles may be loaded and written."""
     memory_budget: int | None = None
@@ -161,7 +161,7 @@ class Outgoing:
     optimizers: Mapping[str, str] = field(default_factory=dict)
     """The classes of optimizers by their new keys, as far as the source noted them."""
     advance: Callable[[int], None] = lambda count: None
-    """Told how many bytes have been taken, by one thread."""
+    """Called with the number of bytes that have been taken, by one thread."""
     digests: dict[str, bytes] = field(default_factory=dict)
     """The XXH3-128 digest of every tensor that was taken from front to back, by its own key."""
     scratch: str | os.PathLike[str] | None = None
@@ -177,7 +177,7 @@ class Outgoing:
 
     @property
     def values(self) -> dict[str, Any]:
-        """All leaves that are no tensors."""
+        """All leaves that are not tensors."""
         return {key: value for key, value in self.leaves.items() if key not in self.names}
 
     @cached_property
@@ -185,7 +185,7 @@ class Outgoing:
         """All keys of the new tree that are tensors. Tied ones have several, with the same tensor."""
         return {key: self.tensors[value.key] for key, value in self.leaves.items() if type(value) is TensorRef}
 
-    def stream(self, keys: Iterable[str]) -> Generator[Piece, None, None]:
+    def stream(self, keys: Iterable[str]) -> Generator[OutgoingBytes, None, None]:
         """The bytes of tensors, in this order, each from front to back. Nothing comes for tensors without elements.
 
         ``keys`` may be any names. Pieces that follow are read meanwhile, small tensors together.
@@ -216,7 +216,7 @@ class Outgoing:
                     if part.begin + part.nbytes == part.tensor.nbytes:
                         self.digests[part.tensor.key] = hasher.digest()
                     self.advance(part.nbytes)
-                    yield Piece(part.key, part.begin, data)
+                    yield OutgoingBytes(part.key, part.begin, data)
                     at += part.nbytes
                 buffers.append(buffer)
 
@@ -229,18 +229,18 @@ class Outgoing:
     def _parcels(self, keys: Sequence[str], until_done: ExitStack) -> Iterator[list[_Part]]:
         """What is read at once: parts of a large tensor one by one, small ones together."""
         parcel: list[_Part] = []
-        room = self.piece_bytes
+        remaining = self.piece_bytes
         for key in keys:
             tensor = self.names[key]
             widest = max(tensor.stored.itemsize, tensor.dtype.itemsize)
             needed = tensor.elements * widest
-            if parcel and needed > room:
+            if parcel and needed > remaining:
                 yield parcel
-                parcel, room = [], self.piece_bytes
-            if needed <= room:
+                parcel, remaining = [], self.piece_bytes
+            if needed <= remaining:
                 if needed:
                     parcel.append(_Part(key, tensor, 0, tensor.nbytes))
-                    room -= needed
+                    remaining -= needed
                 continue
             in_order = self._in_order(tensor, until_done)
             step = max(1, self.piece_bytes // widest) * tensor.dtype.itemsize
@@ -269,7 +269,7 @@ class Outgoing:
 
     def _read(self, parcel: Sequence[_Part], buffer: Bytes) -> None:
         """Fill memory with parts of tensors, one behind the other."""
-        requests: list[Request] = []
+        requests: list[ReadRequest] = []
         casts: list[tuple[_Part, Any, Bytes]] = []
         at = read = 0
         for part in parcel:
@@ -292,7 +292,7 @@ class Outgoing:
             for box in boxes_of_run(tensor.shape, first, first + count):
                 size = volume(box.sizes)
                 into = elements[done : done + size].reshape(box.sizes)
-                requests.append(Request(tensor.source_key, tuple(box.offsets), tuple(box.sizes), into))
+                requests.append(ReadRequest(tensor.source_key, tuple(box.offsets), tuple(box.sizes), into))
                 done += size
         if requests:
             read += self.source.read(requests, memory=self.budget)

@@ -2,7 +2,7 @@
 
 At every moment there is the old result or the new one, complete: under the name, or, where the system cannot exchange
 two names and was stopped in between, in the work folder, whose clean-up puts it back. Files beside an old checkpoint
-that are no part of it, such as a tokenizer, stay.
+that are not part of it, such as a tokenizer, stay.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast._formats.hf_folder import names as hf_names
 from holdfast._formats.native.names import generation_of
 from holdfast._load.opening import open_source
 from holdfast._stores.durable_files import flush_to_disk, sync_folder
-from holdfast._tools.converting.work_folders import Work
+from holdfast._tools.converting.work_folders import ResultFolder
 from holdfast.errors import CheckpointExistsError, HoldfastError
 
 _AT_FDCWD = -100
@@ -43,8 +43,8 @@ def refuse_what_is_there(final: Path, *, overwrite: bool, is_file: bool) -> None
         raise _in_the_way(final, f"{kinds[0]} cannot replace {kinds[1]}", "Write to another place, or remove it first.")
 
 
-def put_in_place(work: Work, *, overwrite: bool) -> None:
-    """Give a complete file or folder its name. What was there before lies in the work folder on return, or is gone."""
+def put_in_place(work: ResultFolder, *, overwrite: bool) -> None:
+    """Give a complete file or folder its name. What was there before is in the work folder on return, or is gone."""
     new, final = work.new, work.final
     if new.is_dir():
         if overwrite and final.is_dir():
@@ -64,9 +64,9 @@ def _what_is_there(final: Path) -> str | None:
     if final.is_file():
         with final.open("rb") as stream:
             format_ = format_of_file("", stream.read(START))  # whatever it is called
-        return None if format_ is not None else "there is a file that is no checkpoint"
+        return None if format_ is not None else "there is a file that is not a checkpoint"
     if not final.is_dir():
-        return "there is something that is no checkpoint"
+        return "there is something that is not a checkpoint"
     with os.scandir(final) as entries:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     if not any(is_of_a_checkpoint(name) for name, _ in found):
@@ -74,12 +74,12 @@ def _what_is_there(final: Path) -> str | None:
     folders = [name for name, is_folder in found if is_folder]
     if folders:
         return f"there is a folder that has others in it ({folders[0]})"
-    strangers = _strangers(final, [name for name, _ in found])
-    return None if not strangers else f"there are files of other models beside the checkpoint ({strangers[0]})"
+    others = _other_files(final, [name for name, _ in found])
+    return None if not others else f"there are files of other models beside the checkpoint ({others[0]})"
 
 
-def _strangers(final: Path, names: Iterable[str]) -> list[str]:
-    """Safetensors files that are no part of the checkpoint in a folder: they would be lost with it, or taken for it."""
+def _other_files(final: Path, names: Iterable[str]) -> list[str]:
+    """Safetensors files in a folder that are not part of its checkpoint: lost with it, or taken for it."""
     try:
         with open_source(final) as source:
             own = {name for name, _ in source.files()}
@@ -98,7 +98,7 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 def _keep_other_files(old: Path, new: Path) -> None:
-    """Take files along that are no part of the old checkpoint, unless the new one has one of that name."""
+    """Take files along that are not part of the old checkpoint, unless the new one has one of that name."""
     with os.scandir(old) as entries:
         for entry in entries:
             target = new / entry.name
@@ -118,7 +118,7 @@ def _copy_durably(path: str, target: Path) -> None:
         flush_to_disk(stream)
 
 
-def _move(work: Work, *, overwrite: bool) -> None:
+def _move(work: ResultFolder, *, overwrite: bool) -> None:
     new, final = work.new, work.final
     if not os.path.lexists(final) or _is_empty_folder(final):
         if new.is_dir() and final.is_dir():
@@ -143,8 +143,8 @@ def _rename_to_free_name(new: Path, final: Path) -> None:
         os.rename(new, final)  # fails if there is a folder with something in it
 
 
-def _swap(work: Work) -> None:
-    """Put a folder in the place of another one, which lies in the work folder then."""
+def _swap(work: ResultFolder) -> None:
+    """Put a folder in the place of another one, which is in the work folder then."""
     if _rename(work.new, work.final, _EXCHANGE):
         return
     # Without that call there is a moment in which the name is free. Whatever ends it, an error, an interrupt or a kill:

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from holdfast._base.environment import optimizers_noted
 from holdfast._base.patterns import Patterns, Rename, Renaming, Selection
+from holdfast._base.provenance import optimizers_noted
 from holdfast._formats.native.dtypes import dtype_named, name_of
 from holdfast._formats.native.members import CannotStore
 from holdfast._formats.native.refs import PickledValue, TensorRef, UnknownValue, UnregisteredValue
@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Wishes:
+class ConversionOptions:
     """What of a checkpoint is to be written, and how. All patterns are about the keys that the source has."""
 
     include: Patterns | None = None
@@ -100,23 +100,23 @@ class Prepared:
     """Of those that were left out under all of their names."""
 
 
-def prepare(source: Source, target: Target, wishes: Wishes) -> Prepared:
+def prepare(source: Source, target: Target, options: ConversionOptions) -> Prepared:
     """Choose, rename and cast what is in a source, as far as a target can hold it. Nothing is read but values."""
     arrays: dict[str, Any] = {}
     tree = with_references(source.tree, arrays) if target.arrays_are_tensors else source.tree
     leaves = {leaf.path: leaf for leaf in StoredNode.of(tree).leaves()}
-    chosen = Selection(wishes.include, wishes.exclude)
+    chosen = Selection(options.include, options.exclude)
 
     def is_wanted(leaf: StoredNode) -> bool:
-        return chosen(leaf.key) and (not wishes.only_tensors or isinstance(leaf.value, TensorRef))
+        return chosen(leaf.key) and (not options.only_tensors or isinstance(leaf.value, TensorRef))
 
-    renaming = Renaming(wishes.rename)
+    renaming = Renaming(options.rename)
     by_key = new_keys(StoredNode.of(tree), renaming) if renaming else {}
     wanted = {path for path, leaf in leaves.items() if is_wanted(leaf)}
     if len(wanted) < len(leaves):
         tree = pruned(tree, (), lambda path: path in wanted)
     if tree is NOTHING or not wanted:
-        raise _nothing_left(source, wishes)
+        raise _nothing_left(source, options)
     if target.has_flat_keys:
         names = _flat_names([leaf for path, leaf in leaves.items() if path in wanted])
         flat = rename_flat(names, lambda name: by_key.get(name) or renaming(name))
@@ -125,12 +125,12 @@ def prepare(source: Source, target: Target, wishes: Wishes) -> Prepared:
     else:
         root, renamed = rename_leaves(StoredNode.of(tree), by_key.get)
         tree = root.value
-    casts = Casts.of(wishes.cast, [(leaf.key, leaf.value) for path, leaf in leaves.items() if path in wanted])
+    casts = Casts.of(options.cast, [(leaf.key, leaf.value) for path, leaf in leaves.items() if path in wanted])
     prepared = prepare_renamed(
         source,
         target,
         tree if target.keeps_per_rank else with_lists(tree),
-        wishes,
+        options,
         casts,
         leaves={leaf.key: leaf.value for leaf in leaves.values()},
         left_out=[leaf.key for path, leaf in leaves.items() if path not in wanted],
@@ -159,7 +159,7 @@ def prepare_renamed(
     source: Source,
     target: Target,
     tree: Any,
-    wishes: Wishes,
+    options: ConversionOptions,
     casts: Casts,
     *,
     leaves: Mapping[str, Any],
@@ -183,8 +183,8 @@ def prepare_renamed(
         tensors=tensors,
         leaves=leaves_of(tree, is_flat=target.has_flat_keys),
         is_flat=target.has_flat_keys,
-        allow_pickle=wishes.allow_pickle,
-        memory_budget=wishes.memory_budget,
+        allow_pickle=options.allow_pickle,
+        memory_budget=options.memory_budget,
     )
     if not (source.format == target.format == "native"):
         _refuse_unread_values(outgoing, target)
@@ -205,7 +205,7 @@ def rename_flat(names: Mapping[str, T], renaming: Callable[[str], Any]) -> dict[
         new: Any = renaming(name)
         new = name if new is None else new
         if not isinstance(new, str):
-            raise TypeError(f"rename gives {name!r} the name {new!r}, which is not a text")
+            raise TypeError(f"rename gives {name!r} the name {new!r}, which is not a str")
         if not new and name:
             raise TypeError(f"rename gives {name!r} an empty name; give it one that can be asked for")
         if new in renamed:
@@ -231,12 +231,12 @@ def unused(renaming: Renaming, casts: Casts) -> dict[str, list[str]]:
     return {option: names for option, names in found.items() if names}
 
 
-def _nothing_left(source: Source, wishes: Wishes) -> UnknownKeyError:
-    what = "include and exclude leave nothing" if wishes.include or wishes.exclude else "there is nothing"
+def _nothing_left(source: Source, options: ConversionOptions) -> UnknownKeyError:
+    what = "include and exclude leave nothing" if options.include or options.exclude else "there is nothing"
     return UnknownKeyError(
-        f"{what} of {source.location} to be written, so nothing was. Texts take wildcards ('model', '*.bias'); "
+        f"{what} of {source.location} to be written, so nothing was. Strings may have wildcards ('model', '*.bias'); "
         "`holdfast show` lists the keys.",
-        key=str(wishes.include),
+        key=str(options.include),
         path=source.location,
         near=list(source.tensors)[:3],
     )

@@ -23,7 +23,7 @@ def prove(
 ) -> list[str]:
     """Raise unless everything that went out is at ``place``: the same keys, shapes, types, values and elements.
 
-    ``keys`` are those by which the result calls things otherwise. ``advance`` is told of the bytes that are read.
+    ``keys`` are those by which the result calls things otherwise. ``advance`` gets the bytes that are read.
     Returns the keys of values that cannot be compared, since their classes do not say when two are equal.
     """
     not_compared: list[str] = []

@@ -50,7 +50,7 @@ class ConversionReport:
     unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Patterns that fit nothing, by the option that they were given to: ``"rename"`` or ``"cast"``."""
     not_compared: Sequence[str] = ()
-    """Keys of values whose classes do not tell whether two of them are equal."""
+    """Keys of values whose classes do not say whether two of them are equal."""
 
     def __str__(self) -> str:
         lines = [
@@ -67,7 +67,7 @@ class ConversionReport:
         if self.left_out:
             lines.append(f"  left out: {_by_part(self.left_out)}")
         for option, patterns in self.unused.items():
-            lines.append(f"  {option} fits nothing: {some_of([repr(text) for text in patterns], _MOST_SHOWN)}")
+            lines.append(f"  {option} matches nothing: {some_of([repr(text) for text in patterns], _MOST_SHOWN)}")
         if self.not_compared:
             lines.append(f"  cannot be compared: {some_of(self.not_compared, _MOST_SHOWN)}")
         proof = "read back and compared" if self.checked else "not read back"

@@ -30,16 +30,16 @@ def fill_shards(sizes: Mapping[str, int], largest: int | None) -> list[list[str]
     [['a', 'b'], ['c'], ['d']]
     """
     shards: list[list[str]] = [[]]
-    room, room_in_header = largest, _LARGEST_HEADER
+    remaining, remaining_header = largest, _LARGEST_HEADER
     for key, size in sizes.items():
         entry = 7 * len(key) + 400
-        is_full = (room is not None and size > room) or entry > room_in_header
+        is_full = (remaining is not None and size > remaining) or entry > remaining_header
         if shards[-1] and is_full:
             shards.append([])
-            room, room_in_header = largest, _LARGEST_HEADER
+            remaining, remaining_header = largest, _LARGEST_HEADER
         shards[-1].append(key)
-        room = None if room is None else room - size
-        room_in_header -= entry
+        remaining = None if remaining is None else remaining - size
+        remaining_header -= entry
     return shards
 
 
@@ -160,7 +160,7 @@ def _why_not(key: str, tensor: OutTensor) -> str | None:
     try:
         key.encode()
     except UnicodeEncodeError:
-        return "has a name that is no valid text, with half a character that UTF-8 cannot hold: rename it"
+        return "has a name with a lone surrogate, which UTF-8 cannot encode: rename it"
     return None
 
 

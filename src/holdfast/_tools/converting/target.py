@@ -52,7 +52,7 @@ class Written:
 
 
 def refuse_values(outgoing: Outgoing, format_name: str, refused: dict[str, str], advice: str) -> None:
-    """Raise one error for all values that a format cannot hold: ``refused`` tells why for each key."""
+    """Raise one error for all values that a format cannot hold: ``refused`` says why for each key."""
     if not refused:
         return
     lines = [f"  {key}: {why}" for key, why in list(refused.items())[:_MOST_SHOWN]]

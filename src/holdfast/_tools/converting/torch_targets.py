@@ -17,7 +17,7 @@ from holdfast._dcp.save_planner import DefaultSavePlanner
 from holdfast._dcp.torch_file_conversions import StreamingWriter
 from holdfast._formats.archives.values import encode_value, needs_pickle
 from holdfast._formats.archives.zip_writer import ZipWriter
-from holdfast._formats.dcp.blobs import Elements
+from holdfast._formats.dcp.blobs import WrittenElements
 from holdfast._formats.dcp.metadata import (
     STATE_DICT_TYPE,
     ChunkStorageMetadata,
@@ -38,9 +38,9 @@ from holdfast._formats.torch_file.description import (
     state_archive,
 )
 from holdfast._load.stored_nodes import StoredNode
-from holdfast._ranks.collectives import Collectives
+from holdfast._ranks.shared_steps import Collectives
 from holdfast._stores.durable_files import sink_atomically
-from holdfast._tools.converting.outgoing import Outgoing, OutTensor, Piece, bytes_of_next
+from holdfast._tools.converting.outgoing import Outgoing, OutgoingBytes, OutTensor, bytes_of_next
 from holdfast._tools.converting.target import Target, Written, refuse_values
 from holdfast.errors import UnsupportedValueError
 
@@ -60,10 +60,10 @@ def stand_ins_for(tensors: Iterable[tuple[str, OutTensor]]) -> dict[str, torch.T
 
 
 def refuse_what_torch_lacks(outgoing: Outgoing, format_name: str) -> None:
-    """Raise for a state that is no dict, and for elements that are none of torch."""
+    """Raise for a state that is not a dict, and for elements that torch does not have."""
     if not isinstance(outgoing.tree, Mapping):
         raise UnsupportedValueError(
-            f"{outgoing.source.location} holds a {type(outgoing.tree).__name__} and no dict of names, which "
+            f"{outgoing.source.location} holds a {type(outgoing.tree).__name__} and not a dict of names, which "
             f"{format_name} must have. Convert it to the native format, or save it under a name.",
             key="",
         )
@@ -84,7 +84,7 @@ _DCP_NAME = "a DCP checkpoint"
 class DcpTarget(Target):
     """States are flattened as DCP does it, so that its users find the keys that they know.
 
-    The format has lists, and dicts with texts as keys: other containers of tensors become those. Tied tensors are
+    The format has lists, and dicts with str keys: other containers of tensors become those. Tied tensors are
     stored once for every name. Empty dicts are kept as values, which DCP itself would lose.
     """
 
@@ -109,7 +109,7 @@ class DcpTarget(Target):
             ):
                 refused[key] = why
         advice = (
-            "DCP has texts as keys, joined by dots, so it cannot tell these apart. Rename one of each, under the key "
+            "The keys of DCP are str, joined by dots, so it cannot tell these apart. Rename one of each, under the key "
             "in quotes (rename={key: new})."
         )
         refuse_values(outgoing, _DCP_NAME, same, advice)
@@ -131,7 +131,7 @@ class DcpTarget(Target):
 
 
 def _texts_as_keys(outgoing: Outgoing) -> dict[str, str]:
-    """What has another key because DCP has texts alone as keys of dicts: ``None`` is one that is called so, say."""
+    """What has another key because keys of dicts are always str in DCP: ``None`` is one that is called so, say."""
     leaves = list(_with_texts(StoredNode.of(outgoing.tree), ()))
     new = keys_of([path for _, path in leaves])
     return {leaf.key: key for (leaf, _), key in zip(leaves, new, strict=True) if leaf.key != key}
@@ -206,12 +206,12 @@ def _code_for_dcp(value: Any) -> str:
         return f"cannot be pickled ({error!s:.100})"
 
 
-class _Flow(Elements):
+class _Flow(WrittenElements):
     """The elements of stand-ins, which come one tensor after the other."""
 
     def __init__(self, outgoing: Outgoing) -> None:
         self._outgoing = outgoing
-        self._stream: Iterator[Piece] = iter(())
+        self._stream: Iterator[OutgoingBytes] = iter(())
 
     def begin(self, keys: list[str]) -> None:
         """The tensors will be asked for in this order."""

@@ -1,7 +1,7 @@
 """Folders beside a destination in which the result of a conversion is made, until it is complete.
 
 A kill leaves such a folder behind. It is locked as long as its process lives, so that whoever comes next knows whether
-it may be removed. All names inside of it are fixed, but for the result's own, which lies in a folder for itself; a note
+it may be removed. All names inside of it are fixed, but for the result's own, which is in a folder of its own; a note
 says that it is a work folder, so that nothing a user may call so is taken for one.
 """
 
@@ -36,8 +36,8 @@ _MOST_SHOWN = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """A folder in which a result is made, and what lies where in it."""
+class ResultFolder:
+    """A folder in which a result is made, and what is where in it."""
 
     folder: Path
     final: Path
@@ -50,7 +50,7 @@ class Work:
 
     @property
     def old(self) -> Path:
-        """Where that which is replaced lies for a moment, if two names cannot be exchanged in one step."""
+        """Where that which is replaced is for a moment, if two names cannot be exchanged in one step."""
         return self.folder / "old"
 
     @property
@@ -64,7 +64,7 @@ class Work:
         return self.folder / "gone"
 
     @classmethod
-    def at(cls, folder: Path) -> Work | None:
+    def at(cls, folder: Path) -> ResultFolder | None:
         """The work folder that a folder is; None if it is none."""
         match = _WORK_FOLDER.fullmatch(folder.name)
         name = None if match is None else _destination(folder, match.group(1))
@@ -94,7 +94,7 @@ class Work:
         for part in (self.gone, self.new.parent, self.scratch):
             shutil.rmtree(part, ignore_errors=True)
         with suppress(OSError):
-            if os.listdir(self.folder) == [_NOTE]:  # it goes last, so that what is left of the folder can be told
+            if os.listdir(self.folder) == [_NOTE]:  # it goes last, so that what is left of the folder can be recognized
                 os.unlink(self.folder / _NOTE)
             os.rmdir(self.folder)
 
@@ -108,7 +108,7 @@ class Work:
 
 
 @contextmanager
-def work_folder(final: Path) -> Iterator[Work]:
+def work_folder(final: Path) -> Iterator[ResultFolder]:
     """A new folder on the same disk as ``final``, for the ``with`` block. Older ones that nobody uses are removed.
 
     >>> import tempfile
@@ -155,7 +155,7 @@ def left_over(folder: Path, name: str | None = None) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     candidates = (folder / other for other in names if _WORK_FOLDER.fullmatch(other))
-    works = (work for work in map(Work.at, candidates) if work is not None)
+    works = (work for work in map(ResultFolder.at, candidates) if work is not None)
     return [work.folder for work in works if name in (None, work.final.name)]
 
 
@@ -180,7 +180,7 @@ def remove_left_over(folder: Path) -> bool:
     if lock is None:
         return False
     try:
-        work = Work.at(folder)
+        work = ResultFolder.at(folder)
         if work is not None:
             work.clear()
     finally:
@@ -189,7 +189,7 @@ def remove_left_over(folder: Path) -> bool:
 
 
 def _destination(folder: Path, shown: str) -> str | None:
-    """The name of what a work folder is for, by the note in it; None if it has none, and so is no work folder.
+    """The name of what a work folder is for, by the note in it; None if it has none, and so is not a work folder.
 
     One that was just made or is nearly removed may have no note, or a part of one, and nothing else either.
     """
@@ -222,7 +222,7 @@ def _is_free(final: Path) -> bool:
         return False
 
 
-def _locked_folder(final: Path) -> tuple[Work, int | None]:
+def _locked_folder(final: Path) -> tuple[ResultFolder, int | None]:
     while True:
         folder = final.parent / f".{_shown(final.name)}.holdfast-{secrets.token_hex(8)}.partial"
         folder.mkdir()
@@ -231,7 +231,7 @@ def _locked_folder(final: Path) -> tuple[Work, int | None]:
         except BlockingIOError:  # another process took it for a left-over, and is removing it
             continue
         if folder.is_dir():
-            return Work(folder, final), lock
+            return ResultFolder(folder, final), lock
         if lock is not None:
             os.close(lock)
 

@@ -47,7 +47,7 @@ class Change:
     def relative(self) -> float | None:
         """The norm of the difference by that of the first tensor.
 
-        None if that is zero or infinite, or if there are elements that have become nan, which are no distance away.
+        None if that is zero or infinite, or if there are elements that have become nan, which have no distance.
         """
         return self.norm / self.norm_before if 0 < self.norm_before < math.inf and not self.incomparable else None
 

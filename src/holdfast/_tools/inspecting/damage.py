@@ -29,8 +29,8 @@ class Damage:
     found: str | None = None
 
     @classmethod
-    def told_by(cls, error: HoldfastError, file: str, keys: Sequence[str] = (), **where: int) -> Damage:
-        """What an error tells that reading has met."""
+    def from_error(cls, error: HoldfastError, file: str, keys: Sequence[str] = (), **where: int) -> Damage:
+        """What an error says that was raised by reading."""
         fields = error.fields
         own = [fields["key"]] if isinstance(fields.get("key"), str) and fields["key"] else []
         return cls(
@@ -44,8 +44,8 @@ class Damage:
 
     def __str__(self) -> str:
         place = "" if self.begin is None else f", bytes {self.begin:,} to {self.end:,}"
-        is_told = self.expected is None or "(expected " in self.problem
-        expected = "" if is_told else f" (expected {self.expected}, found {self.found})"
+        is_said = self.expected is None or "(expected " in self.problem
+        expected = "" if is_said else f" (expected {self.expected}, found {self.found})"
         needed = ""
         if self.keys:
             needed = f"; in there: {some_of(self.keys)}"
@@ -64,7 +64,7 @@ class VerifyReport:
     format: str
     """``native``, ``dcp``, ``safetensors`` or ``torch``."""
     identity: str
-    """Which save it is; empty if that cannot be told any more."""
+    """Which save it is; empty if that is no longer known."""
     tensors: int
     """That were looked at."""
     keys: int
@@ -79,9 +79,9 @@ class VerifyReport:
     doubts: tuple[str, ...] = ()
     """What is odd, or cannot be vouched for, and need not be damage."""
     repairs: tuple[Repair, ...] = ()
-    """What was rebuilt of it, as it tells itself; the doubts say what follows."""
+    """What was rebuilt of it, as noted in it; the doubts say what follows."""
     extra: tuple[str, ...] = ()
-    """Files that lie beside it and are no part of it. They do no harm."""
+    """Files that are beside it and not part of it. They do no harm."""
 
     @property
     def ok(self) -> bool:
@@ -95,7 +95,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         rate = f", {size(self.bytes_read / self.seconds)}/s" if self.seconds > 0 else ""
-        verdict = "DAMAGED" if self.damage else "no damage found, but there are doubts" if self.doubts else "whole"
+        verdict = "DAMAGED" if self.damage else "no damage found, but there are doubts" if self.doubts else "intact"
         lines = [
             f"{self.path} ({self.format}): {verdict}",
             f"  {self.keys:,} keys, {self.tensors:,} tensors, {size(self.bytes_read)} read in "
@@ -109,7 +109,7 @@ class VerifyReport:
             lines += [f"    {damage}" for damage in self.damage]
         lines += [f"  doubt: {doubt}" for doubt in self.doubts]
         if self.extra:
-            lines.append(f"  beside it, and no part of it: {some_of(self.extra)}")
+            lines.append(f"  beside it, not part of it: {some_of(self.extra)}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from holdfast._load.stored_nodes import StoredNode
 from holdfast._stores.store import Store
 from holdfast._tools.inspecting.changes import Change, compare
 from holdfast._tools.inspecting.diff_report import ChangedTensor, DiffReport, shortly
-from holdfast._tools.inspecting.parts import Lot, Part, elements_at_once, lots_of, read_parts, threads_for
+from holdfast._tools.inspecting.parts import Lot, TensorPart, elements_at_once, lots_of, read_parts, threads_for
 from holdfast._watching.progress import OnProgress, Progress
 
 # Whether two values of checkpoints are the same.
@@ -181,7 +181,7 @@ class _Comparison:
             nbytes, found = lot.nbytes, []
             for number in range(max(len(partners[part.ref.key]) for part in lot.parts)):
                 chosen = [at for at, part in enumerate(lot.parts) if number < len(partners[part.ref.key])]
-                others = [Part(partners[lot.parts[at].ref.key][number], lot.parts[at].box) for at in chosen]
+                others = [TensorPart(partners[lot.parts[at].ref.key][number], lot.parts[at].box) for at in chosen]
                 for at, other, after in zip(chosen, others, read_parts(self._b, others, memory), strict=True):
                     ref = lot.parts[at].ref
                     found.append(((ref.key, other.ref.key), compare(before[at], ref, after, other.ref)))

@@ -19,17 +19,17 @@ from holdfast._formats.native.torch_elements import torch_dtype
 from holdfast._formats.native.trees import mapped, refs_in
 from holdfast._formats.source import Source
 from holdfast._formats.torch_file.reserved_memory import reserved
-from holdfast._load.agreement import ADVICE, Agreement, agree
+from holdfast._load.agreement import ADVICE, LoadAgreement, agree
 from holdfast._load.checkpoint import Checkpoint, opened, source_of
-from holdfast._load.options import Casts, LoadOptions, Transforms
-from holdfast._load.planning import LoadPlan, plan_load
-from holdfast._ranks.collectives import Collectives
+from holdfast._load.options import AllowedCasts, LoadOptions, Transforms
+from holdfast._load.planning import RankPlan, plan_load
 from holdfast._ranks.meeting import own_place
+from holdfast._ranks.shared_steps import Collectives
 from holdfast._settings import OnFinding
 from holdfast._state.per_rank import PerRank
 from holdfast._stores.store import Store
 from holdfast._tools.inspecting.explanation import Explanation
-from holdfast._tools.inspecting.hints import Found, hints_for
+from holdfast._tools.inspecting.hints import Misfits, hints_for
 from holdfast.errors import HoldfastError
 
 # A checkpoint as a state to load into: its containers and values, with tensors that take addresses and no memory.
@@ -41,7 +41,7 @@ _ALIGNMENT = 64
 def template_of(source: Source) -> Any:
     """A state like the one that was saved. Its tensors must not be written to, and hold zeros.
 
-    What every rank had its own of is what the first rank had, and takes whatever the first of others had.
+    Per-rank state is what the first rank had, and takes whatever the first of others had.
     """
     tree = _of_one_rank(source.tree)
     memory = _Addresses(
@@ -158,6 +158,7 @@ def explain(
         cast=cast,
         transform=transform,
         verify=True,
+        verify_first=False,
         memory_budget=memory_budget,
         optimizer_mismatch=optimizer_mismatch,
     )
@@ -183,14 +184,14 @@ class _Asking:
     state: Any
     options: LoadOptions
 
-    def plan(self, options: LoadOptions) -> tuple[LoadPlan, Agreement]:
+    def plan(self, options: LoadOptions) -> tuple[RankPlan, LoadAgreement]:
         """What a load would do, and what it would refuse."""
         rank, world_size = own_place(None)
         plan = plan_load(self.state, self.source, options, rank=rank, world_size=world_size)
         return plan, agree(Collectives(None, False, 0), plan, options)
 
     def answer(
-        self, target: str, plan: LoadPlan, agreement: Agreement, *, may_rename: bool, given: Rename | None
+        self, target: str, plan: RankPlan, agreement: LoadAgreement, *, may_rename: bool, given: Rename | None
     ) -> Explanation:
         """The answer to the question, with hints if it is no."""
         found, problems = plan.found, agreement.problems
@@ -201,7 +202,7 @@ class _Asking:
             refusal = error.message
         hints: list[str] = []
         if refusal:
-            known = Found.of(plan, agreement)
+            known = Misfits.of(plan, agreement)
             hints = hints_for(known, lambda rename, cast: self._without(rename, cast, given), may_rename=may_rename)
         return Explanation(
             path=self.source.location,
@@ -226,14 +227,14 @@ class _Asking:
             hints=tuple(hints),
         )
 
-    def _without(self, rename: Mapping[str, str] | None, cast: bool, given: Any) -> Found | None:
-        """What would be found if the caller had asked otherwise; None if that is no way to ask."""
+    def _without(self, rename: Mapping[str, str] | None, cast: bool, given: Any) -> Misfits | None:
+        """What would be found if the caller had asked otherwise; None if that cannot be asked."""
         options = self.options
         if rename is not None:
             options = replace(options, renaming=Renaming({**(given or {}), **rename}))
         if cast:
-            options = replace(options, casts=Casts(True))
+            options = replace(options, casts=AllowedCasts(True))
         try:
-            return Found.of(*self.plan(options))
+            return Misfits.of(*self.plan(options))
         except (HoldfastError, ValueError, TypeError):
             return None

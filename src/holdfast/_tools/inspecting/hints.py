@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 from holdfast._base.texts import some_of
 from holdfast._formats.native.refs import TensorRef
-from holdfast._load.agreement import Agreement
-from holdfast._load.planning import LoadPlan
+from holdfast._load.agreement import LoadAgreement
+from holdfast._load.planning import RankPlan
 from holdfast._load.targets import is_target, shape_and_dtype
 
 # Finds out how names have changed, from keys that are missed and keys that are left over.
@@ -110,7 +110,7 @@ _MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
-class Found:
+class Misfits:
     """What does not fit, as far as hints need it."""
 
     missing: Mapping[str, tuple[int, ...] | None]
@@ -123,8 +123,8 @@ class Found:
     """How many other problems there are."""
 
     @classmethod
-    def of(cls, plan: LoadPlan, agreement: Agreement) -> Found:
-        """What a plan and the agreement on it tell."""
+    def of(cls, plan: RankPlan, agreement: LoadAgreement) -> Misfits:
+        """What a plan and the agreement on it say."""
         problems = agreement.problems
         stored = {leaf.key: leaf.value for leaf in plan.root.leaves()}
         left = [*agreement.unexpected, *agreement.not_requested]
@@ -142,10 +142,10 @@ class Found:
         return len(self.missing) + len(self.shapes) + len(self.dtypes) + self.others
 
 
-Retry = Callable[["Mapping[str, str] | None", bool], "Found | None"]
+Retry = Callable[["Mapping[str, str] | None", bool], "Misfits | None"]
 
 
-def hints_for(found: Found, retry: Retry, *, may_rename: bool) -> list[str]:
+def hints_for(found: Misfits, retry: Retry, *, may_rename: bool) -> list[str]:
     """All hints that help. ``retry`` finds out what would be left over with other names, or with casts."""
     hints: list[str] = []
     rename: Mapping[str, str] | None = None
@@ -180,9 +180,8 @@ def _shape_hints(shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> l
 def _shape_hint(saved: tuple[int, ...], current: tuple[int, ...]) -> str | None:
     form = "transform={key: lambda checkpoint, key: checkpoint[key][:]%s}"
     if len(saved) == len(current) and saved == current[::-1]:
-        return (
-            f"the stored shape is turned; {form % ('.T' if len(saved) == 2 else f'.permute{_order(saved, current)}')}"
-        )
+        how = ".T" if len(saved) == 2 else f".permute{_order(saved, current)}"
+        return f"the stored shape is transposed; {form % how}"
     if len(saved) == len(current) <= _MOST_TURNED and sorted(saved) == sorted(current):
         return f"the stored dimensions are in another order; {form % f'.permute{_order(saved, current)}'}"
     if prod(saved) == prod(current):
@@ -205,7 +204,7 @@ def _shape_of(thing: Any) -> tuple[int, ...] | None:
     return tuple(shape_and_dtype(thing)[0]) if thing is not None and is_target(thing) else None
 
 
-def _verdict(after: Found) -> str:
+def _verdict(after: Misfits) -> str:
     return "; then it would load" if not after.count else f"; {after.count:,} other problem(s) stay"
 
 

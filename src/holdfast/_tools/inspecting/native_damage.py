@@ -25,7 +25,7 @@ Names = Callable[[str], Sequence[str]]
 """All keys that a stored tensor has, by its own."""
 
 
-class Region(NamedTuple):
+class BlockRange(NamedTuple):
     """Whole blocks of a file that are read at once."""
 
     file: int
@@ -55,7 +55,7 @@ class NativeCheck:
         self._digests: dict[tuple[int, int], tuple[int, int]] = {}
 
     def run(self, on_total: Callable[[int], Progress]) -> None:
-        """Find all damage. ``on_total`` is told how many bytes there are to read."""
+        """Find all damage. ``on_total`` gets the number of bytes to read."""
         try:
             columns = self._source.columns
         except (HoldfastError, OSError) as error:
@@ -63,7 +63,7 @@ class NativeCheck:
             self._check_sizes_only()
             on_total(0)
             return
-        self._where = _Whereabouts(self._source)
+        self._where = _KeysByPosition(self._source)
         self._check_overlaps()
         starts = first_blocks(self._record.files, self._record.block_bytes)
         files = [
@@ -93,10 +93,10 @@ class NativeCheck:
                 try:
                     self._source.chunks(ref.key)
                 except HoldfastError as error:
-                    self.damage.append(Damage.told_by(error, self._record.index.name, self._names(ref.key)))
+                    self.damage.append(Damage.from_error(error, self._record.index.name, self._names(ref.key)))
 
     def _tell_of_columns(self, error: Exception) -> None:
-        """Without them nobody knows where the tensors lie, so that none of them can be read."""
+        """Without them nobody knows where the tensors are stored, so that none of them can be read."""
         keys = (name for ref in self._record.tensors if self._is_chosen(ref.key) for name in self._names(ref.key))
         index = self._record.index
         self.has_digests = False
@@ -110,7 +110,7 @@ class NativeCheck:
         return self._chosen is None or self._chosen(key)
 
     def _check_sizes_only(self) -> None:
-        """What can be said of data files if nobody knows what lies where in them."""
+        """What can be said of data files if nobody knows what is stored where in them."""
         for file in self._record.files:
             found = self._source.store.size(file.name)
             if found != file.nbytes:
@@ -124,15 +124,15 @@ class NativeCheck:
                 ends.append(0)
                 continue
             found = self._source.store.size(file.name)
-            is_whole = found is not None and found >= file.nbytes
+            is_complete = found is not None and found >= file.nbytes
             # The last block of a file that is too short has no digest that it could be compared with.
-            end = file.nbytes if is_whole else (found or 0) // self._record.block_bytes * self._record.block_bytes
+            end = file.nbytes if is_complete else (found or 0) // self._record.block_bytes * self._record.block_bytes
             ends.append(end)
             if found != file.nbytes:
                 self.damage.append(_wrong_size(file.name, file.nbytes, found, self._keys_in(number, end, file.nbytes)))
         return ends
 
-    def _regions(self, files: Sequence[ReadableFile], ends: Sequence[int]) -> Iterator[Region]:
+    def _regions(self, files: Sequence[ReadableFile], ends: Sequence[int]) -> Iterator[BlockRange]:
         block_bytes, most = self._record.block_bytes, read_size(self._memory, self._record.block_bytes)
         for number, end in enumerate(ends):
             needed = np.ones(count_blocks(end, block_bytes), np.bool_)
@@ -140,9 +140,11 @@ class NativeCheck:
                 needed = self._where.blocks_of(number, self._chosen, block_bytes)[: len(needed)]
             for first, last in runs_of(needed):
                 for begin in range(first * block_bytes, last * block_bytes, most):
-                    yield Region(number, begin, min(begin + most, last * block_bytes, end))
+                    yield BlockRange(number, begin, min(begin + most, last * block_bytes, end))
 
-    def _compare(self, opened: OpenFiles, files: Sequence[ReadableFile], region: Region, progress: Progress) -> None:
+    def _compare(
+        self, opened: OpenFiles, files: Sequence[ReadableFile], region: BlockRange, progress: Progress
+    ) -> None:
         number, begin, end = region
         block_bytes = self._record.block_bytes
         expected = files[number].digests
@@ -174,7 +176,7 @@ class NativeCheck:
         blocks = count_blocks(self._record.files[number].nbytes, self._record.block_bytes)
         return self._wrong.setdefault(number, np.zeros(blocks, np.bool_))
 
-    def _note_unreadable(self, region: Region, error: Exception) -> None:
+    def _note_unreadable(self, region: BlockRange, error: Exception) -> None:
         number, begin, end = region
         with self._lock:
             self.damage.append(
@@ -188,7 +190,7 @@ class NativeCheck:
             )
 
     def _tell_of_blocks(self, number: int) -> None:
-        """One entry for all damaged blocks that lie side by side."""
+        """One entry for all adjacent damaged blocks."""
         file, block_bytes = self._record.files[number], self._record.block_bytes
         for first, last in runs_of(self._wrong[number]):
             begin, end = first * block_bytes, min(last * block_bytes, file.nbytes)
@@ -196,7 +198,7 @@ class NativeCheck:
             keys = self._keys_in(number, begin, end)
             what = "these are not the bytes that were saved"
             if begin < self._where.header_end(number):
-                what += "; the header of the file lies here" + (" too" if keys else "")
+                what += "; the header of the file is here" + (" too" if keys else "")
             elif not keys:
                 what += "; no tensor has bytes here"
             self.damage.append(Damage(file.name, what, keys, begin, end, f"{expected:08x}", f"{found:08x}"))
@@ -216,7 +218,7 @@ def _wrong_size(name: str, expected: int, found: int | None, keys: tuple[str, ..
     return Damage(name, "is cut off", keys, found, expected, f"{expected:,} bytes", f"{found:,} bytes")
 
 
-class _Whereabouts:
+class _KeysByPosition:
     """Which tensors have bytes in a part of a file."""
 
     def __init__(self, source: NativeSource) -> None:

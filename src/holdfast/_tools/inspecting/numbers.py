@@ -81,7 +81,7 @@ def numbers_of(raw: Array, ref: TensorRef) -> Array:
 
 
 def is_nan(numbers: Array) -> npt.NDArray[np.bool_]:
-    """Which of them are no numbers; of complex ones, where either part is."""
+    """Which of them are not numbers; of complex ones, where either part is."""
     if numbers.dtype.kind in "biu":
         return np.zeros(numbers.shape, np.bool_)
     found: npt.NDArray[np.bool_] = np.isnan(numbers)

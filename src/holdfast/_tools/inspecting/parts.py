@@ -11,11 +11,11 @@ import numpy as np
 from holdfast._base.boxes import Box, cut, volume
 from holdfast._base.tuning import COUNTED_ELEMENT_BYTES, COUNTED_TOGETHER, MEMORY_BUDGET, READERS, SMALLEST_BUDGET
 from holdfast._formats.native.refs import TensorRef
-from holdfast._formats.source import Request, Source, WholeReads
+from holdfast._formats.source import ReadRequest, Source, WholeReads
 from holdfast._tools.inspecting.numbers import Array
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A box of a tensor."""
 
     ref: TensorRef
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 class Lot:
     """Parts that are read together."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TensorPart] = field(default_factory=list)
     elements: int = 0
 
     @property
@@ -60,16 +60,16 @@ def lots_of(refs: Iterable[TensorRef], most: int) -> Iterator[Lot]:
             if waiting.parts and (waiting.elements + count > most or len(waiting.parts) >= COUNTED_TOGETHER):
                 yield waiting
                 waiting = Lot()
-            waiting.parts.append(Part(ref, box))
+            waiting.parts.append(TensorPart(ref, box))
             waiting.elements += count
     if waiting.parts:
         yield waiting
 
 
-def read_parts(source: Source, parts: Iterable[Part], memory: int | None) -> list[Array]:
+def read_parts(source: Source, parts: Iterable[TensorPart], memory: int | None) -> list[Array]:
     """The bits of all parts."""
     arrays: list[Array] = []
-    requests: list[Request] = []
+    requests: list[ReadRequest] = []
     wholes: dict[str, Array] = {}
     for part in parts:
         array = np.empty(part.box.sizes, part.ref.dtype.carrier)
@@ -77,6 +77,6 @@ def read_parts(source: Source, parts: Iterable[Part], memory: int | None) -> lis
         if part.box.sizes == part.ref.shape and part.ref.key not in wholes:
             wholes[part.ref.key] = array  # which takes far less work for each of many small ones
         elif array.size:
-            requests.append(Request(part.ref.key, tuple(part.box.offsets), tuple(part.box.sizes), array))
+            requests.append(ReadRequest(part.ref.key, tuple(part.box.offsets), tuple(part.box.sizes), array))
     source.read_many(requests, WholeReads.into(wholes), memory=memory)
     return arrays

@@ -10,10 +10,10 @@ from pathlib import Path
 from holdfast._base.texts import some_of
 from holdfast._base.threads import work_through
 from holdfast._base.tuning import READERS, VERIFIED_BYTES, VERIFIED_TOGETHER
-from holdfast._formats.hf_folder.names import INDEX_NAME, SUFFIX, lies_inside
+from holdfast._formats.hf_folder.names import INDEX_NAME, SUFFIX, is_inside_folder
 from holdfast._formats.safetensors.header import Header, read_header
 from holdfast._formats.safetensors.source import SafetensorsSource
-from holdfast._formats.source import ChunkPlace, Nowhere, Request
+from holdfast._formats.source import ChunkPlace, DiscardingArray, ReadRequest
 from holdfast._tools.inspecting.damage import Damage
 from holdfast._watching.progress import Progress
 from holdfast.errors import HoldfastError
@@ -33,7 +33,7 @@ class SafetensorsCheck:
         self.has_digests = True
 
     def run(self, on_total: Callable[[int], Progress]) -> None:
-        """Find all damage. ``on_total`` is told how many bytes there are to read."""
+        """Find all damage. ``on_total`` gets the number of bytes to read."""
         self._compare_index()
         progress = on_total(sum(self._source.tensors[key].nbytes for key in self._keys))
         threads = READERS if self._memory is None else 1
@@ -49,16 +49,16 @@ class SafetensorsCheck:
             if lost:
                 problem = f"does not name tensors that are in {file}, so that no program reads them; `holdfast repair` "
                 self.damage.append(Damage(INDEX_NAME, problem + "makes the index again from the files", lost))
-        if check.unlisted or check.told_bytes in (None, check.listed_bytes):
+        if check.unlisted or check.stated_bytes in (None, check.listed_bytes):
             return
-        told, listed = f"{check.told_bytes:,} bytes", f"{check.listed_bytes:,} bytes"
+        stated, listed = f"{check.stated_bytes:,} bytes", f"{check.listed_bytes:,} bytes"
         if check.is_exact or check.missing:
             gone = f"; {some_of(check.missing)} is neither listed nor there" if check.missing else ""
             problem = f"names tensors of another total_size than it says{gone}"
-            self.damage.append(Damage(INDEX_NAME, problem, expected=told, found=listed))
+            self.damage.append(Damage(INDEX_NAME, problem, expected=stated, found=listed))
         else:
             self.doubts.append(
-                f"{INDEX_NAME} says that all tensors have {told} (total_size), and those that it names have {listed}. "
+                f"{INDEX_NAME} says that all tensors have {stated} (total_size), and those it names have {listed}. "
                 "Some programs count tied tensors twice, or in another dtype; if yours does not, tensors are missing."
             )
 
@@ -92,9 +92,9 @@ class SafetensorsCheck:
             with self._lock:
                 self.damage.append(Damage(chunk.file, f"cannot be read: {error}", (key,), chunk.begin, end))
 
-    def _request(self, key: str, chunk: ChunkPlace) -> Request:
+    def _request(self, key: str, chunk: ChunkPlace) -> ReadRequest:
         carrier = self._source.tensors[key].dtype.carrier
-        return Request(key, chunk.offsets, chunk.sizes, Nowhere(chunk.sizes, carrier))
+        return ReadRequest(key, chunk.offsets, chunk.sizes, DiscardingArray(chunk.sizes, carrier))
 
 
 def damage_of_folder(path: Path) -> list[Damage]:
@@ -106,10 +106,10 @@ def damage_of_folder(path: Path) -> list[Damage]:
         try:
             listed = json.loads(index.read_bytes())["weight_map"]
             for key, name in listed.items():
-                if lies_inside(name):
+                if is_inside_folder(name):
                     names.setdefault(name, []).append(key)
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            found.append(Damage(INDEX_NAME, f"is no index of a model: {type(error).__name__}: {error}"))
+            found.append(Damage(INDEX_NAME, f"is not an index of a model: {type(error).__name__}: {error}"))
     for name, keys in names.items():
         found += _damage_of_file(path / name, name, keys)
     return found

@@ -95,7 +95,7 @@ def count(
     for ref in refs:
         if not are_numbers(ref):
             raise UnsupportedTensorError(
-                f"{ref.key!r} has elements of {ref.dtype}, which are no numbers to count with. Leave it out.",
+                f"{ref.key!r} has elements of {ref.dtype}, which are not numbers. Leave it out.",
                 key=ref.key,
                 kind=str(ref.dtype),
             )

@@ -9,8 +9,8 @@ from math import prod
 from typing import Any
 
 from holdfast._base.arguments import Size, checked_budget
-from holdfast._base.environment import optimizers_noted
 from holdfast._base.patterns import dotted
+from holdfast._base.provenance import optimizers_noted
 from holdfast._base.texts import some_of
 from holdfast._formats.native.record import REPAIRED, repairs_in
 from holdfast._formats.native.refs import TensorRef
@@ -26,7 +26,7 @@ _IN_ROWS_OF_THEIR_OWN = ("phases", "optimizers", REPAIRED)
 
 @dataclass(frozen=True)
 class PartSummary:
-    """All that lies below one name at the top."""
+    """All that is below one name at the top."""
 
     tensors: int
     elements: int

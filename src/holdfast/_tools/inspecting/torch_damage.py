@@ -43,7 +43,7 @@ class DcpCheck:
         self.has_digests = True
 
     def run(self, on_total: Callable[[int], Progress]) -> None:
-        """Find all damage. ``on_total`` is told how many bytes there are to read."""
+        """Find all damage. ``on_total`` gets the number of bytes to read."""
         index = next((name for name in self._sizes if name.endswith(".metadata")), ".metadata")
         homeless = [key for key in self._source.keys_without_place() if self._chosen is None or self._chosen(key)]
         if homeless:
@@ -58,7 +58,7 @@ class DcpCheck:
         work_through(lots, lambda lot: self._look(lot, progress), min(threads, READERS), "holdfast-inspect")
 
     def _lots(self) -> list[_Lot]:
-        """All items, in the order in which they lie. Those of files that are gone are told at once."""
+        """All items, in the order in which they are stored. Those of missing files are reported at once."""
         by_file: dict[str, list[StoredItem]] = defaultdict(list)
         for item in self._source.stored_items():
             if self._chosen is None or self._chosen(item.key):
@@ -113,7 +113,7 @@ def _damage_of(item: StoredItem, error: Exception) -> Damage:
     where: dict[str, Any] = {"keys": (item.key,), "begin": item.begin, "end": item.begin + item.nbytes}
     if isinstance(error, DamagedCheckpointError):
         if str(error.fields.get("file")).endswith(".metadata"):
-            return Damage.told_by(error, ".metadata", (item.key,))
+            return Damage.from_error(error, ".metadata", (item.key,))
         expected, found = (_shown(error.fields.get(name)) for name in ("expected", "found"))
         return Damage(item.file, "these are not the bytes that were saved", **where, expected=expected, found=found)
     return Damage(item.file, f"cannot be read: {error}", **where)
@@ -142,7 +142,7 @@ class TorchFileCheck:
         self.has_digests = True
 
     def run(self, on_total: Callable[[int], Progress]) -> None:
-        """Find all damage. ``on_total`` is told how many bytes there are to read."""
+        """Find all damage. ``on_total`` gets the number of bytes to read."""
         progress = on_total(sum(entry.nbytes for entry in self._entries))
         work_through(self._entries, lambda entry: self._look(entry, progress), self._threads, "holdfast-inspect")
 

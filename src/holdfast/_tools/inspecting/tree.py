@@ -23,7 +23,7 @@ _FEWEST_ALIKE = 3
 
 @dataclass
 class Branch:
-    """A part of a checkpoint: a tensor, a value, or all that lies below a name."""
+    """A part of a checkpoint: a tensor, a value, or all that is below a name."""
 
     name: str
     leaf: StoredNode | None = None
@@ -121,13 +121,13 @@ def _follows(before: Branch, after: Branch) -> bool:
     return numbers and int(after.name) == int(before.name) + 1 and before.looks == after.looks
 
 
-# A checkpoint as lines of text: a tree with shapes, dtypes, sizes, and where the tensors lie.
+# A checkpoint as lines of text: a tree with shapes, dtypes, sizes, and where the tensors are stored.
 
 
 _WIDEST_NAME = 60
 
 
-class Row(NamedTuple):
+class TreeRow(NamedTuple):
     """A line, in columns."""
 
     name: str
@@ -156,7 +156,7 @@ class Drawing:
         """The lines for all that is below."""
         return aligned(list(self._rows(root, 0)))
 
-    def _rows(self, branch: Branch, level: int) -> Iterator[Row]:
+    def _rows(self, branch: Branch, level: int) -> Iterator[TreeRow]:
         below = list(branch.below.values())
         for part in below if self._everything else grouped(below):
             if isinstance(part, Alike):
@@ -165,26 +165,28 @@ class Drawing:
             else:
                 yield from self._row_and_below(part, part.name, level, 1)
 
-    def _row_and_below(self, branch: Branch, name: str, level: int, count: int) -> Iterator[Row]:
+    def _row_and_below(self, branch: Branch, name: str, level: int, count: int) -> Iterator[TreeRow]:
         name = "  " * level + printable(name)
         times = f"{count:,} x " if count > 1 else ""
         if branch.leaf is not None:
             yield self._leaf_row(branch, name, times)
         elif branch.below:
-            yield Row(name, f"{times}{summed(branch)}", f"{times}{size(branch.nbytes)}" if branch.tensors else "", "")
+            yield TreeRow(
+                name, f"{times}{summed(branch)}", f"{times}{size(branch.nbytes)}" if branch.tensors else "", ""
+            )
         if self._depth is None or level + 1 < self._depth:
             yield from self._rows(branch, level + 1)
 
-    def _leaf_row(self, branch: Branch, name: str, times: str) -> Row:
+    def _leaf_row(self, branch: Branch, name: str, times: str) -> TreeRow:
         ref = branch.ref
         if ref is None or branch.leaf is None:
-            return Row(name, shortly(None if branch.leaf is None else branch.leaf.value), "", "")
+            return TreeRow(name, shortly(None if branch.leaf is None else branch.leaf.value), "", "")
         rest = layout_in_words(self._checkpoint, ref)
         if ref.key != branch.leaf.key and not branch.tensors:
             rest = f"the same as {ref.key}"
         if self._remark is not None:
             rest = f"{rest}  {self._remark(ref)}"
-        return Row(name, f"{ref.dtype} {list(ref.shape)}", f"{times}{size(ref.nbytes)}", rest)
+        return TreeRow(name, f"{ref.dtype} {list(ref.shape)}", f"{times}{size(ref.nbytes)}", rest)
 
 
 def summed(branch: Branch) -> str:
@@ -202,7 +204,7 @@ def layout_in_words(checkpoint: Checkpoint, ref: TensorRef) -> str:
     try:
         chunks = source_of(checkpoint).chunk_places(ref.key)
     except HoldfastError:
-        return "where it lies cannot be read"
+        return "where it is stored cannot be read"
     ranks = sorted({chunk.rank for chunk in chunks if chunk.rank is not None})
     if not chunks:
         return ""
@@ -222,7 +224,7 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def aligned(rows: Sequence[Row]) -> str:
+def aligned(rows: Sequence[TreeRow]) -> str:
     """Rows as lines with columns."""
     widths = [max((len(row[at]) for row in rows), default=0) for at in range(3)]
     widths[0] = min(widths[0], _WIDEST_NAME)

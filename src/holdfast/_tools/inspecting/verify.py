@@ -120,7 +120,7 @@ class _Looking:
     progress: Progress | None = None
 
     def finds_any(self, checkpoint: Checkpoint) -> bool:
-        """Whether there is anything to look at. What a damaged checkpoint has cannot be told."""
+        """Whether there is anything to look at. What a damaged checkpoint has is unknown."""
         try:
             return self.chosen is None or any(map(self.chosen, checkpoint))
         except HoldfastError:
@@ -133,7 +133,7 @@ class _Looking:
             names = _names_of(source.tree)
         except HoldfastError as error:
             names = {key: [key] for key in source.tensors}
-            unreadable = Damage.told_by(error, _own_file(source, error))
+            unreadable = Damage.from_error(error, _own_file(source, error))
         check = self._check(source, names)
         check.run(self._begin)
         damage = _settled(check.damage)
@@ -222,13 +222,13 @@ def _digests_of(source: Source, *, in_part: bool) -> tuple[str, str]:
     """How much of a checkpoint has digests, and what that means."""
     computed = [repair.time for repair in repairs_in(source.provenance) if repair.has_new_digests]
     if source.format == "native" and computed:
-        which = "Every block that the chosen tensors lie in" if in_part else "Every byte that is there"
+        which = "Every block of the chosen tensors" if in_part else "Every byte that is there"
         return "some", (
             f"{which} was compared with digests that a repair has computed at {computed[-1]}, from the data as it was "
             "then. They say nothing about what happened before."
         )
     if source.format == "native" and in_part:
-        return "all", "Every block that the chosen tensors lie in was compared with the digest taken when it was saved."
+        return "all", "Every block of the chosen tensors was compared with the digest taken when it was saved."
     if source.format == "native":
         return "all", "Every byte that is there was compared with the digests that were taken when it was saved."
     if source.format == "dcp":
@@ -244,7 +244,7 @@ def _digests_of(source: Source, *, in_part: bool) -> tuple[str, str]:
         if not all(entry.has_crc for entry in entries):
             return "some", "Some entries of the archive were written without a CRC-32; those were not compared."
         compared = f"{which} entries of the archive were compared with their CRC-32."
-        return "some", f"{compared} What lies between them has none."
+        return "some", f"{compared} What is between them has none."
     return "none", (
         "Safetensors files have no checksums: sizes and headers were checked, and that all can be read. A changed byte "
         "inside of a tensor cannot be noticed. holdfast convert makes a checkpoint that has digests."
@@ -252,7 +252,7 @@ def _digests_of(source: Source, *, in_part: bool) -> tuple[str, str]:
 
 
 def _names_beside(source: Source) -> set[str]:
-    """What lies where the files of a checkpoint do. A checkpoint that is one file has nothing beside it."""
+    """What is stored where the files of a checkpoint are. A checkpoint that is one file has nothing beside it."""
     store = getattr(source, "store", None)
     if isinstance(store, Store):
         return {listed.name for listed in store.list()}
@@ -288,5 +288,5 @@ def _unopened(path: str | os.PathLike[str] | Store, error: HoldfastError, starte
         seconds=time.perf_counter() - started,
         checked="none",
         why="It cannot be opened, so nothing behind what is damaged could be looked at.",
-        damage=tuple(damage or [Damage.told_by(error, own)]),
+        damage=tuple(damage or [Damage.from_error(error, own)]),
     )

@@ -1,4 +1,4 @@
-"""What is listed of one checkpoint. Names, sizes and records tell; the data is not read."""
+"""What is listed of one checkpoint. It comes from names, sizes and records; the data is not read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SeenFile:
     name: str
     size: int
     changed_at: float | None = None
-    """Seconds since the epoch, where the store tells."""
+    """Seconds since the epoch, where the store says."""
     path: str | None = None
     """Where it is, if it is on a local disk."""
 
@@ -75,7 +75,7 @@ class SeenFolder:
         return format_of_unfinished(self.names) if self.format is None else None
 
     def last_change(self, names: Iterable[str] | None = None) -> float | None:
-        """When one of its files, or of these, was last written; None where that is not told."""
+        """When one of its files, or of these, was last written; None where that is unknown."""
         wanted = self.names if names is None else set(names)
         times = [file.changed_at for file in self.files if file.name in wanted and file.changed_at is not None]
         return max(times, default=None)
@@ -94,7 +94,7 @@ class Entry:
     state: State
     format: Format
     identity: str
-    """Another one if other content is under this name; empty if that cannot be told."""
+    """Another one if other content is under this name; empty if that is unknown."""
     step: int | None
     nbytes: int
     """Of its files. What other saves have left in its folder does not count."""
@@ -239,7 +239,7 @@ def _entry_of_native(seen: SeenFolder, path: str, store: Store) -> Entry | None:
 
 
 def _with_missing_files(entry: Entry, seen: SeenFolder) -> Entry:
-    """A record without its files is no checkpoint. That much can be told without reading them."""
+    """A record without its files is not a checkpoint. That much is known without reading them."""
     if entry.state == "damaged":
         return entry
     present = sum(file.size for file in seen.files if file.name == RECORD or generation_of(file.name) == entry.identity)

@@ -49,7 +49,7 @@ _UNSETTLED = 2.0
 """Seconds within which a folder may have changed again without a new time of change."""
 
 
-class Shelf:
+class WatchedFolder:
     """A folder with checkpoints, looked at again and again. A folder in it that has not changed is not read twice."""
 
     def __init__(self, place: str | os.PathLike[str] | Root) -> None:
@@ -208,7 +208,7 @@ def _holds_a_checkpoint(root: Root, name: str) -> bool:
 
 
 def _are_of_one_model(names: Collection[str]) -> bool:
-    """Whether the safetensors files with these names are those of one model, and do not just lie side by side."""
+    """Whether the safetensors files with these names are those of one model, and are not just side by side."""
     if any(name.endswith((SAFETENSORS_INDEX, SAFETENSORS_COMMIT)) for name in names):
         return True
     files = [name for name in names if name.endswith(SAFETENSORS)]
@@ -270,20 +270,20 @@ class Catalogue:
     """
 
     def __init__(self, place: str | os.PathLike[str] | Root) -> None:
-        self.shelf = Shelf(place)
+        self.watched = WatchedFolder(place)
         self._rows: dict[str, Row] = {}
         self._known: dict[str, tuple[Any, Entry | None]] = {}
 
     def look(self) -> Look:
         """What there is now."""
-        run, problem = run_at(self.shelf.root)
-        folders = self.shelf.look()
-        if self.shelf.is_gone:
-            problem = f"there is nothing at {self.shelf.root.location} any more: it was deleted, moved or unmounted"
+        run, problem = run_at(self.watched.root)
+        folders = self.watched.look()
+        if self.watched.is_gone:
+            problem = f"there is nothing at {self.watched.root.location}: it was deleted, moved or unmounted"
         return Look(folders, self._checkpoints(run, folders), run, problem)
 
     def _checkpoints(self, run: RunState, folders: Sequence[SeenFolder]) -> list[Entry]:
-        root = self.shelf.root
+        root = self.watched.root
         seen = {folder.name: folder for folder in folders}
         remembered = replace(run, rows={**self._rows, **run.rows})
         found: dict[str, Entry] = {}
@@ -306,7 +306,7 @@ class Catalogue:
 
     def _steps(self, run: RunState, seen: Iterable[str]) -> list[StepInfo]:
         """The steps of the run; of a single checkpoint no more than that, for there may be thousands beside it."""
-        root, single = self.shelf.root, self.shelf.single
+        root, single = self.watched.root, self.watched.single
         step = None if single is None else step_of(single)
         if single is None or (step is not None and single != folder_of(step)):
             return list_steps(root, run)
@@ -317,7 +317,7 @@ class Catalogue:
         entry = self._recalled(folder.name, folder)
         if entry is None:
             store = None if folder.is_file else root.child(folder.name)
-            entry = entry_of_other(folder, self.shelf.location_of(folder.name), store)
+            entry = entry_of_other(folder, self.watched.location_of(folder.name), store)
             self._known[folder.name] = folder, entry
         return entry
 
@@ -365,24 +365,24 @@ def list_place(place: str) -> Listing:
     holdfast.errors.NotACheckpointError: there is no checkpoint at ...
     """
     catalogue = Catalogue(place)
-    shelf, look = catalogue.shelf, catalogue.look()
-    whole = {entry.name for entry in look.checkpoints}
-    left = [folder for folder in look.folders if folder.name not in whole]
-    unfinished = [entry_of_unfinished(folder, shelf.location_of(folder.name), look.run) for folder in left]
+    watched, look = catalogue.watched, catalogue.look()
+    complete = {entry.name for entry in look.checkpoints}
+    left = [folder for folder in look.folders if folder.name not in complete]
+    unfinished = [entry_of_unfinished(folder, watched.location_of(folder.name), look.run) for folder in left]
     entries = sorted([*look.checkpoints, *filter(None, unfinished)], key=_by_age)
     is_run = _is_run(look, entries)
-    if not entries and (not is_run or shelf.single is not None):
-        found = sorted(listed.name for listed in shelf.root.store.list())
-        inner = "" if shelf.single is not None else ", nor in a folder directly inside of it"
+    if not entries and (not is_run or watched.single is not None):
+        found = sorted(listed.name for listed in watched.root.store.list())
+        inner = "" if watched.single is not None else ", nor in a folder directly inside of it"
         raise NotACheckpointError(
-            f"there is no checkpoint at {shelf.location}{inner}. Check the path.",
-            path=shelf.location,
-            found=found[:_MOST_NAMED] if shelf.single is None else [],
+            f"there is no checkpoint at {watched.location}{inner}. Check the path.",
+            path=watched.location,
+            found=found[:_MOST_NAMED] if watched.single is None else [],
         )
     owner = look.problem or owner_in(look.run) or ""
-    if shelf.single is not None:
-        return Listing(shelf.location, "checkpoint", entries)
-    return Listing(shelf.location, "run" if is_run else "folder", entries, owner, look.run.run)
+    if watched.single is not None:
+        return Listing(watched.location, "checkpoint", entries)
+    return Listing(watched.location, "run" if is_run else "folder", entries, owner, look.run.run)
 
 
 def _is_run(look: Look, entries: Sequence[Entry]) -> bool:

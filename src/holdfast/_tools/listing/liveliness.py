@@ -1,4 +1,4 @@
-"""Whether somebody may be writing at a place just now. Whatever is told or removed is decided here."""
+"""Whether somebody may be writing at a place just now. Whatever is reported or removed is decided here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE = 600.0
 
 
 def around(place: str) -> tuple[Root, str]:
-    """The folder that a checkpoint lies in, and its name there.
+    """The folder that a checkpoint is in, and its name there.
 
     >>> around("memory://run/step-1")
     (MemoryRoot('memory://run'), 'step-1')
@@ -55,11 +55,11 @@ def owner_in(run: RunState) -> str | None:
     if run.owner is None or run.owner.life() == "dead":
         return None
     is_sure = run.owner.life() == "alive"
-    return str(run.owner) if is_sure else f"{run.owner}, of which nobody knows here whether it has ended"
+    return str(run.owner) if is_sure else f"{run.owner}, and it is unknown here whether it has ended"
 
 
 def owner_around(store: Store) -> str | None:
-    """Who owns the run that a checkpoint lies in."""
+    """Who owns the run that a checkpoint is in."""
     try:
         return owner_of(around(store.location)[0])
     except ValueError:  # a place of one's own, which has nothing around it that could be found
@@ -67,7 +67,7 @@ def owner_around(store: Store) -> str | None:
 
 
 def last_change(store: Store, names: Iterable[str]) -> float | None:
-    """When one of these files was last written; None where that is not told."""
+    """When one of these files was last written; None where that is unknown."""
     folder = local_path(store.location)
     if folder is None:
         return None
@@ -101,7 +101,7 @@ def why_perhaps_writing(run: RunState, name: str, quiet: float | None) -> str | 
     if owner is not None:
         return f"the run is in use by {owner}"
     if quiet is None:
-        return "it cannot be told when it was written"
+        return "it is unknown when it was written"
     if quiet < PATIENCE:
         return f"it was written less than {PATIENCE / 60:.0f} minutes ago, and a save may be going on"
     return None

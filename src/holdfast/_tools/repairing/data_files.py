@@ -1,4 +1,4 @@
-"""What data files tell about themselves: the names, types and places of the chunks in them.
+"""What data files say about themselves: the names, types and places of the chunks in them.
 
 A tensor that is one chunk has its key as its name there; a part of one is called by its key and its region, as in
 ``weight[0:4,8:16]``. A name that was taken has a number behind it. So names can mean several things, and only what can
@@ -24,8 +24,8 @@ _REGION = re.compile(r"(.+)\[([0-9]+:[0-9]+(?:,[0-9]+:[0-9]+)*)\]", re.DOTALL)
 _NUMBERED = re.compile(r"(.+)#[0-9]+", re.DOTALL)
 
 
-class Part(NamedTuple):
-    """A chunk: which box of which tensor, and where it lies."""
+class FoundChunk(NamedTuple):
+    """A chunk: which box of which tensor, and where it is stored."""
 
     key: str
     offsets: tuple[int, ...]
@@ -49,7 +49,7 @@ class Parts:
     """The chunks of all files, and what is wrong with them."""
 
     tensors: Sequence[TensorRef]
-    parts: Mapping[str, Sequence[Part]]
+    parts: Mapping[str, Sequence[FoundChunk]]
     """By key."""
     incomplete: Mapping[str, str]
     """What is wrong with tensors of which chunks are missing, overlap or cannot be told apart."""
@@ -78,7 +78,7 @@ def parts_of_known(headers: Sequence[Header], tensors: Sequence[TensorRef]) -> P
     {'weight': 'has 0 of its 2 elements'}
     """
     by_key = {ref.key: ref for ref in tensors}
-    found: dict[str, list[Part]] = defaultdict(list)
+    found: dict[str, list[FoundChunk]] = defaultdict(list)
     unclear: dict[str, str] = {}
     for number, header in enumerate(headers):
         meanings = {name: list(_known_meanings(name, header, by_key)) for name in header.tensors}
@@ -87,7 +87,7 @@ def parts_of_known(headers: Sequence[Header], tensors: Sequence[TensorRef]) -> P
             left = possible if len(possible) <= 1 else [meaning for meaning in possible if meaning not in sure]
             if len(left) == 1:
                 key, offsets, sizes = left[0]
-                found[key].append(Part(key, offsets, sizes, number, header.position(name)))
+                found[key].append(FoundChunk(key, offsets, sizes, number, header.position(name)))
             for key, _, _ in left if len(left) > 1 else ():
                 unclear[key] = f"has a chunk {name!r} that may be of another tensor"
     incomplete = {**_incomplete(found, tensors), **unclear}
@@ -96,14 +96,14 @@ def parts_of_known(headers: Sequence[Header], tensors: Sequence[TensorRef]) -> P
 
 def parts_of_unknown(headers: Sequence[Header], sources: Sequence[str]) -> Parts:
     """The chunks in these files, and the tensors that they make up, of which nothing else is known."""
-    found: dict[str, list[Part]] = defaultdict(list)
+    found: dict[str, list[FoundChunk]] = defaultdict(list)
     types: dict[str, set[str]] = defaultdict(set)
     cut: set[str] = set()
     for number, (header, source) in enumerate(zip(headers, sources, strict=True)):
         for name, stored in header.tensors.items():
             dtype, shape = in_memory(name, stored.dtype, stored.shape, source)
             key, offsets, sizes = _likeliest_meaning(name, shape)
-            found[key].append(Part(key, offsets, sizes, number, header.position(name)))
+            found[key].append(FoundChunk(key, offsets, sizes, number, header.position(name)))
             types[key].add(dtype)
             if key != name:
                 cut.add(key)
@@ -177,12 +177,12 @@ def _likeliest_meaning(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[in
     return name, (0,) * len(shape), shape
 
 
-def _reach(parts: Iterable[Part]) -> tuple[int, ...]:
+def _reach(parts: Iterable[FoundChunk]) -> tuple[int, ...]:
     ends = ([at + size for at, size in zip(part.offsets, part.sizes, strict=True)] for part in parts)
     return tuple(max(along) for along in zip(*ends, strict=True))
 
 
-def _incomplete(found: Mapping[str, Sequence[Part]], tensors: Iterable[TensorRef]) -> dict[str, str]:
+def _incomplete(found: Mapping[str, Sequence[FoundChunk]], tensors: Iterable[TensorRef]) -> dict[str, str]:
     """Tensors that their chunks do not tile."""
     problems = {}
     for ref in tensors:

@@ -13,7 +13,7 @@ from holdfast._formats.hf_folder.names import (
     COMMIT_NAME,
     INDEX_NAME,
     file_name,
-    lies_inside,
+    is_inside_folder,
     number_of,
     read_notes,
     temporary_name,
@@ -100,7 +100,9 @@ def _problems_of_index(path: Path) -> Iterator[Planned]:
 
 def _is_index(content: Any) -> bool:
     weights = content.get("weight_map") if isinstance(content, dict) else None
-    return isinstance(weights, dict) and all(isinstance(name, str) and lies_inside(name) for name in weights.values())
+    return isinstance(weights, dict) and all(
+        isinstance(name, str) and is_inside_folder(name) for name in weights.values()
+    )
 
 
 def _problems_of_weights(path: Path, weights: Mapping[str, str], numbered: list[str]) -> Iterator[Planned]:
@@ -111,10 +113,10 @@ def _problems_of_weights(path: Path, weights: Mapping[str, str], numbered: list[
             headers[name] = _header(path / name)
         except FileNotFoundError:
             lost = sorted(key for key, where in weights.items() if where == name)
-            yield Planned(str(path / name), "the file is missing", "copy it again from where it is whole", keys=lost)
+            yield Planned(str(path / name), "the file is missing", "copy it again from where it is intact", keys=lost)
         except HoldfastError as error:
             lost = sorted(key for key, where in weights.items() if where == name)
-            yield Planned(str(path / name), str(error), "copy it again from where it is whole", keys=lost)
+            yield Planned(str(path / name), str(error), "copy it again from where it is intact", keys=lost)
     same_set = _same_set(weights.values(), headers)
     unlisted = [key for name in same_set for key in headers[name].tensors if key not in weights]
     wrong = [key for key, name in weights.items() if name in headers and key not in headers[name].tensors]
@@ -133,7 +135,7 @@ def _problems_of_weights(path: Path, weights: Mapping[str, str], numbered: list[
         yield Planned(
             str(path / INDEX_NAME),
             f"{len(wrong)} tensor(s) are not in the files that the index names",
-            "copy the files again from where they are whole",
+            "copy the files again from where they are intact",
             keys=sorted(wrong),
         )
 
@@ -169,7 +171,7 @@ def _index_of(path: Path, names: list[str]) -> dict[str, Any] | str:
     if not names:
         return "there are no files named model-00001-of-0000N.safetensors to make one from"
     if missing:
-        return f"files are missing, so it would not be whole: {', '.join(missing)}"
+        return f"files are missing, so it would not be complete: {', '.join(missing)}"
     weights: dict[str, str] = {}
     total = 0
     saves: set[str | None] = set()

@@ -44,7 +44,7 @@ class LeftoverFiles:
     """Why they are left alone."""
 
     def swept(self, *, apply: bool) -> Leftover:
-        """Remove them, if ``apply`` and nobody may be writing; and tell what became of them."""
+        """Remove them, if ``apply`` and nobody may be writing; and report what became of them."""
         if self.obstacle is not None:
             return Leftover(self.place, self.names, self.nbytes, self.why, "kept", self.obstacle)
         if not apply:
@@ -63,7 +63,7 @@ class LeftoverFiles:
 
 @dataclass(frozen=True)
 class WorkFolder(LeftoverFiles):
-    """The unfinished output of a conversion. What it was to replace may lie in it, and is put back."""
+    """The unfinished output of a conversion. What it was to replace may be in it, and is put back."""
 
     def _remove(self) -> None:
         work = Path(self.place) / self.names[0]
@@ -99,8 +99,8 @@ def leftovers_of_dcp(store: Store, needed: Collection[str]) -> Iterator[Leftover
     for generation, names in found.of_our_saves().items():
         yield _of_a_save(store, sizes, generation, names)
     # Without an index of the whole, one of a rank may be needed though a kill kept it from getting its name.
-    is_whole = METADATA_NAME in sizes
-    unfinished = [name for name in found.unfinished if is_whole or dcp_names.rank_of_temporary_index(name) is None]
+    has_index = METADATA_NAME in sizes
+    unfinished = [name for name in found.unfinished if has_index or dcp_names.rank_of_temporary_index(name) is None]
     if unfinished:
         yield _leftover(store, sizes, unfinished, "indexes of saves that were not committed")
 
@@ -108,7 +108,7 @@ def leftovers_of_dcp(store: Store, needed: Collection[str]) -> Iterator[Leftover
 def leftovers_of_conversions(folder: Path) -> Iterator[LeftoverFiles]:
     """Unfinished outputs of conversions in a folder."""
     for path in left_over(folder):
-        obstacle = "a conversion is writing it, or nobody knows" if is_in_use(path) else None
+        obstacle = "a conversion may be writing it" if is_in_use(path) else None
         yield WorkFolder(str(folder), [path.name], _tree_bytes(path), "left by a conversion that was killed", obstacle)
 
 
@@ -147,9 +147,9 @@ def _tree_bytes(path: Path) -> int:
 
 _CANNOT = (
     "the data files of this format do not say which tensors they hold, so the index cannot be rebuilt from them. Copy "
-    "it again from where it is whole, or load another checkpoint"
+    "it again from where it is intact, or load another checkpoint"
 )
-_WHAT_IS_LEFT = "copy it again from where it is whole; what is not lost can be converted, with --exclude for the rest"
+_WHAT_IS_LEFT = "copy it again from where it is intact; what is not lost can be converted, with --exclude for the rest"
 
 
 def problems_of(store: Store) -> tuple[list[Planned], list[LeftoverFiles]]:
@@ -218,7 +218,7 @@ def _leftovers_in(store: Store) -> list[LeftoverFiles]:
         except HoldfastError:  # a record that cannot be read may need any of the files
             return []
     if native_names.files_in(names).by_save:
-        return list(leftovers_of_native(store, None, but=native.whole_saves(store, proven=True)))
+        return list(leftovers_of_native(store, None, but=native.complete_saves(store, proven=True)))
     if COMMIT_NAME in names:  # a switch to other files is under way, which needs them
         return []
     return [*_leftovers_of_dcp(store, names), *leftovers_of_hugging_face(store)]

@@ -32,8 +32,8 @@ _NO_DIGESTS = (
     "longer be noticed"
 )
 _LOST_WITH_A_RECORD = (
-    "values that are no tensors (steps, learning rates), tensors without elements, ties between tensors, metadata, and "
-    "types that safetensors files do not have are lost; keys are as they were, in one flat dict"
+    "values that are not tensors (steps, learning rates), tensors without elements, ties between tensors, metadata, "
+    "and types that safetensors files do not have are lost; keys are as they were, in one flat dict"
 )
 
 
@@ -61,7 +61,7 @@ def problems_of(
     yield from _problems_below(store, record, digesting)
 
 
-def whole_saves(store: Store, *, proven: bool) -> frozenset[str]:
+def complete_saves(store: Store, *, proven: bool) -> frozenset[str]:
     """The generations in a store without a record that a record could be made of.
 
     If not ``proven``, then also those of which files may be missing without a trace.
@@ -88,7 +88,7 @@ def _problems_below(store: Store, record: Record, digesting: Digesting) -> Itera
         yield Planned(
             store.path_of(name),
             what,
-            "copy the file again from where it is whole; or keep what is left with holdfast convert --exclude "
+            "copy the file again from where it is intact; or keep what is left with holdfast convert --exclude "
             "(in Python: load it with strict=False and include=...)",
             keys=lost,
         )
@@ -117,7 +117,7 @@ def _columns_from_files(
     store: Store, record: Record, trouble: str, wrong: Mapping[str, str], digesting: Digesting
 ) -> Planned:
     path = store.path_of(record.index.name)
-    problem = f"the file that tells where chunks lie {trouble}"
+    problem = f"the file that says where chunks are stored {trouble}"
     if wrong:
         return Planned(path, problem, "it can be rebuilt once all data files are there")
     try:
@@ -153,7 +153,7 @@ def _record_from_files(store: Store, problem: str, generation: str | None, diges
         return Planned(path, problem, "; ".join(map(str, saves)))
     if len(usable) > 1:
         names = ", ".join(save.generation for save in usable)
-        return Planned(path, problem, f"there are several whole saves: {names}. Choose one with --generation")
+        return Planned(path, problem, f"there are several complete saves: {names}. Choose one with --generation")
     save = usable[0]
     loses = _LOST_WITH_A_RECORD
     if save.digests_computed:

@@ -40,7 +40,7 @@ def repair(
 ) -> RepairReport:
     """Find out what is wrong with the files of a checkpoint or of a whole run, and with ``apply`` put it right.
 
-    Without ``apply`` nothing is changed: the report tells what would be. ``sweep`` removes files that killed saves and
+    Without ``apply`` nothing is changed: the report says what would be. ``sweep`` removes files that killed saves and
     conversions left behind, and that nobody can be writing any more. ``generation`` chooses one of several saves whose
     data files are there and whose record is lost. What is replaced is kept beside it, as ``<name>.before-repair``.
     Where digests are computed again, buffers take ``memory_budget`` at most.
@@ -90,7 +90,7 @@ class _Plan:
             raise self._nothing_found(store, f"there is no checkpoint at {store.location}. Check the path.")
 
     def look_around(self, place: str) -> None:
-        """Look at a checkpoint, or at all that lie directly in a folder."""
+        """Look at a checkpoint, or at all that are directly in a folder."""
         path = local_path(place)
         if path is not None and path.is_file():
             self._look_at_file(path)
@@ -126,8 +126,8 @@ class _Plan:
             self.look_at(store_at(path.parent))
             return
         raise NotACheckpointError(
-            f"{path} is a single file, and there is nothing that it could be rebuilt from. holdfast verify tells "
-            "whether it is whole.",
+            f"{path} is a single file, and there is nothing that it could be rebuilt from. holdfast verify says "
+            "whether it is intact.",
             path=str(path),
             found=[path.name],
         )
@@ -135,7 +135,7 @@ class _Plan:
     def _look_inside(self, store: Store) -> bool:
         """A folder among others. Without a record it is not a checkpoint to be made again: it may have been deleted."""
         if holds_leftovers_alone(store):
-            if native.whole_saves(store, proven=True):
+            if native.complete_saves(store, proven=True):
                 self.problems.append(
                     Planned(
                         store.location,
@@ -186,4 +186,4 @@ class _Plan:
         if record is not None:
             self.leftovers += leftovers_of_native(store, record)
         elif RECORD not in names:
-            self.leftovers += leftovers_of_native(store, None, but=native.whole_saves(store, proven=False))
+            self.leftovers += leftovers_of_native(store, None, but=native.complete_saves(store, proven=False))

@@ -80,7 +80,7 @@ class RepairReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong any more. Leftover files take room and does no other harm."""
+        """Whether nothing is wrong any more. Leftover files take space and do no other harm."""
         return all(finding.outcome == "repaired" for finding in self.findings)
 
     @property
@@ -126,7 +126,7 @@ class Planned:
     """Puts it right. None if that cannot be done."""
 
     def carried_out(self, *, apply: bool) -> Finding:
-        """Do it, if ``apply``; and tell what became of it."""
+        """Do it, if ``apply``; and report what became of it."""
         outcome: Outcome = "cannot be repaired" if self.do is None else "can be repaired"
         remedy = self.remedy
         if apply and self.do is not None:

@@ -77,7 +77,7 @@ class Digesting:
 
 
 def put_in_place(store: Store, record: Record, parts: Parts, digests: Digests, repair: Repair) -> None:
-    """Write the columns and commit the record, which tells of the repair. What was there before is kept, renamed."""
+    """Write the columns and commit the record, with a note of the repair. What was there before is kept, renamed."""
     record = replace(record, written=noted(record.written, repair))
     notes = {DIGESTS_COMPUTED: repair.time} if repair.has_new_digests else {}
     rows = [
@@ -102,26 +102,26 @@ def repair_now(what: What, source: str, digests: Origin) -> Repair:
     return Repair(what, datetime.now(timezone.utc).isoformat(timespec="seconds"), source, digests)
 
 
-# The columns of a checkpoint whose record is lost: what they tell without it.
+# The columns of a checkpoint whose record is lost: what they say without it.
 #
 # They are written when all ranks have written their data files, so they prove that these are all there; and their
-# digests tell whether the data is as it was saved.
+# digests show whether the data is as it was saved.
 
 
 @dataclass(frozen=True)
-class ColumnsAlone:
-    """Where chunks lie, and digests; not which tensors they are of."""
+class UnrecordedColumns:
+    """Where chunks are stored, and digests; not which tensors they are of."""
 
     chunk_file: Any
     chunk_begin: Any
     digests: Digests
     block_bytes: int = BLOCK_BYTES
-    """What writers use. The record would tell, and other numbers of digests do not fit."""
+    """What writers use. The record would say, and other numbers of digests do not fit."""
     digests_computed: str = ""
     """When a repair has computed the digests; empty if they are those of the save."""
 
     @classmethod
-    def read(cls, store: Store, name: str) -> ColumnsAlone | None:
+    def read(cls, store: Store, name: str) -> UnrecordedColumns | None:
         """What a columns file says; None if there is none, or none that makes sense."""
         path = store.path_of(name)
         try:
@@ -138,7 +138,7 @@ class ColumnsAlone:
         computed = header.notes.get(DIGESTS_COMPUTED, "")
         return cls(column["chunk_file"], column["chunk_begin"], column["digests"], digests_computed=computed)
 
-    def speaks_of(self, files: Sequence[StoredFile], headers: Sequence[Header]) -> bool:
+    def describes(self, files: Sequence[StoredFile], headers: Sequence[Header]) -> bool:
         """Whether these are the files that it was written for, all of them."""
         if len(self.digests) != sum(count_blocks(file.nbytes, self.block_bytes) for file in files):
             return False
@@ -147,9 +147,9 @@ class ColumnsAlone:
         if len(self.chunk_file) and int(self.chunk_file.max()) >= len(files):
             return False
         for number, header in enumerate(headers):
-            told = sorted(self.chunk_begin[self.chunk_file == number].tolist())
+            listed = sorted(self.chunk_begin[self.chunk_file == number].tolist())
             there = sorted(header.position(name) for name, stored in header.tensors.items() if stored.nbytes)
-            if told != there:
+            if listed != there:
                 return False
         return True
 
@@ -163,7 +163,7 @@ _JSON = json.JSONDecoder()
 def tree_of_keys(keys: Sequence[str]) -> Any:
     """The tree, as a record has it, in which every tensor is under its key.
 
-    Dots in keys may be steps of a path or not, and loading takes both, so the tree is flat; but keys in brackets tell
+    Dots in keys may be steps of a path or not, and loading takes both, so the tree is flat; but keys in brackets say
     their paths.
 
     >>> tree_of_keys(["model.weight", '["a.b"][0]'])["model.weight"]
@@ -239,8 +239,8 @@ class UnrecordedSave:
     generation: str
     files: Sequence[StoredFile]
     parts: Parts | None
-    columns: ColumnsAlone | None
-    """If they are there and speak of the same files."""
+    columns: UnrecordedColumns | None
+    """If they are there and list the same files."""
     trouble: str
     """Why the data files do not make up a checkpoint."""
 
@@ -265,9 +265,9 @@ class UnrecordedSave:
             parts = parts_of_unknown(headers, [store.path_of(file.name) for file in files])
         except (HoldfastError, OSError) as error:
             return cls(store, generation, files, None, None, f"a data file cannot be read: {error}")
-        columns = ColumnsAlone.read(store, index_file(generation))
-        if columns is not None and not columns.speaks_of(files, headers):
-            lost = "the columns speak of other data files than there are: some are missing or were replaced"
+        columns = UnrecordedColumns.read(store, index_file(generation))
+        if columns is not None and not columns.describes(files, headers):
+            lost = "the columns list other data files than there are: some are missing or were replaced"
             return cls(store, generation, files, parts, None, lost)
         trouble = why_incomplete(parts) if parts.incomplete else ""
         return cls(store, generation, files, parts, columns, trouble)
@@ -310,7 +310,7 @@ class UnrecordedSave:
         path = self.store.path_of(file.name)
         raise DamagedCheckpointError(
             f"{path} is damaged from byte {(block - first) * block_bytes} on ({wrong.size} damaged block(s) in all "
-            "files), so no record was made. Copy the file again from where it is whole, or load another checkpoint.",
+            "files), so no record was made. Copy the file again from where it is intact, or load another checkpoint.",
             file=path,
             key=None,
             expected=int(expected[block]),
@@ -318,7 +318,7 @@ class UnrecordedSave:
         )
 
     def __str__(self) -> str:
-        why = self.trouble or "nothing proves that all of its files are there; --generation makes a record nevertheless"
+        why = self.trouble or "nothing proves that all of its files are there; --generation makes a record anyway"
         return f"generation {self.generation}: {why}"
 
 

@@ -1,5 +1,5 @@
-"""Reports: one page for the browser about a checkpoint, whole in one file.
+"""Reports: one page for the browser about a checkpoint, all in one file.
 
-``facts.py`` says what is known of a checkpoint as plain JSON, in columns; the page, whose parts lie in ``page/``, shows
+``facts.py`` says what is known of a checkpoint as plain JSON, in columns; the page, whose parts are in ``page/``, shows
 it. The page asks nothing of any network.
 """

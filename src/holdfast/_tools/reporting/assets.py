@@ -77,7 +77,7 @@ def _allowed(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-# Putting a page into a file: whole, or not at all.
+# Putting a page into a file: all of it, or nothing.
 
 
 _MARK = b'name="generator" content="holdfast report"'
@@ -85,7 +85,7 @@ _WITHIN = 4096
 
 
 def write_page(path: Path, text: str) -> Path:
-    """Write a page and give it its name when it is whole. A page that was there is replaced at that moment."""
+    """Write a page and give it its name when it is complete. A page that was there is replaced at that moment."""
     require_folder(path)
     with written_atomically(path) as file:
         file.write(text.encode())

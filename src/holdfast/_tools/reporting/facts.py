@@ -93,11 +93,11 @@ def _phases(found: Any) -> dict[str, list[float]]:
 
 
 VALUE = "value"
-"""The kind of entries that are no tensors."""
+"""The kind of entries that are not tensors."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyFacts:
     """A key, and the tensor or the value that it has."""
 
     key: str
@@ -109,12 +109,12 @@ class Entry:
         return self.value if isinstance(self.value, TensorRef) else None
 
 
-def entries_of(source: Source) -> list[Entry]:
+def entries_of(source: Source) -> list[KeyFacts]:
     """All entries of a checkpoint, in its order."""
-    return [Entry(leaf.key, leaf.value) for leaf in StoredNode.of(source.tree).leaves()]
+    return [KeyFacts(leaf.key, leaf.value) for leaf in StoredNode.of(source.tree).leaves()]
 
 
-def entry_columns(entries: Sequence[Entry]) -> dict[str, Any]:
+def entry_columns(entries: Sequence[KeyFacts]) -> dict[str, Any]:
     """Key, kind, dtype and shape of every entry; the text of values; which tensors have another's elements."""
     dtypes, shapes, kinds = Distinct(), Distinct(), Distinct()
     kind, dtype, shape = [], [], []
@@ -153,17 +153,17 @@ def entry_columns(entries: Sequence[Entry]) -> dict[str, Any]:
 
 # How tensors are cut over files and ranks, in columns.
 #
-# Tensors of one shape are mostly cut in one way and over the same files, so ways to cut and lists of files are told
+# Tensors of one shape are mostly cut in one way and over the same files, so ways to cut and lists of files are listed
 # once.
 
 
 _MOST_BEGINS = 200_000
-"""Where each chunk begins in its file is told if there are not more chunks than that: it is the one thing that never
+"""Where each chunk begins in its file is listed if there are not more chunks than that: it is the one thing that never
 repeats."""
 _MOST_RANKS = 1 << 17
 
 
-def placement_columns(source: Source, entries: Sequence[Entry]) -> dict[str, Any]:
+def placement_columns(source: Source, entries: Sequence[KeyFacts]) -> dict[str, Any]:
     """For every entry the number of its cut and of its list of files; all cuts, lists and files."""
     files, cuts, lists = Distinct(), Distinct(), Distinct()
     rank_of: dict[str, int | None] = {}
@@ -202,7 +202,7 @@ def placement_columns(source: Source, entries: Sequence[Entry]) -> dict[str, Any
 
 
 class _KnownChunks:
-    """The chunks of tensors, as far as they can be told: where that is damaged, the rest can still be shown."""
+    """The chunks of tensors, as far as they are known: where that is damaged, the rest can still be shown."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -253,7 +253,7 @@ VERSION = 1
 
 def facts_of(
     source: Source,
-    entries: Sequence[Entry],
+    entries: Sequence[KeyFacts],
     *,
     statistics: Mapping[int, Any],
     unread: Mapping[int, str],
@@ -276,7 +276,7 @@ def facts_of(
     }
 
 
-def totals_of(source: Source, entries: Sequence[Entry]) -> dict[str, Any]:
+def totals_of(source: Source, entries: Sequence[KeyFacts]) -> dict[str, Any]:
     """How much there is in all. Tied tensors count once."""
     refs = {ref.key: ref for entry in entries if (ref := entry.ref) is not None}
     dtypes: Counter[str] = Counter()

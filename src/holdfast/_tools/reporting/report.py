@@ -22,22 +22,22 @@ from holdfast._tools.inspecting.diff_report import DiffReport
 from holdfast._tools.inspecting.statistics import statistics_of
 from holdfast._tools.inspecting.verify import verify as verify_checkpoint
 from holdfast._tools.reporting.assets import page, write_page
-from holdfast._tools.reporting.facts import Entry, description, entries_of, entry_columns, facts_of, totals_of
+from holdfast._tools.reporting.facts import KeyFacts, description, entries_of, entry_columns, facts_of, totals_of
 from holdfast._tools.reporting.packing import Distinct, as_json_number
 from holdfast._watching.progress import OnProgress, size
 from holdfast.errors import HoldfastError, UnsupportedTensorError
 
-# How much of a report is done: its parts read one after the other, and are told as one.
+# How much of a report is done: its parts read one after the other, and are reported as one.
 
 
-class Work:
+class PartsOfReport:
     """Parts that read so many bytes each, as one progress.
 
-    >>> told = []
-    >>> work = Work({"verify": 100, "statistics": 50}, lambda done, total: told.append((done, total)))
+    >>> reported = []
+    >>> work = PartsOfReport({"verify": 100, "statistics": 50}, lambda done, total: reported.append((done, total)))
     >>> work.part("verify")(100, 100)
     >>> work.part("statistics")(20, 40)
-    >>> told
+    >>> reported
     [(100, 150), (125, 150)]
     """
 
@@ -47,7 +47,7 @@ class Work:
         self._on_progress = on_progress
 
     def part(self, name: str) -> OnProgress:
-        """What tells of one part, in whichever units it counts."""
+        """A function that reports one part, in whichever units it counts."""
 
         def on_progress(done: int, total: int) -> None:
             self._done[name] = self._nbytes[name] * (done / total if total else 1.0)
@@ -66,7 +66,7 @@ _MOST_BYTES = 256 << 20
 """What is read for statistics if nobody said which are wanted: a second, or two."""
 
 
-def chosen_tensors(entries: Sequence[Entry], wanted: Patterns | bool | None) -> dict[int, TensorRef]:
+def chosen_tensors(entries: Sequence[KeyFacts], wanted: Patterns | bool | None) -> dict[int, TensorRef]:
     """The tensors to describe, by the number of their entry. Tied ones are described once."""
     refs: dict[str, tuple[int, TensorRef]] = {}
     is_meant = Chooser("*" if wanted is None or isinstance(wanted, bool) else wanted)
@@ -132,7 +132,7 @@ def statistics_facts(
 def compare_facts(
     other: Checkpoint,
     checkpoint: Checkpoint,
-    entries: Sequence[Entry],
+    entries: Sequence[KeyFacts],
     memory_budget: Size | None,
     on_progress: OnProgress,
 ) -> dict[str, Any]:
@@ -165,16 +165,16 @@ def compare_facts(
 
 
 def _differences(found: DiffReport) -> dict[str, dict[str, Any]]:
-    """What is to be told of each changed key."""
-    told: dict[str, dict[str, Any]] = {}
+    """What is to be shown of each changed key."""
+    shown: dict[str, dict[str, Any]] = {}
     for key, (old, new) in found.changed_values.items():
-        told[key] = {"old": old, "new": new}
+        shown[key] = {"old": old, "new": new}
     for key, (shape, _) in found.changed_shape.items():
-        told.setdefault(key, {})["wasShape"] = list(shape)
+        shown.setdefault(key, {})["wasShape"] = list(shape)
     for key, (dtype, _) in found.changed_dtype.items():
-        told.setdefault(key, {})["wasDtype"] = dtype
+        shown.setdefault(key, {})["wasDtype"] = dtype
     for key, change in found.changed_tensors.items():
-        told.setdefault(key, {}).update(
+        shown.setdefault(key, {}).update(
             elements=change.differing,
             incomparable=change.incomparable,
             largest=as_json_number(change.largest),
@@ -182,7 +182,7 @@ def _differences(found: DiffReport) -> dict[str, dict[str, Any]]:
             before=as_json_number(change.norm_before),
             relative=as_json_number(change.relative),
         )
-    return told
+    return shown
 
 
 Place: TypeAlias = "str | os.PathLike[str] | Store | Checkpoint"
@@ -217,7 +217,7 @@ SCRIPTS = (
 
 @dataclass(frozen=True)
 class HtmlReport:
-    """A page about a checkpoint, whole in one text. A notebook shows it when it is the last thing in a cell."""
+    """A page about a checkpoint, all in one str. A notebook shows it when it is the last thing in a cell."""
 
     path: str
     """Of the checkpoint."""
@@ -226,7 +226,7 @@ class HtmlReport:
     html: str = field(repr=False)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page. It appears under its name when it is whole."""
+        """Write the page. It appears under its name when it is complete."""
         return write_page(Path(path), self.html)
 
     def __str__(self) -> str:
@@ -255,10 +255,10 @@ def make_report(
 
     Args:
         checkpoint: a path, a store or an opened checkpoint.
-        compare: an earlier checkpoint. All tensors of both are read, to tell what changed.
+        compare: an earlier checkpoint. All tensors of both are read, to find what changed.
         statistics: patterns of the tensors whose elements are described, True for all and False for none. By default
             the largest ones are, as long as that does not take reading more than 256 MiB.
-        verify: read everything and compare all digests, and show whether it is whole.
+        verify: read everything and compare all digests, and show whether it is intact.
         memory_budget: how many bytes buffers may take; 64 MiB by default.
         allow_pickle: load values that were stored as pickles, which can run any code.
         on_progress: called with the bytes that are done, and those there are in all.
@@ -284,7 +284,7 @@ def make_report(
             "statistics": sum(ref.nbytes for ref in chosen.values()),
             "compare": 0 if other is None else whole + _bytes_of(other),
         }
-        work = Work(parts, on_progress)
+        work = PartsOfReport(parts, on_progress)
         checked = _verified(own, memory_budget, work.part("verify")) if verify else None
         described, unread = statistics_facts(source_of(own), chosen, memory_budget, work.part("statistics"))
         changes = None if other is None else compare_facts(other, own, entries, memory_budget, work.part("compare"))

@@ -130,7 +130,7 @@ _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg"
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     """One response."""
 
     content: bytes
@@ -149,29 +149,29 @@ class Answers:
         self.reports = Reports()
         self._allow_pickle = allow_pickle
 
-    def to(self, target: str) -> Answer:
+    def to(self, target: str) -> Response:
         """The answer to the target of a GET."""
         parts = urlsplit(target)
         asked = dict(parse_qsl(parts.query, encoding="utf-8", errors="surrogateescape"))
         if parts.path == "/":
-            return Answer(_asset("run.html"))
+            return Response(_asset("run.html"))
         if parts.path == "/api/run.json":
             encoded = self.watch.encoded()
-            return Answer(encoded.content, "application/json", tag=encoded.tag)
+            return Response(encoded.content, "application/json", tag=encoded.tag)
         if parts.path == "/api/report.json":
             return self._progress(asked.get("of", ""), asked.get("compare"))
         if parts.path.startswith("/c/"):
             return self._report(os.fsdecode(unquote_to_bytes(parts.path[len("/c/") :])), asked.get("compare"))
         name = parts.path.removeprefix("/assets/")
         if name != parts.path and name in _asset_names():
-            return Answer(_asset(name), f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8")
+            return Response(_asset(name), f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8")
         return _page(HTTPStatus.NOT_FOUND, "There is no such page", "The list of checkpoints is where to begin.")
 
     def close(self) -> None:
         """Give up what is being made."""
         self.reports.close()
 
-    def _report(self, name: str, other: str | None) -> Answer:
+    def _report(self, name: str, other: str | None) -> Response:
         facts = self.watch.look()
         chosen = [name] if other is None else [name, other]
         for one in chosen:
@@ -184,39 +184,39 @@ class Answers:
             return _waiting_page(chosen)
         error = job.future.exception()
         if error is None:
-            return Answer(_with_way_back(job.future.result()), policy=_REPORT_PAGES)
+            return Response(_with_way_back(job.future.result()), policy=_REPORT_PAGES)
         self.reports.forget(key)  # only now: a page that waits has to hear of it once
         return self._failure(name, error)
 
-    def _progress(self, name: str, other: str | None) -> Answer:
+    def _progress(self, name: str, other: str | None) -> Response:
         """How far a report is."""
         job = self.reports.known(_key(self.watch.look(), [name] if other is None else [name, other]))
         is_working = job is not None and not job.future.done()
         state: dict[str, Any] = {"is_working": is_working}
         if job is not None:
             state.update(done=job.done, total=job.total)
-        return Answer(json.dumps(state).encode(), "application/json")
+        return Response(json.dumps(state).encode(), "application/json")
 
     def _made(self, chosen: list[str], on_progress: OnProgress) -> str:
         from holdfast._tools.reporting.report import make_report
 
-        place, *other = map(self.watch.shelf.place, chosen)
+        place, *other = map(self.watch.watched.place, chosen)
         compare = other[0] if other else None
         return make_report(place, compare=compare, allow_pickle=self._allow_pickle, on_progress=on_progress).html
 
-    def _refusal(self, facts: RunFacts, name: str) -> Answer | None:
+    def _refusal(self, facts: RunFacts, name: str) -> Response | None:
         """Why there is no report of a name; None if there can be one."""
         if facts.checkpoint(name) is not None:
             return None
         if any(save.name == name for save in facts.saves):
             text = f"{name} is not committed: it is being written, or was cut off. It can be looked at once it is."
             return _page(HTTPStatus.CONFLICT, "Not a checkpoint yet", text)
-        if self.watch.was_here(name):
+        if self.watch.was_listed(name):
             text = f"{name} was deleted or moved since the list was made."
             return _page(HTTPStatus.GONE, "This checkpoint is gone", text)
         return _page(HTTPStatus.NOT_FOUND, "There is no such checkpoint", f"Nothing here is called {name}.")
 
-    def _failure(self, name: str, error: BaseException) -> Answer:
+    def _failure(self, name: str, error: BaseException) -> Response:
         self.watch.forget_look()
         is_gone = isinstance(error, (CheckpointNotFoundError, FileNotFoundError))
         if is_gone and self.watch.look().checkpoint(name) is None:
@@ -228,7 +228,7 @@ class Answers:
         raise error
 
 
-def error_page(status: HTTPStatus, text: str) -> Answer:
+def error_page(status: HTTPStatus, text: str) -> Response:
     """A page about a request that is not answered."""
     return _page(status, status.phrase, text)
 
@@ -238,14 +238,14 @@ def _key(facts: RunFacts, chosen: list[str]) -> Key:
     return tuple(part for one in found for part in (one.name, one.identity))
 
 
-def _page(status: HTTPStatus, title: str, text: str) -> Answer:
-    return Answer(_filled("message.html", title=title, text=text), status=status)
+def _page(status: HTTPStatus, title: str, text: str) -> Response:
+    return Response(_filled("message.html", title=title, text=text), status=status)
 
 
-def _waiting_page(chosen: list[str]) -> Answer:
+def _waiting_page(chosen: list[str]) -> Response:
     text = " and ".join(chosen)
     content = _filled("waiting.html", text=text, of=quoted(chosen[0]), compare="".join(map(quoted, chosen[1:])))
-    return Answer(content, status=HTTPStatus.ACCEPTED)
+    return Response(content, status=HTTPStatus.ACCEPTED)
 
 
 def _with_way_back(report: str) -> bytes:

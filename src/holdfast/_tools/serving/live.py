@@ -18,7 +18,7 @@ from holdfast._tools.listing.liveliness import was_cut_off, why_perhaps_writing
 
 # How much of a file has been written so far.
 #
-# Its size does not tell: large files get all of their space before the first byte, so that a full disk is noticed
+# Its size does not show that: large files get all of their space before the first byte, so that a full disk is noticed
 # early. The file system knows which parts are still holes.
 
 
@@ -27,7 +27,7 @@ _MOST_PARTS = 10_000
 
 
 def written_bytes(path: str | os.PathLike[str]) -> int:
-    """How many bytes of a file have content; all of them where the file system does not tell.
+    """How many bytes of a file have content; all of them where the file system does not say.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:
@@ -62,7 +62,7 @@ def _without_holes(descriptor: int, size: int) -> int:
 
 
 # Nobody announces a save to others: it is seen by its files, which have no record yet. Those of a save that runs
-# grow; a run file tells besides which folders its job has begun to change, and whether that job is alive.
+# grow; a run file says besides which folders its job has begun to change, and whether that job is alive.
 
 
 Activity: TypeAlias = Literal["writing", "committing", "stalled", "being deleted", "leftover"]
@@ -72,9 +72,9 @@ _STALLED = 10.0
 """Seconds without a byte after which a save is called stalled."""
 _WINDOW = 10.0
 """Seconds over which the rate is taken."""
-_TOLD_FOR = 600.0
-"""Seconds for which the end of a save is told."""
-_MOST_TOLD = 8
+_SHOWN_FOR = 600.0
+"""Seconds for which the end of a save is shown."""
+_MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,12 @@ class _Unfinished:
 
 
 class LiveSaves:
-    """Looks at the files of saves from time to time, and remembers enough to tell whether they grow."""
+    """Looks at the files of saves from time to time, and remembers enough to know whether they grow."""
 
     def __init__(self) -> None:
         self._tracked: dict[tuple[str, str], _Tracked] = {}
         self._committed: set[tuple[str, str]] = set()
-        self._ended: deque[Ended] = deque(maxlen=_MOST_TOLD)
+        self._ended: deque[Ended] = deque(maxlen=_MOST_SHOWN)
 
     def look(
         self,
@@ -202,7 +202,7 @@ class LiveSaves:
     def ended(self, now: float | None = None) -> list[Ended]:
         """Saves that have ended of late, the last one first."""
         now = time.time() if now is None else now
-        return [one for one in reversed(self._ended) if now - one.at.timestamp() < _TOLD_FOR]
+        return [one for one in reversed(self._ended) if now - one.at.timestamp() < _SHOWN_FOR]
 
     def _facts(self, found: _Unfinished, run: RunState, expected: int | None, now: float) -> SaveFacts:
         key = found.name, found.generation

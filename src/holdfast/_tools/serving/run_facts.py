@@ -16,8 +16,8 @@ from urllib.parse import quote
 
 from holdfast._formats.native.names import RECORD
 from holdfast._formats.native.record import HEAD_BYTES, written_in
-from holdfast._manager.owners import Owner
 from holdfast._manager.run_file import RunState
+from holdfast._manager.run_owner import Owner
 from holdfast._stores.roots import Root
 from holdfast._stores.store import Store
 from holdfast._tools.listing.entries import Entry
@@ -30,7 +30,7 @@ from holdfast.errors import HoldfastError
 
 @dataclass(frozen=True)
 class Writing:
-    """How a checkpoint was written, as its record tells."""
+    """How a checkpoint was written, as its record says."""
 
     world_size: int | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Writing:
 
 @dataclass(frozen=True)
 class CheckpointFacts(Entry):
-    """A checkpoint that is there, whole or not."""
+    """A checkpoint that is there, intact or not."""
 
     writing: Writing = field(default_factory=Writing)
 
@@ -126,7 +126,7 @@ class RunFacts:
         return next((facts for facts in self.checkpoints if facts.name == name), None)
 
     def to_json(self) -> dict[str, Any]:
-        """As the page gets it. Nothing in it changes by itself, so that the page can tell that nothing has."""
+        """As the page gets it. Nothing in it changes by itself, so that the page can see that nothing has."""
         return {
             "title": PurePath(self.location).name or self.location,
             "location": self.location,
@@ -164,7 +164,7 @@ class RunWatch:
 
     def __init__(self, place: str | os.PathLike[str] | Root) -> None:
         self._catalogue = Catalogue(place)
-        self.shelf = self._catalogue.shelf
+        self.watched = self._catalogue.watched
         self._live = LiveSaves()
         self._lock = threading.Lock()
         self._facts: RunFacts | None = None
@@ -192,7 +192,7 @@ class RunWatch:
         with self._lock:
             self._good_until = 0.0
 
-    def was_here(self, name: str) -> bool:
+    def was_listed(self, name: str) -> bool:
         """Whether there was a checkpoint of this name at some time."""
         return name in self._names
 
@@ -203,7 +203,7 @@ class RunWatch:
         try:
             self._facts = self._look_at_all()
         except (HoldfastError, OSError) as error:
-            before = self._facts or RunFacts(self.shelf.location, self.shelf.single is not None)
+            before = self._facts or RunFacts(self.watched.location, self.watched.single is not None)
             self._facts = replace(before, saves=(), problem=str(error))
         self._encoded = None
         ended = time.monotonic()
@@ -215,8 +215,8 @@ class RunWatch:
         checkpoints = [CheckpointFacts.of(entry, self._writing(entry)) for entry in look.checkpoints]
         here = {(facts.name, facts.identity) for facts in checkpoints}
         self._writings = {key: writing for key, writing in self._writings.items() if key in here}
-        whole = [facts for facts in checkpoints if facts.state == "committed"]
-        newest = max(whole, key=_age_of, default=None)
+        committed = [facts for facts in checkpoints if facts.state == "committed"]
+        newest = max(committed, key=_age_of, default=None)
         saves = self._live.look(
             look.folders,
             {facts.name: facts.identity for facts in checkpoints if facts.identity},
@@ -226,13 +226,13 @@ class RunWatch:
         )
         self._names |= {facts.name for facts in checkpoints}
         return RunFacts(
-            location=self.shelf.location,
-            is_single=self.shelf.single is not None,
+            location=self.watched.location,
+            is_single=self.watched.single is not None,
             run=look.run,
             checkpoints=checkpoints,
             saves=saves,
             ended=self._live.ended(),
-            free_bytes=self.shelf.root.free_bytes(),
+            free_bytes=self.watched.root.free_bytes(),
             problem=look.problem,
         )
 
@@ -241,7 +241,7 @@ class RunWatch:
             return Writing()
         key = entry.name, entry.identity
         if key not in self._writings:
-            self._writings[key] = Writing.noted_in(self.shelf.root.child(entry.name))
+            self._writings[key] = Writing.noted_in(self.watched.root.child(entry.name))
         return self._writings[key]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from holdfast._stores.roots import Root
-from holdfast._tools.serving.answers import Answer, Answers, error_page
+from holdfast._tools.serving.answers import Answers, Response, error_page
 from holdfast._tools.serving.run_facts import RunWatch
 from holdfast._version import __version__
 
@@ -70,7 +70,7 @@ class RunServer:
         except BaseException:
             self._answers.close()
             raise
-        self.location = self._answers.watch.shelf.location
+        self.location = self._answers.watch.watched.location
         """What is shown."""
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="holdfast-serve", daemon=True
@@ -164,7 +164,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     timeout = _IDLE
-    default_request_version = "HTTP/1.0"  # so that what is no request gets a whole answer too
+    default_request_version = "HTTP/1.0"  # so that what is not a request gets a whole answer too
 
     def do_GET(self) -> None:
         self._answer()
@@ -210,8 +210,8 @@ class _Handler(BaseHTTPRequestHandler):
         is_visit = self.headers.get("Sec-Fetch-Mode") == "navigate" and self.headers.get("Sec-Fetch-Dest") == "document"
         return is_visit and self.path == "/"
 
-    def _send(self, answer: Answer) -> None:
-        headers = getattr(self, "headers", {})  # none if the first line was no request
+    def _send(self, answer: Response) -> None:
+        headers = getattr(self, "headers", {})  # none if the first line was not a request
         tag = None if answer.tag is None else f'"{answer.tag}"'
         is_known = tag is not None and tag in headers.get("If-None-Match", "")
         self.send_response(HTTPStatus.NOT_MODIFIED if is_known else answer.status)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from traceback import extract_tb
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from holdfast._background.copying import finish_copies
+from holdfast._background.copy_jobs import finish_copies
 from holdfast._base.boxes import Box, volume
 from holdfast._base.notices import warn_caller
 from holdfast._base.tuning import STOCK_BATCH_BYTES
@@ -35,11 +38,12 @@ from holdfast._formats.native.refs import PerRankValues, PickledValue, TensorRef
 from holdfast._formats.native.torch_elements import torch_dtype
 from holdfast._formats.native.trees import children_of, mapped, refs_in, substituted
 from holdfast._formats.native.values import Path
-from holdfast._formats.source import Request, Source
+from holdfast._formats.source import ReadRequest, Source
 from holdfast._load.filling import Fill, Region, read_regions
 from holdfast._load.opening import open_source
 from holdfast._load.targets import why_not_fillable
 from holdfast._load.tensor_handles import as_elements
+from holdfast._ranks.meeting import own_place
 from holdfast._stores.places import local_path
 from holdfast._stores.store import Store
 from holdfast.errors import RankDisagreementError, RefusedPickleError, StateMismatchError, UnsupportedStateError
@@ -49,7 +53,7 @@ from holdfast.integrations._torch_dcp.writer import NOT_FLATTENED
 
 
 @dataclass(frozen=True)
-class FlatState:
+class NamedLeaves:
     """The leaves of a state by name, with their paths, and what has no name that one could load it by."""
 
     leaves: dict[str, Any] = field(default_factory=dict)
@@ -59,16 +63,16 @@ class FlatState:
     """Names, with the reason."""
 
 
-def flat_state(tree: Mapping[Any, Any], rank: int, world_size: int, *, top_level_only: bool = False) -> FlatState:
+def flat_state(tree: Mapping[Any, Any], rank: int, world_size: int, *, top_level_only: bool = False) -> NamedLeaves:
     """Flatten a state as torch's planners do.
 
-    Dicts are opened, and lists that hold a dict or a tensor; all else is a value. Of what every rank had its own of,
+    Dicts are opened, and lists that hold a dict or a tensor; all else is a value. Of per-rank state,
     this rank's is taken if there are as many ranks as there were.
 
     >>> flat_state({"model": {"w": 1}, "betas": (0.9, 0.99), "groups": [{"lr": 0.1}]}, 0, 1).leaves
     {'model.w': 1, 'betas': (0.9, 0.99), 'groups.0.lr': 0.1}
     """
-    found = FlatState()
+    found = NamedLeaves()
     own = _own(tree, rank, world_size)
     for path, value in _top_level(own) if top_level_only else _leaves(own, ()):
         name = ".".join(map(str, path))
@@ -96,7 +100,7 @@ def is_plain(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _OfOtherRanks:
-    """In place of what no rank of this program had its own of."""
+    """In place of per-rank state that no rank of this program had."""
 
     saved: int
 
@@ -151,7 +155,7 @@ _MOST_SHOWN = 10
 @dataclass(frozen=True)
 class _Opened:
     source: Source
-    state: FlatState
+    state: NamedLeaves
 
 
 class HoldfastReader(StorageReader):
@@ -209,6 +213,16 @@ class HoldfastReader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         """What is stored, by the names that torch's planners use. Warns of what they have no name for."""
+        try:
+            return self._read_metadata()
+        except Exception as error:
+            if not _is_called_by_stock():
+                raise
+            # Several versions of torch drop any ``Exception`` here and then say that there is no metadata, without why.
+            step = "read the metadata"
+            raise CheckpointException(step, {own_place(None)[0]: (error, extract_tb(error.__traceback__))}) from error
+
+    def _read_metadata(self) -> Metadata:
         if self._path is None:
             raise ValueError("HoldfastReader was given no path. Pass one to it, or checkpoint_id to load.")
         source = open_source(self._path, allow_pickle=self.allow_pickle)
@@ -219,7 +233,7 @@ class HoldfastReader(StorageReader):
                 "dicts. Use holdfast.load.",
                 kind=type(tree).__name__,
             )
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, world_size = own_place(None)
         top_level_only = source.provenance.get(NOT_FLATTENED) is True
         state = flat_state(tree, rank, world_size, top_level_only=top_level_only)
         self._opened = _Opened(source, state)
@@ -271,7 +285,7 @@ class HoldfastReader(StorageReader):
             _refuse_unreadable(name, value)
         refs = {ref.key: ref for _, value in leaves for ref in refs_in(value)}
         buffers = {key: np.empty(ref.shape, ref.dtype.carrier) for key, ref in refs.items()}
-        requests = [Request(key, (0,) * len(ref.shape), ref.shape, buffers[key]) for key, ref in refs.items()]
+        requests = [ReadRequest(key, (0,) * len(ref.shape), ref.shape, buffers[key]) for key, ref in refs.items()]
         checkpoint.source.read(requests, verify=self.verify)
         elements = {key: as_elements(buffers[key], ref, as_torch=ref.numpy is None) for key, ref in refs.items()}
         return [io.BytesIO(encode_value(substituted(value, lambda ref: elements[ref.key]))) for _, value in leaves]
@@ -284,7 +298,12 @@ class HoldfastReader(StorageReader):
         return self._opened
 
 
-def _described(source: Source, state: FlatState, *, paths: bool) -> Metadata:
+def _is_called_by_stock() -> bool:
+    """Whether the caller of this one's caller is a step of ``torch.distributed.checkpoint.load``."""
+    return sys._getframe(2).f_globals.get("__name__") == state_dict_loader.__name__
+
+
+def _described(source: Source, state: NamedLeaves, *, paths: bool) -> Metadata:
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, str] = {}
     for name, value in state.leaves.items():
@@ -305,7 +324,7 @@ def _described(source: Source, state: FlatState, *, paths: bool) -> Metadata:
     )
 
 
-def _batches(items: Iterable[ReadItem], state: FlatState, most: int) -> Iterator[list[ReadItem]]:
+def _batches(items: Iterable[ReadItem], state: NamedLeaves, most: int) -> Iterator[list[ReadItem]]:
     batch: list[ReadItem] = []
     nbytes = 0
     for item in items:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from holdfast._base.boxes import Box, volume
-from holdfast._formats.archives.known_names import Known, known_class
+from holdfast._formats.archives.known_names import AllowedName, known_class
 from holdfast._formats.archives.values import decode_value
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.layout import ChunkToWrite
@@ -20,14 +20,14 @@ from holdfast._formats.native.registered_types import registered_type
 from holdfast._formats.native.values import JSON, Encoder, Path
 from holdfast._formats.native.writing import WrittenFile
 from holdfast._formats.tensor_bytes import tensor_pieces
-from holdfast._layout.descriptions import Bytes, Holding, LocalTensor, hold
+from holdfast._layout.descriptions import Bytes, LocalTensor, TensorDescription, describe
 from holdfast._ranks.failures import PackedFailure
 from holdfast.errors import DamagedCheckpointError, InvalidPlanError, RefusedPickleError, UnsupportedValueError
 
 _MOST_SHOWN = 20
 
 
-class StoredTensor(NamedTuple):
+class WrittenTensor(NamedTuple):
     """A tensor of which a rank has written something. Its place in the list of the rank is its number there."""
 
     fqn: str
@@ -39,11 +39,11 @@ class StoredTensor(NamedTuple):
 
 
 @dataclass
-class Share:
-    """What a rank has written, as it is told to the coordinator."""
+class WrittenShare:
+    """What a rank has written, as it is sent to the coordinator."""
 
     rank: int
-    tensors: list[StoredTensor] = field(default_factory=list)
+    tensors: list[WrittenTensor] = field(default_factory=list)
     values: dict[str, JSON] = field(default_factory=dict)
     """Typed values by name. Tensors in them are referred to by the number of the part."""
     files: list[WrittenFile] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Share:
 class Gathering:
     """Collects what a plan wants from one rank. Values are taken at once, tensors only when they are written."""
 
-    def __init__(self, planner: SavePlanner, share: Share, *, allow_pickle: bool) -> None:
+    def __init__(self, planner: SavePlanner, share: WrittenShare, *, allow_pickle: bool) -> None:
         self._resolve = _Resolver(planner)
         self._allow_pickle = allow_pickle
         self._share = share
@@ -80,14 +80,14 @@ class Gathering:
         assert data is not None
         box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         # A planner may turn a tensor into one of another type, which shows only in what it gives.
-        holding, _ = hold(fqn, self._resolve(item), stored_dtype=None, compare=False)
+        description, _ = describe(fqn, self._resolve(item), stored_dtype=None, compare=False)
         if fqn not in self._numbers:
-            self._numbers[fqn] = self._add(StoredTensor(fqn, None, holding.dtype, tuple(data.size)))
+            self._numbers[fqn] = self._add(WrittenTensor(fqn, None, description.dtype, tuple(data.size)))
             self.local[fqn] = PlannedTensor(fqn, [])
         if volume(box.sizes):
             planned = self.local[fqn]
             planned.value.append((box, lambda: self._resolve(item)))
-            self._add_chunk(self._numbers[fqn], fqn, holding, tuple(data.size), box)
+            self._add_chunk(self._numbers[fqn], fqn, description, tuple(data.size), box)
 
     def _take_value(self, fqn: str, blob: bytes) -> None:
         parts: dict[int, tuple[str, Any]] = {}
@@ -119,22 +119,24 @@ class Gathering:
 
     def _take_part(self, fqn: str, part: int, tensor: Any) -> None:
         name = _free(f"{fqn}#{part}", self.local)
-        holding, self.local[name] = hold(name, tensor, stored_dtype=None, compare=False)
-        number = self._add(StoredTensor(fqn, part, holding.dtype, holding.shape, holding.numpy))
-        for box in holding.boxes:
-            self._add_chunk(number, name, holding, holding.shape, box)
+        description, self.local[name] = describe(name, tensor, stored_dtype=None, compare=False)
+        number = self._add(WrittenTensor(fqn, part, description.dtype, description.shape, description.numpy))
+        for box in description.boxes:
+            self._add_chunk(number, name, description, description.shape, box)
 
-    def _add(self, tensor: StoredTensor) -> int:
+    def _add(self, tensor: WrittenTensor) -> int:
         self._share.tensors.append(tensor)
         return len(self._share.tensors) - 1
 
-    def _add_chunk(self, number: int, name: str, holding: Holding, shape: tuple[int, ...], box: Box) -> None:
-        dtype = dtype_named(holding.dtype)
+    def _add_chunk(
+        self, number: int, name: str, description: TensorDescription, shape: tuple[int, ...], box: Box
+    ) -> None:
+        dtype = dtype_named(description.dtype)
         stored = self._share.tensors[number]
-        if stored.dtype != holding.dtype:
+        if stored.dtype != description.dtype:
             raise InvalidPlanError(
-                f"the planner gives parts of '{stored.fqn}' as {stored.dtype} and as {holding.dtype}. Let it give all "
-                "parts of a tensor in one dtype.",
+                f"the planner gives parts of '{stored.fqn}' as {stored.dtype} and as {description.dtype}. Let it give "
+                "all parts of a tensor in one dtype.",
                 problems=[stored.fqn],
             )
         self.chunks.append(ChunkToWrite(number, name, dtype, shape, box.offsets, box.sizes))
@@ -146,7 +148,7 @@ class PlannedTensor(LocalTensor):
     __slots__ = ()
 
     def pieces(self, box: Box, largest: int) -> Iterator[Bytes]:
-        """The stored form of a box that lies in one of the planned ones."""
+        """The stored form of a box that is in one of the planned ones."""
         planned: Sequence[tuple[Box, Callable[[], torch.Tensor]]] = self.value
         for held, resolve in planned:
             origin = [at - first for at, first in zip(box.offsets, held.offsets, strict=True)]
@@ -194,7 +196,7 @@ class _Resolver:
         return cast("torch.Tensor", data.detach())
 
 
-def _find_registered(module: str, name: str) -> Known | None:
+def _find_registered(module: str, name: str) -> AllowedName | None:
     """A class that the program registered, if there is one where the name leads to."""
     place: Any = sys.modules.get(module)
     for part in name.split("."):

@@ -21,7 +21,7 @@ from holdfast._background.snapshots import take_snapshot
 from holdfast._base.arguments import Size, checked_size
 from holdfast._base.boxes import Box, volume
 from holdfast._base.commits import Commit
-from holdfast._base.environment import stamp
+from holdfast._base.provenance import stamp
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.names import new_generation
 from holdfast._formats.native.refs import TensorRef
@@ -50,7 +50,7 @@ from holdfast.errors import (
     InvalidPlanError,
     UnsupportedValueError,
 )
-from holdfast.integrations._torch_dcp.shares import Gathering, Share, StoredTensor
+from holdfast.integrations._torch_dcp.shares import Gathering, WrittenShare, WrittenTensor
 
 # What ``async_save`` of older versions of torch needs from a writer: a copy of the state.
 #
@@ -89,7 +89,7 @@ class Assembled:
     """Of the tensors that have a name of torch's: what they are called in the checkpoint."""
 
 
-def assemble(names: Sequence[str], paths: object, shares: Sequence[Share]) -> Assembled:
+def assemble(names: Sequence[str], paths: object, shares: Sequence[WrittenShare]) -> Assembled:
     """Put the parts together. ``names`` are all that torch has planned, ``paths`` where they belong in the state.
 
     Raises if something was not written, or if chunks do not tile their tensors.
@@ -116,22 +116,22 @@ def assemble(names: Sequence[str], paths: object, shares: Sequence[Share]) -> As
     return Assembled(tensors, tree, files, named)
 
 
-def _owners(names: Sequence[str], shares: Sequence[Share]) -> dict[str, Share | None]:
+def _owners(names: Sequence[str], shares: Sequence[WrittenShare]) -> dict[str, WrittenShare | None]:
     """Whose tensors count under each name: of a value, those of the first rank that has written it; else all."""
-    owners: dict[str, Share | None] = dict.fromkeys(names)
+    owners: dict[str, WrittenShare | None] = dict.fromkeys(names)
     for share in reversed(shares):
         owners.update((name, share) for name in share.values if name in owners)
     return owners
 
 
-def _counts(tensor: StoredTensor, share: Share, owners: Mapping[str, Share | None]) -> bool:
+def _counts(tensor: WrittenTensor, share: WrittenShare, owners: Mapping[str, WrittenShare | None]) -> bool:
     owner = owners.get(tensor.fqn)
     return tensor.fqn in owners and (owner is share if tensor.part is not None else owner is None)
 
 
-def _by_name(owners: Mapping[str, Share | None], shares: Sequence[Share]) -> list[StoredTensor]:
+def _by_name(owners: Mapping[str, WrittenShare | None], shares: Sequence[WrittenShare]) -> list[WrittenTensor]:
     """Every tensor once, in the order of the names."""
-    found: dict[str, dict[int | None, StoredTensor]] = {name: {} for name in owners}
+    found: dict[str, dict[int | None, WrittenTensor]] = {name: {} for name in owners}
     for share in shares:
         for tensor in share.tensors:
             if not _counts(tensor, share, owners):
@@ -152,7 +152,7 @@ def _by_name(owners: Mapping[str, Share | None], shares: Sequence[Share]) -> lis
     return [tensor for parts in found.values() for tensor in parts.values()]
 
 
-def _node(name: str, owner: Share | None, numbers: Mapping[tuple[str, int | None], int]) -> JSON:
+def _node(name: str, owner: WrittenShare | None, numbers: Mapping[tuple[str, int | None], int]) -> JSON:
     """The typed value under a name. Tensors are referred to by their numbers."""
     if owner is None:
         return {TYPE: "tensor", "key": str(numbers[name, None])}
@@ -191,7 +191,9 @@ def _filled(tree: JSON, content: Sequence[JSON]) -> JSON:
 
 
 def _renumbered(
-    shares: Sequence[Share], owners: Mapping[str, Share | None], numbers: Mapping[tuple[str, int | None], int]
+    shares: Sequence[WrittenShare],
+    owners: Mapping[str, WrittenShare | None],
+    numbers: Mapping[tuple[str, int | None], int],
 ) -> tuple[list[WrittenFile], list[list[Box]]]:
     """All files, and the boxes that each tensor is stored in. What several ranks have written counts once."""
     files: list[WrittenFile] = []
@@ -220,8 +222,8 @@ NOT_FLATTENED = "not_flattened"
 class HoldfastWriter(StorageWriter, StagingIfNeeded):  # type: ignore[misc]
     """Give this to ``save`` or ``async_save`` of ``torch.distributed.checkpoint`` as ``storage_writer``.
 
-    The checkpoint appears at once and whole when everything is durable, or not at all. What a failed save has written
-    is removed.
+    The checkpoint appears at once and complete when everything is durable, or not at all. What a failed save has
+    written is removed.
 
     Args:
         path: a folder, ``memory://name``, or a store; may be given as ``checkpoint_id`` instead.
@@ -306,10 +308,10 @@ class HoldfastWriter(StorageWriter, StagingIfNeeded):  # type: ignore[misc]
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part.
 
-        An error is told as a result and raised by ``finish``, because nobody would tell the other ranks to remove what
+        An error is returned as a result and raised by ``finish``, because nobody would have the other ranks remove what
         they have written.
         """
-        share = Share(self._rank)
+        share = WrittenShare(self._rank)
         try:
             self._write(plan, planner, share)
         except Exception as error:
@@ -340,7 +342,7 @@ class HoldfastWriter(StorageWriter, StagingIfNeeded):  # type: ignore[misc]
         nbytes = sum(file.nbytes for file in record.files)
         logger.info("saved %d tensors, %d bytes, to %s", len(record.tensors), nbytes, store.location)
 
-    def _write(self, plan: SavePlan, planner: SavePlanner, share: Share) -> None:
+    def _write(self, plan: SavePlan, planner: SavePlanner, share: WrittenShare) -> None:
         gathering = Gathering(planner, share, allow_pickle=self.allow_pickle)
         gathering.take(plan)
         share.files = write_chunks(
@@ -371,7 +373,7 @@ def _nbytes(item: WriteItem) -> int:
     return 0 if data is None else volume(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
-def _raise_failures(shares: list[Share]) -> None:
+def _raise_failures(shares: list[WrittenShare]) -> None:
     failures = {share.rank: unpack_failure(share.failure) for share in shares if share.failure is not None}
     if failures:
         raise CheckpointException("write", failures)

@@ -37,7 +37,7 @@ function largestChanges(facts, onSelect) {
     })));
 }
 
-// Where one of both is NaN there is no difference that could be told in numbers.
+// Where one of both is NaN there is no difference that could be given in numbers.
 function changeText({ relative, incomparable }) {
   if (incomparable) return `${countText(incomparable)} NaN`;
   return typeof relative === "number" ? percentText(relative) : numberText(relative);

@@ -1,4 +1,4 @@
-// What it is, whether it is whole, how large, by whom: the first things to know.
+// What it is, whether it is intact, how large, by whom: the first things to know.
 
 const FORMATS = { native: "Holdfast", dcp: "torch.distributed.checkpoint", safetensors: "safetensors", torch: "torch.save" };
 
@@ -30,7 +30,7 @@ function healthChip({ verify, unread }) {
   if (!verify) return make("span", { class: "chip", title: "holdfast verify reads everything and compares all digests" }, "digests not checked");
   if (!verify.ok) return make("span", { class: "chip bad" }, `✕ damaged: ${plural(verify.damage.length, "place")}`);
   if (verify.checked === "none") return make("span", { class: "chip warn" }, "readable; it has no digests");
-  return make("span", { class: "chip good" }, verify.checked === "all" ? "✓ whole: all digests agree" : "✓ digests agree, where there are any");
+  return make("span", { class: "chip good" }, verify.checked === "all" ? "✓ intact: all digests agree" : "✓ digests agree, where there are any");
 }
 
 function notices(facts) {

@@ -112,7 +112,7 @@ class Treemap {
     paint.restore();
   }
 
-  // The smallest box at a place, and the one of the first level that it lies in.
+  // The smallest box at a place, and the one of the first level that it is in.
   at(event) {
     const frame = this.canvas.getBoundingClientRect();
     const x = event.clientX - frame.left;

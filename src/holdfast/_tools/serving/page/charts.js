@@ -172,7 +172,7 @@ class Chart {
       draw("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, label));
   }
 
-  // A value that is no number interrupts the line.
+  // A value that is NaN interrupts the line.
   lines() {
     const parts = [[]];
     for (const one of this.points) {

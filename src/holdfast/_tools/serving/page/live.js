@@ -64,7 +64,7 @@ function ranks(save) {
   const shown = save.ranks.slice(0, MOST_RANKS).map(([rank, bytes, reserved]) => {
     return make("li", {},
       make("span", { class: "soft" }, `rank ${rank}`),
-      make("div", { class: "bar thin" }, filledTo(reserved / largest, "bar-room"), filledTo(bytes / largest)),
+      make("div", { class: "bar thin" }, filledTo(reserved / largest, "bar-reserved"), filledTo(bytes / largest)),
       make("span", { class: "number" }, sizeText(bytes)));
   });
   const more = save.ranks.length - shown.length;

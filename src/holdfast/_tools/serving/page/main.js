@@ -20,16 +20,16 @@ async function look() {
       show(run);
     }
     lastAnswer = new Date();
-    tell("live", "good");
+    showConnection("live", "good");
   } catch {
     const since = lastAnswer ? ` since ${clock(lastAnswer)}` : "";
-    tell(`the server does not answer${since}`, "bad");
+    showConnection(`the server does not answer${since}`, "bad");
   }
   if (document.hidden) document.addEventListener("visibilitychange", look, { once: true });
   else setTimeout(look, PAUSE);
 }
 
-function tell(text, kind) {
+function showConnection(text, kind) {
   const pulse = byId("pulse");
   pulse.className = `pulse small ${kind}`;
   setText(pulse, text);
@@ -48,14 +48,14 @@ function show(run) {
 }
 
 function tiles(run) {
-  const whole = run.checkpoints.filter((one) => one.state === "committed");
-  const others = run.checkpoints.length - whole.length;
-  const newest = whole.filter((one) => one.step !== null).at(-1) ?? whole.at(-1);
+  const committed = run.checkpoints.filter((one) => one.state === "committed");
+  const others = run.checkpoints.length - committed.length;
+  const newest = committed.filter((one) => one.step !== null).at(-1) ?? committed.at(-1);
   const running = run.saves.filter(isRunning).length;
   const found = [
-    { title: "Checkpoints", text: countText(whole.length), more: others ? `and ${others} that ${others > 1 ? "are" : "is"} not usable` : "" },
+    { title: "Checkpoints", text: countText(committed.length), more: others ? `and ${others} that ${others > 1 ? "are" : "is"} not usable` : "" },
     { title: "Newest", text: newest ? nameOf(newest) : "none yet", at: newest?.saved_at ?? null },
-    { title: "On the disk", text: sizeText(run.checkpoints.reduce((all, one) => all + one.bytes, 0)), more: room(run, newest) },
+    { title: "On the disk", text: sizeText(run.checkpoints.reduce((all, one) => all + one.bytes, 0)), more: spaceLeft(run, newest) },
   ];
   if (run.owner) {
     const life = { alive: running ? "saving" : "running", dead: "has ended", unknown: "on another machine" }[run.owner.life];
@@ -64,11 +64,11 @@ function tiles(run) {
   return found;
 }
 
-function room(run, newest) {
+function spaceLeft(run, newest) {
   if (run.free_bytes === null) return "";
   const more = newest?.bytes ? Math.floor(run.free_bytes / newest.bytes) : 0;
   const space = `${sizeText(run.free_bytes)} free`;
-  return more > 0 && more < 1000 ? `${space}, room for about ${countText(more)} more` : space;
+  return more > 0 && more < 1000 ? `${space}, space for about ${countText(more)} more` : space;
 }
 
 function tile(item) {

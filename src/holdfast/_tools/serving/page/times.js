@@ -19,7 +19,7 @@ export function age(iso) {
 export const moment = (iso) => dateText(new Date(iso));
 export const clock = (iso) => new Date(iso).toLocaleTimeString();
 
-// An element that keeps telling how long ago something was.
+// An element that keeps showing how long ago something was.
 export const since = (iso, attributes = {}) => make("time", { datetime: iso, title: moment(iso), ...attributes }, age(iso));
 
 export function renewAges() {

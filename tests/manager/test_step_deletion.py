@@ -15,10 +15,10 @@ import pytest
 import holdfast
 from holdfast import keep
 from holdfast._formats.native.names import RECORD, SET_ASIDE
-from holdfast._manager.deleting import Deleter, Deletion
-from holdfast._manager.owners import Owner
 from holdfast._manager.retention import plan_deletions
 from holdfast._manager.run_file import RUN_FILE, RunFile
+from holdfast._manager.run_owner import Owner
+from holdfast._manager.step_deletion import Deleter, Deletion
 from holdfast._manager.steps import StepInfo, folder_of, rows_of, set_aside
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, NotACheckpointError, RunTakenError
 from holdfast.stores import LocalRoot, LocalStore, MemoryRoot, Root
@@ -200,7 +200,7 @@ def prepare(folder: Path) -> Path:
 
 
 def opens(folder: Path, step: int) -> bool:
-    """Whether there is a checkpoint; if there is, it must be whole."""
+    """Whether there is a checkpoint; if there is, it must be intact."""
     try:
         checkpoint = holdfast.open(folder / folder_of(step))
     except (CheckpointNotFoundError, NotACheckpointError):
@@ -368,7 +368,7 @@ def test_nothing_is_deleted_if_the_newer_one_is_damaged(disk, caplog):
     assert loads(disk, 1)
 
 
-def test_the_older_ones_are_deleted_if_the_newer_one_is_whole(root):
+def test_the_older_ones_are_deleted_if_the_newer_one_is_intact(root):
     run_file = a_run(root, 1, 2)
     steps = steps_in(root)
     deleter = Deleter(run_file, TOKEN)
@@ -531,9 +531,9 @@ def test_the_end_of_the_program_does_not_wait_for_ever(tmp_path):
     a_run(LocalRoot(tmp_path), 1, 2).release(TOKEN)
     program = f"""
 from pathlib import Path
-from holdfast._manager.deleting import Deleter
+from holdfast._manager.step_deletion import Deleter
 from tests.manager.folders import TOKEN, a_run, steps_in
-from tests.manager.test_deleting import Stuck
+from tests.manager.test_step_deletion import Stuck
 root = Stuck(Path({str(tmp_path)!r}))
 Deleter(a_run(root), TOKEN).submit([steps_in(root)[1]])
 assert root.is_stuck.wait(60)
@@ -551,9 +551,9 @@ def test_the_end_of_the_program_waits_for_what_ends_in_time(tmp_path):
 import threading
 from pathlib import Path
 from holdfast._manager.background_jobs import BackgroundJobs
-from holdfast._manager.deleting import Deleter
+from holdfast._manager.step_deletion import Deleter
 from tests.manager.folders import TOKEN, a_run, steps_in
-from tests.manager.test_deleting import Stuck
+from tests.manager.test_step_deletion import Stuck
 root = Stuck(Path({str(tmp_path)!r}))
 Deleter(a_run(root), TOKEN).submit([steps_in(root)[1]])
 assert root.is_stuck.wait(60)

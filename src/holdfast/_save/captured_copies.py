@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from holdfast._background.copying import Copies, Copy
+from holdfast._background.copy_jobs import Copies, Copy
 from holdfast._background.queues import Lane
 from holdfast._base.boxes import Box
 from holdfast._formats.tensor_bytes import array_pieces, digest_of_small, tensor_pieces
-from holdfast._layout.descriptions import Bytes, Holding, LocalTensor, digest_pieces, part_of
+from holdfast._layout.descriptions import Bytes, LocalTensor, TensorDescription, digest_pieces, part_of
 from holdfast._save.capture import Captured
 from holdfast.errors import SaveInProgressError
 
@@ -44,7 +44,7 @@ class CopiedTensor(NamedTuple):
         return self.parts[0][1] if len(self.parts) == 1 else None
 
     def pieces(self, box: Box, largest: int) -> Iterator[Bytes]:
-        """The stored form of a box that lies in one of the parts."""
+        """The stored form of a box that is in one of the parts."""
         held, part = self._around(box)
         chosen = part_of(part, box, held.offsets)
         if isinstance(chosen, np.ndarray):
@@ -88,13 +88,13 @@ class CapturedCopy:
         copies = Copies()
         others = 0
         parts: dict[str, list[tuple[Any, Any]]] = {}
-        for holding in captured.holdings:
-            if holding.tied_to is not None:
+        for description in captured.descriptions:
+            if description.tied_to is not None:
                 # One copy for all names. All are kept: to other ranks each may be a tensor of its own.
-                parts[holding.key] = parts[holding.tied_to]
+                parts[description.key] = parts[description.tied_to]
                 continue
-            local: Any = captured.local[holding.key]
-            noted = parts[holding.key] = [(box, _noted(copies, local, box)) for box in holding.boxes]
+            local: Any = captured.local[description.key]
+            noted = parts[description.key] = [(box, _noted(copies, local, box)) for box in description.boxes]
             others += sum(part.nbytes for _, part in noted if isinstance(part, np.ndarray))
         return cls(copies, copies.nbytes + others, captured, parts)
 
@@ -118,18 +118,18 @@ def with_digests(captured: Captured) -> Captured:
         return captured
     known: dict[str, tuple[bytes, ...]] = {}
 
-    def digests(holding: Holding) -> tuple[bytes, ...]:
+    def digests(description: TensorDescription) -> tuple[bytes, ...]:
         """Taken once for all names of the same memory."""
-        name = holding.tied_to or holding.key
+        name = description.tied_to or description.key
         if name not in known:
-            known[name] = tuple(map(captured.local[holding.key].digest, holding.boxes))
+            known[name] = tuple(map(captured.local[description.key].digest, description.boxes))
         return known[name]
 
-    holdings = [
-        holding._replace(digests=digests(holding)) if holding.key in captured.to_compare else holding
-        for holding in captured.holdings
+    descriptions = [
+        description._replace(digests=digests(description)) if description.key in captured.to_compare else description
+        for description in captured.descriptions
     ]
-    return replace(captured, holdings=holdings, to_compare=frozenset())
+    return replace(captured, descriptions=descriptions, to_compare=frozenset())
 
 
 _pending: weakref.WeakKeyDictionary[Lane, list[tuple[Future[Any], int]]] = weakref.WeakKeyDictionary()

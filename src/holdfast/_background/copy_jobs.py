@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from holdfast._background.arenas import ArenaPool, Lease, aligned
-from holdfast._background.copies import bytes_of, fingerprint_of_memory, has_ordinary_memory, transfer, twin_over
+from holdfast._background.tensor_copies import bytes_of, fingerprint_of_memory, has_ordinary_memory, transfer, twin_over
 from holdfast._base.threads import ProcessFuture, work_through
 from holdfast._base.tuning import COPY_AT_ONCE, SMALL_TENSOR
 from holdfast._compat.tensors import count_of_changes
-from holdfast._formats.tensor_bytes import has_its_memory, lies_ready, move_small, tensor_pieces
+from holdfast._formats.tensor_bytes import has_its_memory, is_plain_contiguous, move_small, tensor_pieces
 from holdfast._layout.descriptions import digest_pieces
 from holdfast._ranks.interrupts import interrupts_wait
 from holdfast.errors import TornSnapshotError
@@ -66,8 +66,8 @@ class _OnSideStream:
         self._stream.synchronize()
 
 
-# A copy that is put off is right only as long as nobody changes its source. Whether somebody did is told by the
-# counters that torch keeps of changes, and on request by digests.
+# A copy that is put off is right only as long as nobody changes its source. Whether somebody did is known from the
+# counters that torch keeps of changes, and on request from digests.
 
 
 _Part = Callable[[], None]
@@ -98,7 +98,7 @@ class Copy:
             raise self.torn()
 
     def move(self, begin: int, nbytes: int) -> None:
-        """Copy some of the bytes of a source that lies ready."""
+        """Copy some of the bytes of a source that is contiguous."""
         # Whoever saves memory may take that of a parameter away, and would give us no other sign of it.
         if not has_its_memory(self.source):
             raise self.torn()
@@ -219,14 +219,14 @@ class Copies:
         self._memory = None
         self._by_address = {}
 
-    def hurry(self) -> None:
+    def wait_until_copied(self) -> None:
         """Return when nothing is left to copy. One more thread copies: what is waited for is done sooner.
 
         It is not this thread itself, since Ctrl-C, which may come here, must not end a copy that others rely on.
         """
         if len(self._parts) > 1:
             self._start_a_thread()  # or not, if there are no more to be had: the first one is there
-        # Its error is told to whoever waits for the save. A signal right before a wait is noticed after it.
+        # Its error is raised for whoever waits for the save. A signal right before a wait is noticed after it.
         while concurrent.futures.wait([self.done], timeout=0.5).not_done:
             pass
 
@@ -280,7 +280,7 @@ def finish_copies() -> None:
     with _lock:
         waiting = list(_under_way)
     for copies in waiting:
-        copies.hurry()
+        copies.wait_until_copied()
 
 
 def _forget_in_forked_child() -> None:
@@ -321,7 +321,7 @@ class _Memory:
 
 def _copy_whole(copy: Copy) -> None:
     source = copy.source
-    if bytes_of(source) <= SMALL_TENSOR and lies_ready(source):
+    if bytes_of(source) <= SMALL_TENSOR and is_plain_contiguous(source):
         move_small(copy.twin.data_ptr(), source.data_ptr(), bytes_of(source))
     elif bytes_of(source) and not source.untyped_storage().nbytes():
         raise copy.torn()  # its memory was taken away, which torch does not look for
@@ -334,7 +334,7 @@ def _in_parts(copies: Iterable[Copy], moment: Moment) -> Iterator[_Part]:
     others: list[Copy] = []
     for copy in copies:
         nbytes = bytes_of(copy.source)
-        if nbytes <= SMALL_TENSOR or not lies_ready(copy.source):
+        if nbytes <= SMALL_TENSOR or not is_plain_contiguous(copy.source):
             others.append(copy)
             continue
         for begin in range(0, nbytes, COPY_AT_ONCE):

@@ -1,7 +1,7 @@
 """Deletes checkpoints of a run: the record first, so that a kill in between leaves nothing that looks like one.
 
 Only files that a save of this run has written are removed, and a folder only if it is empty then. A deletion that
-failed half-way is tried again with the next ones; after a restart the run file tells what was left.
+failed half-way is tried again with the next ones; after a restart the run file says what was left.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Deleter:
     def delete(self, doomed: Sequence[StepInfo]) -> list[Deletion]:
         """Delete these now, and what is left of deletions that failed.
 
-        What failed before its record was gone is a whole checkpoint, and left alone unless it is among these.
+        What failed before its record was gone is an intact checkpoint, and left alone unless it is among these.
 
         Raises ``RunTakenError`` if the run is another job's, and ``ValueError`` for what this run did not save.
         """
@@ -102,7 +102,7 @@ class Deleter:
         with self._deleting:
             wanted = {**self._failed, **{info.name: info for info in doomed}}
             if self._dry_run:
-                return [self._told(info, "would be deleted") for info in wanted.values()]
+                return [self._reported(info, "would be deleted") for info in wanted.values()]
             return self._delete_all(wanted, {info.name for info in doomed})
 
     def sweep(self) -> list[str]:
@@ -208,7 +208,7 @@ class Deleter:
         """Each is noted by itself and in its turn, so that it can be pinned until then."""
         started = time.perf_counter()
         if not self._take(info.name):
-            return self._told(info, "kept", "it is being written")
+            return self._reported(info, "kept", "it is being written")
         try:
             before = self._run_file.check(self._token).unfinished.get(info.name)
             state = self._run_file.begin(self._token, {info.name: info.identity})
@@ -222,15 +222,15 @@ class Deleter:
                 logger.warning("%s could not be deleted and will be tried again: %s", info.path, error)
                 if before == "":
                     self._note_as_before(info.name, before)
-                return self._told(info, "failed", str(error), started)
+                return self._reported(info, "failed", str(error), started)
             if kept is not None:
                 self._note_as_before(info.name, before)
-                return self._told(info, "kept", kept)
+                return self._reported(info, "kept", kept)
             if not self._is_closing.is_set():  # or else the run may be another job's by now, which looks for itself
                 self._run_file.end(self._token, [info.name], gone=[info.name])
         finally:
             self._give_back()
-        return self._told(info, "deleted", "", started)
+        return self._reported(info, "deleted", "", started)
 
     def _reason_to_keep(self, info: StepInfo, state: RunState, *, is_doomed: bool) -> str | None:
         present = identity_in(self._root.child(info.name))
@@ -241,7 +241,7 @@ class Deleter:
         if present not in (info.identity, None):
             return "another record is in its place"
         if present is not None and not is_doomed:
-            return "it could not be deleted earlier, and is whole"
+            return "it could not be deleted earlier, and is intact"
         return None
 
     def _note_as_before(self, name: str, before: str | None) -> None:
@@ -250,7 +250,7 @@ class Deleter:
         else:
             self._run_file.end(self._token, [name])
 
-    def _told(
+    def _reported(
         self,
         info: StepInfo,
         outcome: Literal["deleted", "would be deleted", "kept", "failed"],
@@ -263,7 +263,7 @@ class Deleter:
             try:
                 self._on_deletion(deletion)
             except Exception:
-                logger.exception("a callback failed when it was told about %s", info.path)
+                logger.exception("a callback failed when it was called for %s", info.path)
         return deletion
 
     def _take(self, name: str) -> bool:

@@ -117,7 +117,7 @@ def refuse_short_chunk(file: Ranges, position: int, nbytes: int, source: str, ke
 
 # Reading in several threads, with all else done in order by the thread that asked for it.
 #
-# Planners belong to whoever wrote them and are not made for threads: they are asked for memory, and told that it is
+# Planners belong to whoever wrote them and are not made for threads: they are asked for memory, and notified that it is
 # filled, by the calling thread alone.
 
 
@@ -131,7 +131,7 @@ def read_size(memory: int | None, at_once: int = READS_UNDER_WAY) -> int:
     return max(min(READ_BYTES, most) // SMALLEST_BUFFER * SMALLEST_BUFFER, SMALLEST_BUFFER)
 
 
-class Step(Protocol):
+class ReadStep(Protocol):
     """A part of a load."""
 
     def read(self) -> Any:
@@ -141,7 +141,7 @@ class Step(Protocol):
         """What follows, given what ``read`` returned. The steps are finished in their order, by one thread."""
 
 
-def carry_out(steps: Iterable[Step], *, in_threads: bool) -> None:
+def carry_out(steps: Iterable[ReadStep], *, in_threads: bool) -> None:
     """Take all steps. The first error is raised when nothing is being read any more."""
     if not in_threads:
         for step in steps:
@@ -152,7 +152,7 @@ def carry_out(steps: Iterable[Step], *, in_threads: bool) -> None:
     # An inference tensor may only be filled in the mode that it was made in, which each thread has for itself.
     inference = torch.is_inference_mode_enabled()
 
-    def read(step: Step) -> Any:
+    def read(step: ReadStep) -> Any:
         with torch.inference_mode(inference):
             return step.read()
 

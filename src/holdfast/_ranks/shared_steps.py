@@ -254,11 +254,6 @@ class Collectives:
         """
         return Step(self, name)
 
-    def all_gather_status(self, step: str, map_fun: Callable[[], T]) -> T:
-        """Run ``map_fun`` everywhere; each rank keeps its own result, and all fail if one fails."""
-        with self.step(step):
-            return map_fun()
-
     def conclude_step(self, step: str, mine: Attempt[None]) -> None:
         """Exchange how a step went that all ranks have run, and raise if it failed on one of them."""
         if not self.use_dist:

@@ -20,7 +20,7 @@ from holdfast._compat.sharded_tensors import ShardedTensor
 from holdfast._compat.tensors import is_wrapper_subclass, local_part
 from holdfast._formats.dcp.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast._formats.dcp.plan import TensorWriteData, WriteItem, WriteItemType
-from holdfast._layout.placements import Piece, dtensor_pieces, is_replicated
+from holdfast._layout.placements import LocalPiece, dtensor_pieces, is_replicated
 from holdfast._layout.sharded_tensors import LocalShard, local_shards
 from holdfast._layout.tensor_kinds import is_partitioned, refused
 from holdfast.errors import UnsupportedTensorError
@@ -131,7 +131,7 @@ def refuse_if_it_has_no_bytes(fqn: str, tensor: torch.Tensor) -> None:
 
 
 def _lacks_memory(tensor: torch.Tensor) -> bool:
-    """Whether elements lie behind the end of the storage, which can be made smaller while tensors use it."""
+    """Whether elements are past the end of the storage, which can be made smaller while tensors use it."""
     end = tensor.storage_offset() + span_of(tensor.shape, tensor.stride(), 1)
     return tensor.numel() > 0 and end * tensor.itemsize > tensor.untyped_storage().nbytes()
 
@@ -190,7 +190,7 @@ def _chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-def _local_part(local: torch.Tensor, pieces: list[Piece], index: MetadataIndex) -> torch.Tensor:
+def _local_part(local: torch.Tensor, pieces: list[LocalPiece], index: MetadataIndex) -> torch.Tensor:
     if index.offset is None and len(pieces) == 1:
         return local
     for piece in pieces:

@@ -15,11 +15,11 @@ from holdfast.errors import RankDisagreementError
 
 
 Options = Mapping[str, str]
-"""The arguments of a manager that must be the same on all ranks, as texts."""
+"""The arguments of a manager that must be the same on all ranks, as str."""
 
 
 def refuse_different_options(place: str, ranks: Sequence[Options]) -> None:
-    """Raise if the ranks were given different options, and tell only what differs.
+    """Raise if the ranks were given different options, and name only what differs.
 
     >>> refuse_different_options("runs/a", [{"every_steps": "10", "writer": "x"}, {"every_steps": "20", "writer": "x"}])
     Traceback (most recent call last):
@@ -71,7 +71,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a rank tells the others at an exchange."""
+    """What a rank sends the others at an exchange."""
 
     step: int
     next_step: int
@@ -88,13 +88,13 @@ Exchange = Callable[[int, Beat], Sequence[Beat]]
 """Gives the beats of all ranks at a step, in the order of ranks, on every rank."""
 
 
-class Pulse:
+class Cadence:
     """Decides at every step of the training. All ranks must ask at the same steps, and with the same options.
 
     Without an ``exchange`` this process decides alone.
 
-    >>> pulse = Pulse(every_steps=100)
-    >>> pulse.at_step(99).save, pulse.at_step(100).save
+    >>> cadence = Cadence(every_steps=100)
+    >>> cadence.at_step(99).save, cadence.at_step(100).save
     (None, 'steps')
     """
 
@@ -136,7 +136,7 @@ class Pulse:
         self.restart_minutes()
 
     def restart_minutes(self) -> None:
-        """A save was made that this pulse did not decide on: the next one by time has a full interval again."""
+        """A save was made that this cadence did not decide on: the next one by time has a full interval again."""
         self._saved_at = self._clock()
 
     def at_step(self, step: int) -> Decision:

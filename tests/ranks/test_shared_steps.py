@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.utils import _DistWrapper as StockCollectives
 
-from holdfast._ranks.collectives import Collectives, failures_of
 from holdfast._ranks.failures import wrap_exception
+from holdfast._ranks.shared_steps import Collectives, failures_of
 from holdfast.errors import CheckpointException
 from tests.rank_pool import RankPool
 
@@ -84,7 +84,6 @@ def results_of_all_steps(case):
         ),
         "all_reduce": ranks.all_reduce("step", lambda: me + 1, lambda values: (sum(values), dist.get_rank())),
         "all_gather": ranks.all_gather("step", dist.get_rank),
-        "status": ranks.all_gather_status("step", lambda: lambda: me)(),
         "own": ranks.own_error_first("step", lambda: lambda: me)(),
         "broadcast": ranks.broadcast("step", dist.get_rank),
     }
@@ -98,7 +97,6 @@ def test_each_step_gives_each_rank_its_result(ranks: RankPool, case: Case):
             "reduce_scatter": ([rank * 10 for rank in range(size)], place, coordinator),
             "all_reduce": (size * (size + 1) // 2, coordinator),
             "all_gather": list(case.global_ranks),
-            "status": place,
             "own": place,
             "broadcast": coordinator,
         }
@@ -109,7 +107,6 @@ def test_without_a_group_each_step_runs_here():
     assert ranks.reduce_scatter("step", lambda: 7, lambda values: [values]) == [7]
     assert ranks.all_reduce("step", lambda: 7, sum) == 7
     assert ranks.all_gather("step", lambda: 7) == [7]
-    assert ranks.all_gather_status("step", lambda: 7) == 7
     assert ranks.own_error_first("step", lambda: 7) == 7
     assert ranks.broadcast("step", lambda: 7) == 7
 
@@ -234,11 +231,14 @@ def run_step(ranks: Collectives, kind: str, map_fun, reduce_fun) -> Any:
         return ranks.reduce_scatter("this step", map_fun, reduce_fun)
     if kind == "all_reduce":
         return ranks.all_reduce("this step", map_fun, reduce_fun)
+    if kind == "step":
+        with ranks.step("this step"):
+            return map_fun()
     return getattr(ranks, kind)("this step", map_fun)
 
 
 REDUCING = ("reduce_scatter", "all_reduce")
-ON_ALL_RANKS = (*REDUCING, "all_gather", "all_gather_status")
+ON_ALL_RANKS = (*REDUCING, "all_gather", "step")
 
 
 def fail(ranks: Collectives, kind: str, side: str, failing: int, make_error) -> tuple[dict[str, Any], list[int]]:
@@ -312,7 +312,7 @@ def fail_on_all_but_the_coordinator(case):
     return {kind: caught(lambda kind=kind: run_step(ranks, kind, map_fun, list)) for kind in ON_ALL_RANKS}
 
 
-def test_the_errors_of_all_ranks_that_failed_are_told_in_order(ranks: RankPool):
+def test_the_errors_of_all_ranks_that_failed_are_reported_in_order(ranks: RankPool):
     for outcomes in Case(4, None, 1).run(ranks, fail_on_all_but_the_coordinator):
         for outcome in outcomes.values():
             assert [(rank, text) for rank, (_, text, _) in outcome["failures"].items()] == [

@@ -24,7 +24,7 @@ _ALIGNMENT = 16
 """Of the largest element. A stretch starts at a multiple of it, so that the elements in it are aligned."""
 
 
-class Stretch(NamedTuple):
+class StorageRange(NamedTuple):
     """Bytes of a storage, the last one excluded."""
 
     first: int
@@ -37,11 +37,11 @@ class Stretch(NamedTuple):
 
 
 Storage = tuple[torch.device, int]
-"""What tells storages of live tensors apart."""
+"""Identifies the storage of a live tensor."""
 
 
 def storage_of(tensor: torch.Tensor) -> Storage | None:
-    """The memory that a tensor is a view of. None if its elements are not simply what lies there."""
+    """The memory that a tensor is a view of. None if its elements are not simply its content."""
     if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
         return None
     try:
@@ -52,26 +52,26 @@ def storage_of(tensor: torch.Tensor) -> Storage | None:
     return (tensor.device, address) if address and inside else None
 
 
-def stretches(parts: Iterable[torch.Tensor]) -> dict[Storage, Stretch]:
+def storage_ranges(parts: Iterable[torch.Tensor]) -> dict[Storage, StorageRange]:
     """What of each storage is used by any of these tensors."""
-    found: dict[Storage, Stretch] = {}
+    found: dict[Storage, StorageRange] = {}
     for part in parts:
         storage = storage_of(part)
         if storage is not None:
             used = _used(part)
             known = found.get(storage, used)
             first = min(known.first, used.first)
-            found[storage] = Stretch(first - first % _ALIGNMENT, max(known.last, used.last))
+            found[storage] = StorageRange(first - first % _ALIGNMENT, max(known.last, used.last))
     return found
 
 
-def bytes_in(tensor: torch.Tensor, stretch: Stretch) -> torch.Tensor:
+def bytes_in(tensor: torch.Tensor, stretch: StorageRange) -> torch.Tensor:
     """A stretch of the storage that ``tensor`` is a view of."""
     elements = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return elements.set_(tensor.untyped_storage(), stretch.first, (stretch.nbytes,), (1,))
 
 
-def view_like(tensor: torch.Tensor, copied: torch.Tensor, stretch: Stretch) -> torch.Tensor:
+def view_like(tensor: torch.Tensor, copied: torch.Tensor, stretch: StorageRange) -> torch.Tensor:
     """The view of the ``copied`` stretch that ``tensor`` is of the original one, strides included."""
     used = _used(tensor)
     elements: Any = copied[used.first - stretch.first : used.last - stretch.first].view(tensor.dtype)
@@ -79,9 +79,9 @@ def view_like(tensor: torch.Tensor, copied: torch.Tensor, stretch: Stretch) -> t
     return view
 
 
-def _used(tensor: torch.Tensor) -> Stretch:
+def _used(tensor: torch.Tensor) -> StorageRange:
     first = int(tensor.storage_offset()) * tensor.itemsize
-    return Stretch(first, first + int(span_of(tensor.shape, tensor.stride(), 1)) * tensor.itemsize)
+    return StorageRange(first, first + int(span_of(tensor.shape, tensor.stride(), 1)) * tensor.itemsize)
 
 
 # A tensor with other tensors inside (a ``DTensor``, a ``ShardedTensor``, any wrapper) is rebuilt around copies of
@@ -147,7 +147,7 @@ def put_together(cls: Any, parts: dict[str, Any], context: Any, size: Any, strid
 
 
 def has_ordinary_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in memory at strides, so that a copy needs nothing but memory."""
+    """Whether the elements are in memory at strides, so that a copy needs nothing but memory."""
     return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
 
 

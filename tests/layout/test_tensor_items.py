@@ -23,7 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from holdfast._dcp.state_objects import find_state_dict_object
 from holdfast._formats.dcp.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast._formats.dcp.plan import TensorWriteData, WriteItem, WriteItemType
-from holdfast._layout.tensors import (
+from holdfast._layout.tensor_items import (
     create_chunk_list,
     create_write_items,
     find_tensor_shard,

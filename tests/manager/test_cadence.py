@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from holdfast._manager.cadence import Beat, Cadence, Decision
 from holdfast._manager.preemption import Preemption
-from holdfast._manager.pulse import Beat, Decision, Pulse
 from holdfast.errors import RankDisagreementError
 
 
@@ -74,7 +74,7 @@ def train(ranks: list[Rank], steps: list[int], **options) -> Meeting:
     def run(number: int, rank: Rank) -> None:
         try:
             preemption = Preemption([], grace_seconds=rank.grace, clock=rank.clock)
-            pulse = Pulse(
+            cadence = Cadence(
                 **options,
                 preemption=preemption,
                 exchange=lambda step, beat: meeting.exchange(number, step, beat),
@@ -84,7 +84,7 @@ def train(ranks: list[Rank], steps: list[int], **options) -> Meeting:
                 rank.now += seconds
                 if rank.signal_at is not None and rank.now >= rank.signal_at:
                     preemption.note("SIGTERM")
-                decision = pulse.at_step(step)
+                decision = cadence.at_step(step)
                 rank.decisions.append((rank.now, decision))
         except BaseException as error:
             errors.append(error)
@@ -148,8 +148,8 @@ def reaches_a_multiple(last: int | None, step: int, every: int) -> bool:
 
 @given(STEPS, st.integers(1, 40))
 def test_steps_are_counted_by_their_numbers_even_if_some_are_left_out(steps, every) -> None:
-    pulse = Pulse(every_steps=every)
-    found = [pulse.at_step(step).save for step in steps]
+    cadence = Cadence(every_steps=every)
+    found = [cadence.at_step(step).save for step in steps]
     expected = [reaches_a_multiple(last, step, every) for last, step in zip([None, *steps], steps, strict=False)]
     assert found == ["steps" if each else None for each in expected]
 
@@ -158,8 +158,8 @@ def test_steps_alone_need_no_exchange() -> None:
     def exchange(step: int, beat: Beat) -> list[Beat]:
         raise AssertionError("the ranks had nothing to tell each other")
 
-    pulse = Pulse(every_steps=3, exchange=exchange)
-    assert [pulse.at_step(step).save for step in range(1, 7)] == [None, None, "steps"] * 2
+    cadence = Cadence(every_steps=3, exchange=exchange)
+    assert [cadence.at_step(step).save for step in range(1, 7)] == [None, None, "steps"] * 2
 
 
 @given(
@@ -238,7 +238,7 @@ def test_exchanges_are_rare() -> None:
     assert len(meeting.rounds) < 75
 
 
-def test_all_ranks_are_told_the_shortest_time_that_one_has_left() -> None:
+def test_all_ranks_get_the_shortest_time_that_one_has_left() -> None:
     ranks = [Rank([1.0] * 10, grace=grace, clock_ahead=grace) for grace in (90.0, 40.0, 60.0)]
     ranks[1].signal_at = ranks[2].signal_at = 4.5
     train(ranks, list(range(10)))
@@ -264,8 +264,8 @@ def test_saves_by_steps_and_minutes_go_on_after_a_signal_that_the_program_ignore
     assert reasons(ranks[0]) == reasons(ranks[1]) == [{**expected, 20: "steps"}.get(step) for step in range(1, 21)]
 
 
-def test_ranks_at_different_steps_are_told_so() -> None:
-    mine = Pulse(every_minutes=1, exchange=lambda step, beat: [beat, replace(beat, step=8)])
+def test_ranks_at_different_steps_get_an_error() -> None:
+    mine = Cadence(every_minutes=1, exchange=lambda step, beat: [beat, replace(beat, step=8)])
     with pytest.raises(RankDisagreementError, match=r"step 7.*step 8.*same steps") as error:
         mine.at_step(7)
     assert error.value.views == {0: "step 7", 1: "step 8"}
@@ -277,14 +277,14 @@ class Alone:
     def __init__(self, **options) -> None:
         self.now = 0.0
         self.preemption = Preemption([], grace_seconds=30, clock=self.clock)
-        self.pulse = Pulse(**options, preemption=self.preemption, clock=self.clock)
+        self.cadence = Cadence(**options, preemption=self.preemption, clock=self.clock)
 
     def clock(self) -> float:
         return self.now
 
     def at(self, now: float, step: int) -> Decision:
         self.now = now
-        return self.pulse.at_step(step)
+        return self.cadence.at_step(step)
 
 
 def test_a_process_alone_notices_a_signal_at_the_very_next_step() -> None:
@@ -292,7 +292,7 @@ def test_a_process_alone_notices_a_signal_at_the_very_next_step() -> None:
     assert [alone.at(0.001 * step, step) for step in range(1, 300)] == [Decision()] * 299
     alone.preemption.note("SIGUSR1")
     assert alone.at(10.0, 300) == Decision("preemption", True, "SIGUSR1", pytest.approx(30 - 10 + 0.299))
-    assert alone.pulse.should_stop
+    assert alone.cadence.should_stop
     assert alone.at(20.0, 301).save is None
     assert alone.at(90.0, 302) == Decision(None, True, "SIGUSR1", 0.0)
 
@@ -300,14 +300,14 @@ def test_a_process_alone_notices_a_signal_at_the_very_next_step() -> None:
 def test_a_save_for_another_reason_gives_the_minutes_a_full_interval_again() -> None:
     alone = Alone(every_minutes=1)
     assert alone.at(59, 1).save is None
-    alone.pulse.restart_minutes()
+    alone.cadence.restart_minutes()
     assert [alone.at(now, now).save for now in (60, 118, 119, 120)] == [None, None, "minutes", None]
 
 
 def test_a_resumed_training_saves_the_next_multiple_and_not_what_is_saved_already() -> None:
     alone = Alone(every_steps=100, every_minutes=1)
     alone.now = 50
-    alone.pulse.resume_after(200)
+    alone.cadence.resume_after(200)
     assert [alone.at(70, step).save for step in (200, 201, 299)] == [None] * 3
     assert alone.at(109, 299).save is None  # the minutes began when the training went on
     assert alone.at(109, 310).save == "steps"
@@ -321,16 +321,16 @@ def test_going_back_makes_the_ranks_exchange_at_once() -> None:
         return [beat, beat]
 
     now = [0.0]
-    pulse = Pulse(every_minutes=1, exchange=exchange, clock=lambda: now[0])
+    cadence = Cadence(every_minutes=1, exchange=exchange, clock=lambda: now[0])
     for step in range(1000, 1040):
         now[0] += 0.001
-        pulse.at_step(step)
+        cadence.at_step(step)
     assert len(exchanged) < 10
     announced_far_away = exchanged[-1]
-    pulse.at_step(5)
+    cadence.at_step(5)
     assert exchanged[-1] == 5
-    pulse.resume_after(2)
-    pulse.at_step(3)
+    cadence.resume_after(2)
+    cadence.at_step(3)
     assert exchanged[-2:] == [5, 3]
     assert announced_far_away >= 1000
 
@@ -340,6 +340,6 @@ def test_going_back_makes_the_ranks_exchange_at_once() -> None:
     [({"every_steps": 0}, "every_steps=0"), ({"every_minutes": 0}, "=0 "), ({"every_minutes": float("nan")}, "=nan")],
 )
 def test_intervals_that_make_no_sense_are_refused(options: dict, message: str) -> None:
-    make: Callable[..., Pulse] = Pulse
+    make: Callable[..., Cadence] = Cadence
     with pytest.raises(ValueError, match=f"{message}.*or None for never"):
         make(**options)

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from holdfast._base.box_bytes import boxes_of_run, is_one_run, position_of, readable_parts, row_major_strides, span_of
 from holdfast._base.boxes import Box, overlap, place_of
 from holdfast._base.tuning import MERGE_GAP, READ_BYTES
-from holdfast._formats.byte_ranges import Ranges, read_with_crc
+from holdfast._formats.ranged_files import Ranges, read_with_crc
 
 # A chunk is a row-major array at some place of a file. Of several regions that are wanted of it no byte is read
-# twice, and bytes between them are read along only where another request would cost more. What lies in memory as it
+# twice, and bytes between them are read along only where another request would cost more. What is in memory as it
 # does in the file is read straight into that memory, all else through small buffers.
 
 
@@ -30,20 +30,20 @@ class Place(Protocol):
 
     @property
     def memory(self) -> memoryview | None:
-        """The region's bytes as they lie in a file; None if they do not lie like that."""
+        """The region's bytes as they are in a file; None if they are not like that."""
 
     def put(self, start: Sequence[int], sizes: Sequence[int], read: Buffer, at: int, strides: Sequence[int]) -> None:
         """Take a part of the region: its first element is at byte ``at`` of ``read``, its neighbours by ``strides``."""
 
 
-class Wanted(NamedTuple):
+class WantedRegion(NamedTuple):
     """A region of a chunk, and where it goes."""
 
     region: Box
     place: Place
 
 
-class Run(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes of a chunk that are read together, and the memory that they are read into if they need no buffer."""
 
     begin: int
@@ -60,7 +60,7 @@ class ChunkRead:
         position: int,
         sizes: Sequence[int],
         itemsize: int,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[WantedRegion],
         *,
         most: int = READ_BYTES,
     ) -> None:
@@ -90,15 +90,15 @@ class ChunkRead:
         """How many bytes reading all of it takes."""
         return sum(run.end - run.begin for run in self._runs)
 
-    def stretches(self) -> Iterator[Run]:
+    def reads(self) -> Iterator[ByteRange]:
         """The runs in parts that are each worth a read, in the order of the file."""
         for begin, end, memory in self._runs:
             for first in range(begin, end, self._most):
                 last = min(end, first + self._most)
-                yield Run(first, last, None if memory is None else memory[first - begin : last - begin])
+                yield ByteRange(first, last, None if memory is None else memory[first - begin : last - begin])
 
-    def read(self, run: Run, *, summed: bool, crc: int = 0) -> int:
-        """Read a stretch and put it where it is wanted. With ``summed`` its bytes are added to a CRC."""
+    def read(self, run: ByteRange, *, summed: bool, crc: int = 0) -> int:
+        """Read a range and put it where it is wanted. With ``summed`` its bytes are added to a CRC."""
         buffer: Buffer | None = None
         memory = run.memory
         if memory is None:
@@ -112,7 +112,7 @@ class ChunkRead:
             self._hand_out(run, buffer)
         return crc
 
-    def _hand_out(self, run: Run, buffer: Buffer) -> None:
+    def _hand_out(self, run: ByteRange, buffer: Buffer) -> None:
         first, end = run.begin // self._itemsize, run.end // self._itemsize
         for box in boxes_of_run(self._sizes, first, end):
             for region, place in self._wanted:
@@ -123,32 +123,32 @@ class ChunkRead:
                     inside = [index - base for index, base in zip(start, region.offsets, strict=True)]
                     place.put(inside, sizes, buffer, at, self._strides)
 
-    def _merged_runs(self) -> list[Run]:
+    def _merged_runs(self) -> list[ByteRange]:
         """What the regions reach over, in as few runs as are worth it."""
         spans = sorted(
             _range_of(part, self._strides, self._itemsize)
             for region, _ in self._wanted
             for part in readable_parts(self._sizes, region, self._itemsize, most=_ANY_LENGTH, gap=MERGE_GAP)
         )
-        runs: list[Run] = []
+        runs: list[ByteRange] = []
         for begin, end in spans:
             if runs and begin - runs[-1].end <= MERGE_GAP:
-                runs[-1] = Run(runs[-1].begin, max(end, runs[-1].end))
+                runs[-1] = ByteRange(runs[-1].begin, max(end, runs[-1].end))
             else:
-                runs.append(Run(begin, end))
+                runs.append(ByteRange(begin, end))
         return runs
 
 
-def _straight_spans(sizes: Sequence[int], itemsize: int, wanted: Sequence[Wanted]) -> list[Run] | None:
+def _straight_spans(sizes: Sequence[int], itemsize: int, wanted: Sequence[WantedRegion]) -> list[ByteRange] | None:
     """A run for every region, if all of them can be read straight into their memory and that is worth it."""
-    runs: list[Run] = []
+    runs: list[ByteRange] = []
     for region, place in wanted:
         if 0 in region.sizes:
             continue
         if place.memory is None or not is_one_run(sizes, region.sizes):
             return None
         strides = row_major_strides(sizes, itemsize)
-        runs.append(Run(*_range_of(region, strides, itemsize), place.memory))
+        runs.append(ByteRange(*_range_of(region, strides, itemsize), place.memory))
     runs.sort(key=lambda run: run[:2])
     for before, run in pairwise(runs):
         is_short = min(before.end - before.begin, run.end - run.begin) < MERGE_GAP

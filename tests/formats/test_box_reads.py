@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from holdfast._base.box_bytes import boxes_of_run
 from holdfast._base.boxes import Box
 from holdfast._base.crc import combined
-from holdfast._formats import chunk_reads
-from holdfast._formats.byte_ranges import StreamRanges, read_with_crc
-from holdfast._formats.chunk_reads import ArrayPlace, ChunkRead, Wanted
+from holdfast._formats import box_reads
+from holdfast._formats.box_reads import ArrayPlace, ChunkRead, WantedRegion
+from holdfast._formats.ranged_files import StreamRanges, read_with_crc
 from holdfast.errors import DamagedCheckpointError
 from tests.formats.regions import memory
 from tests.properties import examples
@@ -75,10 +75,10 @@ def test_any_regions_arrive_and_no_byte_is_read_twice(data: st.DataObject, gap: 
     file = CountingFile(b"before" + stored.tobytes() + b"after")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_reads, "MERGE_GAP", gap)
-        both = [Wanted(box, ArrayPlace(place)) for box, place in zip(wanted, places, strict=True)]
+        patch.setattr(box_reads, "MERGE_GAP", gap)
+        both = [WantedRegion(box, ArrayPlace(place)) for box, place in zip(wanted, places, strict=True)]
         read = ChunkRead(file, 6, shape, 2, both, most=most)
-        stretches = list(read.stretches())
+        stretches = list(read.reads())
         crc = 0
         for run in stretches:
             crc = combined(crc, read.read(run, summed=True), run.end - run.begin)
@@ -133,9 +133,9 @@ def test_rows_are_read_straight_into_their_memory_in_few_requests() -> None:
     stored = np.random.default_rng(0).integers(0, 255, (64, 256 << 10), np.uint8)
     file = CountingFile(stored.tobytes())
     place = np.empty((32, 256 << 10), np.uint8)
-    read = ChunkRead(file, 0, stored.shape, 1, [Wanted(Box((16, 0), (32, 256 << 10)), ArrayPlace(place))])
+    read = ChunkRead(file, 0, stored.shape, 1, [WantedRegion(Box((16, 0), (32, 256 << 10)), ArrayPlace(place))])
 
-    runs = list(read.stretches())
+    runs = list(read.reads())
     for run in runs:
         read.read(run, summed=False)
 
@@ -148,8 +148,8 @@ def test_narrow_columns_of_wide_rows_are_read_one_by_one_and_those_of_narrow_row
     for width, most in ((1 << 20, 8), (1 << 10, 1)):
         file = CountingFile(bytes(8 * width))
         place = np.empty((8, 16), np.uint8)
-        read = ChunkRead(file, 0, (8, width), 1, [Wanted(Box((0, 5), (8, 16)), ArrayPlace(place))])
-        for run in read.stretches():
+        read = ChunkRead(file, 0, (8, width), 1, [WantedRegion(Box((0, 5), (8, 16)), ArrayPlace(place))])
+        for run in read.reads():
             read.read(run, summed=False)
         assert len(file.reads) == most
         assert read.bytes_read == (8 * 16 if most == 8 else 7 * width + 16)
@@ -161,7 +161,7 @@ def test_what_is_cached_is_summed_piece_by_piece_and_the_rest_is_one_request(cac
     file = CountingFile(content, cached=cached)
     into = bytearray(length)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("holdfast._formats.byte_ranges.CACHED_READ_BYTES", 8)
+        patch.setattr("holdfast._formats.ranged_files.CACHED_READ_BYTES", 8)
         assert read_with_crc(file, 0, memoryview(into)) == zlib.crc32(content[:length])
     assert into == content[:length]
     assert file.counts().max() <= 1

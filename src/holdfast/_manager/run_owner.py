@@ -31,7 +31,7 @@ class Owner:
     host: str
     pid: int
     started: str
-    """When the process started, as its machine counts; empty where that is not told."""
+    """When the process started, as its machine counts; empty where that is unknown."""
     place: str
     """Where such numbers can be compared."""
     since: str
@@ -81,7 +81,7 @@ class Owner:
         return not self.root or not root or not set(self.root).isdisjoint(root)
 
     def life(self) -> Life:
-        """Whether the process is alive, as far as that can be told from here."""
+        """Whether the process is alive, as far as that can be known from here."""
         if self.place != _this_place():
             return "unknown"
         if not self.started:
@@ -106,7 +106,7 @@ def _this_place() -> str:
 def _start_of(pid: int) -> str | None:
     """When a process started; None if there is none, or nothing but its exit code is left of it.
 
-    Raises if that cannot be told, as of a process of somebody else on a machine that hides those.
+    Raises if that is unknown, as of a process of somebody else on a machine that hides those.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")

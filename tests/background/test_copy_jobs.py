@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast._background.arenas import ArenaPool, Memory
-from holdfast._background.copying import Copies, Copy
+from holdfast._background.copy_jobs import Copies, Copy
 from holdfast._base.tuning import COPY_AT_ONCE
 from holdfast.errors import TornSnapshotError
 from tests.dcp.states import same_bits
@@ -62,7 +62,7 @@ def test_a_tensor_larger_than_a_part_is_copied_by_several_threads() -> None:
         patch.setattr(Copy, "move", noting)
         patch.setattr(Copies, "_start_a_thread", named_thread)
         copies.copy_later()
-        copies.hurry()
+        copies.wait_until_copied()
     assert workers == {"copying-1", "copying-2"}
     assert torch.equal(copy.twin, large)
 
@@ -89,7 +89,7 @@ def test_an_error_in_a_part_is_that_of_the_copy(monkeypatch) -> None:
     monkeypatch.setattr(Copy, "move", fail)
     copies, _ = copies_of(torch.ones(100_000), torch.ones(100_000))
     copies.copy_later()
-    copies.hurry()
+    copies.wait_until_copied()
     with pytest.raises(MemoryError, match="is broken"):
         copies.done.result()
 

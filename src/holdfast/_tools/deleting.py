@@ -1,4 +1,4 @@
-"""Deletes one checkpoint of any format: what makes it one goes first, so that a kill leaves nothing that looks whole.
+"""Deletes one checkpoint of any format: what makes it one goes first, so that a kill leaves nothing that looks intact.
 
 Only files of checkpoints are removed, and a folder only if it is empty then.
 """
@@ -50,22 +50,22 @@ def refuse_to_remove(entry: Entry, *, force: bool) -> None:
     _refuse_in_use(root, name, entry, run)
     found = _files_in(store, entry.format)
     if not found.index and not _rest(found, entry.format):
-        raise _kept(entry, "has no files that could be told to be its own. Delete them yourself")
+        raise _kept(entry, "has no files that are certain to be its own. Delete them yourself")
     if force:
         return
     doubt = owner_around(store)
     if doubt is not None:
-        raise _kept(entry, f"may be in use by {doubt}. --force deletes it nevertheless")
+        raise _kept(entry, f"may be in use by {doubt}. --force deletes it anyway")
     if entry.pinned:
-        raise _kept(entry, "is pinned. --force deletes it nevertheless")
+        raise _kept(entry, "is pinned. --force deletes it anyway")
     if entry.state == "being written":
-        raise _kept(entry, "is being written, it seems. --force deletes it nevertheless")
+        raise _kept(entry, "is being written, it seems. --force deletes it anyway")
     if entry.state == "unfinished":
-        raise _kept(entry, f"may be being written: {entry.why}. --force deletes it nevertheless")
+        raise _kept(entry, f"may be being written: {entry.why}. --force deletes it anyway")
     newer = [name for save, names in found.of_our_saves().items() if save != entry.identity for name in names]
     alive = why_perhaps_alive(store, newer) if newer and entry.identity and entry.format != "dcp" else None
     if alive is not None:
-        raise _kept(entry, f"has files of another save beside it: {alive}. --force deletes all of it nevertheless")
+        raise _kept(entry, f"has files of another save beside it: {alive}. --force deletes all of it anyway")
 
 
 def _refuse_in_use(root: Root, name: str, entry: Entry, run: RunState) -> None:
@@ -90,14 +90,14 @@ def _refuse_in_use(root: Root, name: str, entry: Entry, run: RunState) -> None:
             entry,
             f"is being written by {owner}, as the run file says, and from here nobody can see whether that job has "
             f"ended. Stop it first; what it has begun is deleted with --force when it has not changed for "
-            f"{PATIENCE / 60:.0f} minutes, where that can be told. Or delete the files yourself",
+            f"{PATIENCE / 60:.0f} minutes, where that is known. Or delete the files yourself",
         )
 
 
 def remove(entry: Entry) -> list[str]:
     """Delete a checkpoint. Returns the names of other files that are left in its folder.
 
-    A run that it lies in stays with the job that owns it, which may be alive on another machine and go on saving.
+    A run that it is in stays with the job that owns it, which may be alive on another machine and go on saving.
     """
     root, name = around(entry.path)
     if _is_file(root, name):
@@ -109,7 +109,7 @@ def remove(entry: Entry) -> list[str]:
         try:
             (now,) = list_place(entry.path).entries
         except HoldfastError as error:
-            raise NotACheckpointError(f"{entry.path} is no checkpoint any more.", path=entry.path, found=[]) from error
+            raise NotACheckpointError(f"{entry.path} is no longer a checkpoint.", path=entry.path, found=[]) from error
         if now.identity != entry.identity:
             raise _kept(entry, "has been replaced by another save meanwhile")
         found = _files_in(store, entry.format)
@@ -147,7 +147,7 @@ def _files_of_model(store: Store, names: Collection[str]) -> set[str]:
 def _rest(found: FolderFiles, format_: str) -> list[str]:
     """What goes after the index: the data, of saves that were cut off too, and what Holdfast has put beside it."""
     saves = [name for names in found.of_our_saves().values() for name in names]
-    if format_ == "dcp":  # whose files are of the checkpoint whoever wrote them; other models may lie beside a model
+    if format_ == "dcp":  # whose files are of the checkpoint whoever wrote them; other models may be beside a model
         saves = found.of_any_save()
     return [*found.needed, *saves, *found.unfinished, *found.notes, *found.copies]
 

@@ -45,7 +45,7 @@ def is_optimizer_state(value: Any) -> bool:
     )
 
 
-def refuse_strays(state: Iterable[Any], known: Container[Any], live: Iterable[Name]) -> None:
+def refuse_state_without_group(state: Iterable[Any], known: Container[Any], live: Iterable[Name]) -> None:
     """Raise if there is state for parameters that no stored group has. It would belong to nothing."""
     strays = sorted(set(state) & {name for name in live if isinstance(name, str) and name not in known})
     if strays:
@@ -118,7 +118,7 @@ def _match_groups(
     for index, (names, numbers) in enumerate(zip(live, _numbered(live), strict=True)):
         candidates = sorted({group_of[number] for number in numbers if number in group_of})
         if not candidates and not names and index < len(stored) and not stored[index]:
-            candidates = [index]  # both empty: nothing but the position tells
+            candidates = [index]  # both empty: nothing but the position decides
         for other in candidates[1:]:
             different = _different(stored_groups[candidates[0]], stored_groups[other])
             if different:
@@ -178,7 +178,7 @@ def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _bare(name: Name) -> Name:
-    from holdfast._state.module_names import strip_wrapper_names  # needs torch, which comparing checkpoints does not
+    from holdfast._state.parameter_names import strip_wrapper_names  # needs torch, which comparing checkpoints does not
 
     return strip_wrapper_names(name) if isinstance(name, str) else name
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from holdfast._state.contract import Context
-from holdfast._state.module_names import canonical_name, parameter_names, strip_wrapper_names
+from holdfast._state.parameter_names import canonical_name, parameter_names, strip_wrapper_names
 from holdfast._state.per_rank import PerRank
 from tests.properties import examples
 
