@@ -21,7 +21,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 SIGNALS_WITHIN = 1.0
-"""Seconds. Python runs the handlers of signals between its own instructions: one that arrives just before the main thread
+"""Seconds. Python runs handlers of signals between its own instructions: one that arrives just before the main thread
 waits for a lock, or in another thread, is handled when that wait has ended. So no wait for work is longer than this."""
 
 
