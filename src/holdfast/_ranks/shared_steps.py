@@ -238,6 +238,14 @@ class Collectives:
         reply = self.broadcast_object(reply)
         return cast(R, self._conclude(step, [mine, decided], {self.coordinator_rank: reply})[0])
 
+    def combine(self, step: str, map_fun: Callable[[], T], join: Callable[[list[T]], T]) -> T:
+        """Run ``map_fun`` everywhere, join what neighbours have, and theirs in turn, and give all ranks the result.
+
+        ``join`` gets values in the order of the ranks, and may be given its own results: how often it is called, and
+        where, is left to the connection.
+        """
+        return self.all_reduce(step, map_fun, join)
+
     def all_gather(self, step: str, map_fun: Callable[[], T]) -> list[T]:
         """Run ``map_fun`` everywhere and give all results to all ranks."""
         if not self.use_dist:
