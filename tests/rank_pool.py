@@ -90,19 +90,25 @@ class RanksFailed(Exception):
         super().__init__("\n".join(lines))
 
 
+def preloading_context() -> Any:
+    """Starts processes by forking one that has imported torch."""
+    # Inherited by the fork server and the workers. torch and OpenBLAS read this one when they are loaded.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # TCPStore asks the resolver for the names of its peers; a lost packet should not cost 5 s.
+    os.environ["RES_OPTIONS"] = "timeout:1"
+    # gloo needs no guess at this host's address.
+    if Path("/sys/class/net/lo").exists():
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
 class RankPool:
     """Live workers, started when a run first needs them. The `ranks` fixture is one of these."""
 
     def __init__(self) -> None:
-        # Inherited by the fork server and the workers. torch and OpenBLAS read this one when they are loaded.
-        os.environ["OMP_NUM_THREADS"] = "1"
-        # TCPStore asks the resolver for the names of its peers; a lost packet should not cost 5 s.
-        os.environ["RES_OPTIONS"] = "timeout:1"
-        # gloo needs no guess at this host's address.
-        if Path("/sys/class/net/lo").exists():
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
+        self._context = preloading_context()
         # The job's store outlives its ranks, as it does under torchrun.
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []

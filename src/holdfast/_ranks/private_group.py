@@ -76,7 +76,7 @@ class PrivateGroup(Exchanges):
         timeout: timedelta,
         *,
         other_names: Sequence[str] = (),
-        largest: int = LARGEST_GROUP,
+        largest: int | None = None,
     ) -> None:
         """``timeout`` is for calls that have none of their own; ``other_names`` are those of the ranks' other links."""
         self.rank = rank
@@ -84,7 +84,7 @@ class PrivateGroup(Exchanges):
         self.timeout = timeout
         # Weak, because the store may be a server: it must end with the group that it belongs to.
         self._origin = weakref.ref(store)
-        self._largest = largest
+        self._largest = LARGEST_GROUP if largest is None else largest
         self._store: Store | None = None
         self._watch = Watch(rank, len(members), None, _weakly(self._give_up))
         if len(members) > 1:
