@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast._base.boxes import Box
-from holdfast._base.divisions import Cut, Division
+from holdfast._base.divisions import Cut, Division, DivisionNumbers
 from holdfast._base.tuning import SMALLEST_SHARE
 from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.refs import TensorRef
@@ -82,11 +82,11 @@ def share_out(
     largest = max(smallest_share, sum(ref.nbytes for ref in refs) // (world_size * SHARES_OF_A_RANK))
     kinds: dict[tuple[object, ...], _Kind] = {}
     kind_of: list[_Kind] = []
+    numbers = DivisionNumbers()
     for described, ref in zip(kept, refs, strict=True):
         division = described.division
         assert division is not None
-        # By identity, because comparing rules with thousands of ranks takes long, and equal ones are mostly the same.
-        known = id(division), ref.shape, ref.dtype.itemsize, described.from_first_rank
+        known = numbers.of(division), ref.shape, ref.dtype.itemsize, described.from_first_rank
         if known not in kinds:
             rule = division._replace(copies=()) if described.from_first_rank else division
             kinds[known] = _Kind.of(rule, ref.shape, ref.dtype.itemsize, world_size, largest if cut_copies else None)
