@@ -19,10 +19,11 @@ from holdfast._base.notices import warn_caller
 from holdfast._base.provenance import noted_optimizers, stamp
 from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.names import new_generation
+from holdfast._formats.native.stored_files import StoredFile
+from holdfast._formats.native.stored_parts import parts_of_shares
 from holdfast._formats.native.writing import (
     CheckpointContents,
     Existing,
-    WrittenFile,
     commit_checkpoint,
     inspect_destination,
     remove_unfinished,
@@ -146,18 +147,18 @@ class SaveRun:
             proposal = proposal._replace(tree=None)  # it need not be sent twice
         decisions: list[_Decision] = []  # the coordinator keeps its own; the others need not know it
 
-        def decide(proposals: list[_Proposal]) -> list[tuple[str, Sequence[ChunkToWrite]]]:
+        def decide(proposals: list[_Proposal]) -> list[tuple[str, Sequence[ChunkToWrite], int]]:
             decision, chunks = self._decide(proposals)
             decisions.append(decision)
-            generation = new_generation()
-            return [(generation, part) for part in chunks]
+            generation, writers = new_generation(), sum(map(bool, chunks))
+            return [(generation, part, writers) for part in chunks]
 
-        generation, chunks = self.ranks.reduce_scatter("plan", lambda: proposal, decide)
-        return _Plan(generation, chunks, decisions[0] if decisions else None)
+        generation, chunks, writers = self.ranks.reduce_scatter("plan", lambda: proposal, decide)
+        return _Plan(generation, chunks, writers, decisions[0] if decisions else None)
 
-    def write(self, plan: _Plan, captured: Captured) -> list[WrittenFile]:
+    def write(self, plan: _Plan, captured: Captured) -> list[StoredFile]:
         """Write this rank's part. If another rank fails, it is removed again."""
-        files: list[WrittenFile] = []
+        files: list[StoredFile] = []
         try:
             # The phase is inside of the step: it has not the time in which this rank waits for others.
             with self.ranks.step("write"), self.call.phase("write") as writing:
@@ -169,6 +170,7 @@ class SaveRun:
                     rank=self.ranks.rank,
                     max_file_size=self.options.max_file_size,
                     memory_budget=self.options.memory_budget,
+                    writers=plan.writers,
                     advance=self.call.advance,
                 )
                 writing.nbytes = sum(file.nbytes for file in files)
@@ -177,10 +179,10 @@ class SaveRun:
             raise
         return files
 
-    def commit(self, plan: _Plan, files: list[WrittenFile]) -> SaveReport:
+    def commit(self, plan: _Plan, files: list[StoredFile]) -> SaveReport:
         """The coordinator puts the record in place, which makes all files of all ranks a checkpoint."""
 
-        def put_in_place(parts: list[tuple[list[WrittenFile], dict[str, float], float]], commit: Commit) -> SaveReport:
+        def put_in_place(parts: list[tuple[list[StoredFile], dict[str, float], float]], commit: Commit) -> SaveReport:
             assert plan.decision is not None
             every = [file for part, _, _ in parts for file in part]
             seconds = [seconds for _, seconds, _ in parts]
@@ -233,7 +235,14 @@ class SaveRun:
         if agreed.ties:
             tree = renamed_tensors(tree, agreed.ties)
         written = stamp(self.ranks.world_size) | noted_optimizers([proposal.kinds for proposal in proposals])
-        contents = CheckpointContents(agreed.tensors, tree, self.options.metadata, written)
+        contents = CheckpointContents(
+            agreed.tensors,
+            tree,
+            self.options.metadata,
+            written,
+            parts_of_shares(agreed.tensors, agreed.chunks),
+            self.ranks.world_size,
+        )
         return _Decision(existing, contents), agreed.chunks
 
     def _refuse_empty_selection(self, tree: Any) -> None:
@@ -258,6 +267,8 @@ class _Plan:
     generation: str
     chunks: Sequence[ChunkToWrite]
     """That this rank writes."""
+    writers: int
+    """How many ranks write something."""
     decision: _Decision | None
     """Only the coordinator has it."""
 
