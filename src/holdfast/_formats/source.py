@@ -231,6 +231,10 @@ class Source(ABC):
             if [tuple(chunk.sizes) for chunk in self.chunks(key)] != [self.tensors[key].shape]
         ]
 
+    def covered(self, key: str) -> Sequence[Box]:
+        """Boxes that together have all that is stored of a tensor: its chunks, or fewer that are known to be filled."""
+        return self.chunks(key)
+
     def verify(self) -> int:
         """Read everything, to see whether it is undamaged. Returns how many bytes that were."""
         return self.read(

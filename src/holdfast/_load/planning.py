@@ -191,7 +191,7 @@ def _reads(fills: Sequence[Fill], source: Source, rank: int) -> tuple[list[Regio
         planned = sum(volume(region.box.sizes) for region in regions)
         if held is not None and held != planned:
             uncovered[fill.key] = f"of the {held} elements on rank {rank}, {planned} would be filled"
-        boxes, chunks = [region.box for region in regions], source.chunks(fill.ref.key)
+        boxes, chunks = [region.box for region in regions], source.covered(fill.ref.key)
         gap = missing_part(boxes, chunks, fill.ref.shape, overlaps(boxes, chunks))
         if gap is not None:
             uncovered[fill.key] = gap

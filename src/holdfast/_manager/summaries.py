@@ -76,7 +76,7 @@ class Summary:
         return Summary(
             identity=record.generation,
             record_bytes=record_bytes,
-            nbytes=record_bytes + record.index.nbytes + sum(file.nbytes for file in record.files),
+            nbytes=record_bytes + record.nbytes,
             saved_at=str(record.written.get("time", "")),
             run=note.get("run", ""),
             step=note.get("step"),

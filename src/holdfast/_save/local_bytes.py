@@ -25,7 +25,7 @@ def bytes_of(local: Mapping[str, WritableTensor], memory_budget: int | None = No
 
     def open_chunks(layout: FileLayout) -> AbstractContextManager[ChunkBytes]:
         with no_garbage_collection():
-            ends = [*(position for _, position in layout.chunks), layout.nbytes][1:]
+            ends = [*(position for _, position in layout.chunks), layout.table_begin][1:]
             tensors = [
                 (_stored_as_it_is(local[chunk.key]), end - position)
                 for (chunk, position), end in zip(layout.chunks, ends, strict=True)

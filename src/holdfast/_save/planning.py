@@ -21,6 +21,7 @@ from holdfast._base.provenance import noted_optimizers, stamp
 from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.names import new_generation
 from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.stored_parts import WHOLE, PartsByRule, StoredParts, parts_of_shares
 from holdfast._formats.native.writing import CheckpointContents, Existing, inspect_destination
 from holdfast._layout.descriptions import TensorDescription
 from holdfast._ranks.differences import Differing, describe_differing, refuse_differing
@@ -69,8 +70,15 @@ class AgreedSave:
         tree = self.agreed.tree
         if any(part.values for part in own):
             tree = _with_own(tree, [part.values for part in own])
-        tensors = [*self.agreed.tensors, *(ref for part in own for ref in part.tensors)]
-        return replace(self.agreed, tensors=tensors, tree=renamed_tensors(tree, ties) if ties else tree)
+        return replace(
+            self.agreed,
+            tensors=[*self.agreed.tensors, *(ref for part in own for ref in part.tensors)],
+            parts=[
+                *self.agreed.parts,
+                *(PartsByRule(WHOLE, rank) for rank, part in enumerate(own) for _ in part.tensors),
+            ],
+            tree=renamed_tensors(tree, ties) if ties else tree,
+        )
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,8 @@ class RankPlan:
     generation: str
     chunks: Sequence[ChunkToWrite]
     """That this rank writes."""
+    writers: int
+    """How many ranks write something."""
     decision: AgreedSave | None
     """Only the coordinator has it."""
     own: OwnPart = _NOTHING
@@ -120,7 +130,8 @@ class _Planning:
         number = len(shared.tensors) + self.ranks.rank * outcome.own_tensors
         chunks = [*shared.chunks, *(chunk._replace(tensor=number + chunk.tensor) for chunk in own_chunks)]
         decision = self._decided(shared, existing[0]) if existing else None
-        return RankPlan(outcome.generation, chunks, decision, own)
+        writers = self.ranks.world_size if outcome.own_tensors else shared.writers
+        return RankPlan(outcome.generation, chunks, writers, decision, own)
 
     @property
     def _may_cut(self) -> bool:
@@ -158,13 +169,18 @@ class _Planning:
 
     def _decided(self, shared: SharedPlan, existing: Existing) -> AgreedSave:
         refs = [stored.ref for stored in shared.tensors]
-        return AgreedSave(existing, self._contents(refs, self.captured.tree, [self.captured.kinds]), shared)
+        parts = [PartsByRule(stored.division, stored.first) for stored in shared.tensors]
+        return AgreedSave(existing, self._contents(refs, parts, self.captured.tree, [self.captured.kinds]), shared)
 
     def _contents(
-        self, tensors: Sequence[TensorRef], tree: Any, kinds: Sequence[Mapping[str, str]]
+        self,
+        tensors: Sequence[TensorRef],
+        parts: Sequence[StoredParts],
+        tree: Any,
+        kinds: Sequence[Mapping[str, str]],
     ) -> CheckpointContents:
         written = stamp(self.ranks.world_size) | noted_optimizers(kinds)
-        return CheckpointContents(tensors, tree, self.options.metadata, written)
+        return CheckpointContents(tensors, tree, self.options.metadata, written, parts, self.ranks.world_size)
 
     def _is_empty(self, tree: Any) -> bool:
         return tree == {} and not self.options.is_everything
@@ -178,13 +194,14 @@ class _Planning:
         proposal = _Proposal(same_tree_as, tree, captured.own, captured.descriptions, captured.kinds)
         decisions: list[AgreedSave] = []  # the coordinator keeps its own; the others need not know it
 
-        def decide(proposals: list[_Proposal]) -> Sequence[Sequence[ChunkToWrite]]:
+        def decide(proposals: list[_Proposal]) -> list[tuple[Sequence[ChunkToWrite], int]]:
             contents, chunks = self._agreed(proposals)
             decisions.append(AgreedSave(existing[0], contents))
-            return chunks
+            writers = sum(map(bool, chunks))
+            return [(part, writers) for part in chunks]
 
-        chunks = self.ranks.reduce_scatter("plan", lambda: proposal, lambda proposals: list(decide(proposals)))
-        return RankPlan(generation, chunks, decisions[0] if decisions else None)
+        chunks, writers = self.ranks.reduce_scatter("plan", lambda: proposal, decide)
+        return RankPlan(generation, chunks, writers, decisions[0] if decisions else None)
 
     def _first_with_the_same_tree(self) -> int:
         """The lowest rank whose tree is the same as this rank's."""
@@ -209,7 +226,8 @@ class _Planning:
         self._treat_differences([*differing, *agreed.differing])
         if agreed.ties:
             tree = renamed_tensors(tree, agreed.ties)
-        return self._contents(agreed.tensors, tree, [proposal.kinds for proposal in proposals]), agreed.chunks
+        parts = parts_of_shares(agreed.tensors, agreed.chunks)
+        return self._contents(agreed.tensors, parts, tree, [proposal.kinds for proposal in proposals]), agreed.chunks
 
     def _refuse_empty_selection(self, tree: Any) -> None:
         if self._is_empty(tree):

@@ -12,8 +12,8 @@ from holdfast._background.futures import warn_of_unseen_failures
 from holdfast._background.queues import Claim, wait_for_conflicting_saves
 from holdfast._base.commits import Commit
 from holdfast._base.garbage import no_garbage_collection
+from holdfast._formats.native.stored_files import StoredFile
 from holdfast._formats.native.writing import (
-    WrittenFile,
     commit_checkpoint,
     remove_unfinished,
     write_chunks,
@@ -125,9 +125,9 @@ class SaveRun:
         self.call.enter("commit")  # which the coordinator does, and the others wait for
         return self.commit(plan, files)
 
-    def write(self, plan: RankPlan, captured: Captured) -> list[WrittenFile]:
+    def write(self, plan: RankPlan, captured: Captured) -> list[StoredFile]:
         """Write this rank's part. If another rank fails, it is removed again."""
-        files: list[WrittenFile] = []
+        files: list[StoredFile] = []
         try:
             # The phase is inside of the step: it has not the time in which this rank waits for others.
             with self.ranks.step("write"), self.call.phase("write") as writing:
@@ -139,6 +139,7 @@ class SaveRun:
                     rank=self.ranks.rank,
                     max_file_size=self.options.max_file_size,
                     memory_budget=self.options.memory_budget,
+                    writers=plan.writers,
                     advance=self.call.advance,
                 )
                 writing.nbytes = sum(file.nbytes for file in files)
@@ -147,7 +148,7 @@ class SaveRun:
             raise
         return files
 
-    def commit(self, plan: RankPlan, files: list[WrittenFile]) -> SaveReport:
+    def commit(self, plan: RankPlan, files: list[StoredFile]) -> SaveReport:
         """The coordinator puts the record in place, which makes all files of all ranks a checkpoint."""
 
         def put_in_place(parts: list[_Done], commit: Commit) -> SaveReport:
@@ -182,7 +183,7 @@ class SaveRun:
 class _Done(NamedTuple):
     """What a rank has written, how long it took, and what it has of its own."""
 
-    files: list[WrittenFile]
+    files: list[StoredFile]
     seconds: Mapping[str, float]
     elapsed: float
     own: OwnPart

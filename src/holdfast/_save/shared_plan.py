@@ -50,6 +50,8 @@ class SharedPlan:
     """That this rank writes."""
     ties: Mapping[str, str]
     """Keys that are other names of tensors."""
+    writers: int
+    """How many ranks write something."""
 
 
 def has_a_rule(description: TensorDescription) -> bool:
@@ -94,13 +96,15 @@ def share_out(
     choices = _balanced(kind_of, world_size)
     stored: list[StoredTensor] = []
     chunks: list[ChunkToWrite] = []
+    writes = np.zeros(world_size, np.bool_)
     for number, (ref, kind, choice) in enumerate(zip(refs, kind_of, choices, strict=True)):
         stored.append(StoredTensor(ref, kind.division, kind.firsts[choice]))
+        writes[kind.writers[kind.nbytes > 0, choice]] = True
         chunks += [
             ChunkToWrite(number, ref.key, ref.dtype, ref.shape, offsets, sizes)
             for offsets, sizes in kind.boxes_of(rank, choice)
         ]
-    return SharedPlan(stored, chunks, ties)
+    return SharedPlan(stored, chunks, ties, int(writes.sum()))
 
 
 class _Kind:

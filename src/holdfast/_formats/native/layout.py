@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring
 from math import prod
 from typing import NamedTuple
 
 from holdfast._base.boxes import cut
+from holdfast._formats.native.blocks import Digests, count_blocks
 from holdfast._formats.native.dtypes import DType
+from holdfast._formats.native.record import BLOCK_BYTES
+from holdfast._formats.native.tables import TABLE_NAME, encode_table, table_bytes
 from holdfast._formats.safetensors.header import LENGTH_BYTES, METADATA_KEY
 
 DATA_ALIGNMENT = 4096
@@ -38,22 +41,55 @@ class ChunkToWrite(NamedTuple):
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A data file: its first bytes, and the chunks that follow, each with its position in the file."""
+    """A data file: its first bytes, the chunks that follow, each with its position in the file, and the table."""
 
     header: bytes
     chunks: Sequence[tuple[ChunkToWrite, int]]
-    nbytes: int
+    table_begin: int
+    """Where the last chunk ends."""
+    table_bytes: int
+    notes: Mapping[str, str]
+    """In the header of the table."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole file."""
+        return self.table_begin + self.table_bytes
+
+    def table(self, digests: Digests) -> bytes:
+        """The table, given the digests of what is before it."""
+        data = encode_table([(chunk[0], at, chunk[4], chunk[5]) for chunk, at in self.chunks], digests, self.notes)
+        if len(data) != self.table_bytes:
+            raise AssertionError(f"a table was planned with {self.table_bytes} bytes and has {len(data)}")
+        return data
 
 
-def lay_out(chunks: Sequence[ChunkToWrite], generation: str, max_file_size: int | None = None) -> list[FileLayout]:
-    """Distribute chunks over as few files as ``max_file_size`` (of data, without the header) allows.
+def lay_out(
+    chunks: Sequence[ChunkToWrite],
+    generation: str,
+    max_file_size: int | None = None,
+    *,
+    writers: int | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> list[FileLayout]:
+    """Distribute chunks over as few files as ``max_file_size`` (of data, without header and table) allows.
 
-    Chunks that are larger are cut, down to single elements.
+    Chunks that are larger are cut, down to single elements. ``writers`` is how many ranks write files, if that is
+    known: the files note it.
     """
+    files = _distributed(chunks, max_file_size)
+    notes = {"files": str(len(files))}
+    if writers is not None:
+        notes["ranks"] = str(writers)
+    return [_lay_out_file(file, generation, notes, block_bytes) for file in files]
+
+
+def _distributed(chunks: Sequence[ChunkToWrite], max_file_size: int | None) -> Sequence[Sequence[ChunkToWrite]]:
+    """The chunks of each file."""
     if max_file_size is not None and max_file_size < 1:
         raise ValueError(f"a file cannot have {max_file_size} bytes at most; give a larger max_file_size, or None")
     if max_file_size is None and sum(map(_most_bytes_in_header, chunks)) <= _LARGEST_HEADER:
-        return [_lay_out_file(chunks, generation)] if chunks else []
+        return [chunks] if chunks else []
     files: list[list[ChunkToWrite]] = []
     remaining = remaining_header = 0
     for chunk in chunks:
@@ -65,7 +101,7 @@ def lay_out(chunks: Sequence[ChunkToWrite], generation: str, max_file_size: int 
             files[-1].append(part)
             remaining -= size
             remaining_header -= entry
-    return [_lay_out_file(file, generation) for file in files]
+    return files
 
 
 def _most_bytes_in_header(chunk: ChunkToWrite) -> int:
@@ -79,9 +115,11 @@ def _cut(chunk: ChunkToWrite, largest: int) -> Iterator[ChunkToWrite]:
         yield chunk._replace(offsets=offsets, sizes=sizes)
 
 
-def _lay_out_file(chunks: Sequence[ChunkToWrite], generation: str) -> FileLayout:
-    entries = [f'"{METADATA_KEY}":{{"holdfast":"1","generation":{encode_basestring(generation)}}}']
-    taken = {METADATA_KEY}
+def _lay_out_file(
+    chunks: Sequence[ChunkToWrite], generation: str, notes: Mapping[str, str], block_bytes: int
+) -> FileLayout:
+    entries = [f'"{METADATA_KEY}":{{"holdfast":"2","generation":{encode_basestring(generation)}}}']
+    taken = {METADATA_KEY, TABLE_NAME}
     placed: list[tuple[ChunkToWrite, int]] = []
     position = 0
     # The JSON is put together by hand, since all is the same for chunks of one dtype and size but name and place.
@@ -100,11 +138,20 @@ def _lay_out_file(chunks: Sequence[ChunkToWrite], generation: str) -> FileLayout
         entries.append(f"{encode_basestring(name)}:{described}[{position},{end}]}}")
         placed.append((chunk, position))
         position = end
-    text = f"{{{','.join(entries)}}}".encode()
-    text += b" " * (-(len(text) + LENGTH_BYTES) % DATA_ALIGNMENT)
+    dimensions = sum(len(chunk.sizes) for chunk in chunks)
+    text = ",".join(entries).encode()
+    # How long the header is depends on the digits of how long the table is, and that on how many blocks there are.
+    start = 0
+    while True:
+        nbytes = table_bytes(len(chunks), dimensions, count_blocks(start + position, block_bytes), notes)
+        table = f',"{TABLE_NAME}":{{"dtype":"U8","shape":[{nbytes}],"data_offsets":[{position},{position + nbytes}]}}}}'
+        needed = -(-(LENGTH_BYTES + len(text) + 1 + len(table)) // DATA_ALIGNMENT) * DATA_ALIGNMENT
+        if needed <= start:
+            break
+        start = needed
+    text = (b"{" + text + table.encode()).ljust(start - LENGTH_BYTES)
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    start = len(header)
-    return FileLayout(header, [(chunk, start + at) for chunk, at in placed], start + position)
+    return FileLayout(header, [(chunk, start + at) for chunk, at in placed], start + position, nbytes, notes)
 
 
 def _described(dtype: DType, sizes: tuple[int, ...]) -> str:

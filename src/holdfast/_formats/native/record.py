@@ -17,9 +17,26 @@ from holdfast._base.json_objects import are_sizes, parse_json_object
 from holdfast._base.json_parts import dumps
 from holdfast._formats.native.blocks import refuse
 from holdfast._formats.native.dtypes import DType, dtype_named
-from holdfast._formats.native.names import generation_of, index_file, is_generation
+from holdfast._formats.native.names import is_generation
 from holdfast._formats.native.numpy_types import numpy_dtype_from
 from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.stored_files import (
+    LARGEST_FILE,
+    MOST_DIMENSIONS,
+    StoredFile,
+    file_row,
+    files_from,
+    index_from,
+    tensor_lists_from,
+)
+from holdfast._formats.native.stored_parts import (
+    MOST_RANKS,
+    NO_PLACES,
+    Places,
+    checked_places,
+    division_rows,
+    divisions_from,
+)
 from holdfast.errors import DamagedCheckpointError, UnsupportedValueError, UnsupportedVersionError
 
 # What was rebuilt of a checkpoint, as it is noted in it (``written.repaired``), and what follows for trusting it.
@@ -112,7 +129,7 @@ def _repair(row: Mapping[str, Any]) -> Repair:
 
 
 FORMAT = "holdfast"
-VERSION = (1, 0)
+VERSION = (2, 0)
 BLOCK_BYTES = 1 << 16
 LARGEST_RECORD = 1 << 31
 HEAD_BYTES = 1 << 18
@@ -123,18 +140,6 @@ _HEAD = re.compile(rb'\{"format":"holdfast",\n"version":\[([0-9]{1,9}),([0-9]{1,
 _WRITTEN = re.compile(rb'\n"written":(\{[^\n]*\}),\n')
 _TAIL = re.compile(rb',"check":"([0-9a-f]{32})"\}\n')
 _TAIL_BYTES = len(b',"check":""}\n') + 32
-MOST_DIMENSIONS = 64
-_LARGEST_FILE = 1 << 62
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """A file of a checkpoint."""
-
-    name: str
-    nbytes: int
-    digest: str = ""
-    """Of the whole file; only the columns file has one, data files have digests of blocks."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,8 @@ class Record:
 
     generation: str
     files: Sequence[StoredFile]
-    index: StoredFile
+    index: StoredFile | None
+    """In version 1 the columns. Later only if there are tensors that are divided by no rule."""
     tensors: Sequence[TensorRef]
     tree: Any
     """The state as a typed value, with references to tensors."""
@@ -151,14 +157,31 @@ class Record:
     written: Mapping[str, Any] = field(default_factory=dict)
     block_bytes: int = BLOCK_BYTES
     version: tuple[int, int] = VERSION
+    world_size: int = 1
+    places: Places = NO_PLACES
+    """Who has stored what of the tensors; in version 1 the columns say it."""
+    tensor_lists: Sequence[Sequence[int]] = ()
+    """What tensor numbers in tables of files stand for, where they are not those of this record."""
 
-    def file_names(self) -> set[str]:
+    @property
+    def has_tables(self) -> bool:
+        """Whether data files have tables. Those of version 1 have none."""
+        return self.version[0] > 1
+
+    def file_names(self) -> list[str]:
         """The files that the checkpoint consists of, beside the record itself."""
-        return {self.index.name, *(file.name for file in self.files)}
+        names = [file.name for file in self.files]
+        return names if self.index is None else [self.index.name, *names]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of these files."""
+        return sum(file.nbytes for file in self.files) + (0 if self.index is None else self.index.nbytes)
 
 
 def encode_record(record: Record) -> bytes:
     """The bytes of a record, with a line for each member, file and tensor."""
+    divisions, rank_lists = division_rows(record.places.divisions)
     lines = [
         _member("format", FORMAT),
         _member("version", list(record.version)),
@@ -166,11 +189,19 @@ def encode_record(record: Record) -> bytes:
         _member("block_bytes", record.block_bytes),
         _member("written", dict(record.written)),
         _member("metadata", record.metadata),
-        _table("files", [dumps({"name": file.name, "bytes": file.nbytes}) for file in record.files]),
-        _member("index", {"name": record.index.name, "bytes": record.index.nbytes, "xxh3_128": record.index.digest}),
-        _table("tensors", _tensor_rows(record.tensors)),
-        _member("tree", record.tree),
+        *([_member("world_size", record.world_size)] if record.has_tables else []),
+        _table("files", map(file_row, record.files)),
     ]
+    if record.tensor_lists:
+        lines.append(_table("tensor_lists", map(dumps, record.tensor_lists)))
+    if record.index is not None:
+        index = {"name": record.index.name, "bytes": record.index.nbytes, "xxh3_128": record.index.digest}
+        lines.append(_member("index", index))
+    if rank_lists:
+        lines.append(_table("rank_lists", rank_lists))
+    if record.has_tables:
+        lines.append(_table("divisions", divisions))
+    lines += [_table("tensors", _tensor_rows(record)), _member("tree", record.tree)]
     # Escapes for all but ASCII: a str may hold what UTF-8 cannot, such as half of a surrogate pair.
     body = ("{" + ",\n".join(lines)).encode("ascii")
     if len(body) > LARGEST_RECORD - _TAIL_BYTES:
@@ -197,16 +228,37 @@ def decode_record(data: bytes, source: str) -> Record:
     written = members.get("written", {})
     if not isinstance(written, dict):
         refuse(source, "does not say how it was written", "an object", type(written).__name__)
+    tensors = _tensors(members.get("tensors"), source)
+    common = {
+        "generation": generation,
+        "tensors": tensors,
+        "tree": members.get("tree"),
+        "metadata": members.get("metadata"),
+        "written": written,
+        "block_bytes": block_bytes,
+        "version": (version[0], version[1]),
+    }
+    if version[0] == 1:
+        files = files_from(members.get("files"), source, tables=None)
+        return Record(files=files, index=index_from(members.get("index"), generation, source), **common)
+    world_size = members.get("world_size")
+    if type(world_size) is not int or not 1 <= world_size <= MOST_RANKS:
+        refuse(source, "does not say how many ranks there were", f"1 to {MOST_RANKS}", world_size)
+    lists = tensor_lists_from(members.get("tensor_lists", []), len(tensors), source)
+    index = index_from(members["index"], generation, source) if "index" in members else None
+    divisions = divisions_from(members.get("divisions"), members.get("rank_lists", []), world_size, source)
+    rows = [(row.get("division", 0), row.get("first", 0)) for row in members["tensors"]]
+    places = checked_places(tensors, rows, divisions, source)
+    if index is None and -1 in places.division_of:
+        key = tensors[places.division_of.index(-1)].key
+        refuse(source, f"names no index, which would say where {key!r} is stored", "an index", None)
     return Record(
-        generation=generation,
-        files=_files(members.get("files"), source),
-        index=_index(members.get("index"), generation, source),
-        tensors=_tensors(members.get("tensors"), source),
-        tree=members.get("tree"),
-        metadata=members.get("metadata"),
-        written=written,
-        block_bytes=block_bytes,
-        version=(version[0], version[1]),
+        files=files_from(members.get("files"), source, tables=(world_size, len(lists))),
+        index=index,
+        world_size=world_size,
+        places=places,
+        tensor_lists=lists,
+        **common,
     )
 
 
@@ -237,26 +289,31 @@ def _table(name: str, rows: Iterable[str]) -> str:
     return f'"{name}":[\n' + ",\n".join(rows) + "]"
 
 
-def _tensor_rows(tensors: Iterable[TensorRef]) -> list[str]:
+def _tensor_rows(record: Record) -> list[str]:
     """What the record says of each tensor; all but the key is put into words once for those that are alike."""
     alike: dict[Any, str] = {}
     rows = []
-    for tensor in tensors:
-        form = (tensor.dtype.name, tensor.shape, tensor.kind, tensor.rank)
+    places = record.places if record.has_tables else Places((), [0] * len(record.tensors), [0] * len(record.tensors))
+    for tensor, division, first in zip(record.tensors, places.division_of, places.first_of, strict=True):
+        form = (tensor.dtype.name, tensor.shape, tensor.kind, tensor.rank, division, first)
         if tensor.numpy is None:
-            members = alike.get(form) or alike.setdefault(form, _members_but_key(tensor))
+            members = alike.get(form) or alike.setdefault(form, _members_but_key(tensor, division, first))
         else:  # a list, perhaps
-            members = _members_but_key(tensor)
+            members = _members_but_key(tensor, division, first)
         rows.append(f'{{"key":{encode_basestring_ascii(tensor.key)},{members}')
     return rows
 
 
-def _members_but_key(tensor: TensorRef) -> str:
+def _members_but_key(tensor: TensorRef, division: int, first: int) -> str:
     members: dict[str, Any] = {"dtype": tensor.dtype.name, "shape": list(tensor.shape), "kind": tensor.kind}
     if tensor.rank is not None:
         members["rank"] = tensor.rank
     if tensor.numpy is not None:
         members["numpy"] = tensor.numpy
+    if division:
+        members["division"] = None if division < 0 else division
+    if first:
+        members["first"] = first
     return dumps(members)[1:]
 
 
@@ -274,39 +331,6 @@ def _opened(data: bytes, source: str) -> dict[str, Any]:
     if head is None:
         refuse(source, "does not begin as a record must", '{"format":"holdfast",', data[:60])
     return parse_json_object(data, source)
-
-
-def _files(rows: Any, source: str) -> list[StoredFile]:
-    if not isinstance(rows, list):
-        refuse(source, "lists no files", "a list", type(rows).__name__)
-    files = [_file(row, source) for row in rows]
-    names = {file.name for file in files}
-    for file in files:
-        if generation_of(file.name) is None or not file.name.startswith("data-"):
-            refuse(source, "lists a file whose name is not that of a data file", "data-…", file.name)
-    if len(names) < len(files):
-        refuse(source, "lists a file twice", "each file once", len(files) - len(names))
-    return files
-
-
-def _file(row: Any, source: str) -> StoredFile:
-    if not isinstance(row, dict):
-        refuse(source, "lists a file in a wrong way", "an object", row)
-    name: Any = row.get("name")
-    nbytes: Any = row.get("bytes")
-    if not isinstance(name, str) or not are_sizes([nbytes]) or nbytes > _LARGEST_FILE:
-        refuse(source, "lists a file in a wrong way", "a name and a number of bytes", row)
-    return StoredFile(name, nbytes)
-
-
-def _index(row: Any, generation: str, source: str) -> StoredFile:
-    file = _file(row, source)
-    digest = row.get("xxh3_128")
-    if file.name != index_file(generation):
-        refuse(source, "names another save's columns", index_file(generation), file.name)
-    if not isinstance(digest, str):
-        refuse(source, "has no digest of the columns", "32 hexadecimal digits", digest)
-    return StoredFile(file.name, file.nbytes, digest)
 
 
 def _tensors(rows: Any, source: str) -> list[TensorRef]:
@@ -334,7 +358,12 @@ def _alike(rows: list[Any], source: str) -> list[TensorRef]:
     for row in rows:
         looks = (row.get("dtype"), row.get("kind"), *row["shape"])
         key = row.get("key")
-        if len(row) != 4 or type(key) is not str or type(looks[0]) is not str or type(looks[1]) is not str:
+        if (
+            len(row) != 4 + ("division" in row) + ("first" in row)
+            or type(key) is not str
+            or type(looks[0]) is not str
+            or type(looks[1]) is not str
+        ):
             tensors.append(_tensor(row, source))
             continue
         like = known.get(looks)
@@ -359,8 +388,8 @@ def _tensor(row: Any, source: str) -> TensorRef:
         dtype = dtype_named(name)
     except (ValueError, TypeError):
         refuse(source, f"has an unknown dtype for {key!r}", "a dtype of the format", name)
-    if prod(size or 1 for size in shape) * dtype.itemsize > _LARGEST_FILE:  # no library can make it, even if empty
-        refuse(source, f"has a tensor {key!r} that cannot be", f"at most {_LARGEST_FILE} bytes", shape)
+    if prod(size or 1 for size in shape) * dtype.itemsize > LARGEST_FILE:  # no library can make it, even if empty
+        refuse(source, f"has a tensor {key!r} that cannot be", f"at most {LARGEST_FILE} bytes", shape)
     if "numpy" in row and not _is_numpy_type_of(dtype, row["numpy"]):
         refuse(source, f"has a numpy type that does not fit {key!r}", f"one for elements of {dtype}", row["numpy"])
     return TensorRef(key, dtype, tuple(shape), kind, row.get("numpy"), rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cached_property
@@ -12,21 +13,15 @@ import numpy as np
 from holdfast._base.box_bytes import row_major_strides
 from holdfast._base.boxes import Box, overlap, volume
 from holdfast._formats.native.blocks import refuse
-from holdfast._formats.native.columns import (
-    ChunkTable,
-    Columns,
-    StoredChunk,
-    chunk_volumes,
-    decode_columns,
-    first_blocks,
-    header_ends,
-)
-from holdfast._formats.native.names import RECORD, rank_of
+from holdfast._formats.native.chunk_index import ChunkIndex, ColumnIndex, StoredBytes, TableIndex
+from holdfast._formats.native.columns import Columns, StoredChunk, chunk_volumes
+from holdfast._formats.native.names import RECORD
 from holdfast._formats.native.read_plan import ByteRanges, Numbers, StridedCopy, cut_into_strided_copies, dense_ranges
 from holdfast._formats.native.readable_files import ReadableFile
 from holdfast._formats.native.reading import read_all, read_size
-from holdfast._formats.native.record import LARGEST_RECORD, Record, StoredFile, decode_record
+from holdfast._formats.native.record import LARGEST_RECORD, Record, decode_record
 from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.stored_files import StoredFile
 from holdfast._formats.native.values import decode
 from holdfast._formats.source import ChunkPlace, ReadRequest, Source, WholeReads, check_requests, part_of
 from holdfast._stores.store import Reader, Store
@@ -104,6 +99,10 @@ class NativeSource(Source):
         self.identity = self.record.generation
         self._numbers = {ref.key: number for number, ref in enumerate(self.record.tensors)}
         self._checked_headers: set[int] = set()
+        stored = StoredBytes(self._read_table, self._read_index, store.path_of)
+        self.tables = TableIndex(self.record, stored) if self.record.has_tables else None
+        """Of the data files; None in version 1, where there are none."""
+        self._index: ChunkIndex = self.tables or ColumnIndex(self.record, stored)
         self._refuse_claims()
 
     @cached_property
@@ -131,20 +130,27 @@ class NativeSource(Source):
         """The boxes in which a tensor is stored."""
         return [Box(chunk.offsets, chunk.sizes) for chunk in self._chunks(key)]
 
+    def covered(self, key: str) -> Sequence[Box]:
+        """All of it: that nothing is missing is proven where chunks are looked for."""
+        if not self.record.has_tables:
+            return self.chunks(key)
+        shape = self.tensors[key].shape
+        return [Box((0,) * len(shape), shape)] if 0 not in shape else []
+
     def chunk_places(self, key: str) -> list[ChunkPlace]:
         """The same boxes, with the files that they are stored in and who wrote them."""
         itemsize = self.tensors[key].dtype.itemsize
         found = []
         for chunk in self._chunks(key):
-            name = self.record.files[chunk.file].name
+            file = self.record.files[chunk.file]
             nbytes = volume(chunk.sizes) * itemsize
-            found.append(ChunkPlace(chunk.offsets, chunk.sizes, name, chunk.begin, nbytes, rank_of(name)))
+            found.append(ChunkPlace(chunk.offsets, chunk.sizes, file.name, chunk.begin, nbytes, file.rank))
         return found
 
     def files(self) -> list[tuple[str, int]]:
-        """The record, the columns and the data files."""
+        """The record, the index or columns, and the data files."""
         sizes = {listed.name: listed.size for listed in self.store.list()}
-        names = [RECORD, self.record.index.name, *(file.name for file in self.record.files)]
+        names = [RECORD, *self.record.file_names()]
         return [(name, sizes[name]) for name in names if name in sizes]
 
     def read(self, requests: Sequence[ReadRequest], *, verify: bool = True, memory: int | None = None) -> int:
@@ -166,16 +172,16 @@ class NativeSource(Source):
         requests = [*requests, *others.requests(self.tensors)]
         check_requests(requests, self.tensors)
         cutter = Cutter(self.record.block_bytes, memory)
-        for request in requests:
-            if request.into.size:
-                number = self._numbers[request.key]
-                cutter.cut(request, number, self._table.of(number))
+        requests = [request for request in requests if request.into.size]
+        numbers = [self._numbers[request.key] for request in requests]
+        found = self._index.find([(number, request) for number, request in zip(numbers, requests, strict=True)])
+        for request, number, chunks in zip(requests, numbers, found, strict=True):
+            cutter.cut(request, number, chunks)
         ranges = ByteRanges.joined([alone, ByteRanges.joined([ByteRanges.of(cutter.rows), *cutter.ranges])])
         needed_for = first_keys(ranges, cutter.copies)
         if verify:
             ranges = ByteRanges.joined([ranges, self._headers(needed_for)])
-        files = self._files(needed_for, verify=verify)
-        read = read_all(ranges, cutter.copies, self._names, files, self.record.block_bytes, memory, shared=shared)
+        read = self._read_all(ranges, cutter.copies, needed_for, memory, verify=verify, shared=shared)
         if verify:
             self._checked_headers |= set(needed_for)
         return read
@@ -192,14 +198,15 @@ class NativeSource(Source):
         return whole > parts
 
     def incomplete_positions(self, keys: Sequence[str]) -> list[int]:
-        """None: the columns were checked to have all elements of every tensor, and chunks must not overlap."""
-        self._refuse_overlaps(self._numbered(keys))
+        """None: chunks are proven to tile their tensors, or parts of them, before anything is read from them."""
+        numbers = self._numbered(keys)
+        if not self.record.has_tables:
+            self._refuse_overlaps(numbers)
         return []
 
     def _refuse_overlaps(self, numbers: Numbers) -> None:
-        alone, _, _ = self._table.only_chunks(numbers)
-        for number in numbers[~alone].tolist():
-            self._table.of(number)
+        alone, _, _ = self._index.only_chunks(numbers)
+        self._index.find([(number, None) for number in numbers[~alone].tolist()])
 
     def verify(self) -> int:
         """Read every file and compare all digests. Returns how many bytes that were."""
@@ -209,9 +216,10 @@ class NativeSource(Source):
         nbytes = chunk_volumes(columns, self.record) * itemsizes[columns.chunk_tensor]
         file, begin = columns.chunk_file, columns.chunk_begin
         chunks = ByteRanges(file, begin, nbytes, np.zeros_like(begin), columns.chunk_tensor)
-        between = self._gaps(chunks)
-        files = self._files(first_keys(chunks, []), verify=True)
-        return read_all(ByteRanges.joined([chunks, between]), [], self._names, files, self.record.block_bytes)
+        everything = ByteRanges.joined([chunks, self._gaps(chunks)])
+        needed_for = dict.fromkeys(range(len(self.record.files)), len(self._names) - 1) | first_keys(chunks, [])
+        read = self._read_all(everything, [], needed_for, None, verify=True)
+        return read + sum(file.nbytes - file.data_end for file in self.record.files)
 
     def _gaps(self, chunks: ByteRanges) -> ByteRanges:
         """The bytes of all files that belong to no chunk."""
@@ -219,7 +227,7 @@ class NativeSource(Source):
         for number, file in enumerate(self.record.files):
             own = np.flatnonzero(chunks.file == number)
             own = own[np.argsort(chunks.begin[own], kind="stable")]
-            begins = np.append(chunks.begin[own], file.nbytes)
+            begins = np.append(chunks.begin[own], file.data_end)
             ends = np.append(0, np.maximum.accumulate((chunks.begin + chunks.nbytes)[own]))
             gaps = np.flatnonzero(begins > ends)
             rows += [
@@ -234,22 +242,29 @@ class NativeSource(Source):
             refuse(self.store.path_of(RECORD), f"refers to a tensor {key!r} that it does not list", "a key", key)
         return ref
 
-    @cached_property
+    @property
     def columns(self) -> Columns:
-        """Where the chunks are stored, and the digests."""
+        """Where all chunks are stored, and all digests."""
+        return self._index.columns
+
+    def _read_index(self) -> bytearray:
         index = self.record.index
-        path = self.store.path_of(index.name)
+        assert index is not None
         with self._opener(index, None)() as reader:
             data = bytearray(index.nbytes)
             reader.read_into(0, data)
-        return decode_columns(bytes(data), self.record, path)
+        return data
 
-    @cached_property
-    def _table(self) -> ChunkTable:
-        return ChunkTable(self.columns, self.record, self.store.path_of(self.record.index.name))
+    def _read_table(self, number: int, key: str | None) -> bytearray:
+        file = self.record.files[number]
+        assert file.table is not None
+        with self._opener(file, key)() as reader:
+            data = bytearray(file.table.nbytes)
+            reader.read_into(file.table.begin, data)
+        return data
 
-    def _chunks(self, key: str) -> list[StoredChunk]:
-        return self._table.of(self._numbers[key])
+    def _chunks(self, key: str) -> Sequence[StoredChunk]:
+        return self._index.find([(self._numbers[key], None)])[0]
 
     @cached_property
     def _names(self) -> list[str]:
@@ -267,7 +282,7 @@ class NativeSource(Source):
         if not len(wholes.keys):
             return ByteRanges.of([]), wholes
         numbers = self._numbered(wholes.keys)
-        alone, file, begin = self._table.only_chunks(numbers)
+        alone, file, begin = self._index.only_chunks(numbers)
         ranges = ByteRanges(file, begin, wholes.nbytes[alone], wholes.addresses[alone], numbers[alone])
         others = np.flatnonzero(~alone)
         keys = [wholes.keys[position] for position in others.tolist()]
@@ -275,30 +290,40 @@ class NativeSource(Source):
 
     def _headers(self, needed_for: Mapping[int, int]) -> ByteRanges:
         """The headers of the files that are read, unless they were checked before."""
-        return ByteRanges.of(
-            [
-                (file, 0, self._header_ends[file], 0, key)
-                for file, key in needed_for.items()
-                if file not in self._checked_headers and self._header_ends[file]
-            ]
-        )
-
-    @cached_property
-    def _header_ends(self) -> list[int]:
-        return header_ends(self.columns, self.record.files)
-
-    def _files(self, needed_for: Mapping[int, int], *, verify: bool) -> list[ReadableFile]:
-        starts = first_blocks(self.record.files, self.record.block_bytes)
-        return [
-            ReadableFile(
-                self.store.path_of(file.name),
-                file.nbytes,
-                self._opener(file, self._names[needed_for[number]] if number in needed_for else None),
-                self.columns.digests[starts[number] : starts[number + 1]] if verify else None,
-                self.store.read_bytes,
-            )
-            for number, file in enumerate(self.record.files)
+        rows = [
+            (file, 0, self._index.header_end(file), 0, key)
+            for file, key in needed_for.items()
+            if file not in self._checked_headers
         ]
+        return ByteRanges.of([row for row in rows if row[2]])
+
+    def _read_all(
+        self,
+        ranges: ByteRanges,
+        copies: Sequence[StridedCopy],
+        needed_for: Mapping[int, int],
+        memory: int | None,
+        *,
+        verify: bool,
+        shared: bool = False,
+    ) -> int:
+        """Read from the files that are needed. Only these are numbered there, since there may be very many others."""
+        numbers = sorted(needed_for)
+        ranges = ranges._replace(file=np.searchsorted(np.array(numbers, np.int64), ranges.file))
+        places = {number: place for place, number in enumerate(numbers)}
+        copies = [copy._replace(file=places[copy.file]) for copy in copies]
+        files = [self._readable(number, needed_for[number], verify=verify) for number in numbers]
+        return read_all(ranges, copies, self._names, files, self.record.block_bytes, memory, shared=shared)
+
+    def _readable(self, number: int, key: int, *, verify: bool) -> ReadableFile:
+        file = self.record.files[number]
+        return ReadableFile(
+            self.store.path_of(file.name),
+            file.data_end,
+            self._opener(file, None if key == len(self.record.tensors) else self._names[key]),
+            self._index.digests(number) if verify else None,
+            self.store.read_bytes,
+        )
 
     def _opener(self, file: StoredFile, key: str | None) -> Callable[[], AbstractContextManager[Reader]]:
         """A function that opens a file of the size that was recorded. ``key`` is what it is needed for."""
@@ -320,12 +345,20 @@ class NativeSource(Source):
     def _refuse_claims(self) -> None:
         """Raise if large tensors cannot be what the record says, before anyone takes memory for them."""
         kinds = {(id(ref.dtype), id(ref.shape)): ref for ref in self.record.tensors}  # mostly there are a few of them
+        if self.tables is not None:
+            often = Counter((id(ref.dtype), id(ref.shape)) for ref in self.record.tensors)
+            claimed = sum(ref.nbytes * often[kind] for kind, ref in kinds.items())
+            there = sum(file.data_end for file in self.record.files)
+            if claimed > there:
+                path = self.store.path_of(RECORD)
+                refuse(path, "has tensors that are larger than all its files", f"{there} bytes at most", claimed)
         if all(ref.nbytes < _LARGE for ref in kinds.values()):
             return
-        for ref in self.record.tensors:
+        for number, ref in enumerate(self.record.tensors):
             if ref.nbytes >= _LARGE:
-                for number in {chunk.file for chunk in self._chunks(ref.key)}:
-                    file = self.record.files[number]
+                of_chunks = self.tables is None
+                files = {chunk.file for chunk in self._chunks(ref.key)} if of_chunks else self.tables.files_of(number)
+                for file in map(self.record.files.__getitem__, files):
                     found = self.store.size(file.name)
                     if found is None:
                         self._refuse_missing(file, ref.key)

@@ -1,4 +1,4 @@
-"""Writes checkpoints of our own format: data files, then their columns, then the record that makes them a checkpoint.
+"""Writes checkpoints of our own format: data files with their tables, then the record that makes them a checkpoint.
 
 Files of a save have names that nobody used before, and count for nothing until the record names them. So everything
 before the commit is undone by deleting them, and whatever a kill leaves behind is ignored. Whoever saves, converts or
@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +21,15 @@ from holdfast._base.commits import Commit
 from holdfast._base.garbage import no_garbage_collection
 from holdfast._base.tuning import MEMORY_BUDGET, SHARE_OF_WRITE_BUFFERS, WRITE_BUFFER_BYTES
 from holdfast._formats.native.blocks import Digests, digest_blocks
-from holdfast._formats.native.columns import Columns, digest_of, encode_columns
+from holdfast._formats.native.columns import digest_of
 from holdfast._formats.native.layout import ChunkToWrite, FileLayout, lay_out
 from holdfast._formats.native.names import RECORD, data_file, files_in, generation_of, index_file
-from holdfast._formats.native.record import BLOCK_BYTES, Record, StoredFile, decode_record, encode_record
+from holdfast._formats.native.part_index import encode_index
+from holdfast._formats.native.record import BLOCK_BYTES, Record, decode_record, encode_record
 from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.stored_files import StoredFile, TablePlace
+from holdfast._formats.native.stored_parts import StoredParts, places_of
+from holdfast._formats.native.tables import CHECK_BYTES
 from holdfast._stores.store import BufferedSink, Sink, Store, is_unanswered
 from holdfast.errors import CheckpointExistsError, IncompleteSaveError, NotAFolderError
 
@@ -117,16 +120,6 @@ OpenChunks = Callable[[FileLayout], AbstractContextManager[ChunkBytes]]
 """Gives the bytes of the chunks of a file, for as long as the file is written."""
 
 
-@dataclass(frozen=True)
-class WrittenFile:
-    """A data file that was written, with its chunks as rows: tensor number, position, offsets, sizes."""
-
-    name: str
-    nbytes: int
-    chunks: Sequence[tuple[int, int, tuple[int, ...], tuple[int, ...]]]
-    digests: Digests
-
-
 def write_chunks(
     store: Store,
     chunks: Sequence[ChunkToWrite],
@@ -136,35 +129,31 @@ def write_chunks(
     rank: int = 0,
     max_file_size: int | None = None,
     memory_budget: int | None = None,
+    writers: int | None = None,
     advance: Callable[[int], None] | None = None,
-) -> list[WrittenFile]:
+) -> list[StoredFile]:
     """Write chunks to as many files as they need, which are named after a rank.
 
     Everything is durable when it returns; if it raises, nothing is left. ``advance`` is called with the bytes of every
-    part that is written.
+    part that is written. ``writers`` is how many ranks write something, if that is known: files note it, so that those
+    of a save whose record is lost can be known to be complete.
     """
     # Half of the memory is for what is being written, and half for whoever makes the bytes.
     memory = (MEMORY_BUDGET if memory_budget is None else memory_budget) // SHARE_OF_WRITE_BUFFERS
-    written: list[WrittenFile] = []
+    written: list[StoredFile] = []
     try:
         with no_garbage_collection():
-            layouts = lay_out(chunks, generation, max_file_size)
-            rows_of = [_rows(layout) for layout in layouts]
-        for number, (layout, rows) in enumerate(zip(layouts, rows_of, strict=True)):
+            layouts = lay_out(chunks, generation, max_file_size, writers=writers)
+        for number, layout in enumerate(layouts):
             name = data_file(generation, rank, number)
             with open_chunks(layout) as given, store.create(name, layout.nbytes, memory) as sink:
-                digests = write_data_file(sink, layout, given, BLOCK_BYTES, memory, advance)
-            written.append(WrittenFile(name, layout.nbytes, rows, digests))
+                table = write_data_file(sink, layout, given, BLOCK_BYTES, memory, advance)
+            written.append(StoredFile(name, layout.nbytes, rank=rank, table=table))
         store.sync()
     except BaseException:
         remove_unfinished(store, [file.name for file in written])
         raise
     return written
-
-
-def _rows(layout: FileLayout) -> list[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
-    """Which chunks are where: tensor number, position, offsets, sizes."""
-    return [(tensor, position, offsets, sizes) for (tensor, _, _, _, offsets, sizes), position in layout.chunks]
 
 
 def write_data_file(
@@ -174,8 +163,8 @@ def write_data_file(
     block_bytes: int,
     memory: int | None = None,
     advance: Callable[[int], None] | None = None,
-) -> Digests:
-    """Write a file as it was laid out. Returns the digests of its blocks.
+) -> TablePlace:
+    """Write a file as it was laid out, and behind it its table, with the digests of its blocks. Returns where that is.
 
     Bytes are collected in buffers of a few megabytes, so that thousands of small chunks cost few writes, and what is
     digested cannot change before it is written. ``advance`` is called with the bytes of each of them.
@@ -191,7 +180,13 @@ def write_data_file(
         if number < count:  # the next one does not fit whole, or has to be converted
             _write_chunk(buffers, layout.chunks[number][0], given.pieces)
             number += 1
-    return buffers.finish()
+    with no_garbage_collection():
+        table = layout.table(buffers.end_of_blocks())
+        buffers.take(np.frombuffer(table, np.uint8))
+    buffers.finish()
+    tensors = [chunk.tensor for chunk, _ in layout.chunks]
+    digest = table[-CHECK_BYTES:].hex()
+    return TablePlace(layout.table_begin, len(table), digest, min(tensors, default=0), max(tensors, default=-1))
 
 
 def _write_chunk(buffers: _WriteBuffers, chunk: ChunkToWrite, pieces: Pieces) -> None:
@@ -215,6 +210,7 @@ class _WriteBuffers:
         self._memory = memory
         self._own: Bytes | None = None
         self._digests: list[Digests] = []
+        self._is_digesting = True
         self._begin()
 
     def take(self, data: Bytes) -> None:
@@ -245,11 +241,16 @@ class _WriteBuffers:
             self._hand_on()
             self._begin()
 
-    def finish(self) -> Digests:
-        """Hand on the rest. Returns all digests."""
+    def end_of_blocks(self) -> Digests:
+        """All digests. What follows has none."""
+        self._digests.append(digest_blocks(self._buffer[: self._filled], self._block_bytes))
+        self._is_digesting = False
+        return np.concatenate(self._digests)
+
+    def finish(self) -> None:
+        """Hand on the rest."""
         if self._filled:
             self._hand_on()
-        return np.concatenate([np.empty(0, np.uint32), *self._digests])
 
     def _begin(self) -> None:
         lent = None if self._lending is None else self._lending.buffer()
@@ -268,7 +269,8 @@ class _WriteBuffers:
 
     def _hand_on(self) -> None:
         part = self._buffer[: self._filled]
-        self._digests.append(digest_blocks(part, self._block_bytes))
+        if self._is_digesting:
+            self._digests.append(digest_blocks(part, self._block_bytes))
         if self._lending is None or self._buffer is self._own:
             self._sink.write(part.data)
         else:
@@ -277,7 +279,7 @@ class _WriteBuffers:
             self._advance(self._filled)
 
 
-# The columns, and the record.
+# The index, if there must be one, and the record.
 
 
 @dataclass(frozen=True)
@@ -288,40 +290,49 @@ class CheckpointContents:
     tree: Any
     metadata: Any
     written: Mapping[str, Any]
+    parts: Sequence[StoredParts]
+    """Of each tensor: which rank has stored which part of it."""
+    world_size: int = 1
+    tensor_lists: Sequence[Sequence[int]] = ()
+    """What tensor numbers in tables of files stand for, where ranks did not know those of the checkpoint."""
 
 
 def commit_checkpoint(
     store: Store,
     existing: Existing,
-    files: Sequence[WrittenFile],
+    files: Sequence[StoredFile],
     contents: CheckpointContents,
     generation: str,
     *,
     commit: Commit | None = None,
     prove: Callable[[Record], None] | None = None,
 ) -> Record:
-    """Write the columns, put the record in place, and remove what only the old checkpoint needed.
+    """Put the record in place, with an index if it needs one, and remove what only the old checkpoint needed.
 
     If it raises, ``commit`` says whether the record may be in place, or may get there yet: then it needs the files.
     ``prove`` is called when all is there but the record, which it gets. If it raises, nothing is committed.
     """
     commit = commit or Commit()
     _refuse_missing_files(store, files)
-    data = encode_columns(columns_of_files(files))
-    index = StoredFile(index_file(generation), len(data), digest_of(data))
+    data = encode_index(contents.parts)
+    index = None if data is None else StoredFile(index_file(generation), len(data), digest_of(data))
     record = Record(
         generation=generation,
-        files=[StoredFile(file.name, file.nbytes) for file in files],
+        files=files,
         index=index,
         tensors=contents.tensors,
         tree=contents.tree,
         metadata=contents.metadata,
         written=contents.written,
+        world_size=contents.world_size,
+        places=places_of(contents.parts),
+        tensor_lists=contents.tensor_lists,
     )
     encoded = encode_record(record)
     try:
-        store.put(index.name, data)
-        store.sync()
+        if index is not None and data is not None:
+            store.put(index.name, data)
+            store.sync()
         if prove is not None:
             prove(decode_record(encoded, store.path_of(RECORD)))
         commit.may_have_happened = True
@@ -331,7 +342,7 @@ def commit_checkpoint(
             commit.may_have_happened = is_unanswered(error) or _is_committed(store, generation)
             raise
     except BaseException:
-        if not commit.may_have_happened:
+        if index is not None and not commit.may_have_happened:
             remove_unfinished(store, [index.name])
         raise
     _remove_old_files(store, existing, record)
@@ -365,55 +376,13 @@ def _content(store: Store, name: str) -> bytes | None:
 
 def _remove_old_files(store: Store, existing: Existing, record: Record) -> None:
     try:
-        store.delete(files_in(existing.names, record.file_names()).of_any_save())
+        store.delete(files_in(existing.names, set(record.file_names())).of_any_save())
     except Exception as error:
         # The new checkpoint is complete. What could not be removed takes space and does no other harm.
         logger.warning("old files in %s could not be removed: %s", store.location, error)
 
 
-Row = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
-"""Of the columns: tensor, file, position, offsets, sizes."""
-
-
-def make_columns(rows: Iterable[Row], digests: Digests) -> Columns:
-    """The columns of chunks that are in files, in any order, and of the digests of all blocks of these files."""
-    rows = _in_order(rows)
-
-    def column(values: Iterable[int]) -> Any:
-        return np.array(list(values), dtype=np.int64)
-
-    return Columns(
-        chunk_tensor=column(row[0] for row in rows),
-        chunk_file=column(row[1] for row in rows),
-        chunk_begin=column(row[2] for row in rows),
-        chunk_offsets=column(number for row in rows for number in row[3]),
-        chunk_sizes=column(number for row in rows for number in row[4]),
-        digests=digests,
-    )
-
-
-def columns_of_files(files: Sequence[WrittenFile]) -> Columns:
-    """The columns of all chunks of some files, which the record will list in this order."""
-    rows = [
-        (tensor, number, position, offsets, sizes)
-        for number, file in enumerate(files)
-        for tensor, position, offsets, sizes in file.chunks
-    ]
-    return make_columns(rows, np.concatenate([np.empty(0, np.uint32), *(file.digests for file in files)]))
-
-
-def _in_order(rows: Iterable[Row]) -> list[Row]:
-    """By tensors and offsets. To sort all at once would keep other threads waiting."""
-    of_tensor: dict[int, list[Row]] = {}
-    for row in rows:
-        of_tensor.setdefault(row[0], []).append(row)
-    for part in of_tensor.values():
-        if len(part) > 1:
-            part.sort(key=itemgetter(3))
-    return [row for tensor in sorted(of_tensor) for row in of_tensor[tensor]]
-
-
-def _refuse_missing_files(store: Store, files: Sequence[WrittenFile]) -> None:
+def _refuse_missing_files(store: Store, files: Sequence[StoredFile]) -> None:
     """All ranks' files must be here: a disk that is not shared, or another save, may have taken them away."""
     found = {listed.name: listed.size for listed in store.list()}
     # Some network disks list names late, so a file is missing only if it cannot be found by its name either.

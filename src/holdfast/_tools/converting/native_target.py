@@ -16,6 +16,7 @@ from holdfast._formats.native.names import RECORD, new_generation
 from holdfast._formats.native.record import Record
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.source import NativeSource
+from holdfast._formats.native.stored_parts import WHOLE, PartsByRule
 from holdfast._formats.native.values import Encoder
 from holdfast._formats.native.values import Path as TreePath
 from holdfast._formats.native.writing import (
@@ -76,6 +77,7 @@ class NativeTarget(Target):
             tree=self._tree(outgoing),
             metadata=dict(outgoing.source.metadata),
             written={**stamp(1), "converted_from": noted, **noted_optimizers([outgoing.optimizers])},
+            parts=[PartsByRule(WHOLE)] * len(refs),
         )
         commit = Commit()
 
@@ -90,7 +92,7 @@ class NativeTarget(Target):
                 yield ChunkBytes(lambda chunk: map(_as_array, bytes_of_next(stream, chunk.nbytes)))
 
         files = write_chunks(
-            store, _chunks(refs), open_chunks, generation=generation, memory_budget=outgoing.memory_budget
+            store, _chunks(refs), open_chunks, generation=generation, memory_budget=outgoing.memory_budget, writers=1
         )
         try:
             record = commit_checkpoint(store, existing, files, contents, generation, commit=commit, prove=proof)
@@ -98,7 +100,7 @@ class NativeTarget(Target):
             if not commit.may_have_happened:
                 remove_unfinished(store, [file.name for file in files])
             raise
-        names = [*(file.name for file in record.files), record.index.name, RECORD]
+        names = [*record.file_names(), RECORD]
         return Written(names, sum(store.size(name) or 0 for name in names))
 
     def _tree(self, outgoing: Outgoing) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import NamedTuple
 
@@ -12,11 +12,16 @@ import numpy.typing as npt
 
 from holdfast._base.threads import work_through
 from holdfast._formats.native.blocks import count_blocks
-from holdfast._formats.native.columns import chunk_volumes, first_blocks
+from holdfast._formats.native.chunk_index import StoredBytes, TableIndex
+from holdfast._formats.native.columns import Columns, chunk_volumes, first_blocks
+from holdfast._formats.native.names import RECORD
 from holdfast._formats.native.read_plan import runs_of
 from holdfast._formats.native.readable_files import OpenFiles, ReadableFile
 from holdfast._formats.native.reading import read_size, read_with_digests, reader_count
+from holdfast._formats.native.record import Record
+from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.source import NativeSource
+from holdfast._formats.native.stored_files import StoredFile
 from holdfast._tools.inspecting.damage import Damage
 from holdfast._watching.progress import Progress
 from holdfast.errors import HoldfastError
@@ -48,6 +53,8 @@ class NativeCheck:
         self.doubts: list[str] = []
         self.has_digests = True
         """Whether there was something to compare blocks with."""
+        self._readable: set[int] = set()
+        """The files whose tables could be read."""
         self._lock = threading.Lock()
         self._own = threading.local()
         self._wrong: dict[int, npt.NDArray[np.bool_]] = {}
@@ -56,19 +63,15 @@ class NativeCheck:
 
     def run(self, on_total: Callable[[int], Progress]) -> None:
         """Find all damage. ``on_total`` gets the number of bytes to read."""
-        try:
-            columns = self._source.columns
-        except (HoldfastError, OSError) as error:
-            self._tell_of_columns(error)
-            self._check_sizes_only()
+        columns = self._columns_of_tables() if self._record.has_tables else self._columns()
+        if columns is None:
             on_total(0)
             return
-        self._where = _KeysByPosition(self._source)
-        self._check_overlaps()
-        starts = first_blocks(self._record.files, self._record.block_bytes)
+        self._where = _KeysByPosition(columns, self._record)
+        starts = first_blocks(self._known_files(), self._record.block_bytes)
         files = [
             ReadableFile(
-                file.name, file.nbytes, self._opener(file.name), columns.digests[starts[number] : starts[number + 1]]
+                file.name, file.data_end, self._opener(file.name), columns.digests[starts[number] : starts[number + 1]]
             )
             for number, file in enumerate(self._record.files)
         ]
@@ -84,21 +87,101 @@ class NativeCheck:
         for number in sorted(self._wrong):
             self._tell_of_blocks(number)
 
+    def _columns(self) -> Columns | None:
+        """Those of version 1, if they can be read."""
+        try:
+            columns = self._source.columns
+        except (HoldfastError, OSError) as error:
+            self._tell_of_index(error, self._record.tensors)
+            self._check_sizes_only()
+            return None
+        self._check_overlaps(range(len(self._record.tensors)))
+        return columns
+
+    def _columns_of_tables(self) -> Columns:
+        """All that tables say which can be read; notes the others."""
+        tables = TableIndex(self._record, StoredBytes(self._table, self._read_index, self._source.store.path_of))
+        needed_by: dict[int, list[int]] = {}
+        lost: set[int] = set()
+        try:
+            for number in range(len(self._record.tensors)):
+                if self._is_chosen(self._record.tensors[number].key):
+                    for file in tables.files_of(number):
+                        needed_by.setdefault(file, []).append(number)
+        except (HoldfastError, OSError) as error:
+            division_of = self._record.places.division_of
+            without_rule = [ref for ref, number in zip(self._record.tensors, division_of, strict=True) if number < 0]
+            self._tell_of_index(error, without_rule)
+            self.has_digests = True  # of all data files there are some
+            lost.update(number for number, division in enumerate(division_of) if division < 0)
+            for number in set(range(len(self._record.tensors))) - lost:
+                if self._is_chosen(self._record.tensors[number].key):
+                    for file in tables.files_of(number):
+                        needed_by.setdefault(file, []).append(number)
+        wanted = range(len(self._record.files)) if self._chosen is None else sorted(needed_by)
+        for file in wanted:
+            try:
+                tables.table(file)
+            except (HoldfastError, OSError) as error:
+                self._tell_of_table(file, needed_by.get(file, ()), error)
+                lost.update(needed_by.get(file, ()))
+            else:
+                self._readable.add(file)
+        self._check_overlaps(number for number in range(len(self._record.tensors)) if number not in lost)
+        return tables.columns_of(self._readable)
+
+    def _table(self, number: int, key: str | None) -> bytearray:
+        """The table of a file that is long enough."""
+        file = self._record.files[number]
+        assert file.table is not None
+        data = bytearray(min(file.table.nbytes, max((self._source.store.size(file.name) or 0) - file.table.begin, 0)))
+        with self._source.store.reader(file.name) as reader:
+            reader.read_into(file.table.begin, data)
+        return data
+
+    def _read_index(self) -> bytearray:
+        assert self._record.index is not None
+        return bytearray(self._source.store.read(self._record.index.name))
+
+    def _tell_of_table(self, number: int, tensors: Sequence[int], error: Exception) -> None:
+        """Without it nobody knows where in its file something is stored, so that nothing of it can be read."""
+        file = self._record.files[number]
+        assert file.table is not None
+        keys = tuple(
+            dict.fromkeys(name for tensor in tensors for name in self._names(self._record.tensors[tensor].key))
+        )
+        found = self._source.store.size(file.name)
+        if found is None or found < file.nbytes:
+            self.damage.append(_wrong_size(file.name, file.nbytes, found, keys))
+        else:
+            what = f"its table (where tensors are stored, and digests) cannot be read: {error}"
+            self.damage.append(Damage(file.name, what, keys, file.table.begin, file.nbytes))
+
+    def _known_files(self) -> list[StoredFile]:
+        """All files, those whose digests are not known as if they had no bytes."""
+        return [
+            file if not self._record.has_tables or number in self._readable else StoredFile(file.name, 0)
+            for number, file in enumerate(self._record.files)
+        ]
+
     def _opener(self, name: str) -> Callable[[], object]:
         return lambda: self._source.store.reader(name)
 
-    def _check_overlaps(self) -> None:
-        for ref in self._record.tensors:
+    def _check_overlaps(self, tensors: Iterable[int]) -> None:
+        index = self._record.index
+        for ref in map(self._record.tensors.__getitem__, tensors):
             if self._is_chosen(ref.key):
                 try:
                     self._source.chunks(ref.key)
                 except HoldfastError as error:
-                    self.damage.append(Damage.from_error(error, self._record.index.name, self._names(ref.key)))
+                    file = RECORD if index is None else index.name
+                    self.damage.append(Damage.from_error(error, file, self._names(ref.key)))
 
-    def _tell_of_columns(self, error: Exception) -> None:
-        """Without them nobody knows where the tensors are stored, so that none of them can be read."""
-        keys = (name for ref in self._record.tensors if self._is_chosen(ref.key) for name in self._names(ref.key))
+    def _tell_of_index(self, error: Exception, tensors: Iterable[TensorRef]) -> None:
+        """Without it nobody knows where these tensors are stored, so that none of them can be read."""
+        keys = (name for ref in tensors if self._is_chosen(ref.key) for name in self._names(ref.key))
         index = self._record.index
+        assert index is not None
         self.has_digests = False
         found = self._source.store.size(index.name)
         if found != index.nbytes:
@@ -120,13 +203,14 @@ class NativeCheck:
         """How much of every file is there and can be compared; notes those that are missing or of another size."""
         ends = []
         for number, file in enumerate(self._record.files):
-            if self._chosen is not None and not self._where.has_any(number, self._chosen):
+            is_known = not self._record.has_tables or number in self._readable
+            if not is_known or (self._chosen is not None and not self._where.has_any(number, self._chosen)):
                 ends.append(0)
                 continue
             found = self._source.store.size(file.name)
             is_complete = found is not None and found >= file.nbytes
             # The last block of a file that is too short has no digest that it could be compared with.
-            end = file.nbytes if is_complete else (found or 0) // self._record.block_bytes * self._record.block_bytes
+            end = file.data_end if is_complete else (found or 0) // self._record.block_bytes * self._record.block_bytes
             ends.append(end)
             if found != file.nbytes:
                 self.damage.append(_wrong_size(file.name, file.nbytes, found, self._keys_in(number, end, file.nbytes)))
@@ -173,7 +257,7 @@ class NativeCheck:
         return buffer[:nbytes]
 
     def _wrong_blocks(self, number: int) -> npt.NDArray[np.bool_]:
-        blocks = count_blocks(self._record.files[number].nbytes, self._record.block_bytes)
+        blocks = count_blocks(self._record.files[number].data_end, self._record.block_bytes)
         return self._wrong.setdefault(number, np.zeros(blocks, np.bool_))
 
     def _note_unreadable(self, region: BlockRange, error: Exception) -> None:
@@ -193,7 +277,7 @@ class NativeCheck:
         """One entry for all adjacent damaged blocks."""
         file, block_bytes = self._record.files[number], self._record.block_bytes
         for first, last in runs_of(self._wrong[number]):
-            begin, end = first * block_bytes, min(last * block_bytes, file.nbytes)
+            begin, end = first * block_bytes, min(last * block_bytes, file.data_end)
             expected, found = self._digests[number, first]
             keys = self._keys_in(number, begin, end)
             what = "these are not the bytes that were saved"
@@ -221,21 +305,21 @@ def _wrong_size(name: str, expected: int, found: int | None, keys: tuple[str, ..
 class _KeysByPosition:
     """Which tensors have bytes in a part of a file."""
 
-    def __init__(self, source: NativeSource) -> None:
-        columns, tensors = source.columns, source.record.tensors
+    def __init__(self, columns: Columns, record: Record) -> None:
+        tensors = record.tensors
         itemsizes = np.array([ref.dtype.itemsize for ref in tensors], np.int64)
-        nbytes = chunk_volumes(columns, source.record) * itemsizes[columns.chunk_tensor]
+        nbytes = chunk_volumes(columns, record) * itemsizes[columns.chunk_tensor]
         order = np.lexsort((columns.chunk_begin, columns.chunk_file))
         self._begin, self._tensor = columns.chunk_begin[order], columns.chunk_tensor[order]
         self._end = self._begin + nbytes[order]
-        self._first = np.searchsorted(columns.chunk_file[order], np.arange(len(source.record.files) + 1))
+        self._first = np.searchsorted(columns.chunk_file[order], np.arange(len(record.files) + 1))
         self._tensors = tensors
-        self._files = source.record.files
+        self._files = record.files
 
     def header_end(self, file: int) -> int:
         """Where the first tensor begins."""
         first, last = self._first[file], self._first[file + 1]
-        return int(self._begin[first]) if first < last else self._files[file].nbytes
+        return int(self._begin[first]) if first < last else self._files[file].data_end
 
     def keys_in(self, file: int, begin: int, end: int) -> list[str]:
         """The stored keys of all tensors with bytes between these places."""
@@ -249,7 +333,7 @@ class _KeysByPosition:
 
     def blocks_of(self, file: int, chosen: Callable[[str], bool], block_bytes: int) -> npt.NDArray[np.bool_]:
         """The blocks of a file that chosen tensors have bytes in."""
-        needed = np.zeros(count_blocks(self._files[file].nbytes, block_bytes), np.bool_)
+        needed = np.zeros(count_blocks(self._files[file].data_end, block_bytes), np.bool_)
         for row in range(int(self._first[file]), int(self._first[file + 1])):
             if chosen(self._tensors[int(self._tensor[row])].key):
                 needed[int(self._begin[row]) // block_bytes : count_blocks(int(self._end[row]), block_bytes)] = True

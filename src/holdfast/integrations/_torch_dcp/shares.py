@@ -17,8 +17,8 @@ from holdfast._formats.archives.values import decode_value
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.registered_types import registered_type
+from holdfast._formats.native.stored_files import StoredFile
 from holdfast._formats.native.values import JSON, Encoder, Path
-from holdfast._formats.native.writing import WrittenFile
 from holdfast._formats.tensor_bytes import tensor_pieces
 from holdfast._layout.descriptions import Bytes, LocalTensor, TensorDescription, describe
 from holdfast._ranks.failures import PackedFailure
@@ -46,7 +46,9 @@ class WrittenShare:
     tensors: list[WrittenTensor] = field(default_factory=list)
     values: dict[str, JSON] = field(default_factory=dict)
     """Typed values by name. Tensors in them are referred to by the number of the part."""
-    files: list[WrittenFile] = field(default_factory=list)
+    boxes: list[tuple[int, Box]] = field(default_factory=list)
+    """Of each chunk the number of its tensor in the list of this rank, and which part of it it is."""
+    files: list[StoredFile] = field(default_factory=list)
     failure: PackedFailure | None = None
     """Why there is nothing."""
 
@@ -140,6 +142,7 @@ class Gathering:
                 problems=[stored.fqn],
             )
         self.chunks.append(ChunkToWrite(number, name, dtype, shape, box.offsets, box.sizes))
+        self._share.boxes.append((number, box))
 
 
 class PlannedTensor(LocalTensor):

@@ -25,11 +25,12 @@ from holdfast._base.provenance import stamp
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.names import new_generation
 from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.stored_files import StoredFile
+from holdfast._formats.native.stored_parts import WHOLE, PartsByRule, StoredParts, listed_parts
 from holdfast._formats.native.values import JSON, Encoder, decode, leaves
 from holdfast._formats.native.writing import (
     CheckpointContents,
     Existing,
-    WrittenFile,
     commit_checkpoint,
     inspect_destination,
     remove_unfinished,
@@ -80,11 +81,13 @@ StagingIfNeeded: type = object if "async_stager" in inspect.signature(async_save
 
 @dataclass(frozen=True)
 class Assembled:
-    """The tensors and the tree of a checkpoint, and its files with the numbers that the tensors have there."""
+    """The tensors and the tree of a checkpoint, its files, and the numbers that the tensors have there."""
 
     tensors: Sequence[TensorRef]
     tree: JSON
-    files: Sequence[WrittenFile]
+    files: Sequence[StoredFile]
+    tensor_lists: Sequence[Sequence[int]]
+    parts: Sequence[StoredParts]
     keys: Mapping[str, str]
     """Of the tensors that have a name of torch's: what they are called in the checkpoint."""
 
@@ -99,7 +102,9 @@ def assemble(names: Sequence[str], paths: object, shares: Sequence[WrittenShare]
     numbers = {(tensor.fqn, tensor.part): number for number, tensor in enumerate(stored)}
     nodes = {name: _node(name, owner, numbers) for name, owner in owners.items()}
     tree, keys = _tree(nodes, paths)
-    files, boxes = _renumbered(shares, owners, numbers)
+    files, tensor_lists = _renumbered(shares, owners, numbers)
+    ranks = _boxes(shares, owners, numbers)
+    boxes = [list(found) for found in ranks]
     tensors = []
     for number, tensor in enumerate(stored):
         whole = len(boxes[number]) <= 1
@@ -113,7 +118,15 @@ def assemble(names: Sequence[str], paths: object, shares: Sequence[WrittenShare]
         tensors.append(ref)
     refuse_bad_tilings(zip(tensors, boxes, strict=True))
     named = {tensor.fqn: keys[str(number)] for number, tensor in enumerate(stored) if tensor.part is None}
-    return Assembled(tensors, tree, files, named)
+    parts = [_parts(ref, found) for ref, found in zip(tensors, ranks, strict=True)]
+    return Assembled(tensors, tree, files, tensor_lists, parts, named)
+
+
+def _parts(ref: TensorRef, ranks: Mapping[Box, int]) -> StoredParts:
+    """Which rank has stored which box of a tensor."""
+    if len(ranks) <= 1:
+        return PartsByRule(WHOLE, next(iter(ranks.values()), 0))
+    return listed_parts((box.offsets, box.sizes, rank) for box, rank in ranks.items())
 
 
 def _owners(names: Sequence[str], shares: Sequence[WrittenShare]) -> dict[str, WrittenShare | None]:
@@ -194,23 +207,46 @@ def _renumbered(
     shares: Sequence[WrittenShare],
     owners: Mapping[str, WrittenShare | None],
     numbers: Mapping[tuple[str, int | None], int],
-) -> tuple[list[WrittenFile], list[list[Box]]]:
-    """All files, and the boxes that each tensor is stored in. What several ranks have written counts once."""
-    files: list[WrittenFile] = []
-    boxes: list[dict[Box, None]] = [{} for _ in numbers]
+) -> tuple[list[StoredFile], list[list[int]]]:
+    """All files, and the lists that say which tensors of the checkpoint their tensor numbers are.
+
+    Ranks number the tensors that they write as they come. Many write the same ones, and have one list then.
+    """
+    files: list[StoredFile] = []
+    lists: dict[tuple[int, ...], int] = {}
     for share in shares:
-        number_of = [
-            numbers[tensor.fqn, tensor.part] if _counts(tensor, share, owners) else None for tensor in share.tensors
-        ]
+        # What does not count is of no tensor, but has its number of dimensions.
+        listed = tuple(
+            numbers[tensor.fqn, tensor.part] if _counts(tensor, share, owners) else -1 - len(tensor.shape)
+            for tensor in share.tensors
+        )
         for file in share.files:
-            rows: list[Any] = []
-            for tensor, position, offsets, sizes in file.chunks:
-                number, box = number_of[tensor], Box(offsets, sizes)
-                if number is not None and box not in boxes[number]:
-                    boxes[number][box] = None
-                    rows.append((number, position, offsets, sizes))
-            files.append(replace(file, chunks=rows))
-    return files, [list(found) for found in boxes]
+            assert file.table is not None
+            inside = [number for number in listed[file.table.first : file.table.last + 1] if number >= 0]
+            table = replace(
+                file.table,
+                first=min(inside, default=0),
+                last=max(inside, default=-1),
+                tensor_list=lists.setdefault(listed, len(lists)),
+            )
+            files.append(replace(file, table=table))
+    return files, [list(listed) for listed in lists]
+
+
+def _boxes(
+    shares: Sequence[WrittenShare],
+    owners: Mapping[str, WrittenShare | None],
+    numbers: Mapping[tuple[str, int | None], int],
+) -> list[dict[Box, int]]:
+    """The boxes that each tensor is stored in, and who has them. What several ranks have written counts once."""
+    boxes: list[dict[Box, int]] = [{} for _ in numbers]
+    for share in shares:
+        counts = [_counts(tensor, share, owners) for tensor in share.tensors]
+        for number, box in share.boxes:
+            tensor = share.tensors[number]
+            if counts[number]:
+                boxes[numbers[tensor.fqn, tensor.part]].setdefault(box, share.rank)
+    return boxes
 
 
 logger = logging.getLogger(__name__)
@@ -331,7 +367,15 @@ class HoldfastWriter(StorageWriter, StagingIfNeeded):  # type: ignore[misc]
             noted = stamp(len(results)) | {"through": "torch.distributed.checkpoint"}
             if metadata.planner_data is None:
                 noted[NOT_FLATTENED] = True
-            contents = CheckpointContents(assembled.tensors, assembled.tree, self.metadata, noted)
+            contents = CheckpointContents(
+                assembled.tensors,
+                assembled.tree,
+                self.metadata,
+                noted,
+                assembled.parts,
+                world_size=max([len(results), *(share.rank + 1 for share in shares)]),
+                tensor_lists=assembled.tensor_lists,
+            )
             existing = self._existing or inspect_destination(store, overwrite=self.overwrite)
             record = commit_checkpoint(store, existing, assembled.files, contents, generation, commit=commit)
         except BaseException:
