@@ -121,7 +121,7 @@ class PrivateGroup(Exchanges):
         ``timeout`` is how many seconds a rank may be waited for that makes no progress, which ``progress`` counts.
         Threads have their rounds one after the other: their messages would get mixed up otherwise.
         """
-        if self._thread_in_round == threading.get_ident():
+        if self.is_in_round_here():
             raise RuntimeError(
                 f"{name} is called within another call to Holdfast of the same ranks, such as by a state_dict() that "
                 "is being saved. Call it before or afterwards."
@@ -151,8 +151,14 @@ class PrivateGroup(Exchanges):
 
     def _patience(self, timeout: float | None) -> float:
         """How many seconds a rank that makes no progress is waited for."""
+        if timeout is not None:
+            settings.check("timeout", timeout)
         chosen = settings.current().timeout if timeout is None else timeout
         return chosen or self.timeout.total_seconds()
+
+    def is_in_round_here(self) -> bool:
+        """Whether the thread that asks is in a round."""
+        return self._thread_in_round == threading.get_ident()
 
     def is_orphaned(self) -> bool:
         """Whether the process group that this one goes with no longer exists."""
