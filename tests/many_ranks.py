@@ -67,6 +67,16 @@ def run_forked(
     return [value for _, value in outcomes]
 
 
+_port = 0
+
+
+def meet_again(rank: int, size: int, name: str) -> None:
+    """Leave the process group, and make a new one with those that are left."""
+    dist.destroy_process_group()
+    store = dist.PrefixStore(name, dist.TCPStore("localhost", _port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
 def _fork_all(
     size: int, job: bytes, group_timeout: float, deadline: float, may_die: Sequence[int], results: Connection
 ) -> None:
@@ -100,12 +110,14 @@ def _fork_all(
             except EOFError:
                 outcomes[rank] = False, "it died"
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)  # also if it is dead: nobody has waited for it
     results.send([outcomes.get(rank, (False, "it did not end")) for rank in range(size)])
 
 
 def _be(rank: int, size: int, job: bytes, port: int, group_timeout: float, results: Connection) -> None:
     """One of the ranks. Never returns."""
+    global _port
+    _port = port
     try:
         timeout = timedelta(seconds=group_timeout)
         store = dist.TCPStore("localhost", port, is_master=False, timeout=timeout)

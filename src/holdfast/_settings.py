@@ -44,6 +44,10 @@ class Settings:
     drain_seconds: float = 600.0
     """How long the end of the program waits for background saves. Then it gives up, says which, and fails."""
 
+    timeout: float = 0.0
+    """For how many seconds ranks wait for one that makes no progress, before they give up and name it. 0: as long as
+    the process group waits, which is 30 minutes unless ``init_process_group`` was given another ``timeout``."""
+
     def __post_init__(self) -> None:
         for knob in fields(self):
             check(knob.name, getattr(self, knob.name))

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from holdfast._ranks import private_group as roll_call
+from holdfast._ranks import roll_call
 from holdfast._ranks.meeting import meeting
-from holdfast._ranks.private_group import RollCall, private_group_of
+from holdfast._ranks.private_group import private_group_of
+from holdfast._ranks.roll_call import RollCall, Watch
+from holdfast._watching.calls import Call
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, MissingRanksError, RankDisagreementError
 from tests.rank_pool import RankPool
 
@@ -92,34 +94,85 @@ def test_ranks_outside_of_the_group_are_reported_and_nobody_waits_for_them(ranks
 # --- the roll --------------------------------------------------------------------------------------------------------
 
 
-def test_the_roll_knows_how_far_everybody_is():
+def watch_over(rank: int, store: Any, *, timeout: float = 10.0, size: int = 4) -> Watch:
+    """What watches over a rank, without its thread: the test looks."""
+    return Watch(rank, size, pytest.fail, open_roll=lambda: RollCall(store, rank), timeout=timeout)
+
+
+def note(watch: Watch, call: int, exchange: int, name: str, waits_for: list[int]) -> None:
+    watch.call, watch.exchange, watch.name, watch.waits_for = call, exchange, name, waits_for
+    watch.roll().publish(watch.own_note())
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(roll_call, "time", clock)
+    return clock
+
+
+def test_whoever_makes_no_progress_is_named_after_the_timeout_and_what_is_known_of_it(clock):
     store = dist.HashStore()
-    rolls = [RollCall(store, rank, 4) for rank in range(4)]
-    for roll in rolls[:3]:
-        roll.begin("first")
-        roll.note()
-    for roll in rolls[:2]:
-        roll.begin("second")
-        roll.note()
-    rolls[0].note()
-    assert rolls[0].missing() == {
-        1: "it was last seen in second, busy or dead",
+    first, busy, elsewhere, _ = watches = [watch_over(rank, store) for rank in range(4)]
+    note(busy, 2, 1, "second", [])
+    note(elsewhere, 1, 5, "first", [])
+    note(first, 2, 2, "second", [1, 2, 3])
+    assert first._look(2) is None
+    clock.now = 9.9
+    assert first._look(2) is None
+    clock.now = 10.0
+    verdict = first._look(2)
+    assert verdict.missing == {
+        1: "it was last seen in second: busy without progress, stopped or dead",
         2: "it has not come back to Holdfast since first",
-        3: "it has not called anything that all ranks have to call",
+        3: "it has not come to this call",
     }
-    assert list(rolls[1].missing()) == [2, 3]
-    assert list(rolls[2].missing()) == [3]
+    assert watches[1]._look(2) == verdict  # which the others find
 
 
-def test_a_rank_that_comes_late_when_another_died_is_not_called_missing(monkeypatch):
+def test_progress_starts_the_time_anew(clock):
     store = dist.HashStore()
-    rolls = [RollCall(store, rank, 3) for rank in range(3)]
-    for roll in rolls:
-        roll.begin("call")
-        roll.note()
-    rolls[0].note()
-    monkeypatch.setattr(roll_call.time, "sleep", lambda seconds: rolls[1].note())
-    assert list(rolls[0].missing()) == [2]
+    first, busy = (watch_over(rank, store) for rank in range(2))
+    busy.progress = call = Call("save", "x")
+    note(first, 1, 2, "call", [1])
+    for seconds in range(0, 50, 8):
+        clock.now = seconds
+        call.advance(1000)
+        note(busy, 1, 1, "call", [])
+        assert first._look(1) is None
+    clock.now += 10
+    note(busy, 1, 1, "call", [])  # it is alive, which is not enough
+    assert "last seen in call, 7.0 KB done" in first._look(1).missing[1]
+
+
+def test_a_rank_that_waits_itself_is_not_to_blame_as_long_as_it_is_alive(clock):
+    store = dist.HashStore()
+    first, leader = (watch_over(rank, store) for rank in range(2))
+    note(first, 1, 2, "call", [1])
+    for seconds in range(0, 50, 8):
+        clock.now = seconds
+        note(leader, 1, 2, "call", [3])
+        assert first._look(1) is None
+    clock.now += 10
+    assert list(first._look(1).missing) == [1]
+
+
+def test_a_rank_that_has_come_is_not_to_blame_when_it_is_not_its_turn_yet(clock):
+    store = dist.HashStore()
+    leader, come, missing = (watch_over(rank, store) for rank in range(3))
+    note(leader, 1, 2, "call", [2, 1])
+    note(come, 1, 2, "call", [0])
+    assert leader._look(1) is None
+    clock.now = 10.0
+    assert list(leader._look(1).missing) == [2]
+    assert missing.waits_for == ()
 
 
 class GoneStore:
@@ -127,12 +180,12 @@ class GoneStore:
         raise ConnectionError
 
 
-def test_a_call_does_without_the_roll_if_its_store_is_gone():
-    roll = RollCall(GoneStore(), 0, 2)
-    roll.begin("call")
-    roll.note()
-    with pytest.raises(ConnectionError):
-        roll.missing()
+def test_a_rank_is_named_also_if_the_store_is_gone(clock):
+    watch = watch_over(0, GoneStore())
+    watch.call, watch.exchange, watch.waits_for = 1, 1, [2, 1]
+    assert watch._look(1) is None
+    clock.now = 10.0
+    assert watch._look(1).missing == {2: "nothing is known of it, since the process group's store is gone"}
 
 
 def be_late_in_a_step() -> Any:
@@ -157,7 +210,7 @@ def test_a_rank_that_is_late_in_a_step_is_named(ranks: RankPool):
     for error in found[:2]:
         assert isinstance(error, MissingRanksError)
         assert error.ranks == [2]
-        assert "rank 2 (it was last seen in the call, busy or dead)" in str(error)
+        assert "rank 2 (it was last seen in the call: busy without progress, stopped or dead)" in str(error)
         assert "within 2 s" in str(error)
 
 
@@ -174,9 +227,19 @@ def test_missing_ranks_are_called_as_the_job_counts_them(ranks: RankPool):
     assert ranks(3).run(name_in_subgroup) == [None, [2], None]
 
 
-def background_has_no_roll() -> bool:
-    return private_group_of(None, "background")._roll is None and private_group_of(None, "calls")._roll is not None
+def wait_without_a_store() -> Any:
+    """The process group is gone, and with it the store."""
+    group = private_group_of(None, "background")
+    with group.round() as link:
+        link.all_gather(b"")
+    group._watch.open_roll = group._watch._roll = None
+    dist.destroy_process_group()
+    if group.rank == 1:
+        return None
+    with pytest.raises(MissingRanksError) as caught, group.round("a save", timeout=1) as link:
+        link.all_gather(b"")
+    return caught.value.ranks
 
 
 def test_background_saves_do_not_depend_on_the_store(ranks: RankPool):
-    assert ranks(2).run(background_has_no_roll) == [True, True]
+    assert ranks(2).run(wait_without_a_store) == [[1], None]

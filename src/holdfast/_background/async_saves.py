@@ -40,6 +40,8 @@ class BackgroundSave:
     coordinator_rank: int = 0
     call: Call | None = None
     """Whose phases, bytes and events these are."""
+    timeout: float | None = None
+    """How long ranks wait for one that makes no progress."""
     same_on_all_ranks: str | None = None
     """What is called, with all that the ranks must agree about. They compare it."""
     attempts: Attempts = once
@@ -76,24 +78,38 @@ def save_in_background(save: BackgroundSave, lane: Lane) -> SaveFuture[Any]:
                 stack.enter_context(save.around(ranks))
             return carry_out(ranks)
 
-    return _queue(lane, job, save.claim, save.coordinator_rank)
+    name = save.same_on_all_ranks or f"a background save to {save.claim}"
+    return _queue(lane, job, save.claim, save.coordinator_rank, name, save.timeout, save.call)
 
 
-def give_up_in_background(error: BaseException, lane: Lane, claim: Claim, *, coordinator_rank: int) -> None:
+def give_up_in_background(
+    error: BaseException, lane: Lane, claim: Claim, *, coordinator_rank: int, timeout: float | None = None
+) -> None:
     """Take part in a save only to report to the other ranks that this one cannot, and why."""
 
     def fail() -> None:
         raise error
 
-    future = _queue(lane, lambda ranks: ranks.own_error_first("plan", fail), claim, coordinator_rank)
+    name = f"a background save to {claim}, which this rank gives up"
+    future = _queue(
+        lane, lambda ranks: ranks.own_error_first("plan", fail), claim, coordinator_rank, name, timeout, None
+    )
     future.mark_reported()
 
 
-def _queue(lane: Lane, save: Callable[[Collectives], Any], claim: Claim, coordinator_rank: int) -> SaveFuture[Any]:
+def _queue(
+    lane: Lane,
+    save: Callable[[Collectives], Any],
+    claim: Claim,
+    coordinator_rank: int,
+    name: str,
+    timeout: float | None,
+    call: Call | None,
+) -> SaveFuture[Any]:
     def job() -> Any:
         if lane.link is None:
             return save(Collectives(None, False, 0))
-        with lane.link.round() as link:
+        with lane.link.round(name, timeout=timeout, progress=call) as link:
             return save(LinkedCollectives(link, coordinator_rank))
 
     return lane.queue.submit(job, claim)

@@ -56,6 +56,7 @@ def load(
     allow_pickle: bool = False,
     memory_budget: Size | None = None,
     process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a state, in place. With a process group all its ranks call this together.
 
@@ -89,6 +90,7 @@ def load(
         memory_budget: bytes that each rank may allocate beside the state, for buffers and conversions: 256 KiB at
             least, 64 MiB by default. More does not make it faster.
         process_group: the ranks that load. All by default.
+        timeout: as for ``save``.
 
     Returns:
         What was done, the same on all ranks.
@@ -112,7 +114,7 @@ def load(
     asked = f"holdfast.load from {place}, verify={verify!r}, verify_first={verify_first!r}"
     with (
         Call("load", place, rank=rank, world_size=world_size, started=started) as call,
-        meeting(asked, process_group) as ranks,
+        meeting(asked, process_group, timeout=timeout, progress=call) as ranks,
     ):
         with ranks.step("options"):
             options = LoadOptions.of(

@@ -74,6 +74,7 @@ class CheckpointManager:
         run_options: RunOptions = RunOptions(),
         read_only: bool = False,
         process_group: dist.ProcessGroup | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Nothing is touched before the ``with`` block, or the first call.
 
@@ -96,6 +97,7 @@ class CheckpointManager:
             read_only: only look and restore, beside the job that trains or after it: for evaluations. Nothing is
                 written, deleted or set aside, and no signal is handled.
             process_group: the ranks of the run; all by default.
+            timeout: as for ``save``, in all that the ranks do together.
 
         Example:
             >>> import tempfile, torch
@@ -120,7 +122,7 @@ class CheckpointManager:
         self._background = background_of(background)
         self._run = Run(self.root, self._retention)
         self._saving = Saving(self._background, on_full_disk, run_options.parts, save_options)
-        self._saver = Saver(self._run, self._saving, process_group)
+        self._saver = Saver(self._run, self._saving, process_group, timeout)
         self._saves_at_end = save_at_end
         self._every = (every_steps, every_minutes)
         self._cadence = Cadence(every_steps=every_steps, every_minutes=every_minutes)
@@ -140,6 +142,7 @@ class CheckpointManager:
             read_only=read_only,
         )
         self._group = process_group
+        self._timeout = timeout
         self._place_at_opening: tuple[int, int] | None = None
         self._opened_by: int | None = None
         self._while_open = ExitStack()
@@ -404,6 +407,7 @@ class CheckpointManager:
 
     def _load(self, state: Any, info: StepInfo, options: Mapping[str, Any]) -> LoadReport:
         with about(step=info.step):
+            options = {"timeout": self._timeout, **options}
             return load(state, self.root.child(info.name), process_group=self._group, **options)
 
     def _set_aside(self, info: StepInfo, reason: str) -> None:
@@ -478,6 +482,7 @@ class CheckpointManager:
                 options=lambda: self._saving.options(self.run_id, SaveIntent(0, state), "preflight"),
                 note=note,
                 process_group=self._group,
+                timeout=self._timeout,
             )
         if not_opened is not None:
             raise not_opened
@@ -497,7 +502,8 @@ class CheckpointManager:
             return ranks.all_gather_object(beat)
 
     def _meeting(self, what: str) -> AbstractContextManager[Collectives]:
-        return meeting(f"holdfast.CheckpointManager of {self.root.location}: {what}", self._group)
+        what = f"holdfast.CheckpointManager of {self.root.location}: {what}"
+        return meeting(what, self._group, timeout=self._timeout)
 
     def _is_coordinator(self) -> bool:
         return own_place(self._group)[0] == 0

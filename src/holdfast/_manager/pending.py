@@ -59,11 +59,13 @@ class PendingSaves:
         process_group: dist.ProcessGroup | None,
         *,
         may_be_damaged: bool = False,
+        timeout: float | None = None,
     ) -> None:
         """With ``may_be_damaged`` some rank may ``note_damage``, and so they ask each other at every save."""
         self._place = place
         self._on_failure: OnFailure = on_failure
         self._group = process_group
+        self._timeout = timeout
         self._count = 0
         # The same ones on all ranks: they are taken out only in exchanges, whoever has looked at one before.
         self._begun: dict[int, _Begun] = {}
@@ -102,7 +104,9 @@ class PendingSaves:
         has_failed = newest.has_failed()
         try:
             with meeting(
-                f"holdfast.CheckpointManager of {self._place}: whether step {newest.step} is saved", self._group
+                f"holdfast.CheckpointManager of {self._place}: whether step {newest.step} is saved",
+                self._group,
+                timeout=self._timeout,
             ) as ranks:
                 has_failed = any(ranks.all_gather_object(has_failed))
         except Exception as error:
@@ -133,7 +137,9 @@ class PendingSaves:
         if not self._begun and not self._may_be_damaged:
             return
         with meeting(
-            f"holdfast.CheckpointManager of {self._place}: what became of earlier saves", self._group
+            f"holdfast.CheckpointManager of {self._place}: what became of earlier saves",
+            self._group,
+            timeout=self._timeout,
         ) as ranks:
             own = self._view()
             views = ranks.all_gather_object(own)

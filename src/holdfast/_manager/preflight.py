@@ -62,6 +62,7 @@ def run_preflight(
     options: Callable[[], CheckedOptions] = CheckedOptions.of,
     note: Callable[[str], None] = lambda folder: None,
     process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
 ) -> PreflightReport:
     """Find out whether saves would go well. All ranks call this together, each with its own part of the state.
 
@@ -80,6 +81,7 @@ def run_preflight(
         options: returns what else ``save`` is given: which keys, which dtypes. May raise for a wrong state.
         note: called on the coordinator with the folder that is about to be made, and that a kill would leave.
         process_group: the ranks that save; all by default.
+        timeout: as for ``save``.
 
     Example:
         >>> import tempfile, torch
@@ -96,7 +98,7 @@ def run_preflight(
     # Not the path: if it differs between ranks, that is one of the problems to be reported.
     rank, world_size = own_place(process_group)
     with Call("preflight", getattr(root, "location", root), rank=rank, world_size=world_size) as event:
-        with meeting(f"the preflight of holdfast with {how}", process_group) as ranks:
+        with meeting(f"the preflight of holdfast with {how}", process_group, timeout=timeout, progress=event) as ranks:
             report = _Preflight(root, how, options, ranks, note).run(state, stored_bytes)
         event.detail["problems"] = [str(problem) for problem in report.problems]
         if report.problems:

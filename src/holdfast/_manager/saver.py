@@ -111,17 +111,24 @@ class Saving:
 class Saver:
     """Saves steps of a run. All ranks call it alike."""
 
-    def __init__(self, run: Run, saving: Saving, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, run: Run, saving: Saving, process_group: dist.ProcessGroup | None, timeout: float | None = None
+    ) -> None:
         saving.check()
         self._run = run
         self._saving = saving
         self._group = process_group
+        self._timeout = timeout
         self._newest: SaveReport | None = None
         self._end: float | None = None
         self._has_warned = False
         on_failure: OnFailure = "error" if saving.background is None else saving.background.on_failure
         self.pending = PendingSaves(
-            run.root.location, on_failure, process_group, may_be_damaged=run.verifies_before_deletions
+            run.root.location,
+            on_failure,
+            process_group,
+            may_be_damaged=run.verifies_before_deletions,
+            timeout=timeout,
         )
         run.on_damage = self.pending.note_damage
 
@@ -163,7 +170,8 @@ class Saver:
                 return make_options()
 
             pending = self.pending.add(
-                wanted.step, lambda: begin_save(wanted.state, store, make_options_and_warn, how, self._group)
+                wanted.step,
+                lambda: begin_save(wanted.state, store, make_options_and_warn, how, self._group, timeout=self._timeout),
             )
         ProgressLine(pending, f"step {wanted.step}", rank=own_place(self._group)[0])
         return pending
@@ -183,7 +191,7 @@ class Saver:
         call = f"holdfast.CheckpointManager.save of step {wanted.step} to {store.location}"
         rank, world_size = own_place(self._group)
         event = Call("save", store.location, rank=rank, world_size=world_size)
-        with event, meeting(call, self._group) as ranks:
+        with event, meeting(call, self._group, timeout=self._timeout, progress=event) as ranks:
             return self._attempts(
                 wanted.step, ranks, lambda: save_together(ranks, wanted.state, store, make_options, event)
             )

@@ -15,7 +15,7 @@ import xxhash
 from holdfast._base.notices import add_note
 from holdfast._ranks.differences import named_ranks
 from holdfast._ranks.exchanges import Exchanges, as_list, entries_of
-from holdfast._ranks.private_group import private_group_of
+from holdfast._ranks.private_group import PrivateGroup, private_group_of
 from holdfast._ranks.roll_call import Progressing
 from holdfast._ranks.shared_steps import Attempt, Collectives, join_failures, pack_attempt, unpack_message
 from holdfast.errors import CheckpointException, HoldfastError, RankDisagreementError, RankLeftError, RemoteError
@@ -170,6 +170,34 @@ def meeting(
         ranks = LinkedCollectives(link)
         refuse_different_calls(ranks, call)
         yield ranks
+
+
+@contextmanager
+def drop_in_meeting(
+    verb: str, process_group: dist.ProcessGroup | None, *, alone: bool, coordinator_rank: int = 0
+) -> Iterator[Collectives]:
+    """The ranks of a call of ``holdfast.dcp``. What fails in a step stays a ``CheckpointException``.
+
+    They meet as all others do, so that whoever is missing is named. Where that is not possible, the messages go over
+    the program's own process group: in a call within another one, and with groups that have no store.
+    """
+    ranks = Collectives(process_group, not alone, coordinator_rank)  # complains of a rank that is not in the group
+    link = None if alone else _link_if_possible(process_group)
+    if link is None or link.is_in_round_here():
+        yield ranks
+        return
+    with link.round(verb):
+        linked = LinkedCollectives(link, coordinator_rank)
+        linked.group = process_group
+        refuse_different_calls(linked, verb)
+        yield linked
+
+
+def _link_if_possible(process_group: dist.ProcessGroup | None) -> PrivateGroup | None:
+    try:
+        return private_group_of(process_group, "calls")
+    except Exception:  # a group of a kind that torch does not make itself
+        return None
 
 
 def own_place(process_group: dist.ProcessGroup | None) -> tuple[int, int]:

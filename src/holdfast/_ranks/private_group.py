@@ -17,6 +17,7 @@ import ctypes
 import json
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from holdfast import _settings as settings
 from holdfast._compat.groups import connection_of_its_own, default_group, store_of, stores_in_use, timeout_of
 from holdfast._ranks.exchanges import Exchanges, Join, entries_of, split_list
 from holdfast._ranks.failures import wrap_exception
@@ -46,8 +48,8 @@ _MOST_NAMED = 64
 _LAST_WORDS = 1.0
 """Seconds in which ranks that wait for this one get its last message."""
 
-_A_SLICE = timedelta(seconds=1)
-"""How long a store is asked to wait at a time."""
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.2
+"""Seconds between two looks at what the store has."""
 
 _CONNECTING = timedelta(seconds=60)
 """How long gloo may take to connect ranks that are all there. It takes five times as long if one dies meanwhile."""
@@ -86,13 +88,12 @@ class PrivateGroup(Exchanges):
         self._origin = weakref.ref(store)
         self._largest = LARGEST_GROUP if largest is None else largest
         self._store: Store | None = None
-        self._watch = Watch(rank, len(members), None, _weakly(self._give_up))
+        self._watch = Watch(rank, len(members), _weakly(self._give_up))
         if len(members) > 1:
-            # Connections to the store of its own: while one waits for the others, nobody else could use it.
-            self._store = PrefixStore(name, connection_of_its_own(store))
-            notes = connection_of_its_own(store)
-            others = {each.rpartition("/")[2]: PrefixStore(each, notes) for each in other_names}
-            self._watch.roll = RollCall(PrefixStore(name, notes), rank, others)
+            # A connection to the store of its own: while gloo waits there for others, nobody else could use it.
+            own = connection_of_its_own(store)
+            self._store = PrefixStore(name, own)
+            self._watch.open_roll = partial(RollCall.opened, own, rank, name, other_names)
         self._attempt = 0
         """How often the connection was made anew."""
         self._groups: list[tuple[TreeGroup, GlooGroup]] | None = None
@@ -120,7 +121,7 @@ class PrivateGroup(Exchanges):
         ``timeout`` is how many seconds a rank may be waited for that makes no progress, which ``progress`` counts.
         Threads have their rounds one after the other: their messages would get mixed up otherwise.
         """
-        if self._thread_in_round == threading.get_ident():
+        if self.is_in_round_here():
             raise RuntimeError(
                 f"{name} is called within another call to Holdfast of the same ranks, such as by a state_dict() that "
                 "is being saved. Call it before or afterwards."
@@ -137,7 +138,7 @@ class PrivateGroup(Exchanges):
     def _only_round(self, name: str, timeout: float | None, progress: Progressing | None) -> Iterator[None]:
         self._round_is_over = self._is_asked = False
         self._verdict = self._join_error = None
-        self._watch.begin(name, self.timeout.total_seconds() if timeout is None else timeout, progress)
+        self._watch.begin(name, self._patience(timeout), progress)
         try:
             try:
                 yield
@@ -147,6 +148,17 @@ class PrivateGroup(Exchanges):
             self._leave(_Status.FINISHED)
         finally:
             self._watch.end()
+
+    def _patience(self, timeout: float | None) -> float:
+        """How many seconds a rank that makes no progress is waited for."""
+        if timeout is not None:
+            settings.check("timeout", timeout)
+        chosen = settings.current().timeout if timeout is None else timeout
+        return chosen or self.timeout.total_seconds()
+
+    def is_in_round_here(self) -> bool:
+        """Whether the thread that asks is in a round."""
+        return self._thread_in_round == threading.get_ident()
 
     def is_orphaned(self) -> bool:
         """Whether the process group that this one goes with no longer exists."""
@@ -410,19 +422,20 @@ class PrivateGroup(Exchanges):
         return GlooGroup.connect(tree.members, self.rank, PrefixStore(name, self._store), _CONNECTING)
 
     def _wait_for_keys(self, keys: Sequence[str]) -> None:
-        """Wait until the store has them, in slices: whoever waits for this may have given up."""
+        """Wait until the store has them, in slices: whoever waits for this may have given up.
+
+        Torch has its stores wait with a timeout as well, and then writes to the program's output that they did.
+        """
         watch, call = self._watch, self._watch.call
+        pause = _SHORTEST_PAUSE
         while True:
             store = self._store
             if store is None or self._verdict is not None or watch.call != call:
                 raise ConnectionLostError("the call is over")
-            try:
-                store.wait(list(keys), _A_SLICE)
-            except Exception:
-                if store.check(list(keys)):
-                    return
-                continue
-            return
+            if store.check(list(keys)):
+                return
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
 
     def _in_background(self, work: Callable[[], T], ranks: Sequence[int]) -> T:
         """Do in a thread what cannot be interrupted, and wait for it or for a verdict."""
@@ -497,9 +510,8 @@ class PrivateGroup(Exchanges):
         if verdict is None and rank is not None:
             text = f"its connection ended while it was waited for in {self._watch.name}, so it exited or was killed"
             verdict = Verdict({rank: text}, "died, or left", is_final=True)
-            if self._watch.roll is not None:
-                with suppress(Exception):
-                    verdict = self._watch.roll.pass_verdict(self._watch.call, verdict)
+            with suppress(Exception):  # the store may be gone
+                verdict = self._watch.roll().pass_verdict(self._watch.call, verdict)
             self._pass_on(verdict, ())
         if verdict is not None:
             self._fail(verdict, error)
@@ -512,8 +524,7 @@ class PrivateGroup(Exchanges):
 
     def _verdict_of_others(self) -> Verdict | None:
         with suppress(Exception):  # the store may be gone
-            if self._watch.roll is not None:
-                return self._watch.roll.verdict_on(self._watch.call)
+            return self._watch.roll().verdict_on(self._watch.call)
         return None
 
     def _fail(self, verdict: Verdict, cause: Exception | None = None) -> NoReturn:

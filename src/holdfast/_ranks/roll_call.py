@@ -17,8 +17,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from holdfast._compat.groups import connection_of_its_own
 from holdfast._watching.progress import size as named_size
 
 _PATIENCE = timedelta(seconds=5)
@@ -98,6 +99,13 @@ class RollCall:
             with suppress(Exception):
                 each.set_timeout(_PATIENCE)
 
+    @classmethod
+    def opened(cls, store: Store, rank: int, name: str, other_names: Sequence[str]) -> RollCall:
+        """The roll of that name in a store, over a connection of its own: nobody must wait while it is called."""
+        own = connection_of_its_own(store)
+        others = {each.rpartition("/")[2]: PrefixStore(each, own) for each in other_names}
+        return cls(PrefixStore(name, own), rank, others)
+
     def publish(self, note: Note) -> None:
         """Say where this rank is."""
         self._store.set(_key(self._rank), json.dumps(note))
@@ -124,9 +132,6 @@ class RollCall:
         """Have a verdict hold for all ranks, or the one that another rank was faster with."""
         return Verdict.unpacked(self._store.compare_set(f"verdict/{call}", "", verdict.packed().decode()))
 
-    def withdraw(self) -> None:
-        """This rank is in no call any more. (Its last note stays: it says since when.)"""
-
 
 def _note_in(store: Store, rank: int) -> Note | None:
     if not store.check([_key(rank)]):
@@ -152,9 +157,10 @@ class Watch:
 
     rank: int
     size: int
-    roll: RollCall | None
     on_verdict: Callable[[Verdict], None]
     """Called when the call cannot go on."""
+    open_roll: Callable[[], RollCall] | None = None
+    """Opens the roll when it is first needed, in a call that takes longer."""
     call: int = 0
     exchange: int = 0
     waits_for: Sequence[int] = ()
@@ -169,6 +175,8 @@ class Watch:
     _closed: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
+    _roll: RollCall | None = None
+    _opening: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, name: str, timeout: float, progress: Progressing | None) -> None:
         """A call begins."""
@@ -196,6 +204,23 @@ class Watch:
             self._closed = True
             self._changed.notify()
 
+    def roll(self) -> RollCall:
+        """The notes of all ranks. Raises if the store is gone, as with the process group of a save that goes on."""
+        with self._opening:
+            if self._roll is None:
+                if self.open_roll is None:
+                    raise ConnectionError("there is no store, or it is gone")
+                open_roll, self.open_roll = self.open_roll, None
+                self._roll = open_roll()
+            return self._roll
+
+    def _do_without_the_roll(self) -> None:
+        with self._opening:
+            self._roll = self.open_roll = None
+
+    def _has_roll(self) -> bool:
+        return self._roll is not None
+
     def tick(self) -> float:
         """Seconds between two looks."""
         return max(_SHORTEST_TICK, min(self.timeout / 6, _LONGEST_TICK)) + self.size / _RANKS_PER_SECOND
@@ -221,19 +246,18 @@ class Watch:
 
     def _look(self, call: int) -> Verdict | None:
         try:
-            if self.roll is not None:
-                self.roll.publish(self.own_note())
-                known = self.roll.verdict_on(call)
-                if known is not None:
-                    return known
-        except Exception:  # the store is gone, as with the process group of a save that goes on
-            self.roll = None
+            roll = self.roll()
+            roll.publish(self.own_note())
+            known = roll.verdict_on(call)
+            if known is not None:
+                return known
+        except Exception:
+            self._do_without_the_roll()
         own = self._judge()
         if own is None:
             return None
         with suppress(Exception):
-            if self.roll is not None:
-                return self.roll.pass_verdict(call, own)
+            return self.roll().pass_verdict(call, own)
         return own
 
     def own_note(self) -> Note:
@@ -251,14 +275,15 @@ class Watch:
         self._seen = {rank: seen for rank, seen in self._seen.items() if rank in waits_for}
         missing: dict[int, str] = {}
         for rank in waits_for:
+            note = None
             try:
-                note = None if self.roll is None else self.roll.note_of(rank)
+                note = self.roll().note_of(rank)
             except Exception:
-                note, self.roll = None, None
+                self._do_without_the_roll()
             if note is not None and self._has_come(note, rank):
                 self._seen.pop(rank, None)
                 continue
-            if self.roll is None and rank != waits_for[0]:
+            if not self._has_roll() and rank != waits_for[0]:
                 continue  # it may have come, for all that is known
             sight = self._sight_of(note)
             seen = self._seen.get(rank)
@@ -284,11 +309,11 @@ class Watch:
 
     def _described(self, rank: int, note: Note | None) -> str:
         """What is known of a rank that is missing."""
-        if self.roll is None:
+        if not self._has_roll():
             return "nothing is known of it, since the process group's store is gone"
-        elsewhere = self.roll.elsewhere(rank)
+        elsewhere = self.roll().elsewhere(rank)
         if note is None:
-            return f"it has not called anything that all ranks have to call{elsewhere}"
+            return f"it has not come to this call{elsewhere}"
         if note.call < self.call:
             return f"it has not come back to Holdfast since {note.name}{elsewhere}"
         return f"it was last seen in {note.describe()}: busy without progress, stopped or dead{elsewhere}"

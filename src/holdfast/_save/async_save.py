@@ -55,6 +55,7 @@ def async_save(
     check_tearing: bool = False,
     overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
     **options: Unpack[SaveOptions],
 ) -> PendingSave:
     """Take a private copy of a state, and save it in the background while the program goes on.
@@ -80,6 +81,7 @@ def async_save(
             the state while it was copied. Takes time in the call; what torch itself counts as a change is found anyway.
         overwrite: as for ``save``.
         process_group: as for ``save``. It needs no backend for the CPU.
+        timeout: as for ``save``. Ranks may call later than others by no more than that.
         options: all others are those of ``save``. Only ``memory_budget`` counts the copy as well: by default it is one
             copy of this rank's part of the state, two with ``when_busy="copy"``, and 64 MiB.
 
@@ -98,7 +100,12 @@ def async_save(
     refuse_unknown_options("holdfast.async_save()", options)
     how = How(optimizers, writer, when_busy, check_tearing, options.pop("memory_budget", None))
     return begin_save(
-        state, path, functools.partial(CheckedOptions.of, options, overwrite=overwrite), how, process_group
+        state,
+        path,
+        functools.partial(CheckedOptions.of, options, overwrite=overwrite),
+        how,
+        process_group,
+        timeout=timeout,
     )
 
 
@@ -127,6 +134,8 @@ def begin_save(
     make_options: Callable[[], CheckedOptions],
     how: How,
     process_group: dist.ProcessGroup | None,
+    *,
+    timeout: float | None = None,
 ) -> PendingSave:
     """Copy a state as far as that cannot wait, and queue the rest."""
     alone = not (dist.is_available() and dist.is_initialized())
@@ -141,7 +150,7 @@ def begin_save(
             begun = _begin(state, path, make_options(), how, lane, call)
     except BaseException as error:
         # Or else the other ranks would wait for this one.
-        give_up_in_background(error, lane, claim, coordinator_rank=0)
+        give_up_in_background(error, lane, claim, coordinator_rank=0, timeout=timeout)
         call.finish(error=error)
         raise
     options = begun.options
@@ -156,6 +165,7 @@ def begin_save(
             claim=claim,
             in_process=how.writer == "process",
             call=call,
+            timeout=timeout,
             same_on_all_ranks=same,
             attempts=functools.partial(_attempt, call, how.attempts),
             around=functools.partial(_reporting, call, alone=alone),

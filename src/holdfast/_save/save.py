@@ -43,6 +43,7 @@ def save(
     *,
     overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
     **options: Unpack[SaveOptions],
 ) -> SaveReport:
     """Save a state to a folder. With a process group all its ranks call this together, each with its own part.
@@ -67,6 +68,9 @@ def save(
         memory_budget: how much may be allocated beyond the state, apart from some 2 KB per tensor, such as
             ``"256MB"``: 64 MiB by default, 256 KiB at least.
         process_group: the ranks that save. All by default; this process alone if there is no process group.
+        timeout: for how many seconds a rank may make no progress, or be waited for, before all others give up with a
+            ``MissingRanksError`` that names it. By default as long as the process group waits, or as
+            ``HOLDFAST_TIMEOUT`` says.
 
     Example:
         >>> import tempfile, torch
@@ -86,7 +90,10 @@ def save(
     on_mismatch = options.get("replica_mismatch", "error")
     call = f"holdfast.save to {place}, overwrite={overwrite!r}, replica_mismatch={on_mismatch!r}"
     rank, world_size = own_place(process_group)
-    with Call("save", place, rank=rank, world_size=world_size) as event, meeting(call, process_group) as ranks:
+    with (
+        Call("save", place, rank=rank, world_size=world_size) as event,
+        meeting(call, process_group, timeout=timeout, progress=event) as ranks,
+    ):
         return save_together(ranks, state, path, make_options, event)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from holdfast._dcp.planner import LoadPlanner, SavePlanner
 from holdfast._dcp.storage import StorageReader, StorageWriter
 from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata
-from holdfast._ranks.shared_steps import Collectives
+from holdfast._ranks.meeting import drop_in_meeting
 from holdfast._stores.filesystem import AnyPath
 from holdfast.dcp.state_dict_loader import _perform_load
 from holdfast.dcp.state_dict_saver import AsyncSaveResponse, _async_save, _save, _Target
@@ -72,13 +72,19 @@ class _Checkpointer:
 
     def load(self, state_dict: dict[str, Any]) -> None:
         """Load into a state, as ``holdfast.dcp.load`` does."""
-        _perform_load(
-            Collectives(self.process_group, not _runs_alone(self.no_dist, "load"), self.coordinator_rank),
-            state_dict,
-            checkpoint_id=_path_of(self.storage_reader),
-            storage_reader=self.storage_reader,
-            planner=self.load_planner,
-        )
+        with drop_in_meeting(
+            "holdfast.dcp.load",
+            self.process_group,
+            alone=_runs_alone(self.no_dist, "load"),
+            coordinator_rank=self.coordinator_rank,
+        ) as ranks:
+            _perform_load(
+                ranks,
+                state_dict,
+                checkpoint_id=_path_of(self.storage_reader),
+                storage_reader=self.storage_reader,
+                planner=self.load_planner,
+            )
 
     def _role(self) -> dict[str, Any]:
         return {

@@ -18,7 +18,7 @@ from holdfast._dcp.storage import StorageReader
 from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata, TensorProperties, TensorStorageMetadata
 from holdfast._layout.materialize import empty_tensor, group_device_type, rank_device
 from holdfast._layout.offset_shards import OffsetShards
-from holdfast._ranks.shared_steps import Collectives
+from holdfast._ranks.meeting import drop_in_meeting
 from holdfast.dcp._storage_utils import _refuse_stock_objects
 from holdfast.dcp.utils import _runs_alone
 
@@ -59,17 +59,17 @@ def load_sharded_optimizer_state_dict(
         >>> loaded["optimizer"]["state"]["w"]["exp_avg"], loaded["optimizer"]["param_groups"]
         (tensor([1., 1.]), [{'lr': 0.1}])
     """
-    ranks = Collectives(None, not _runs_alone(False, "load"), 0)
 
     def prepare() -> ModelLayout:
         _refuse_stock_objects(storage_reader, planner)
         storage_reader.reset()
         return model_layout(model_state_dict)
 
-    layout = ranks.own_error_first("plan", prepare)
-    places = OptimizerStatePlanner(DefaultLoadPlanner() if planner is None else planner, optimizer_key, layout)
-    load_state({}, storage_reader, places, ranks)
-    return places.loaded()
+    with drop_in_meeting("holdfast.dcp.load", None, alone=_runs_alone(False, "load")) as ranks:
+        layout = ranks.own_error_first("plan", prepare)
+        places = OptimizerStatePlanner(DefaultLoadPlanner() if planner is None else planner, optimizer_key, layout)
+        load_state({}, storage_reader, places, ranks)
+        return places.loaded()
 
 
 class _ReaderWithOffset(DefaultLoadPlanner):

@@ -13,6 +13,7 @@ from holdfast._dcp.planner import LoadPlanner
 from holdfast._dcp.storage import StorageReader
 from holdfast._formats.dcp.metadata import STATE_DICT_TYPE
 from holdfast._layout.tensor_kinds import not_loadable, partitioned_in
+from holdfast._ranks.meeting import drop_in_meeting
 from holdfast._ranks.shared_steps import Collectives
 from holdfast._stores.filesystem import AnyPath
 from holdfast.dcp._storage_utils import _refuse_stock_objects, _storage_setup
@@ -57,8 +58,8 @@ def load(
         >>> state
         {'weights': tensor([1., 1., 1., 1.]), 'step': 7}
     """
-    ranks = Collectives(process_group, not _runs_alone(no_dist, "load"), 0)
-    _perform_load(ranks, state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, planner=planner)
+    with drop_in_meeting("holdfast.dcp.load", process_group, alone=_runs_alone(no_dist, "load")) as ranks:
+        _perform_load(ranks, state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, planner=planner)
 
 
 def _perform_load(
@@ -116,8 +117,8 @@ def _load_state_dict(
     no_dist: bool = False,
     planner: LoadPlanner | None = None,
 ) -> None:
-    ranks = Collectives(process_group, not no_dist, coordinator_rank)
-    load_state(state_dict, storage_reader, DefaultLoadPlanner() if planner is None else planner, ranks)
+    with drop_in_meeting("holdfast.dcp.load", process_group, alone=no_dist, coordinator_rank=coordinator_rank) as ranks:
+        load_state(state_dict, storage_reader, DefaultLoadPlanner() if planner is None else planner, ranks)
 
 
 def _load_state_dict_from_keys(
@@ -132,8 +133,8 @@ def _load_state_dict_from_keys(
     A key may be a full one or the beginning of a path: ``"model"`` loads all of the model. One that selects nothing is
     an error.
     """
-    ranks = Collectives(process_group, not _runs_alone(False, "load"), 0)
-    reader = ranks.own_error_first("plan", lambda: _storage_setup(storage_reader, checkpoint_id, reader=True))
-    state: dict[str, Any] = {}
-    load_state(state, cast(StorageReader, reader), EmptyStateDictLoadPlanner(keys), ranks)
+    with drop_in_meeting("holdfast.dcp.load", process_group, alone=_runs_alone(False, "load")) as ranks:
+        reader = ranks.own_error_first("plan", lambda: _storage_setup(storage_reader, checkpoint_id, reader=True))
+        state: dict[str, Any] = {}
+        load_state(state, cast(StorageReader, reader), EmptyStateDictLoadPlanner(keys), ranks)
     return state

@@ -28,6 +28,7 @@ from holdfast._dcp.save_planner import DefaultSavePlanner
 from holdfast._dcp.storage import StorageWriter
 from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata
 from holdfast._layout.tensor_kinds import partitioned_in, refused
+from holdfast._ranks.meeting import drop_in_meeting
 from holdfast._ranks.shared_steps import Collectives
 from holdfast._stores.filesystem import AnyPath
 from holdfast._stores.local_filesystem import FileSystem
@@ -121,8 +122,9 @@ def _save(
 ) -> Metadata:
     warn_of_unseen_failures()
     wait_for_conflicting_saves(target.claim())
-    ranks = Collectives(process_group, not _runs_alone(no_dist, "save"), coordinator_rank)
-    return _perform_save(ranks, state_dict, **target._asdict())
+    alone = _runs_alone(no_dist, "save")
+    with drop_in_meeting("holdfast.dcp.save", process_group, alone=alone, coordinator_rank=coordinator_rank) as ranks:
+        return _perform_save(ranks, state_dict, **target._asdict())
 
 
 def _perform_save(
@@ -385,14 +387,14 @@ def _save_state_dict(
     planner: SavePlanner | None = None,
     use_collectives: bool = True,
 ) -> Metadata:
-    ranks = Collectives(process_group, not no_dist, coordinator_rank)
-    return save_state(
-        state_dict,
-        storage_writer,
-        DefaultSavePlanner() if planner is None else planner,
-        ranks,
-        use_collectives=use_collectives,
-    )
+    with drop_in_meeting("holdfast.dcp.save", process_group, alone=no_dist, coordinator_rank=coordinator_rank) as ranks:
+        return save_state(
+            state_dict,
+            storage_writer,
+            DefaultSavePlanner() if planner is None else planner,
+            ranks,
+            use_collectives=use_collectives,
+        )
 
 
 @_dcp_method_logger(log_exceptions=True)

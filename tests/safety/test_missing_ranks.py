@@ -1,0 +1,261 @@
+"""A rank that does not come, hangs, is stopped or dies: all others raise before long and name it, and can go on.
+
+The process group itself would wait for much longer than these tests may take.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import holdfast
+import holdfast._load.load
+import holdfast._save.save
+import holdfast.dcp as dcp
+from holdfast.errors import HoldfastError, MissingRanksError, RankDisagreementError
+from tests.many_ranks import meet_again, run_forked
+
+TIMEOUT = 2.0
+"""Seconds without progress."""
+SIZE = 3
+PATIENCE = 300.0
+"""Of the process group, in seconds: longer than a test may take."""
+
+
+def state_of(value: float = 1.0) -> dict[str, Any]:
+    return {"weights": torch.full((8,), value), "step": 3}
+
+
+def save(folder: Path) -> Any:
+    return holdfast.save(state_of(), folder / "new", timeout=TIMEOUT)
+
+
+def async_save(folder: Path) -> Any:
+    return holdfast.async_save(state_of(), folder / "new", timeout=TIMEOUT).result()
+
+
+def async_save_in_process(folder: Path) -> Any:
+    return holdfast.async_save(state_of(), folder / "new", timeout=TIMEOUT, writer="process").result()
+
+
+def load(folder: Path) -> Any:
+    return holdfast.load(state_of(0.0), folder / "old", timeout=TIMEOUT)
+
+
+def restore(folder: Path) -> Any:
+    return holdfast.CheckpointManager(folder / "run", timeout=TIMEOUT, read_only=True).restore(state_of(0.0))
+
+
+def dcp_save(folder: Path) -> Any:
+    return dcp.save(state_of(), checkpoint_id=folder / "dcp-new")
+
+
+def dcp_load(folder: Path) -> Any:
+    return dcp.load(state_of(0.0), checkpoint_id=folder / "dcp-old")
+
+
+VERBS: dict[str, Callable[[Path], Any]] = {
+    each.__name__: each for each in (save, async_save, async_save_in_process, load, restore, dcp_save, dcp_load)
+}
+PLACES: dict[str, tuple[Any, str]] = {
+    "write": (holdfast._save.save, "write_chunks"),
+    "commit": (holdfast._save.save, "commit_checkpoint"),
+    "open": (holdfast._load.load, "open_source"),
+    "read": (holdfast._load.load, "read_regions"),
+    "dcp plan": (dcp.DefaultSavePlanner, "create_local_plan"),
+    "dcp write": (dcp.FileSystemWriter, "write_data"),
+    "dcp read": (dcp.FileSystemReader, "read_data"),
+}
+
+
+def do_to_this_rank(fault: str, place: str, verb: Callable[[Path], Any], folder: Path) -> Any:
+    """Misbehave in a place of a call."""
+    if fault == "never comes":
+        time.sleep(600)
+    if fault == "comes late":
+        time.sleep(TIMEOUT / 2)
+        return verb(folder)
+    if fault == "calls something else":
+        return holdfast.load(state_of(0.0), folder / "old", timeout=TIMEOUT)
+    if fault == "calls in the background":
+        return async_save(folder)
+    owner, name = PLACES[place]
+    signals = {"is stopped": signal.SIGSTOP, "is killed": signal.SIGKILL}
+
+    def misbehave(*args: Any, **kwargs: Any) -> Any:
+        if fault == "hangs":
+            time.sleep(600)
+        os.kill(os.getpid(), signals[fault])
+        time.sleep(600)
+
+    setattr(owner, name, misbehave)
+    return verb(folder)
+
+
+def meet_a_fault(verb_name: str, fault: str, place: str, culprit: int, folder: Path, met_before: bool) -> list[Any]:
+    """What the call raised, how long that took, and whether the next save works without the culprit."""
+    os.environ["HOLDFAST_TIMEOUT"] = str(TIMEOUT)  # for holdfast.dcp, which takes no argument that torch does not know
+    rank, verb = dist.get_rank(), VERBS[verb_name]
+    if met_before:
+        holdfast.save(state_of(), folder / "before", timeout=60)
+        holdfast.async_save(state_of(), folder / "before", overwrite=True, timeout=60).result()
+    began = time.monotonic()
+    error: Any = None
+    try:
+        do_to_this_rank(fault, place, verb, folder) if rank == culprit else verb(folder)
+    except HoldfastError as raised:
+        error = raised
+    seconds = time.monotonic() - began
+    if fault in ("comes late", "calls something else"):
+        holdfast.save(state_of(), folder / "next", timeout=60)
+    elif rank != culprit:
+        rest = [each for each in range(SIZE) if each != culprit]
+        meet_again(rest.index(rank), len(rest), "the rest")
+        holdfast.save(state_of(), folder / "next", timeout=60)
+    return [error, seconds]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    holdfast.save(state_of(), tmp_path / "old")
+    with holdfast.CheckpointManager(tmp_path / "run", background=False) as manager:
+        manager.save(3, state_of())
+    dcp.save(state_of(), checkpoint_id=tmp_path / "dcp-old", no_dist=True)
+    return tmp_path
+
+
+def check(verb: str, fault: str, place: str, culprit: int, folder: Path, *, met_before: bool = True) -> list[Any]:
+    found = run_forked(
+        SIZE,
+        meet_a_fault,
+        verb,
+        fault,
+        place,
+        culprit,
+        folder,
+        met_before,
+        group_timeout=PATIENCE,
+        deadline=100,
+        may_die=[] if fault == "comes late" else [culprit],
+    )
+    assert holdfast.open(folder / "next")["step"] == 3
+    others = [outcome for rank, outcome in enumerate(found) if rank != culprit]
+    if fault == "comes late":
+        assert [error for error, _ in found] == [None] * SIZE
+        return found
+    for error, seconds in others:
+        assert seconds < TIMEOUT + 5 or os.getloadavg()[0] > os.cpu_count(), (error, seconds)
+        assert isinstance(error, MissingRanksError), error
+        assert error.ranks == [culprit]
+        assert f"rank {culprit} (" in str(error)
+    return others
+
+
+QUICK = [
+    ("save", "never comes", ""),
+    ("save", "is stopped", "write"),
+    ("save", "is killed", "write"),
+    ("async_save", "is stopped", "write"),
+    ("async_save", "never comes", ""),
+    ("load", "is killed", "read"),
+    ("restore", "never comes", ""),
+    ("dcp_save", "is killed", "dcp write"),
+    ("dcp_load", "never comes", ""),
+]
+LONG = [
+    *((verb, "never comes", "") for verb in ("async_save_in_process", "load", "dcp_save")),
+    *((verb, "comes late", "") for verb in VERBS),
+    *(("save", fault, place) for fault in ("is stopped", "is killed", "hangs") for place in ("write", "commit")),
+    *(("async_save", fault, place) for fault in ("is killed", "hangs") for place in ("write", "commit")),
+    *(
+        (verb, fault, place)
+        for verb in ("load", "restore")
+        for fault in ("is stopped", "is killed", "hangs")
+        for place in ("open", "read")
+    ),
+    *(
+        ("dcp_save", fault, place)
+        for fault in ("is stopped", "is killed", "hangs")
+        for place in ("dcp plan", "dcp write")
+    ),
+    *(("dcp_load", fault, "dcp read") for fault in ("is stopped", "is killed", "hangs")),
+]
+
+
+def named(case: tuple[str, str, str]) -> str:
+    return "-".join(part for part in case if part).replace(" ", "_")
+
+
+@pytest.mark.parametrize("case", QUICK, ids=named)
+def test_the_others_name_a_rank_that_is_missing_and_go_on_without_it(case, folder: Path):
+    verb, fault, place = case
+    check(verb, fault, place, 2, folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [case for case in LONG if case not in QUICK], ids=named)
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_whatever_it_was_doing(case, culprit, folder: Path):
+    verb, fault, place = case
+    if place == "commit" and culprit != 0:
+        pytest.skip("only the coordinator commits")
+    check(verb, fault, place, culprit, folder)
+
+
+def test_a_rank_that_comes_late_is_waited_for(folder: Path):
+    check("save", "comes late", "", 2, folder)
+
+
+def test_before_the_ranks_ever_met(folder: Path):
+    for error, _ in check("save", "never comes", "", 2, folder, met_before=False):
+        assert "did not join holdfast.save to" in str(error)
+        assert "it has not come to this call" in str(error)
+
+
+def test_where_a_rank_hangs_is_said(folder: Path):
+    for error, _ in check("save", "hangs", "write", 1, folder):
+        assert "last seen in holdfast.save to" in str(error)
+        assert "phase write" in str(error)
+
+
+def test_ranks_in_different_calls_know_it_at_once(folder: Path):
+    found = run_forked(
+        SIZE, meet_a_fault, "save", "calls something else", "", 1, folder, True, group_timeout=PATIENCE, deadline=60
+    )
+    for error, _ in found:
+        assert isinstance(error, RankDisagreementError)
+        assert "holdfast.load from" in error.views[1]
+
+
+def test_a_rank_that_saves_in_the_background_while_the_others_wait_is_named(folder: Path):
+    others = check("save", "calls in the background", "", 1, folder)
+    assert any("it waits for other ranks in background: holdfast.async_save to" in str(error) for error, _ in others)
+
+
+def go_on_after_a_stop(folder: Path) -> list[Any]:
+    """A rank that was stopped for too long comes back, and the next save has it again."""
+    rank = dist.get_rank()
+    holdfast.save(state_of(), folder / "0", timeout=60)
+    error: Any = None
+    try:
+        if rank == 1:
+            time.sleep(2 * TIMEOUT + 2)
+        holdfast.save(state_of(), folder / "1", timeout=TIMEOUT)
+    except MissingRanksError as raised:
+        error = raised
+    holdfast.save(state_of(), folder / "2", timeout=60)
+    return [error, sorted(path.name for path in folder.iterdir() if path.name.isdigit())]
+
+
+def test_a_rank_that_comes_too_late_takes_part_in_the_next_call(tmp_path: Path):
+    for error, folders in run_forked(SIZE, go_on_after_a_stop, tmp_path, group_timeout=PATIENCE):
+        assert error.ranks == [1]
+        assert folders == ["0", "2"]
