@@ -74,7 +74,7 @@ class AgreedSave:
 
 
 @dataclass(frozen=True)
-class RankPlan:
+class WritePlan:
     """What is to be done by this rank."""
 
     generation: str
@@ -85,7 +85,7 @@ class RankPlan:
     own: OwnPart = _NOTHING
 
 
-def plan_save(store: Store, ranks: Collectives, options: CheckedOptions, captured: Captured) -> RankPlan:
+def plan_save(store: Store, ranks: Collectives, options: CheckedOptions, captured: Captured) -> WritePlan:
     """Find out together what the checkpoint contains, and who writes what of it."""
     return _Planning(store, ranks, options, captured).plan()
 
@@ -99,7 +99,7 @@ class _Planning:
     options: CheckedOptions
     captured: Captured
 
-    def plan(self) -> RankPlan:
+    def plan(self) -> WritePlan:
         common, own, own_chunks = self._parts()
         layout = _Layout(b"", self.ranks.rank, self.ranks.world_size, self._may_cut, common)
         if self.ranks.world_size > 1:
@@ -120,7 +120,7 @@ class _Planning:
         number = len(shared.tensors) + self.ranks.rank * outcome.own_tensors
         chunks = [*shared.chunks, *(chunk._replace(tensor=number + chunk.tensor) for chunk in own_chunks)]
         decision = self._decided(shared, existing[0]) if existing else None
-        return RankPlan(outcome.generation, chunks, decision, own)
+        return WritePlan(outcome.generation, chunks, decision, own)
 
     @property
     def _may_cut(self) -> bool:
@@ -171,7 +171,7 @@ class _Planning:
 
     # Where ranks have different things: all send what they have, and the coordinator decides.
 
-    def _gathered(self, generation: str, existing: Sequence[Existing]) -> RankPlan:
+    def _gathered(self, generation: str, existing: Sequence[Existing]) -> WritePlan:
         captured = self.captured
         same_tree_as = self._first_with_the_same_tree()
         tree = captured.tree if same_tree_as == self.ranks.rank else None  # it need not be sent twice
@@ -184,7 +184,7 @@ class _Planning:
             return chunks
 
         chunks = self.ranks.reduce_scatter("plan", lambda: proposal, lambda proposals: list(decide(proposals)))
-        return RankPlan(generation, chunks, decisions[0] if decisions else None)
+        return WritePlan(generation, chunks, decisions[0] if decisions else None)
 
     def _first_with_the_same_tree(self) -> int:
         """The lowest rank whose tree is the same as this rank's."""

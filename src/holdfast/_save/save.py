@@ -23,7 +23,7 @@ from holdfast._ranks.meeting import meeting, own_place
 from holdfast._save.capture import Capture, Captured
 from holdfast._save.local_bytes import bytes_of
 from holdfast._save.options import CheckedOptions, SaveOptions, refuse_unknown_options, shows_save_options
-from holdfast._save.planning import OwnPart, RankPlan, plan_save
+from holdfast._save.planning import OwnPart, WritePlan, plan_save
 from holdfast._save.report import SaveReport
 from holdfast._stores.places import in_messages, store_at
 from holdfast._stores.store import Store
@@ -125,7 +125,7 @@ class SaveRun:
         self.call.enter("commit")  # which the coordinator does, and the others wait for
         return self.commit(plan, files)
 
-    def write(self, plan: RankPlan, captured: Captured) -> list[WrittenFile]:
+    def write(self, plan: WritePlan, captured: Captured) -> list[WrittenFile]:
         """Write this rank's part. If another rank fails, it is removed again."""
         files: list[WrittenFile] = []
         try:
@@ -147,7 +147,7 @@ class SaveRun:
             raise
         return files
 
-    def commit(self, plan: RankPlan, files: list[WrittenFile]) -> SaveReport:
+    def commit(self, plan: WritePlan, files: list[WrittenFile]) -> SaveReport:
         """The coordinator puts the record in place, which makes all files of all ranks a checkpoint."""
 
         def put_in_place(parts: list[_Done], commit: Commit) -> SaveReport:
