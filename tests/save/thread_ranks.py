@@ -22,6 +22,7 @@ from holdfast._layout.descriptions import TensorDescription, digest_pieces
 from holdfast._ranks.shared_steps import Collectives
 from holdfast._save.capture import Captured
 from holdfast._save.captured_copies import CopiedTensor
+from holdfast.errors import CheckpointException
 
 T = TypeVar("T")
 
@@ -90,6 +91,8 @@ def on_ranks(world_size: int, body: Callable[[ThreadRanks], T]) -> list[T]:
     def run(rank: int) -> T:
         try:
             return body(ThreadRanks(table, rank))
+        except CheckpointException:  # as all ranks do
+            raise
         except BaseException:
             table.barrier.abort()
             raise
