@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast._watching.calls import Call, Update
+from holdfast._watching.calls import Call, Update, busiest
 from holdfast._watching.subscribers import subscriptions
 from holdfast.watching import Event, about, subscribe
 
@@ -289,3 +289,16 @@ def test_watching_needs_neither_torch_nor_opentelemetry() -> None:
 
     assert "verb='save', phase='write'" in done.stdout
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_of_many_ranks_those_that_took_longest_are_told_of() -> None:
+    ranks = [{"plan": 0.1, "write": 1.0} for _ in range(1000)]
+    ranks[77] = {"plan": 0.1, "write": 9.0}
+    ranks[500] = {"plan": 0.5, "write": 0.1}  # the slowest in one phase, and not busy for long
+
+    told = busiest(ranks)
+
+    assert len(told) == 20
+    assert {77, 500} <= set(told)
+    assert told == sorted(told)
+    assert busiest(ranks[:20]) == list(range(20))

@@ -82,7 +82,7 @@ class AgreedSave:
 
 
 @dataclass(frozen=True)
-class RankPlan:
+class WritePlan:
     """What is to be done by this rank."""
 
     generation: str
@@ -95,7 +95,7 @@ class RankPlan:
     own: OwnPart = _NOTHING
 
 
-def plan_save(store: Store, ranks: Collectives, options: CheckedOptions, captured: Captured) -> RankPlan:
+def plan_save(store: Store, ranks: Collectives, options: CheckedOptions, captured: Captured) -> WritePlan:
     """Find out together what the checkpoint contains, and who writes what of it."""
     return _Planning(store, ranks, options, captured).plan()
 
@@ -109,7 +109,7 @@ class _Planning:
     options: CheckedOptions
     captured: Captured
 
-    def plan(self) -> RankPlan:
+    def plan(self) -> WritePlan:
         common, own, own_chunks = self._parts()
         layout = _Layout(b"", self.ranks.rank, self.ranks.world_size, self._may_cut, common)
         if self.ranks.world_size > 1:
@@ -131,7 +131,7 @@ class _Planning:
         chunks = [*shared.chunks, *(chunk._replace(tensor=number + chunk.tensor) for chunk in own_chunks)]
         decision = self._decided(shared, existing[0]) if existing else None
         writers = self.ranks.world_size if outcome.own_tensors else shared.writers
-        return RankPlan(outcome.generation, chunks, writers, decision, own)
+        return WritePlan(outcome.generation, chunks, writers, decision, own)
 
     @property
     def _may_cut(self) -> bool:
@@ -187,7 +187,7 @@ class _Planning:
 
     # Where ranks have different things: all send what they have, and the coordinator decides.
 
-    def _gathered(self, generation: str, existing: Sequence[Existing]) -> RankPlan:
+    def _gathered(self, generation: str, existing: Sequence[Existing]) -> WritePlan:
         captured = self.captured
         same_tree_as = self._first_with_the_same_tree()
         tree = captured.tree if same_tree_as == self.ranks.rank else None  # it need not be sent twice
@@ -201,7 +201,7 @@ class _Planning:
             return [(part, writers) for part in chunks]
 
         chunks, writers = self.ranks.reduce_scatter("plan", lambda: proposal, decide)
-        return RankPlan(generation, chunks, writers, decisions[0] if decisions else None)
+        return WritePlan(generation, chunks, writers, decisions[0] if decisions else None)
 
     def _first_with_the_same_tree(self) -> int:
         """The lowest rank whose tree is the same as this rank's."""

@@ -21,13 +21,16 @@ class SaveReport:
     world_size: int = 1
     phases: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """How many seconds each took, by rank: ``capture``, ``stage`` (the copy of a background save), ``plan``, ``write``;
-    and ``commit``, which one rank does."""
+    and ``commit``, which one rank does. Of many ranks only those that ``ranks`` lists."""
+    ranks: Sequence[int] = ()
+    """The ranks that ``phases`` tells of: all, or the 20 slowest."""
 
     @property
     def slowest_rank(self) -> int:
         """The one that took longest to write."""
         seconds = self.phases.get("write", [0.0])
-        return max(range(len(seconds)), key=seconds.__getitem__)
+        place = max(range(len(seconds)), key=seconds.__getitem__)
+        return self.ranks[place] if self.ranks else place
 
     def __str__(self) -> str:
         rate = f", {self.bytes_written / self.seconds / 1e6:,.0f} MB/s" if self.seconds > 0 else ""

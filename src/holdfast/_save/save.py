@@ -23,11 +23,11 @@ from holdfast._ranks.meeting import meeting, own_place
 from holdfast._save.capture import Capture, Captured
 from holdfast._save.local_bytes import bytes_of
 from holdfast._save.options import CheckedOptions, SaveOptions, refuse_unknown_options, shows_save_options
-from holdfast._save.planning import OwnPart, RankPlan, plan_save
+from holdfast._save.planning import OwnPart, WritePlan, plan_save
 from holdfast._save.report import SaveReport
 from holdfast._stores.places import in_messages, store_at
 from holdfast._stores.store import Store
-from holdfast._watching.calls import Call, by_phase
+from holdfast._watching.calls import Call, busiest, by_phase
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -132,7 +132,7 @@ class SaveRun:
         self.call.enter("commit")  # which the coordinator does, and the others wait for
         return self.commit(plan, files)
 
-    def write(self, plan: RankPlan, captured: Captured) -> list[StoredFile]:
+    def write(self, plan: WritePlan, captured: Captured) -> list[StoredFile]:
         """Write this rank's part. If another rank fails, it is removed again."""
         files: list[StoredFile] = []
         try:
@@ -155,15 +155,19 @@ class SaveRun:
             raise
         return files
 
-    def commit(self, plan: RankPlan, files: list[StoredFile]) -> SaveReport:
+    def commit(self, plan: WritePlan, files: list[StoredFile]) -> SaveReport:
         """The coordinator puts the record in place, which makes all files of all ranks a checkpoint."""
 
         def put_in_place(parts: list[_Done], commit: Commit) -> SaveReport:
             assert plan.decision is not None
             every = [file for part in parts for file in part.files]
-            seconds = [part.seconds for part in parts]
+            timed = busiest([part.seconds for part in parts])
+            seconds = by_phase([parts[rank].seconds for rank in timed])
+            written: dict[str, Any] = {"phases": seconds}
+            if len(timed) < len(parts):
+                written["phase_ranks"] = timed
             contents = plan.decision.contents([part.own for part in parts])
-            contents = replace(contents, written={**contents.written, "phases": by_phase(seconds)})
+            contents = replace(contents, written={**contents.written, **written})
             with self.call.phase("commit"), no_garbage_collection():
                 record = commit_checkpoint(
                     self.store, plan.decision.existing, every, contents, plan.generation, commit=commit
@@ -175,7 +179,8 @@ class SaveRun:
                 bytes_written=sum(file.nbytes for file in record.files),
                 seconds=max(part.elapsed for part in parts) + self.call.seconds["commit"],
                 world_size=self.ranks.world_size,
-                phases={**by_phase(seconds), "commit": [self.call.seconds["commit"]]},
+                phases={**seconds, "commit": [self.call.seconds["commit"]]},
+                ranks=timed,
             )
 
         return commit_for_all(

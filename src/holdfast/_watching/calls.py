@@ -267,6 +267,24 @@ def _text_of(error: BaseException | str | None) -> str | None:
         return type(error).__name__
 
 
+MOST_RANKS_TIMED = 20
+"""A record says of so many ranks how long they took, however many there are."""
+
+
+def busiest(ranks: Sequence[Mapping[str, float]], most: int = MOST_RANKS_TIMED) -> list[int]:
+    """The ranks to tell of, in their order: the slowest in each phase, and of the others those that were busy longest.
+
+    >>> busiest([{"write": 1.0}, {"write": 3.0}, {"write": 2.0, "plan": 0.5}], 2), busiest([{}, {}])
+    ([1, 2], [0, 1])
+    """
+    if len(ranks) <= most:
+        return list(range(len(ranks)))
+    names = {name: None for seconds in ranks for name in seconds}
+    slowest = [max(range(len(ranks)), key=lambda rank: ranks[rank].get(name, 0.0)) for name in names]
+    longest = sorted(range(len(ranks)), key=lambda rank: -sum(ranks[rank].values()))
+    return sorted(list(dict.fromkeys([*slowest, *longest]))[:most])
+
+
 def by_phase(ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """The seconds of all ranks by phase, rounded to what matters.
 

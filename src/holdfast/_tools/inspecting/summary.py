@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ from holdfast._watching.progress import OnProgress, size
 
 _MOST_SHOWN = 20
 
-_IN_ROWS_OF_THEIR_OWN = ("phases", "optimizers", REPAIRED)
+_IN_ROWS_OF_THEIR_OWN = ("phases", "phase_ranks", "optimizers", REPAIRED)
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,18 @@ class CheckpointSummary:
         lines += _listed("metadata", self.metadata)
         phases = self.written.get("phases")
         if isinstance(phases, Mapping):
-            lines += _listed("seconds by rank", {name: _seconds(times) for name, times in phases.items()})
+            lines += _listed(
+                "seconds by rank", {name: _seconds(times, self._ranks()) for name, times in phases.items()}
+            )
         if self.not_finite is not None:
             bad = {key: f"{nan:,} nan, {inf:,} inf" for key, (nan, inf) in self.not_finite.items()}
             lines += _listed("NOT FINITE", bad) or ["  all elements are finite"]
         return "\n".join(lines)
+
+    def _ranks(self) -> Sequence[int] | None:
+        """Of which ranks it is known how long they took, if not of all."""
+        found = self.written.get("phase_ranks")
+        return found if isinstance(found, list) else None
 
     def to_json(self) -> dict[str, Any]:
         """All fields as plain data."""
@@ -182,10 +189,14 @@ def _listed(headline: str, facts: Mapping[str, Any]) -> list[str]:
     return [f"  {headline}:", *(f"    {name!s:<{width}}  {value}" for name, value in shown), *more]
 
 
-def _seconds(times: Any) -> str:
+def _seconds(times: Any, ranks: Sequence[int] | None = None) -> str:
     if not isinstance(times, (list, tuple)) or not all(isinstance(time, (int, float)) for time in times) or not times:
         return str(times)
     if len(times) == 1:
         return f"{times[0]:.3f}"
     slowest = max(range(len(times)), key=lambda rank: times[rank])
+    if ranks is not None and len(ranks) == len(times):
+        return (
+            f"{times[slowest]:.3f} (rank {ranks[slowest]}), {min(times):.3f} on the fastest of the {len(times)} slowest"
+        )
     return f"{min(times):.3f} to {times[slowest]:.3f} (rank {slowest})"

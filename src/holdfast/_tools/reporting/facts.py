@@ -62,6 +62,7 @@ def description(source: Source) -> dict[str, Any]:
         "metrics": plain(metrics if isinstance(metrics, dict) else {}),
         "metadata": plain(noted),
         "phases": _phases(written.pop("phases", None)),
+        "phase_ranks": _ranks(written.pop("phase_ranks", None)),
         "written": plain(written),
     }
 
@@ -87,6 +88,11 @@ def _phases(found: Any) -> dict[str, list[float]]:
         for name, seconds in found.items()
         if isinstance(seconds, list) and all(isinstance(second, (int, float)) for second in seconds)
     }
+
+
+def _ranks(found: Any) -> list[int] | None:
+    """The ranks whose seconds are known, if these are not all."""
+    return found if isinstance(found, list) and all(type(rank) is int for rank in found) else None
 
 
 # The entries of a checkpoint in columns: what each key is.

@@ -34,17 +34,18 @@ function showTimeline(section, facts) {
   if (!lanes.length) return false;
   const whole = Math.max(length, 1e-9);
   const ranks = lanes.map((_, rank) => rank);
+  const nameOf = (rank) => facts.checkpoint.phase_ranks?.[rank] ?? rank;  // not all are recorded, of many
   const slowest = ranks.reduce((a, b) => (lanes[b].busy > lanes[a].busy ? b : a));
   const isCut = ranks.length > MOST_LANES;
   if (isCut) ranks.sort((a, b) => lanes[b].busy - lanes[a].busy).splice(MOST_LANES);
   const lane = (rank) => make("div", { class: "bar" },
-    make("span", {}, `rank ${rank}`),
+    make("span", {}, `rank ${nameOf(rank)}`),
     make("div", { class: "track", role: "img", "aria-label": laneText(lanes[rank], length) }, lanes[rank].parts.map((part, number) => make("div", {
       class: "fill placed", title: `${PHASES[part.name] ?? part.name}: ${secondsText(part.seconds)}, from ${secondsText(part.begin)} on`,
       style: { left: `${(part.begin / whole) * 100}%`, width: `${(part.seconds / whole) * 100}%`, background: phaseColour(number) },
     }))),
     make("span", { class: "figure" }, make("b", {}, secondsText(lanes[rank].busy)), ` · ${laneShort(lanes[rank], length, lanes.length === 1)}`));
-  const head = lanes.length === 1 ? "" : `, rank ${slowest} was busy longest${isCut ? `; the ${MOST_LANES} busiest of ${lanes.length} ranks` : ""}`;
+  const head = lanes.length === 1 ? "" : `, rank ${nameOf(slowest)} was busy longest${isCut ? `; the ${MOST_LANES} busiest of ${lanes.length} ranks` : ""}`;
   section.append(
     make("div", { class: "section-head" }, make("h2", {}, "Time of the save"),
       make("p", { class: "small soft" }, `${secondsText(length)} without the commit${head}`)),
