@@ -9,9 +9,15 @@ from pathlib import PurePath
 
 from holdfast._formats.dcp import names as layout
 from holdfast._formats.dcp.index import decode_index
-from holdfast._formats.dcp.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from holdfast._formats.dcp.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+    _StorageInfo,
+)
 from holdfast._stores.filesystem import AnyPath, FileSystemBase
-from holdfast.errors import CheckpointNotFoundError, RankDisagreementError
+from holdfast.errors import CheckpointNotFoundError, HoldfastError, RankDisagreementError
 
 # Checkpoints that were saved rank by rank: each rank has an index of its own part, nobody has one of the whole.
 
@@ -147,3 +153,25 @@ class IndexReads:
         if inner:
             return here + f"but there are checkpoints inside of it: {', '.join(inner[-5:])}. Give one of those paths."
         return here + f"there is no {wanted} in it ({len(names)} other file(s))."
+
+
+@dataclass(frozen=True)
+class PlacesInIndex:
+    """Where the items of a checkpoint are, for a rank that has not written its index: the index says so."""
+
+    fs: FileSystemBase
+    file: AnyPath
+    save_id: str | None
+
+    def made(self) -> dict[MetadataIndex, _StorageInfo]:
+        """Read the index, which must still be the one of that save."""
+        with self.fs.create_stream(self.file, "rb") as stream:
+            metadata = decode_index(stream.read(), source=str(self.file))
+        found = metadata.storage_meta.save_id if metadata.storage_meta else None
+        if found != self.save_id:
+            raise HoldfastError(
+                f"{self.file} is the index of save {found} by now, not that of save {self.save_id}. Where the items of "
+                "that one were is known as long as it is there; look at storage_data before another save replaces it."
+            )
+        places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+        return places
