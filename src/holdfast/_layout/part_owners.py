@@ -45,9 +45,9 @@ class Parts:
             self.regular = np.flatnonzero(self.elements > 0)
 
     @cached_property
-    def partition(self) -> bytes:
+    def partition(self) -> tuple[int, bytes]:
         """Equal for tensors whose parts are held by the same sets of ranks."""
-        return self.holders.tobytes()
+        return self.copies, self.holders.tobytes()
 
     @property
     def copies(self) -> int:
