@@ -105,14 +105,28 @@ class IndexReads:
             raise CheckpointNotFoundError(self._what_is_here_instead(layout.METADATA_NAME), path=str(self.path))
         return merge_rank_metadata(parts, rank)
 
+    def read_bytes(self) -> bytes:
+        """The index of the whole checkpoint as it is stored."""
+        return self._bytes_of(self.path_of(None))
+
+    def decode(self, data: bytes) -> Metadata:
+        """The index of the whole checkpoint behind its bytes."""
+        return self._decode(data, self.path_of(None))
+
     def _read_index(self, file: AnyPath) -> Metadata:
+        return self._decode(self._bytes_of(file), file)
+
+    def _bytes_of(self, file: AnyPath) -> bytes:
         try:
             with self.fs.create_stream(file, "rb") as stream:
                 data: bytes = stream.read()
+                return data
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointNotFoundError(
                 self._what_is_here_instead(PurePath(file).name), path=str(self.path)
             ) from error
+
+    def _decode(self, data: bytes, file: AnyPath) -> Metadata:
         metadata = decode_index(data, source=str(file), allow_pickle=self.allow_pickle)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()

@@ -7,12 +7,13 @@ ever, and the objects that it knows travel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast._dcp.replicas import treat_differing
 from holdfast._dcp.save_planner import DefaultSavePlanner
 from holdfast._dcp.shared_plan import Copies, SharedLayout, SharedPlan, describe
 from holdfast._dcp.stored_columns import StoredColumns
+from holdfast._dcp.unchanged import is_unchanged, methods_of
 from holdfast._dcp.writer import _FileSystemWriter
 from holdfast._formats.dcp.plan import SavePlan
 from holdfast._layout.part_owners import Settled
@@ -50,36 +51,26 @@ class Offer(NamedTuple):
 def does_what_ours_do(planner: object, writer: object) -> bool:
     """Whether everything that plans go through is known, so that nobody notices if there are none."""
     return (
-        _is_unchanged(planner, DefaultSavePlanner, _PLANNING)
+        is_unchanged(planner, DefaultSavePlanner, _PLANNING)
         and isinstance(planner, DefaultSavePlanner)
         and not planner.enable_plan_caching
-        and _is_unchanged(writer, _FileSystemWriter, _WRITING)
+        and is_unchanged(writer, _FileSystemWriter, _WRITING)
         and isinstance(writer, _FileSystemWriter)
         and not writer.transforms.extensions
     )
 
 
-_PLANNING = {
-    name: vars(DefaultSavePlanner)[name]
-    for name in (
-        *("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan"),
-        *("resolve_data", "lookup_object", "transform_object"),
-        *("_create_global_plan", "_dedup_save_plans", "_with_fingerprints", "_on_mismatch"),
-    )
-}
-_WRITING = {
-    name: vars(_FileSystemWriter)[name]
-    for name in (
-        *("storage_meta", "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan"),
-        *("write_data", "finish", "_named", "_data_files", "_write_file"),
-    )
-}
-
-
-def _is_unchanged(target: object, cls: type, methods: dict[str, Any]) -> bool:
-    return isinstance(target, cls) and all(
-        getattr(type(target), name, None) is method and name not in vars(target) for name, method in methods.items()
-    )
+_PLANNING = methods_of(
+    DefaultSavePlanner,
+    *("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan"),
+    *("resolve_data", "lookup_object", "transform_object"),
+    *("_create_global_plan", "_dedup_save_plans", "_with_fingerprints", "_on_mismatch"),
+)
+_WRITING = methods_of(
+    _FileSystemWriter,
+    *("storage_meta", "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan"),
+    *("write_data", "finish", "_named", "_data_files", "_write_file"),
+)
 
 
 class SharedSave:

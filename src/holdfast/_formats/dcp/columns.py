@@ -7,7 +7,7 @@ hundredth of the time, and whoever wants the objects of ``metadata.py`` gets tho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
 from typing import Any
@@ -27,6 +27,8 @@ from holdfast._formats.dcp.metadata import (
 
 Column = npt.NDArray[np.integer[Any]]
 
+ChunkBox = tuple[torch.Size, torch.Size]
+
 NO_HINT = -1
 
 
@@ -36,6 +38,7 @@ class ChunkColumns:
 
     offsets: Column
     sizes: Column
+    _touching: dict[ChunkBox, list[int]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, entry: TensorStorageMetadata) -> ChunkColumns:
@@ -67,11 +70,13 @@ class ChunkColumns:
         >>> columns.touching(ChunkStorageMetadata(torch.Size([3]), torch.Size([2])))
         [0, 1]
         """
-        begin = np.array(box.offsets, np.int64)
-        end = begin + np.array(box.sizes, np.int64)
-        shared = np.minimum(self.offsets + self.sizes, end) > np.maximum(self.offsets, begin)
-        found: list[int] = np.flatnonzero(shared.all(axis=1)).tolist()
-        return found
+        which = box.offsets, box.sizes
+        if which not in self._touching:  # tensors that are divided alike are mostly asked for alike
+            begin = np.array(box.offsets, np.int64)
+            end = begin + np.array(box.sizes, np.int64)
+            shared = np.minimum(self.offsets + self.sizes, end) > np.maximum(self.offsets, begin)
+            self._touching[which] = np.flatnonzero(shared.all(axis=1)).tolist()
+        return self._touching[which]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,11 +142,6 @@ class PlaceTable(Mapping[MetadataIndex, _StorageInfo]):
 
     def __init__(self, columns: PlaceColumns) -> None:
         self._columns = columns
-
-    @cached_property
-    def _rows(self) -> dict[tuple[int, int], int]:
-        pairs = zip(self._columns.key.tolist(), self._columns.hint.tolist(), strict=True)
-        return {pair: row for row, pair in enumerate(pairs)}
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
