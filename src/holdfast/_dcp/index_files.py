@@ -9,9 +9,15 @@ from pathlib import PurePath
 
 from holdfast._formats.dcp import names as layout
 from holdfast._formats.dcp.index import decode_index
-from holdfast._formats.dcp.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from holdfast._formats.dcp.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+    _StorageInfo,
+)
 from holdfast._stores.filesystem import AnyPath, FileSystemBase
-from holdfast.errors import CheckpointNotFoundError, RankDisagreementError
+from holdfast.errors import CheckpointNotFoundError, HoldfastError, RankDisagreementError
 
 # Checkpoints that were saved rank by rank: each rank has an index of its own part, nobody has one of the whole.
 
@@ -99,14 +105,28 @@ class IndexReads:
             raise CheckpointNotFoundError(self._what_is_here_instead(layout.METADATA_NAME), path=str(self.path))
         return merge_rank_metadata(parts, rank)
 
+    def read_bytes(self) -> bytes:
+        """The index of the whole checkpoint as it is stored."""
+        return self._bytes_of(self.path_of(None))
+
+    def decode(self, data: bytes) -> Metadata:
+        """The index of the whole checkpoint behind its bytes."""
+        return self._decode(data, self.path_of(None))
+
     def _read_index(self, file: AnyPath) -> Metadata:
+        return self._decode(self._bytes_of(file), file)
+
+    def _bytes_of(self, file: AnyPath) -> bytes:
         try:
             with self.fs.create_stream(file, "rb") as stream:
                 data: bytes = stream.read()
+                return data
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointNotFoundError(
                 self._what_is_here_instead(PurePath(file).name), path=str(self.path)
             ) from error
+
+    def _decode(self, data: bytes, file: AnyPath) -> Metadata:
         metadata = decode_index(data, source=str(file), allow_pickle=self.allow_pickle)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -147,3 +167,25 @@ class IndexReads:
         if inner:
             return here + f"but there are checkpoints inside of it: {', '.join(inner[-5:])}. Give one of those paths."
         return here + f"there is no {wanted} in it ({len(names)} other file(s))."
+
+
+@dataclass(frozen=True)
+class PlacesInIndex:
+    """Where the items of a checkpoint are, for a rank that has not written its index: the index says so."""
+
+    fs: FileSystemBase
+    file: AnyPath
+    save_id: str | None
+
+    def made(self) -> dict[MetadataIndex, _StorageInfo]:
+        """Read the index, which must still be the one of that save."""
+        with self.fs.create_stream(self.file, "rb") as stream:
+            metadata = decode_index(stream.read(), source=str(self.file))
+        found = metadata.storage_meta.save_id if metadata.storage_meta else None
+        if found != self.save_id:
+            raise HoldfastError(
+                f"{self.file} is the index of save {found} by now, not that of save {self.save_id}. Where the items of "
+                "that one were is known as long as it is there; look at storage_data before another save replaces it."
+            )
+        places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+        return places

@@ -8,16 +8,23 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import xxhash
 
 from holdfast._background.copy_jobs import finish_copies
 from holdfast._base.garbage import no_garbage_collection
 from holdfast._dcp.events import recorded, recorded_step
 from holdfast._dcp.index_files import shared_save_id
+from holdfast._dcp.load_planner import DefaultLoadPlanner
 from holdfast._dcp.planner import LoadPlanner
+from holdfast._dcp.reader import FileSystemReader
 from holdfast._dcp.save import call_if_present, set_up_storage
+from holdfast._dcp.shared_index import SharedIndex, in_columns
 from holdfast._dcp.storage import StorageReader
-from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata
+from holdfast._dcp.unchanged import is_unchanged, methods_of
+from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
 from holdfast._formats.dcp.plan import LoadPlan
 from holdfast._ranks.shared_steps import Collectives
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, RankDisagreementError, StateMismatchError
@@ -44,6 +51,41 @@ class _View(NamedTuple):
         return f"{kind}, save {self.save_id}"
 
 
+class _Glance(NamedTuple):
+    """What a rank sees at first sight; of several ranks together, what they agree on."""
+
+    digest: bytes | None
+    """Of the bytes of the index; None if it is read in another way."""
+    plans_alone: bool
+
+    @staticmethod
+    def joined(glances: Sequence[_Glance]) -> _Glance:
+        digests = {glance.digest for glance in glances}
+        return _Glance(
+            digests.pop() if len(digests) == 1 else None, all(glance.plans_alone for glance in glances)
+        )
+
+
+def reads_index_as_ours(reader: object) -> bool:
+    """Whether a reader gets its index out of one file, in the way that ours does."""
+    return is_unchanged(reader, FileSystemReader, _READING_INDEX)
+
+
+def plans_need_not_travel(planner: object, reader: object) -> bool:
+    """Whether every rank gets back the very plan that it has made."""
+    return (
+        is_unchanged(planner, DefaultLoadPlanner, _PLANNING)
+        and is_unchanged(reader, FileSystemReader, _PREPARING)
+    )
+
+
+_READING_INDEX = methods_of(
+    FileSystemReader, "read_metadata", "_indexes", "_get_metadata_path", "set_up_storage_reader"
+)
+_PLANNING = methods_of(DefaultLoadPlanner, "create_global_plan")
+_PREPARING = methods_of(FileSystemReader, "prepare_global_plan")
+
+
 class _Load:
     """One load. Its methods are the steps, in the order in which they happen."""
 
@@ -55,6 +97,9 @@ class _Load:
         self.planner = planner
         self.ranks = ranks
         self.saved_rank_by_rank = False
+        self.plans_alone = False
+        """Whether all ranks carry out the plans that they make for themselves."""
+        self.index_bytes = b""
         self.about: dict[str, Any] = {
             "checkpoint_id": getattr(reader, "checkpoint_id", None),
             "process_group": ranks.group,
@@ -82,6 +127,11 @@ class _Load:
 
     def _agree_on_index(self) -> Metadata:
         """Read the index. Ranks that see different checkpoints (a stale mount, a save going on) must not go on."""
+        if self.ranks.world_size > 1:
+            seen = self.ranks.combine("plan", self._glance, _Glance.joined)
+            self.plans_alone = seen.plans_alone
+            if seen.digest is not None:
+                return self._index_of_one()
         found: list[Metadata] = []
 
         def look() -> _View:
@@ -101,6 +151,42 @@ class _Load:
             with self.ranks.step("plan"):
                 _refuse_different_views(views)
         return found[-1]
+
+    def _glance(self) -> _Glance:
+        """Look at the index without reading it, so that only one rank needs to."""
+        alone = plans_need_not_travel(self.planner, self.reader)
+        if not reads_index_as_ours(self.reader):
+            return _Glance(None, alone)
+        try:
+            self.index_bytes = cast(FileSystemReader, self.reader).index_bytes()
+        except Exception:  # whoever reads the index says what is wrong with it
+            return _Glance(None, alone)
+        return _Glance(xxhash.xxh3_128(self.index_bytes).digest(), alone)
+
+    def _index_of_one(self) -> Metadata:
+        """The index, which the coordinator has read for all."""
+        reader = cast(FileSystemReader, self.reader)
+        own: list[Metadata] = []
+
+        def read() -> SharedIndex | None:
+            own.append(reader.index_of(self.index_bytes))
+            return in_columns(own[-1])
+
+        shared = self.ranks.broadcast("plan", read)
+        if shared is None and not own:
+            with self.ranks.step("plan"):
+                own.append(reader.index_of(self.index_bytes))
+        elif shared is None:
+            with self.ranks.step("plan"):
+                pass
+        self.index_bytes = b""
+        if own:
+            return own[-1]
+        assert shared is not None
+        metadata = shared.metadata()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = reader.load_id
+        return metadata
 
     def _view_of(self, metadata: Metadata) -> _View:
         if self.saved_rank_by_rank:
@@ -141,6 +227,9 @@ class _Load:
         if self.saved_rank_by_rank:
             with self.ranks.step("plan"):
                 return self._plan_own_part(metadata)
+        if self.plans_alone:
+            with self.ranks.step("plan"):
+                return self._plan_globally([self._plan_locally(metadata)])[0]
         return self.ranks.reduce_scatter("plan", lambda: self._plan_locally(metadata), self._plan_globally)
 
     def _plan_own_part(self, metadata: Metadata) -> LoadPlan:

@@ -29,12 +29,14 @@ from holdfast._dcp.planner import LoadPlanner, may_be_filled_at_once
 from holdfast._dcp.storage import StorageReader
 from holdfast._formats.box_reads import ChunkRead, WantedRegion
 from holdfast._formats.dcp import names as layout
+from holdfast._formats.dcp.columns import ChunksLater, PlaceColumns, PlaceTable
 from holdfast._formats.dcp.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
     _StorageInfo,
+    still_to_be_made,
 )
 from holdfast._formats.dcp.plan import LoadItemType, LoadPlan, ReadItem
 from holdfast._formats.dcp.stored_chunks import archived_elements, check_envelope, sealed_elements
@@ -63,7 +65,7 @@ class FileSystemReader(StorageReader):
         self.transforms = ReaderTransforms(_extension_registry)
         self.allow_pickle = allow_pickle
         self.verify = verify
-        self.storage_data: dict[MetadataIndex, _StorageInfo] = {}
+        self.storage_data: Mapping[MetadataIndex, _StorageInfo] = {}
         self.load_id = str(uuid.uuid4())
         self.rank: int | None = None
         self.use_collectives = True
@@ -95,6 +97,14 @@ class FileSystemReader(StorageReader):
         """The index of the whole checkpoint, or with ``rank=`` that of one rank's own part."""
         return self._indexes().read(kwargs.get("rank"))
 
+    def index_bytes(self) -> bytes:
+        """The index of the whole checkpoint as it is stored."""
+        return self._indexes().read_bytes()
+
+    def index_of(self, data: bytes) -> Metadata:
+        """The index behind its bytes."""
+        return self._indexes().decode(data)
+
     def read_merged_rank_metadata(self, rank: int) -> Metadata:
         """One index out of the indexes of all ranks, for a checkpoint that was saved rank by rank."""
         return self._indexes().read_merged(rank)
@@ -105,7 +115,8 @@ class FileSystemReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn the index and the own role."""
         self._metadata = metadata
-        self.storage_data = metadata.storage_data
+        places = still_to_be_made(metadata)
+        self.storage_data = PlaceTable(places) if isinstance(places, PlaceColumns) else metadata.storage_data
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
 
@@ -286,6 +297,13 @@ class FileSystemReader(StorageReader):
         assert self._metadata is not None
         entry = self._metadata.state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
+        later = still_to_be_made(entry)
+        if isinstance(later, ChunksLater) and index.index is not None and index.offset is not None:
+            columns = later.columns()
+            if 0 <= index.index < len(columns.offsets):
+                chunk = columns.chunk(index.index)
+                if chunk.offsets == index.offset:
+                    return entry, chunk
         hinted = entry.chunks[index.index : index.index + 1] if index.index is not None else []
         for chunk in [*hinted, *entry.chunks]:
             if chunk.offsets == index.offset:

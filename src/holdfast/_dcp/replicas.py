@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Protocol
@@ -168,19 +169,24 @@ def settle_differences(all_plans: list[SavePlan], on_mismatch: OnFinding) -> lis
     )
     if not found:
         return all_plans
-    by_key: dict[str, Differing] = {}
-    for index, groups in found.items():
-        by_key.setdefault(index.fqn, Differing(index.fqn, tuple(map(tuple, groups.values()))))
-    if on_mismatch == "error":
-        refuse_differing(list(by_key.values()), _ADVICE)
-    if on_mismatch == "warn":
-        kept = "The copy of the lowest rank is saved, the others are lost."
-        warn_caller(describe_differing(list(by_key.values()), f"{kept} {_ADVICE}"))
+    treat_differing([(index.fqn, groups) for index, groups in found.items()], on_mismatch)
     owners = {index: min(min(ranks) for ranks in groups.values()) for index, groups in found.items()}
     return [
         replace(plan, items=[item for item in plan.items if owners.get(item.index, rank) == rank])
         for rank, plan in enumerate(all_plans)
     ]
+
+
+def treat_differing(found: Iterable[tuple[str, Mapping[bytes, Sequence[int]]]], on_mismatch: OnFinding) -> None:
+    """Raise or warn of keys whose copies differ, each given with the ranks that have the same."""
+    by_key: dict[str, Differing] = {}
+    for key, groups in found:
+        by_key.setdefault(key, Differing(key, tuple(map(tuple, groups.values()))))
+    if on_mismatch == "error":
+        refuse_differing(list(by_key.values()), _ADVICE)
+    if on_mismatch == "warn":
+        kept = "The copy of the lowest rank is saved, the others are lost."
+        warn_caller(describe_differing(list(by_key.values()), f"{kept} {_ADVICE}"))
 
 
 def _refuse_different_kinds(all_plans: list[SavePlan]) -> None:

@@ -11,15 +11,23 @@ import logging
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple, cast
 
 from holdfast._base.garbage import let_go_in_parts, no_garbage_collection
 from holdfast._base.notices import warn_caller
-from holdfast._dcp.events import recorded_step
+from holdfast._dcp.events import recorded, recorded_step
+from holdfast._dcp.index_files import PlacesInIndex
 from holdfast._dcp.planner import SavePlanner
+from holdfast._dcp.save_planner import DefaultSavePlanner
+from holdfast._dcp.shared_plan import Copies
+from holdfast._dcp.shared_save import Offer, SharedSave, does_what_ours_do
 from holdfast._dcp.storage import StorageWriter, WriteResult
-from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata
+from holdfast._dcp.stored_columns import StoredColumns, places_of
+from holdfast._dcp.writer import _FileSystemWriter
+from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
 from holdfast._formats.dcp.plan import SavePlan
+from holdfast._layout.part_owners import Settled
 from holdfast._ranks.committing import commit_on_each
 from holdfast._ranks.shared_steps import Collectives
 from holdfast.errors import RankDisagreementError
@@ -47,6 +55,13 @@ def save_state(
     return metadata
 
 
+class Committed(NamedTuple):
+    """What the coordinator tells the others in the end, if they know everything else."""
+
+    storage_meta: StorageMeta | None
+    version: str | None
+
+
 class _Save:
     """One save. Its methods are the steps, in the order in which they happen."""
 
@@ -59,6 +74,8 @@ class _Save:
         self.ranks = ranks
         self.destination: str | None = None
         self.metadata: Metadata | None = None
+        self.shared: SharedSave | None = None
+        """Set where this rank could do without being told a plan."""
         self.proposed: list[Any] = []
         """What the plans of the ranks consist of, until they are replaced by the common one."""
         self.used: list[Any] = []
@@ -72,24 +89,89 @@ class _Save:
         """Forget the state. The traceback of an error leads here, and must not keep it alive."""
         if isinstance(self.metadata, Metadata):
             self.used += self.metadata.state_dict_metadata.values()
-        del self.state_dict, self.planner, self.metadata
+        del self.state_dict, self.planner, self.metadata, self.shared
         let_go_in_parts(self.proposed)
         let_go_in_parts(self.used)
 
     def together(self) -> Metadata:
         """The ranks plan together and commit one index."""
         self.planner.peers = self.ranks.global_ranks()
+        plan: SavePlan | None = None
+        settled: Settled | None = None
+        agreed = Offer()
         try:
-            plan = self.ranks.reduce_scatter("plan", self._propose, self._plan_for_one_destination)
+            if self.ranks.world_size > 1:
+                agreed = self.ranks.combine("plan", self._offer, Offer.joined)
+            if agreed.digest is None:
+                plan = self.ranks.reduce_scatter("plan", self._propose, self._plan_for_one_destination)
+            elif agreed.copies:
+                settled = self.ranks.all_reduce("plan", self._own_copies, self._settle)
         except BaseException:
             call_if_present(self.planner, "forget_cached_plans")
             raise
         try:
-            return self.ranks.all_reduce("write", lambda: self._write(plan), self._commit)
+            if plan is not None:
+                return self.ranks.all_reduce("write", lambda: self._write(plan), self._commit)
+            committed = self.ranks.all_reduce("write", lambda: self._write_share(agreed, settled), self._commit_shares)
         except BaseException:
             if self.ranks.is_coordinator:
                 call_if_present(self.writer, "discard_unfinished")
             raise
+        return self.metadata or self._index_of_shares(committed)
+
+    # Where all ranks know all plans
+
+    @recorded_step("local_step")
+    @no_garbage_collection()
+    def _offer(self) -> Offer:
+        """What this rank has to say before anybody plans."""
+        if not does_what_ours_do(self.planner, self.writer):
+            return Offer()
+        self._set_up(use_collectives=True)
+        planner, writer = cast(DefaultSavePlanner, self.planner), cast(_FileSystemWriter, self.writer)
+        self.shared = SharedSave(planner, writer, self.ranks.rank, self.destination)
+        return self.shared.offer()
+
+    def _own_copies(self) -> Copies:
+        assert self.shared is not None
+        return self.shared.copies
+
+    def _settle(self, copies: list[Copies]) -> Settled:
+        assert self.shared is not None
+        return self.shared.settle(copies)
+
+    def _write_share(self, agreed: Offer, settled: Settled | None) -> StoredColumns:
+        assert self.shared is not None and agreed.generation is not None
+        with recorded("global_step", **self.about) if self.ranks.is_coordinator else nullcontext():
+            self.shared.decide(settled)
+        with recorded("write_data", **self.about):
+            return self.shared.write(agreed.generation)
+
+    @recorded_step("finish_checkpoint")
+    @no_garbage_collection()
+    def _commit_shares(self, stored: list[StoredColumns]) -> Committed:
+        assert self.shared is not None and self.shared.plan is not None
+        metadata = self._describe_shares()
+        places = places_of(self.shared.plan, stored)
+        writer = cast(_FileSystemWriter, self.writer)
+        writer.finish_shared_plan(metadata, places, [part.hosts() for part in stored])
+        self.metadata = metadata
+        return Committed(metadata.storage_meta, metadata.version)
+
+    def _describe_shares(self) -> Metadata:
+        assert self.shared is not None and self.shared.plan is not None
+        planner = cast(DefaultSavePlanner, self.planner)
+        paths = dict(planner.mappings) if planner.flatten_state_dict else None
+        return Metadata(self.shared.plan.describe(), planner_data=paths)
+
+    def _index_of_shares(self, committed: Committed) -> Metadata:
+        """The index on a rank that has not written it. Where things are is read from there if somebody asks."""
+        metadata = self._describe_shares()
+        metadata.storage_meta, metadata.version = committed
+        writer = cast(_FileSystemWriter, self.writer)
+        save_id = None if committed.storage_meta is None else committed.storage_meta.save_id
+        metadata.leave_places(PlacesInIndex(writer.fs, writer.metadata_path, save_id))
+        return metadata
 
     def each_for_itself(self) -> Metadata:
         """Each rank writes an index of its own part. Rank 0's is put in place first, which commits all of them."""
@@ -120,6 +202,11 @@ class _Save:
     @recorded_step("local_step")
     @no_garbage_collection()
     def _plan_locally(self, *, use_collectives: bool = True) -> SavePlan:
+        if self.shared is None:
+            self._set_up(use_collectives=use_collectives)
+        return self.writer.prepare_local_plan(self.planner.create_local_plan())
+
+    def _set_up(self, *, use_collectives: bool) -> None:
         meta = self.writer.storage_meta()
         self.destination = None if meta is None or meta.checkpoint_id is None else str(meta.checkpoint_id)
         set_up_save_planner(self.planner, self.state_dict, meta, self.ranks.is_coordinator)
@@ -129,7 +216,6 @@ class _Save:
             rank=self.ranks.rank,
             use_collectives=use_collectives,
         )
-        return self.writer.prepare_local_plan(self.planner.create_local_plan())
 
     def _propose(self) -> tuple[str | None, SavePlan]:
         plan = self._plan_locally()

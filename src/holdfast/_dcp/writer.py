@@ -30,6 +30,7 @@ from holdfast._dcp.planner import SavePlanner
 from holdfast._dcp.storage import StorageWriter, WriteResult
 from holdfast._formats.dcp import names as layout
 from holdfast._formats.dcp.blobs import IN_MEMORY
+from holdfast._formats.dcp.columns import PlaceColumns
 from holdfast._formats.dcp.index import encode_index
 from holdfast._formats.dcp.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata, _StoragePrefix
 from holdfast._formats.dcp.plan import SavePlan
@@ -91,6 +92,7 @@ class _FileSystemWriter(StorageWriter):
         self.rank: int | None = None
         self.use_collectives = True
         self._generation = ""
+        self._has_looked = False
         self._index = b""
         self._in_use: set[str] = set()
         self._present_before: set[str] = set()
@@ -132,6 +134,7 @@ class _FileSystemWriter(StorageWriter):
         if self.save_id == self._last_committed_id:
             self.save_id = str(uuid.uuid4())  # nobody called reset since the last save, whose id must stay its own
         self._generation = layout.new_generation()
+        self._has_looked = False
         self._commit = Commit()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -145,9 +148,31 @@ class _FileSystemWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Look for an earlier checkpoint, once for all ranks, and give every rank's files unused names."""
-        if self.use_collectives:
+        if self.use_collectives and not self._has_looked:
             self._refuse_or_announce_overwriting()
         return [self._named(plan, rank) for rank, plan in enumerate(plans)]
+
+    # Where every rank computes the whole plan, these take the places of ``prepare_*_plan`` and ``finish``.
+
+    def prepare_shared_plan(self) -> str | None:
+        """Make the folder. The coordinator looks for an earlier checkpoint, and says what is in the names of files."""
+        self.fs.mkdir(self.path)
+        if not self.is_coordinator:
+            return None
+        self._present_before = {PurePath(path).name for path in self._present()}
+        self._refuse_or_announce_overwriting()
+        self._has_looked = True
+        return self._generation
+
+    def shared_prefix(self, generation: str) -> _StoragePrefix:
+        """How the names of this rank's files start."""
+        return _StoragePrefix(layout.data_prefix(self.rank or 0, generation))
+
+    def finish_shared_plan(self, metadata: Metadata, places: PlaceColumns, hosts: list[dict[str, str]]) -> None:
+        """Commit, given where all items are, and for each rank its files and the machine that wrote them."""
+        metadata.leave_places(places)
+        self._describe_save(metadata)
+        self._put_in_place(metadata, hosts)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write all items; every file is durable when this returns. The first error of any thread is raised."""
@@ -198,15 +223,25 @@ class _FileSystemWriter(StorageWriter):
         """
         stored = [result for part in results for result in part]
         metadata.storage_data = {result.index: result.storage_data for result in stored}
-        metadata.version = layout.FORMAT_VERSION
-        metadata.storage_meta = self.storage_meta()
+        self._describe_save(metadata)
         refuse_incomplete(metadata)
         record_real_dtypes(metadata, stored)
+        here = socket.gethostname()
+        hosts = [
+            {result.storage_data.relative_path: getattr(result, "host", here) for result in part} for part in results
+        ]
+        self._put_in_place(metadata, hosts)
+
+    def _describe_save(self, metadata: Metadata) -> None:
+        metadata.version = layout.FORMAT_VERSION
+        metadata.storage_meta = self.storage_meta()
+
+    def _put_in_place(self, metadata: Metadata, hosts: list[dict[str, str]]) -> None:
         self._write_index(metadata)
-        self._in_use = {info.relative_path for info in metadata.storage_data.values()} | {self._index_name()}
+        self._in_use = {name for files in hosts for name in files} | {self._index_name()}
         # Another save into this folder removes what it finds useless. Either it does so before we look, or not at all.
         with self.fs.lock_folder(self.path):
-            self._look_for_files(results)
+            self._look_for_files(hosts)
             if self._switches_together and not self.use_collectives:
                 if self.sync_files:
                     self.fs.sync_folder(self.path)  # the index must be there once rank 0's says so
@@ -298,15 +333,14 @@ class _FileSystemWriter(StorageWriter):
             elements=self._elements,
         )
 
-    def _look_for_files(self, results: list[list[WriteResult]]) -> None:
-        """The files must be where the index will say they are. Those of other machines may be out of sight."""
+    def _look_for_files(self, files: list[dict[str, str]]) -> None:
+        """The files of each rank must be where the index says. Those of other machines may be out of sight."""
         lost: list[str] = []
         elsewhere: list[int] = []
         here = socket.gethostname()
         # One listing instead of a request for every file, where requests are slow and listings are never behind.
         listed = {PurePath(path).name for path in self._present()} if self.fs.puts_atomically else set()
-        for rank, part in enumerate(results):
-            hosts = {result.storage_data.relative_path: getattr(result, "host", here) for result in part}
+        for rank, hosts in enumerate(files):
             unseen = {name for name in hosts if name not in listed and not self._is_there(name)}
             if unseen and (len(unseen) < len(hosts) or here in hosts.values()):
                 lost.extend(sorted(unseen))

@@ -71,12 +71,24 @@ def dtensor_pieces(dtensor: DTensor, *, key: str = "") -> list[LocalPiece]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
-    _refuse_partial(placements, key)
     order = given_shard_order(dtensor)
+    found = tuple(local_part(dtensor).shape)
+    asked = (
+        tuple(dtensor.shape),
+        tuple(mesh.shape),
+        tuple(coordinate),
+        tuple(map(_said_by, placements)),
+        None if order is None else tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in order.items()),
+        found,
+    )
+    known = _known_pieces.get(asked)
+    if known is not None:
+        return list(known)
+    _refuse_partial(placements, key)
     if not splits_parts_of_their_own_sizes():
         _refuse_uneven_strides(dtensor, placements, key)
     pieces = local_pieces(dtensor.shape, mesh.shape, coordinate, placements, shard_order=order)
-    expected, found = _local_shape(pieces), tuple(local_part(dtensor).shape)
+    expected = _local_shape(pieces)
     if found != expected:
         raise UnsupportedTensorError(
             f"{_name(key)} holds local data of shape {list(found)} at coordinate {list(coordinate)} of a mesh of shape "
@@ -87,7 +99,20 @@ def dtensor_pieces(dtensor: DTensor, *, key: str = "") -> list[LocalPiece]:
             key=key,
             kind="DTensor with another local shape than its placements say",
         )
+    if len(_known_pieces) >= _MOST_KNOWN:
+        _known_pieces.clear()
+    _known_pieces[asked] = tuple(pieces)
     return pieces
+
+
+_MOST_KNOWN = 4096
+_known_pieces: dict[object, tuple[LocalPiece, ...]] = {}
+"""What was found out for tensors of some layout and local shape. Models have many of each."""
+
+
+def _said_by(placement: Placement) -> tuple[object, ...]:
+    """All that a placement says. Torch takes some for equal that are not."""
+    return type(placement), getattr(placement, "dim", None), getattr(placement, "split_factor", None)
 
 
 def local_pieces(

@@ -13,12 +13,14 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
+from itertools import repeat
 from typing import Any
 
 import torch
 
 from holdfast._compat.tensors import layout_named
 from holdfast._formats.archives import opcodes as op
+from holdfast._formats.dcp.columns import ChunkColumns, ChunksLater, PlaceColumns
 from holdfast._formats.dcp.metadata import (
     _MEM_FORMAT_ENCODING,
     SEAL_STATE_KEY,
@@ -30,6 +32,7 @@ from holdfast._formats.dcp.metadata import (
     TensorProperties,
     TensorStorageMetadata,
     _StorageInfo,
+    still_to_be_made,
 )
 
 PROTOCOL = 4
@@ -83,6 +86,7 @@ class IndexWriter:
         self._sizes: dict[tuple[int, ...], bytes] = {}
         self._states: dict[tuple[Any, ...], bytes] = {}
         self._others: dict[int, bytes] = {}
+        self._columns: dict[int, tuple[ChunkColumns, bytes]] = {}
         # First the names of fields, which come in every record: references to the first 256 slots are short.
         self._names = {value: self._remember(op.name(*name)) for value, name in _GLOBALS.items()}
         for name in _FIELD_NAMES:
@@ -94,13 +98,17 @@ class IndexWriter:
         last = {
             "storage_meta": _portable(metadata.storage_meta),
             "version": metadata.version,
-            **{name: value for name, value in vars(metadata).items() if name not in known},
+            **{name: value for name, value in vars(metadata).items() if name not in known and name != "_later"},
         }
+        later = still_to_be_made(metadata)
         self._prepare([*_unusual_parts(metadata), *last.values()])
         self._parts += (self._names[Metadata], _RECORD)
         self._mapping("state_dict_metadata", metadata.state_dict_metadata, self._described)
         self._mapping("planner_data", metadata.planner_data, self._path)
-        self._mapping("storage_data", metadata.storage_data, self._place)
+        if isinstance(later, PlaceColumns):
+            self._places(later)
+        else:
+            self._mapping("storage_data", metadata.storage_data, self._place)
         for name, value in last.items():
             self._parts += (self._text(name), self._others[id(value)])
         self._parts += (_END_OF_RECORD, op.STOP)
@@ -131,11 +139,11 @@ class IndexWriter:
             return self._text(fqn), self._names[BytesStorageMetadata], op.NEW_WITHOUT_ARGUMENTS
         if type(described) is not TensorStorageMetadata:
             return self._text(fqn), self._others[id(described)]
-        chunk_class = self._names[ChunkStorageMetadata] + _RECORD + self._text("offsets")
-        middle, end = self._text("sizes"), _END_OF_RECORD
-        chunks: list[bytes] = []
-        for chunk in described.chunks:
-            chunks += (chunk_class, self._size(chunk.offsets), middle, self._size(chunk.sizes), end)
+        later = still_to_be_made(described)
+        if isinstance(later, ChunksLater):
+            chunks = self._chunks_in_columns(later.columns())
+        else:
+            chunks = self._chunks((chunk.offsets, chunk.sizes) for chunk in described.chunks)
         return (
             self._text(fqn),
             self._names[TensorStorageMetadata] + _RECORD,
@@ -150,6 +158,67 @@ class IndexWriter:
             *chunks,
             op.APPENDS + _END_OF_RECORD,
         )
+
+    def _chunks(self, boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[bytes]:
+        chunk_class = self._names[ChunkStorageMetadata] + _RECORD + self._text("offsets")
+        middle, end = self._text("sizes"), _END_OF_RECORD
+        chunks: list[bytes] = []
+        for offsets, sizes in boxes:
+            chunks += (chunk_class, self._size(offsets), middle, self._size(sizes), end)
+        return chunks
+
+    def _chunks_in_columns(self, columns: ChunkColumns) -> list[bytes]:
+        """Tensors that are divided alike have the same columns, and from the second one on the same opcodes."""
+        known = self._columns.get(id(columns))
+        if known is None:
+            boxes = zip(map(tuple, columns.offsets.tolist()), map(tuple, columns.sizes.tolist()), strict=True)
+            opcodes = b"".join(self._chunks(boxes))
+            known = self._columns[id(columns)] = columns, opcodes
+        return [known[1]]
+
+    def _places(self, columns: PlaceColumns) -> None:
+        """What ``_place`` makes of each item, with all that items have in common made once."""
+        parts = self._parts
+        parts += (self._text("storage_data"), op.EMPTY_DICT, op.MARK)
+        item_begin = self._names[MetadataIndex] + _RECORD + self._text("fqn")
+        index, at = self._text("index"), self._text("offset")
+        info_begin = _END_OF_RECORD + self._names[_StorageInfo] + _RECORD + self._text("relative_path")
+        length_name, seal_name = self._text("length"), self._text(SEAL_STATE_KEY)
+        sealed_end, end = op.TUPLE + _END_OF_RECORD, _END_OF_RECORD
+        integer = op.integer
+        fqns = [item_begin + self._text(fqn) + index for fqn in columns.fqns]
+        files = [info_begin + self._text(name) + at for name in columns.files]
+        offsets = self._offsets_of_chunks(columns)
+        numbers = (columns.key, columns.hint, columns.file, columns.offset, columns.length)
+        seals: Any = repeat(None)
+        if columns.seals is not None:
+            seals = zip(*(column.tolist() for column in columns.seals), strict=True)
+        for (key, hint, file, offset, length), seal in zip(
+            zip(*(column.tolist() for column in numbers), strict=True), seals, strict=False
+        ):
+            named = offsets[key]
+            parts += (
+                fqns[key],
+                op.NONE if named is None else integer(hint) + at + named[hint],
+                files[file],
+                integer(offset),
+                length_name,
+                integer(length),
+            )
+            if seal is None:
+                parts.append(end)
+            else:
+                parts += (seal_name, op.MARK, *map(integer, seal), sealed_end)
+            if len(parts) > _PARTS_AT_ONCE:
+                self._put_together()
+        parts += (op.SETITEMS,)
+
+    def _offsets_of_chunks(self, columns: PlaceColumns) -> list[list[bytes] | None]:
+        known: dict[int, list[bytes]] = {}
+        for chunks in columns.chunks:
+            if chunks is not None and id(chunks) not in known:
+                known[id(chunks)] = [self._size(tuple(offsets)) for offsets in chunks.offsets.tolist()]
+        return [None if chunks is None else known[id(chunks)] for chunks in columns.chunks]
 
     def _path(self, fqn: str, path: tuple[str | int, ...]) -> tuple[bytes, ...]:
         steps = [self._text(step) if type(step) is str else op.integer(step) for step in path]
@@ -267,6 +336,8 @@ def _unusual_parts(metadata: Metadata) -> Iterator[Any]:
     )
     if not _is_paths(metadata.planner_data):
         yield metadata.planner_data
+    if isinstance(still_to_be_made(metadata), PlaceColumns):
+        return
     places = metadata.storage_data
     if type(places) is not dict:
         yield places

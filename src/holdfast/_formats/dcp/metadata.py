@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -76,13 +76,46 @@ class TensorProperties:
         )
 
 
+class _FilledLater:
+    """A record one field of which is made when somebody looks at it.
+
+    A checkpoint of many ranks has chunks by the hundred thousand, and few of those who get its index look at them.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        # Only called for what is not there yet.
+        later = vars(self).get("_later")
+        if later is None or later[0] != name:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        value = vars(self)[name] = later[1].made()
+        del vars(self)["_later"]
+        return value
+
+    def _leave(self, name: str, maker: Maker) -> None:
+        vars(self).pop(name, None)
+        vars(self)["_later"] = (name, maker)
+
+
+class Maker(Protocol):
+    """Makes a field when somebody looks at it. Goes with its record wherever that is sent."""
+
+    def made(self) -> Any: ...
+
+
 @dataclass
-class TensorStorageMetadata:
+class TensorStorageMetadata(_FilledLater):
     """A tensor of the checkpoint: its properties, full size, and the chunks that tile it."""
 
     properties: TensorProperties
     size: torch.Size
     chunks: list[ChunkStorageMetadata]
+
+    @classmethod
+    def with_chunks_later(cls, properties: TensorProperties, size: torch.Size, maker: Maker) -> TensorStorageMetadata:
+        """One whose chunks are made when somebody looks at them."""
+        entry = cls(properties, size, [])
+        entry._leave("chunks", maker)
+        return entry
 
 
 @dataclass
@@ -105,7 +138,7 @@ class StorageMeta:
 
 
 @dataclass
-class Metadata:
+class Metadata(_FilledLater):
     """The index of a checkpoint: every key, how it is cut into chunks, and where the storage put them."""
 
     state_dict_metadata: dict[str, STORAGE_TYPES]
@@ -113,6 +146,21 @@ class Metadata:
     storage_data: Any = None
     storage_meta: StorageMeta | None = None
     version: str | None = None
+
+    def leave_places(self, maker: Maker) -> None:
+        """Let ``storage_data`` be made when somebody looks at it."""
+        self._leave("storage_data", maker)
+
+
+# Every instance has its own. With a default on the class nobody would notice that it is still to be made.
+del Metadata.storage_data
+
+
+def still_to_be_made(record: TensorStorageMetadata | Metadata) -> Maker | None:
+    """What will make the chunks of a tensor, or the places of an index; None if they are there."""
+    later = vars(record).get("_later")
+    maker: Maker | None = None if later is None else later[1]
+    return maker
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,95 @@
+"""What ranks have written, on its way to the coordinator: a few arrays per rank instead of a record per item."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from holdfast._dcp.shared_plan import SharedPlan
+from holdfast._dcp.storage import WriteResult
+from holdfast._formats.dcp.columns import NO_HINT, Column, PlaceColumns
+from holdfast._formats.dcp.metadata import MetadataIndex, Seal
+from holdfast.errors import IncompleteSaveError
+
+
+class StoredColumns(NamedTuple):
+    """What one rank has written, in the order of writing."""
+
+    host: str
+    files: tuple[str, ...]
+    columns: Column
+    """A row per item, with the numbers of its key and its file, its offset and length, and its seal."""
+
+    @classmethod
+    def of(cls, results: Sequence[WriteResult], keys: Mapping[str, int]) -> StoredColumns:
+        """``keys`` are the numbers of the keys."""
+        files: dict[str, int] = {}
+        rows = []
+        for result in results:
+            info = result.storage_data
+            file = files.setdefault(info.relative_path, len(files))
+            rows.append((keys[result.index.fqn], file, info.offset, info.length, *info.seal))
+        columns = np.array(rows, np.int64).reshape(len(rows), 4 + len(Seal._fields))
+        # Most numbers are small, and all of them travel.
+        return cls(socket.gethostname(), tuple(files), columns.astype(np.min_scalar_type(int(columns.max(initial=0)))))
+
+    def hosts(self) -> dict[str, str]:
+        """The files, and on which machine they were written."""
+        return dict.fromkeys(self.files, self.host)
+
+
+def places_of(plan: SharedPlan, stored: Sequence[StoredColumns]) -> PlaceColumns:
+    """Where all items are. Raises if one was not written that the plan has, or one that it has not."""
+    counts = [len(part.columns) for part in stored]
+    every = np.concatenate([part.columns.astype(np.int64) for part in stored])
+    rank = np.repeat(np.arange(len(stored)), counts)
+    first_file = np.cumsum([0, *(len(part.files) for part in stored)])[:-1]
+    key = every[:, 0]
+    hint = _chunk_of_each(plan, key, rank)
+    chunks = [plan.chunks(number) for number in range(len(plan.description.keys))]
+    is_value = np.array([columns is None for columns in chunks])
+    return PlaceColumns(
+        fqns=plan.description.keys,
+        chunks=chunks,
+        files=[name for part in stored for name in part.files],
+        key=key,
+        hint=np.where(is_value[key], NO_HINT, hint) if len(key) else hint,
+        file=every[:, 1] + np.repeat(first_file, counts),
+        offset=every[:, 2],
+        length=every[:, 3],
+        seals=tuple(every[:, 4:].T),
+    )
+
+
+def _chunk_of_each(plan: SharedPlan, key: Column, rank: Column) -> Column:
+    """Which chunk of its key each item is, by the rank that has written it."""
+    hint = np.empty(len(key), np.int64)
+    # The items of each key in the order of the ranks, which is that of its chunks.
+    order = np.lexsort((rank, key))
+    begins = np.searchsorted(key[order], np.arange(len(plan.description.keys) + 1))
+    missing: list[str] = []
+    for number in range(len(plan.description.keys)):
+        rows = order[begins[number] : begins[number + 1]]
+        owners = plan.owners(number)
+        if not np.array_equal(rank[rows], owners):
+            missing += _not_written(plan, number, rank[rows])
+        else:
+            hint[rows] = np.arange(len(rows))
+    if missing:
+        raise IncompleteSaveError(
+            f"{len(missing)} planned item(s) were not written by any rank, or by another one than planned: "
+            f"{', '.join(missing[:10])}. Nothing was committed; look for a writer that dropped them.",
+            missing=missing,
+        )
+    return hint
+
+
+def _not_written(plan: SharedPlan, number: int, ranks: Column) -> list[str]:
+    fqn, chunks, owners = plan.description.keys[number], plan.chunks(number), plan.owners(number)
+    wrong: Any = np.setdiff1d(np.arange(len(owners)), np.flatnonzero(np.isin(owners, ranks)))
+    if chunks is None or not len(wrong):
+        return [str(MetadataIndex(fqn))]
+    return [str(MetadataIndex(fqn, chunks.offsets[row].tolist())) for row in wrong.tolist()]
