@@ -221,8 +221,8 @@ def _save_as(folder: Path, savers: int, world_size: int, tensors: int) -> Found:
     from holdfast._formats.native.refs import TensorRef
     from holdfast._formats.native.values import Encoder
     from holdfast._formats.native.writing import (
-        ChunkBytes,
         CheckpointContents,
+        ChunkBytes,
         commit_checkpoint,
         inspect_destination,
         write_chunks,
@@ -244,7 +244,8 @@ def _save_as(folder: Path, savers: int, world_size: int, tensors: int) -> Found:
         files += write_chunks(store, chunks, zeros, generation=generation, rank=rank)
     encoder = Encoder(lambda *_: None, allow_pickle=False)
     tree = encoder.encode({_key(number): torch.zeros(1) for number in range(tensors)})
-    refs = [TensorRef(key, dtype, shape, "sharded") for key in encoder.keys()]
+    keys = encoder.keys()
+    refs = [TensorRef(key, dtype, shape, "sharded") for key in keys]
     commit_checkpoint(store, existing, files, CheckpointContents(refs, tree, None, {}), generation)
     sizes = {path.name: path.stat().st_size for path in folder.iterdir() if not path.name.startswith("data-")}
     return {"index": sum(sizes.values()), "files": len(files)}

@@ -63,9 +63,7 @@ def add_both(measures: dict[str, Measure], key: str, title: str, nbytes: int, by
             known.samples[contender] = []
 
 
-def _combined(
-    title: str, nbytes: int, by_rank: Sequence[Answers], join: Callable[[Sequence[Taken]], float]
-) -> Measure:
+def _combined(title: str, nbytes: int, by_rank: Sequence[Answers], join: Callable[[Sequence[Taken]], float]) -> Measure:
     names = list(by_rank[0])
     result = Measure(title, nbytes, {name: [] for name in names})
     for name in names:
