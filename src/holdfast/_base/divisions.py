@@ -132,6 +132,30 @@ class Division(NamedTuple):
         return [(dim, tuple(self.cuts[number].parts for number in own), own) for dim, own in dims.items()]
 
 
+class DivisionNumbers:
+    """Different divisions, numbered in the order in which they come.
+
+    Those of a mesh of thousands of ranks take long to compare, and most tensors have the very same one.
+
+    >>> numbers = DivisionNumbers()
+    >>> [numbers.of(Division()), numbers.of(Division((Cut(0, 2),), (1,))), numbers.of(Division())]
+    [0, 1, 0]
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Division | None, int] = {}
+        self._by_identity: dict[int, tuple[int, Division | None]] = {}
+
+    def of(self, division: Division | None) -> int:
+        """The number of one, which may be None."""
+        found = self._by_identity.get(id(division))
+        if found is None:
+            number = self.known.setdefault(division, len(self.known))
+            # An identity means nothing once what had it is gone.
+            found = self._by_identity[id(division)] = number, division
+        return found[0]
+
+
 @lru_cache(maxsize=1024)
 def _sides(size: int, parts: tuple[int, ...]) -> tuple[Numbers, Numbers]:
     """Where the parts of a dimension begin that is cut several times, and how long they are."""

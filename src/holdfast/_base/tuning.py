@@ -44,6 +44,10 @@ SHARE_OF_WRITE_BUFFERS, SHARE_OF_A_PIECE = 2, 16
 """Of the memory budget, a half is for write buffers and a sixteenth for a piece, of which a conversion makes several
 copies. The rest is left to Python's objects."""
 
+SMALLEST_SHARE = 4 * MIB
+"""What several ranks have of a tensor is divided among them in parts that are not smaller, to be written: below that, a
+write costs more than its bytes."""
+
 SMALL_TENSOR = 64 * KIB
 """Up to here the work for each tensor counts and not its bytes, so that small ones have a path of their own. Copies on
 it keep Python's lock, which more bytes would do for too long."""

@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from holdfast._base.boxes import Box, place_of
+from holdfast._base.divisions import Division
 from holdfast._compat.tensors import local_part
 from holdfast._formats.dcp.metadata import MetadataIndex
 from holdfast._formats.native.dtypes import dtype_named, name_of
@@ -48,6 +49,33 @@ class TensorDescription(NamedTuple):
     """The copy of the first rank counts, whatever the others have."""
     digests: tuple[bytes, ...] = ()
     """Of the boxes, if other ranks may hold the same ones and are to be compared."""
+    division: Division | None = None
+    """Which rank has which box, if a rule says so for all of them."""
+
+
+class SavingRanks(NamedTuple):
+    """The ranks that save together."""
+
+    world_size: int = 1
+    members: tuple[int, ...] | None = None
+    """As the whole job counts them, if these are not all."""
+
+    @classmethod
+    def of(cls, members: tuple[int, ...]) -> SavingRanks:
+        """Those ranks of the job.
+
+        >>> SavingRanks.of((0, 1)), SavingRanks.of((2, 3))
+        (SavingRanks(world_size=2, members=None), SavingRanks(world_size=2, members=(2, 3)))
+        """
+        return cls(len(members), None if members == tuple(range(len(members))) else members)
+
+    @property
+    def everywhere(self) -> Division:
+        """The rule for what all of them have the whole of."""
+        return _EVERYWHERE if self.world_size == 1 else Division(copies=((self.world_size, 1),))
+
+
+_EVERYWHERE = Division()
 
 
 class WritableTensor(Protocol):
@@ -120,18 +148,24 @@ class LocalTensor(NamedTuple):
 
 
 def describe(
-    key: str, value: Any, *, stored_dtype: torch.dtype | None, compare: bool
+    key: str,
+    value: Any,
+    *,
+    stored_dtype: torch.dtype | None,
+    compare: bool,
+    ranks: SavingRanks = SavingRanks(),  # noqa: B008 - never changed
 ) -> tuple[TensorDescription, LocalTensor]:
     """Describe what this rank has of a tensor or numpy array. ``compare`` if other ranks may have the same."""
     local = LocalTensor(key, value, stored_dtype)
-    if _is_dense(value) and (said := _said_of_dense(stored_dtype or value.dtype, value.shape)) is not None:
+    dense = _is_dense(value)
+    if dense and (said := _said_of_dense(stored_dtype or value.dtype, value.shape, ranks)) is not None:
         described = tuple.__new__(TensorDescription, (key, *said))
     elif isinstance(value, np.ndarray):
-        described = _describe_array(key, value)
+        described = _describe_array(key, value)._replace(division=ranks.everywhere)
     elif _is_plain(value):
-        described = _describe_plain(key, value, stored_dtype)
+        described = _describe_plain(key, value, stored_dtype)._replace(division=ranks.everywhere)
     else:
-        described = _describe_distributed(key, value, stored_dtype)
+        described = _describe_distributed(key, value, stored_dtype, ranks)
     if not described.boxes and is_partitioned(value):
         raise refused([key])
     if len(described.shape) > MOST_DIMENSIONS:
@@ -219,10 +253,10 @@ def _is_dense(value: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _said_of_dense(dtype: torch.dtype, size: torch.Size) -> tuple[Any, ...] | None:
+def _said_of_dense(dtype: torch.dtype, size: torch.Size, ranks: SavingRanks) -> tuple[Any, ...] | None:
     """All but the key of a description, made once for tensors that are alike; None for an unknown element type."""
     known = dtype_of(dtype)
-    return None if known is None else _whole("", known.name, size)[1:]
+    return None if known is None else _whole("", known.name, size)._replace(division=ranks.everywhere)[1:]
 
 
 def _describe_plain(key: str, tensor: torch.Tensor, stored_dtype: torch.dtype | None) -> TensorDescription:
@@ -263,10 +297,13 @@ def _numpy_name(key: str, dtype: Any) -> Any:
         raise UnsupportedTensorError(f"'{key}' cannot be stored: {reason}", key=key, kind=str(dtype)) from None
 
 
-def _describe_distributed(key: str, tensor: Any, stored_dtype: torch.dtype | None) -> TensorDescription:
+def _describe_distributed(
+    key: str, tensor: Any, stored_dtype: torch.dtype | None, ranks: SavingRanks
+) -> TensorDescription:
     from holdfast._layout.tensor_items import (
         create_chunk_list,
         find_tensor_shard,
+        follows_its_placements,
         refuse_if_it_has_no_bytes,
         size_and_dtype,
     )
@@ -281,9 +318,13 @@ def _describe_distributed(key: str, tensor: Any, stored_dtype: torch.dtype | Non
         refuse_if_it_has_no_bytes(key, find_tensor_shard(tensor, MetadataIndex(key, box.offsets)))
     shape = tuple(size)
     whole = is_dtensor(tensor) and all(placement.is_replicate() for placement in tensor.placements)
-    return TensorDescription(
-        key, _dtype(key, stored_dtype or dtype), shape, "replicated" if whole else "sharded", boxes
-    )
+    division = None
+    if is_dtensor(tensor) and follows_its_placements(tensor):
+        from holdfast._layout.mesh_divisions import dtensor_division
+
+        division = dtensor_division(tensor, ranks.world_size, ranks.members)
+    kind = "replicated" if whole else "sharded"
+    return TensorDescription(key, _dtype(key, stored_dtype or dtype), shape, kind, boxes, division=division)
 
 
 def _is_plain(value: Any) -> bool:

@@ -40,6 +40,13 @@ class LocalPiece(NamedTuple):
     local_offsets: tuple[int, ...]
 
 
+class MeshSplit(NamedTuple):
+    """A dimension of a mesh that splits a dimension of a tensor, which it first cuts into ``factor`` parts."""
+
+    mesh_dim: int
+    factor: int
+
+
 class _Interval(NamedTuple):
     """Consecutive indices of one dimension, the last one excluded."""
 
@@ -175,6 +182,20 @@ def _splits_of(
     shard_order: ShardOrder | None,
 ) -> dict[int, list[_Split]]:
     """For each sharded dimension of the tensor its splits, one after the other."""
+    return {
+        dim: [_Split(mesh_shape[split.mesh_dim], coordinate[split.mesh_dim], split.factor) for split in splits]
+        for dim, splits in split_order(ndim, mesh_shape, placements, shard_order=shard_order).items()
+    }
+
+
+def split_order(
+    ndim: int, mesh_shape: Sequence[int], placements: Sequence[Placement], *, shard_order: ShardOrder | None = None
+) -> dict[int, list[MeshSplit]]:
+    """For each sharded dimension of a tensor the dimensions of the mesh that split it, one after the other.
+
+    >>> split_order(2, (3, 2), (_StridedShard(0, split_factor=2), Shard(0)))
+    {0: [MeshSplit(mesh_dim=1, factor=1), MeshSplit(mesh_dim=0, factor=1)]}
+    """
     dims = [_sharded_dim(placement, ndim) for placement in placements]
     factors = [_split_factor(placement) for placement in placements]
     if shard_order is None:
@@ -183,10 +204,7 @@ def _splits_of(
             shard_order = _left_to_right(dims)
         else:
             factors = [1] * len(factors)  # they said all they had to say
-    return {
-        dim: [_Split(mesh_shape[m], coordinate[m], factors[m]) for m in mesh_dims]
-        for dim, mesh_dims in shard_order.items()
-    }
+    return {dim: [MeshSplit(m, factors[m]) for m in mesh_dims] for dim, mesh_dims in shard_order.items()}
 
 
 def _left_to_right(dims: Sequence[int | None]) -> dict[int, list[int]]:

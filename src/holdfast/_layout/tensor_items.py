@@ -85,6 +85,14 @@ def may_be_replicated(value: Any) -> bool:
     return not isinstance(value, ShardedTensor)
 
 
+def follows_its_placements(tensor: DTensor) -> bool:
+    """Whether nothing but its mesh and placements says what is where: neither its class nor that of its local data."""
+    if _speaks_for_itself(tensor, CHUNKS_HOOK) or _speaks_for_itself(tensor, SHARD_HOOK):
+        return False
+    local = local_part(tensor)
+    return not (hasattr(local, CHUNKS_HOOK) or hasattr(local, SHARD_HOOK))
+
+
 def on_this_rank(tensor: torch.Tensor) -> bool:
     """False for a DTensor on a mesh that this rank is not part of."""
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None

@@ -267,7 +267,7 @@ class CheckpointSize:
 
 def look_at(state: Any, options: CheckedOptions, rank: int, world_size: int) -> Captured:
     """What a save would find in a state. No tensor is read, let alone copied."""
-    return Capture.of(replace(options, replica_mismatch="ignore"), rank, world_size).take(state)
+    return Capture.of(replace(options, replica_mismatch="ignore"), rank, tuple(range(world_size))).take(state)
 
 
 def share_of(captured: Captured) -> LocalState:

@@ -104,7 +104,7 @@ def agree(all_descriptions: Sequence[Sequence[TensorDescription]]) -> SaveAgreem
     for key, held in by_key.items():
         if key in ties:
             continue
-        ref = _ref(held)
+        ref = ref_of(held[0][1])
         if len(held) > 1 and (groups := _differing_copies(held)) is not None:
             differing_keys.append(Differing(key, groups))
             first_counts = True
@@ -144,8 +144,9 @@ def _by_key(all_descriptions: Sequence[Sequence[TensorDescription]]) -> dict[str
     return by_key
 
 
-def _ref(held: Held) -> TensorRef:
-    key, dtype, shape, kind, _, rank, numpy, _, _, _ = held[0][1]
+def ref_of(description: TensorDescription) -> TensorRef:
+    """What the checkpoint says of a tensor."""
+    key, dtype, shape, kind, _, rank, numpy, *_ = description
     return TensorRef(key, dtype_named(dtype), shape, kind, numpy, rank)
 
 

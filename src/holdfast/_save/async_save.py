@@ -218,8 +218,8 @@ def _begin(
     watch_steps(optimizers)
     store = _store_for(path, how.writer)
     with call.phase("capture"), no_garbage_collection():
-        rank, world_size = (0, 1) if lane.link is None else (lane.link.rank, len(lane.link.members))
-        captured = Capture.of(options, rank, world_size, compare_later=True).take(state)
+        rank, members = (0, (0,)) if lane.link is None else (lane.link.rank, lane.link.members)
+        captured = Capture.of(options, rank, members, compare_later=True).take(state)
         snapshot = CapturedCopy.of(captured)
     copies = snapshot.copies
     call.total_bytes = snapshot.nbytes

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from holdfast._base.divisions import Division
 from holdfast._base.patterns import Choice, Selection
 from holdfast._compat.tensors import PACKED
 from holdfast._formats.native.keys import readable
@@ -19,6 +20,7 @@ from holdfast._formats.native.values import Encoder, Path, key_of
 from holdfast._layout import tensor_kinds as partitioned
 from holdfast._layout.descriptions import (
     LocalTensor,
+    SavingRanks,
     TensorDescription,
     WritableTensor,
     describe,
@@ -112,6 +114,7 @@ class Capture:
     """How a state is captured."""
 
     rank: int
+    ranks: SavingRanks
     selection: Selection
     cast: Choice
     allow_pickle: bool
@@ -120,14 +123,17 @@ class Capture:
     """Only note what is to be compared: taking digests takes time."""
 
     @classmethod
-    def of(cls, options: CheckedOptions, rank: int, world_size: int, *, compare_later: bool = False) -> Capture:
-        """As a save wants it."""
+    def of(
+        cls, options: CheckedOptions, rank: int, members: tuple[int, ...], *, compare_later: bool = False
+    ) -> Capture:
+        """As a save wants it, by one of the ranks that the whole job counts so."""
         return cls(
             rank=rank,
+            ranks=SavingRanks.of(members),
             selection=options.selection,
             cast=options.cast,
             allow_pickle=options.allow_pickle,
-            compare_copies=world_size > 1 and options.replica_mismatch != "ignore",
+            compare_copies=len(members) > 1 and options.replica_mismatch != "ignore",
             compare_later=compare_later,
         )
 
@@ -172,7 +178,9 @@ class Capture:
             stored_dtype = self._stored_dtype(key, value) if self.cast else None
             compare = self.compare_copies and not self.compare_later and whose == "shared"
             try:
-                description, local[key] = describe(key, value, stored_dtype=stored_dtype, compare=compare)
+                description, local[key] = describe(
+                    key, value, stored_dtype=stored_dtype, compare=compare, ranks=self.ranks
+                )
                 descriptions.append(description if whose == "shared" else self._marked(description, value, whose))
             except UnsupportedTensorError as error:
                 refused.append(error)
@@ -193,7 +201,7 @@ class Capture:
         """A description that says whose the tensor is."""
         if whose == "own":
             _refuse_sharded(description, value)
-            return description._replace(kind="per_rank", rank=self.rank)
+            return description._replace(kind="per_rank", rank=self.rank, division=Division(ranks=(self.rank,)))
         return description._replace(from_first_rank=True)
 
     def _stored_dtype(self, key: str, tensor: Any) -> torch.dtype | None:

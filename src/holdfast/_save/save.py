@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import xxhash
 
 from holdfast._background.futures import warn_of_unseen_failures
 from holdfast._background.queues import Claim, wait_for_conflicting_saves
 from holdfast._base.commits import Commit
 from holdfast._base.garbage import no_garbage_collection
-from holdfast._base.json_parts import dumps
-from holdfast._base.notices import warn_caller
-from holdfast._base.provenance import noted_optimizers, stamp
-from holdfast._formats.native.layout import ChunkToWrite
-from holdfast._formats.native.names import new_generation
 from holdfast._formats.native.writing import (
-    CheckpointContents,
-    Existing,
     WrittenFile,
     commit_checkpoint,
-    inspect_destination,
     remove_unfinished,
     write_chunks,
 )
-from holdfast._layout.descriptions import TensorDescription
 from holdfast._ranks.committing import commit_for_all
-from holdfast._ranks.differences import Differing, describe_differing, refuse_differing
 from holdfast._ranks.meeting import meeting, own_place
-from holdfast._save.agreement import agree
 from holdfast._save.capture import Capture, Captured
 from holdfast._save.local_bytes import bytes_of
-from holdfast._save.merged_trees import fill_slots, merge_trees, refuse_shared_keys, renamed_tensors, tensor_keys
 from holdfast._save.options import CheckedOptions, SaveOptions, refuse_unknown_options, shows_save_options
+from holdfast._save.planning import OwnPart, RankPlan, plan_save
 from holdfast._save.report import SaveReport
 from holdfast._stores.places import in_messages, store_at
 from holdfast._stores.store import Store
@@ -115,7 +102,7 @@ def save_together(
     with ranks.step("capture"), call.phase("capture"), no_garbage_collection():
         options = make_options()
         run = SaveRun(store_at(path), ranks, options, call)
-        captured = Capture.of(options, ranks.rank, ranks.world_size).take(state)
+        captured = Capture.of(options, ranks.rank, ranks.global_ranks()).take(state)
     report = run.save(captured)
     call.nbytes, call.slowest_rank = report.bytes_written, report.slowest_rank
     return report
@@ -133,29 +120,12 @@ class SaveRun:
     def save(self, captured: Captured) -> SaveReport:
         """All steps."""
         with self.call.phase("plan"), no_garbage_collection():
-            plan = self.plan(captured)
+            plan = plan_save(self.store, self.ranks, self.options, captured)
         files = self.write(plan, captured)
         self.call.enter("commit")  # which the coordinator does, and the others wait for
         return self.commit(plan, files)
 
-    def plan(self, captured: Captured) -> _Plan:
-        """Find out together what the checkpoint contains, and who writes what of it."""
-        same_tree_as = self._first_with_the_same_tree(captured)
-        proposal = _Proposal(same_tree_as, captured.tree, captured.own, captured.descriptions, captured.kinds)
-        if proposal.same_tree_as != self.ranks.rank:
-            proposal = proposal._replace(tree=None)  # it need not be sent twice
-        decisions: list[_Decision] = []  # the coordinator keeps its own; the others need not know it
-
-        def decide(proposals: list[_Proposal]) -> list[tuple[str, Sequence[ChunkToWrite]]]:
-            decision, chunks = self._decide(proposals)
-            decisions.append(decision)
-            generation = new_generation()
-            return [(generation, part) for part in chunks]
-
-        generation, chunks = self.ranks.reduce_scatter("plan", lambda: proposal, decide)
-        return _Plan(generation, chunks, decisions[0] if decisions else None)
-
-    def write(self, plan: _Plan, captured: Captured) -> list[WrittenFile]:
+    def write(self, plan: RankPlan, captured: Captured) -> list[WrittenFile]:
         """Write this rank's part. If another rank fails, it is removed again."""
         files: list[WrittenFile] = []
         try:
@@ -177,14 +147,14 @@ class SaveRun:
             raise
         return files
 
-    def commit(self, plan: _Plan, files: list[WrittenFile]) -> SaveReport:
+    def commit(self, plan: RankPlan, files: list[WrittenFile]) -> SaveReport:
         """The coordinator puts the record in place, which makes all files of all ranks a checkpoint."""
 
-        def put_in_place(parts: list[tuple[list[WrittenFile], dict[str, float], float]], commit: Commit) -> SaveReport:
+        def put_in_place(parts: list[_Done], commit: Commit) -> SaveReport:
             assert plan.decision is not None
-            every = [file for part, _, _ in parts for file in part]
-            seconds = [seconds for _, seconds, _ in parts]
-            contents = plan.decision.contents
+            every = [file for part in parts for file in part.files]
+            seconds = [part.seconds for part in parts]
+            contents = plan.decision.contents([part.own for part in parts])
             contents = replace(contents, written={**contents.written, "phases": by_phase(seconds)})
             with self.call.phase("commit"), no_garbage_collection():
                 record = commit_checkpoint(
@@ -195,7 +165,7 @@ class SaveRun:
                 identity=plan.generation,
                 tensor_count=len(record.tensors),
                 bytes_written=sum(file.nbytes for file in record.files),
-                seconds=max(elapsed for _, _, elapsed in parts) + self.call.seconds["commit"],
+                seconds=max(part.elapsed for part in parts) + self.call.seconds["commit"],
                 world_size=self.ranks.world_size,
                 phases={**by_phase(seconds), "commit": [self.call.seconds["commit"]]},
             )
@@ -203,97 +173,16 @@ class SaveRun:
         return commit_for_all(
             self.ranks,
             "commit",
-            lambda: (files, self.call.seconds, self.call.elapsed()),
+            lambda: _Done(files, self.call.seconds, self.call.elapsed(), plan.own),
             put_in_place,
             undo=lambda: remove_unfinished(self.store, [file.name for file in files]),
         )
 
-    def _first_with_the_same_tree(self, captured: Captured) -> int:
-        """The lowest rank whose tree is the same as this rank's."""
-        if self.ranks.world_size == 1:
-            return 0
-        digest = xxhash.xxh3_128_digest(dumps(captured.tree).encode())
-        return self.ranks.all_gather_object(digest).index(digest)
 
-    def _decide(self, proposals: list[_Proposal]) -> tuple[_Decision, Sequence[Sequence[ChunkToWrite]]]:
-        """One checkpoint out of what all ranks propose, and the chunks that each of them writes."""
-        existing = inspect_destination(self.store, overwrite=self.options.overwrite)
-        tree, differing = merge_trees([proposals[proposal.same_tree_as].tree for proposal in proposals])
-        tree = _with_own(tree, [proposal.own for proposal in proposals])
-        self._refuse_empty_selection(tree)
-        descriptions: list[Sequence[TensorDescription]] = [proposal.descriptions for proposal in proposals]
-        if differing:
-            # Where not even the structure is the same, some rank's tensors have no place in the checkpoint.
-            referred = set(tensor_keys(tree))
-            descriptions = [
-                [description for description in part if description.key in referred] for part in descriptions
-            ]
-        agreed = agree(descriptions)
-        self._treat_differences([*differing, *agreed.differing])
-        if agreed.ties:
-            tree = renamed_tensors(tree, agreed.ties)
-        written = stamp(self.ranks.world_size) | noted_optimizers([proposal.kinds for proposal in proposals])
-        contents = CheckpointContents(agreed.tensors, tree, self.options.metadata, written)
-        return _Decision(existing, contents), agreed.chunks
+class _Done(NamedTuple):
+    """What a rank has written, how long it took, and what it has of its own."""
 
-    def _refuse_empty_selection(self, tree: Any) -> None:
-        if tree == {} and not self.options.is_everything:
-            raise ValueError(
-                "include and exclude leave nothing of the state, so nothing was saved. Strings may have wildcards "
-                '("model", "*.bias"); regular expressions have to match whole keys.'
-            )
-
-    def _treat_differences(self, differing: list[Differing]) -> None:
-        if self.options.replica_mismatch == "error":
-            refuse_differing(differing, _ADVICE)
-        elif self.options.replica_mismatch == "warn" and differing:
-            outcome = "The copies of the lowest ranks are saved, the others are lost."
-            warn_caller(describe_differing(differing, f"{outcome} {_ADVICE}"))
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What is to be done."""
-
-    generation: str
-    chunks: Sequence[ChunkToWrite]
-    """That this rank writes."""
-    decision: _Decision | None
-    """Only the coordinator has it."""
-
-
-@dataclass(frozen=True)
-class _Decision:
-    """What the checkpoint will contain, and what was there before."""
-
-    existing: Existing
-    contents: CheckpointContents
-
-
-_ADVICE = (
-    "If every rank's value matters (a data position, a random state), wrap it in holdfast.PerRank(value). If not, make "
-    "the copies equal first, or say replica_mismatch='warn' to store those of the lowest rank."
-)
-"""On copies that differ."""
-
-
-class _Proposal(NamedTuple):
-    """What a rank would have in the checkpoint."""
-
-    same_tree_as: int
-    """The rank that sends the tree."""
-    tree: Any
-    own: Mapping[str, Any]
-    descriptions: Sequence[TensorDescription]
-    kinds: Mapping[str, str]
-    """The classes of its optimizers, by their keys."""
-
-
-def _with_own(tree: Any, own: Sequence[Mapping[str, Any]]) -> Any:
-    """The tree with the values that each rank has of its own."""
-    names = {name for values in own for name in values}
-    if names:
-        tree = fill_slots(tree, {name: [values.get(name) for values in own] for name in names})
-    if names or len(own) > 1:
-        refuse_shared_keys(tree)
-    return tree
+    files: list[WrittenFile]
+    seconds: Mapping[str, float]
+    elapsed: float
+    own: OwnPart
