@@ -63,7 +63,7 @@ def save_in_background(save: BackgroundSave, lane: Lane) -> SaveFuture[Any]:
         # What this rank has to say of its own state comes before what it learns of the others.
         ready = ranks.own_error_first("plan", lambda: packed(ranks) if save.in_process else save.take_copy())
         if save.same_on_all_ranks is not None:
-            refuse_different_calls(ranks.all_gather_object(save.same_on_all_ranks))
+            refuse_different_calls(ranks, save.same_on_all_ranks)
         # No functions of their own: those in the traceback of an error would keep the copy alive.
         if not save.in_process:
             return save.attempts(ranks, partial(save.work, ranks, ready, save.call))

@@ -49,7 +49,17 @@ class Exchange:
     """The writer asks its program to talk to the other ranks: a method of ``Link`` and its arguments."""
 
     method: str
-    arguments: tuple[Any, ...]
+    payload: bytes | None
+    keywords: dict[str, Any]
+    joins: bool = False
+    """Whether the writer is to be asked to join what neighbouring ranks have."""
+
+
+@dataclass(frozen=True)
+class ToBeJoined:
+    """The program asks its writer, which has asked it to talk to the other ranks, to join what they have."""
+
+    payloads: list[bytes]
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,11 @@ from holdfast._background.messages import (
     Exchange,
     PackedError,
     SaveRequest,
+    ToBeJoined,
     opened,
     unpack,
 )
+from holdfast._ranks.exchanges import Exchanges, Join
 from holdfast._ranks.meeting import LinkedCollectives
 from holdfast._ranks.shared_steps import Collectives
 from holdfast._watching.calls import Update
@@ -38,7 +40,7 @@ class _ProgramIsGone(BaseException):
     """There is nobody left to save for. Not an error of the save, which could look the same."""
 
 
-class _RemoteLink:
+class _RemoteLink(Exchanges):
     """Reaches the other ranks by way of the program."""
 
     def __init__(self, connection: Connection[Any, Any], rank: int, members: tuple[int, ...]) -> None:
@@ -46,25 +48,23 @@ class _RemoteLink:
         self.rank = rank
         self.members = members
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        return cast("list[bytes]", self._ask("all_gather", payload))
+    def ask(self, payload: bytes, join: Join | None = None) -> bytes | None:
+        return cast("bytes | None", self._pass_on(Exchange("ask", payload, {}, joins=join is not None), join))
 
-    def gather(self, payload: bytes, root: int) -> list[bytes] | None:
-        return cast("list[bytes] | None", self._ask("gather", payload, root))
+    def answer(self, payload: bytes | None, *, only: int | None = None, split: bool = False) -> bytes:
+        return cast(bytes, self._pass_on(Exchange("answer", payload, {"only": only, "split": split})))
 
-    def scatter(self, payloads: list[bytes] | None, root: int) -> bytes:
-        return cast(bytes, self._ask("scatter", payloads, root))
-
-    def broadcast(self, payload: bytes | None, root: int) -> bytes:
-        return cast(bytes, self._ask("broadcast", payload, root))
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _pass_on(self, exchange: Exchange, join: Join | None = None) -> Any:
         try:
-            self._connection.send_bytes(pickle.dumps(Exchange(method, arguments)))
-            answer: Answer = opened(self._connection.recv_bytes())
+            self._connection.send_bytes(pickle.dumps(exchange))
+            reply: Answer | ToBeJoined = opened(self._connection.recv_bytes())
+            while isinstance(reply, ToBeJoined):
+                assert join is not None
+                self._connection.send_bytes(join(reply.payloads))
+                reply = opened(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise _ProgramIsGone from error
-        return answer.get()
+        return reply.get()
 
 
 def main(descriptor: int) -> None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_preparation_data
@@ -26,10 +27,11 @@ from holdfast._background.messages import (
     Exchange,
     PackedError,
     SaveRequest,
+    ToBeJoined,
     opened,
     pack,
 )
-from holdfast._ranks.private_group import Link
+from holdfast._ranks.exchanges import Link
 from holdfast._watching.calls import Call, Update
 from holdfast.errors import WriterProcessError
 
@@ -140,12 +142,24 @@ class WriterProcess:
                 continue
             assert isinstance(message, Exchange)
             assert link is not None
+            keywords = message.keywords
+            if message.joins:
+                keywords = {**keywords, "join": partial(self._join, connection)}
             try:
-                answer = Answer(getattr(link, message.method)(*message.arguments))
+                answer = Answer(getattr(link, message.method)(message.payload, **keywords))
+            except _ConnectionLost:
+                raise
             except Exception as error:
                 answer = Answer(error=PackedError.of(error))
             with _noticing_a_lost_connection():
                 connection.send_bytes(pickle.dumps(answer))
+
+    @staticmethod
+    def _join(connection: Connection[Any, Any], payloads: list[bytes]) -> bytes:
+        """Have the writer join what neighbouring ranks have: it knows how."""
+        with _noticing_a_lost_connection():
+            connection.send_bytes(pickle.dumps(ToBeJoined(payloads)))
+            return connection.recv_bytes()
 
     def _start(self) -> Connection[Any, Any]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -32,8 +32,8 @@ ADVICE = {
 
 def refuse_different_checkpoints(ranks: Collectives, source: Source) -> None:
     """Raise if the ranks have not opened the same save."""
-    views = dict(enumerate(ranks.all_gather_object(f"{source.format} {source.identity}")))
-    if len(set(views.values())) > 1:
+    views = ranks.different_views(f"{source.format} {source.identity}")
+    if views:
         raise RankDisagreementError(
             f"the ranks look at different checkpoints: {views}. Wait until a running save has finished and all ranks "
             "see the same files, then load again.",

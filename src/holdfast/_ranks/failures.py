@@ -27,6 +27,13 @@ def is_wrapped_exception(obj: Any) -> bool:
     )
 
 
+MOST_FAILURES = 16
+"""Of how many ranks the failures travel in full. Of the others it is only said that they failed."""
+
+_LARGEST_PICKLE, _LONGEST_TEXT = 1 << 18, 1 << 16
+"""What a failure may take on its way. A larger one is described."""
+
+
 class PackedFailure(NamedTuple):
     """A wrapped exception as bytes, with a description for ranks that cannot rebuild it."""
 
@@ -67,6 +74,8 @@ def _pickle_if_it_survives(error: BaseException) -> bytes | None:
     # where a failure costs nothing.
     try:
         data = pickle.dumps(error)
+        if len(data) > _LARGEST_PICKLE:
+            return None
         copy = pickle.loads(data)  # noqa: S301 - made in the line above
         return data if type(copy) is type(error) else None
     except Exception:
@@ -75,6 +84,6 @@ def _pickle_if_it_survives(error: BaseException) -> bytes | None:
 
 def _text_of(error: BaseException) -> str:
     try:
-        return str(error)
+        return str(error)[:_LONGEST_TEXT]
     except Exception:
         return "(its text cannot be shown)"

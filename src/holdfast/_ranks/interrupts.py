@@ -14,6 +14,9 @@ _MEANT_TO_INTERRUPT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIG
 
 _ATTEMPTS = 20
 
+_is_waiting = False
+"""Whether the main thread is in such a block already, which is enough."""
+
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
@@ -28,11 +31,13 @@ def interrupts_wait() -> Iterator[None]:
     goes on
     interrupted
     """
-    if threading.current_thread() is not threading.main_thread():
+    global _is_waiting
+    if threading.current_thread() is not threading.main_thread() or _is_waiting:
         yield
         return
     stand_in = _StandIn()
     try:
+        _is_waiting = True
         for name in _MEANT_TO_INTERRUPT:
             number = getattr(signal, name, None)  # not every system has all of them
             if number is not None and callable(handler := signal.getsignal(number)):
@@ -40,6 +45,7 @@ def interrupts_wait() -> Iterator[None]:
                 signal.signal(number, stand_in)
         yield
     finally:
+        _is_waiting = False
         stand_in.leave()
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
+import xxhash
 
 from holdfast._base.notices import add_note
-from holdfast._ranks.private_group import Link, private_group_of
-from holdfast._ranks.shared_steps import Collectives
+from holdfast._ranks.differences import named_ranks
+from holdfast._ranks.exchanges import Exchanges, as_list, entries_of
+from holdfast._ranks.private_group import private_group_of
+from holdfast._ranks.roll_call import Progressing
+from holdfast._ranks.shared_steps import Attempt, Collectives, join_failures, pack_attempt, unpack_message
 from holdfast.errors import CheckpointException, HoldfastError, RankDisagreementError, RankLeftError, RemoteError
 
 # Collectives over a link of our own instead of a process group of the program.
@@ -24,7 +29,7 @@ T = TypeVar("T")
 class LinkedCollectives(Collectives):
     """The same steps as on a process group; only the way that the messages take is another."""
 
-    def __init__(self, link: Link, coordinator_rank: int = 0) -> None:
+    def __init__(self, link: Exchanges, coordinator_rank: int = 0) -> None:
         super().__init__(None, False, coordinator_rank)
         self._link = link
         self.use_dist = True
@@ -67,7 +72,70 @@ class LinkedCollectives(Collectives):
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._link.all_gather(b"")
+        self._link.combine(b"", b"".join)
+
+    def different_views(self, view: str) -> dict[int, str]:
+        """What each rank sees, if that is not the same everywhere; nothing if it is. Of very many ranks, some."""
+        digest = xxhash.xxh3_128_digest(view.encode())
+        if self._link.combine(digest, _the_same):
+            return {}
+        own = json.dumps([[self.rank, view]]).encode()
+        return dict(json.loads(self._link.combine(own, _some_views)))
+
+    def combine(self, step: str, map_fun: Callable[[], T], join: Callable[[list[T]], T]) -> T:
+        """Run ``map_fun`` everywhere, join what neighbours have, and theirs in turn, and give all ranks the result."""
+        mine = Attempt(map_fun)
+
+        def join_messages(messages: list[bytes]) -> bytes:
+            opened = [unpack_message(message, self.rank) for message in messages]
+            if any(failures for _, failures in opened):
+                failed = [message for message, (_, failures) in zip(messages, opened, strict=True) if failures]
+                return join_failures(failed)
+            return pack_attempt(Attempt(lambda: join([value for value, _ in opened])), self.rank)
+
+        joined = self._link.combine(pack_attempt(mine, self.rank), join_messages)
+        return cast(T, self._conclude(step, [mine], {self.coordinator_rank: joined})[0])
+
+    def _all_failures(self, message: bytes) -> bytes:
+        return self._link.combine(message, join_failures)
+
+    def _decided_for_all(
+        self, message: bytes, function: Callable[[list[Any]], bytes]
+    ) -> tuple[Attempt[bytes] | None, bytes]:
+        if self.coordinator_rank:
+            return super()._decided_for_all(message, function)
+        gathered = self._link.ask(as_list([message]))
+        decided = None if gathered is None else self._decide(list(entries_of(gathered)), function)
+        return decided, self._link.answer(None if decided is None else self._reply(decided))
+
+    def _decided_for_each(
+        self, message: bytes, function: Callable[[list[Any]], list[bytes]]
+    ) -> tuple[Attempt[list[bytes]] | None, bytes]:
+        if self.coordinator_rank:
+            return super()._decided_for_each(message, function)
+        gathered = self._link.ask(as_list([message]))
+        decided = None if gathered is None else self._decide(list(entries_of(gathered)), function)
+        replies = None if decided is None else as_list(self._replies(decided))
+        return decided, self._link.answer(replies, split=True)
+
+
+_MOST_VIEWS = 32
+"""How many ranks are shown when they see different things."""
+
+
+def _the_same(digests: list[bytes]) -> bytes:
+    """The digest that all have, or nothing."""
+    return digests[0] if len(set(digests)) == 1 else b""
+
+
+def _some_views(encoded: list[bytes]) -> bytes:
+    """Views of the lowest ranks, and of one rank at least for each that there is."""
+    views = [entry for part in encoded for entry in json.loads(part)]
+    if len(views) > _MOST_VIEWS:
+        first = {text: rank for rank, text in reversed(views)}
+        views.sort(key=lambda entry: (first[entry[1]] != entry[0], entry[0]))
+        views = sorted(views[:_MOST_VIEWS])
+    return json.dumps(views).encode()
 
 
 def _opened(payload: bytes) -> Any:
@@ -79,20 +147,28 @@ def _opened(payload: bytes) -> Any:
 
 
 @contextmanager
-def meeting(call: str, process_group: dist.ProcessGroup | None = None) -> Iterator[Collectives]:
+def meeting(
+    call: str,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    timeout: float | None = None,
+    progress: Progressing | None = None,
+) -> Iterator[Collectives]:
     """The ranks of a process group (all by default), or this process alone if there is no group.
 
     ``call`` says what is called, with all that must be the same on all ranks. If a step fails on some rank, all ranks
-    leave the ``with`` block with that rank's exception.
+    leave the ``with`` block with that rank's exception. If one is missing, or makes no ``progress`` for ``timeout``
+    seconds, all others leave it with an error that names it.
     """
     if not (dist.is_available() and dist.is_initialized()):
         with causes_instead_of_steps(alone=True):
             yield Collectives(None, False, 0)
         return
     refuse_outsider(process_group)
-    with causes_instead_of_steps(alone=False), private_group_of(process_group, "calls").round(call) as link:
+    link = private_group_of(process_group, "calls")
+    with causes_instead_of_steps(alone=False), link.round(call, timeout=timeout, progress=progress):
         ranks = LinkedCollectives(link)
-        refuse_different_calls(ranks.all_gather_object(call))
+        refuse_different_calls(ranks, call)
         yield ranks
 
 
@@ -112,10 +188,10 @@ def refuse_outsider(process_group: dist.ProcessGroup | None) -> None:
         )
 
 
-def refuse_different_calls(calls: list[str]) -> None:
+def refuse_different_calls(ranks: Collectives, call: str) -> None:
     """Raise if the ranks are not in the same call."""
-    if len(set(calls)) > 1:
-        views = dict(enumerate(calls))
+    views = ranks.different_views(call)
+    if views:
         raise RankDisagreementError(
             f"the ranks are in different calls: {views}. All ranks of a group must call the same, with the same "
             "arguments, in the same order.",
@@ -168,7 +244,8 @@ def _first_cause(error: CheckpointException) -> Exception:
     """The exception of the lowest rank that failed, naming that rank."""
     rank, (cause, _) = next(iter(error.failures.items()))
     others = sorted(set(error.failures) - {rank})
-    where = f"on rank {rank}" + (f"; rank(s) {others} failed too" if others else "")
+    named = str(others) if len(others) <= 8 else f"[{named_ranks(others)}]"
+    where = f"on rank {rank}" + (f"; rank(s) {named} failed too" if others else "")
     if isinstance(cause, HoldfastError) and not isinstance(cause, CheckpointException):
         return _with_rank(cause, rank, where)
     if not isinstance(cause, Exception):

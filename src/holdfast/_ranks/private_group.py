@@ -4,9 +4,10 @@ Background saves need to talk while the program goes on talking: on the same gro
 This one is made from the store of the program's group, is known to nobody, and outlives
 ``torch.distributed.destroy_process_group``, so that a save that is still running then can finish.
 
-Saves are rounds. Every message of a round begins with an exchange of headers, by which each rank also learns whether
-the others are still in the round: one that has failed and left, or whose writer died, is noticed at once instead of
-being waited for.
+Calls are rounds. In a round the ranks have exchanges: questions that go up a tree of ranks and answers that come down,
+by which each rank also learns whether the others are still in the round: one that has failed and left, or whose writer
+died, is noticed at once instead of being waited for. So is a rank that has died. One that makes no progress is noticed
+after a while, by the notes that the ranks leave in the store.
 """
 
 from __future__ import annotations
@@ -16,68 +17,54 @@ import ctypes
 import json
 import os
 import threading
-import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, NoReturn, Protocol
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from holdfast._compat.groups import (
-    backends_take_another_timeout,
-    connection_of_its_own,
-    default_group,
-    set_backend_timeout,
-    store_of,
-    stores_in_use,
-    timeout_of,
-)
+from holdfast._compat.groups import connection_of_its_own, default_group, store_of, stores_in_use, timeout_of
+from holdfast._ranks.exchanges import Exchanges, Join, entries_of, split_list
 from holdfast._ranks.failures import wrap_exception
+from holdfast._ranks.gloo_groups import Frame, GlooGroup
 from holdfast._ranks.interrupts import interrupts_wait
+from holdfast._ranks.roll_call import Progressing, RollCall, Verdict, Watch
+from holdfast._ranks.trees import LARGEST_GROUP, TreeGroup, groups_of, strides_of
 from holdfast.errors import CheckpointException, ConnectionLostError, MissingRanksError, RankLeftError
 
-_SHORTEST_PATIENCE = timedelta(seconds=5)
-"""Connecting is not instant on a busy machine."""
+T = TypeVar("T")
+
+_MOST_NAMED = 64
+"""How many ranks that left are named."""
+
+_LAST_WORDS = 1.0
+"""Seconds in which ranks that wait for this one get its last message."""
+
+_A_SLICE = timedelta(seconds=1)
+"""How long a store is asked to wait at a time."""
+
+_CONNECTING = timedelta(seconds=60)
+"""How long gloo may take to connect ranks that are all there. It takes five times as long if one dies meanwhile."""
 
 
-class Link(Protocol):
-    """How one rank reaches the others of its group. Ranks here are positions in the group."""
-
-    rank: int
-    members: tuple[int, ...]
-    """The global ranks of the group."""
-
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """What every rank gave, on every rank."""
-        ...
-
-    def gather(self, payload: bytes, root: int) -> list[bytes] | None:
-        """What every rank gave, on ``root`` alone."""
-        ...
-
-    def scatter(self, payloads: list[bytes] | None, root: int) -> bytes:
-        """The n-th of ``root``'s payloads on rank n."""
-        ...
-
-    def broadcast(self, payload: bytes | None, root: int) -> bytes:
-        """What ``root`` gave, on every rank."""
-        ...
-
-
-class _Phase(IntEnum):
-    """Where a rank is, in the headers that the ranks exchange."""
+class _Status(IntEnum):
+    """What a message is: of ranks that are in the round, or of such that are not."""
 
     IN_ROUND = 0
     FINISHED = 1
-    FAILED = 2
+    LEFT = 2
+    """Some ranks have left. The payload is a list of them."""
+    ABORTED = 3
+    """Some ranks are missing. The payload is the verdict."""
 
 
-class PrivateGroup:
+class PrivateGroup(Exchanges):
     """The connection. Not made before it is needed, because making it waits for all ranks."""
 
     def __init__(
@@ -88,28 +75,49 @@ class PrivateGroup:
         name: str,
         timeout: timedelta,
         *,
-        call_the_roll: bool = False,
+        other_names: Sequence[str] = (),
+        largest: int = LARGEST_GROUP,
     ) -> None:
+        """``timeout`` is for calls that have none of their own; ``other_names`` are those of the ranks' other links."""
         self.rank = rank
         self.members = members
+        self.timeout = timeout
         # Weak, because the store may be a server: it must end with the group that it belongs to.
         self._origin = weakref.ref(store)
-        # A connection to the store of its own: while this one waits for the others, nobody else could use it.
-        self._store: Store | None = PrefixStore(name, connection_of_its_own(store))
-        self._timeout = timeout
-        self._roll: RollCall | None = None
-        if call_the_roll:
-            self._roll = RollCall(PrefixStore(name, connection_of_its_own(store)), rank, len(members))
-        self._backend: Any = None
+        self._largest = largest
+        self._store: Store | None = None
+        self._watch = Watch(rank, len(members), None, _weakly(self._give_up))
+        if len(members) > 1:
+            # Connections to the store of its own: while one waits for the others, nobody else could use it.
+            self._store = PrefixStore(name, connection_of_its_own(store))
+            notes = connection_of_its_own(store)
+            others = {each.rpartition("/")[2]: PrefixStore(each, notes) for each in other_names}
+            self._watch.roll = RollCall(PrefixStore(name, notes), rank, others)
+        self._attempt = 0
+        """How often the connection was made anew."""
+        self._groups: list[tuple[TreeGroup, GlooGroup]] | None = None
+        self._top: tuple[TreeGroup, GlooGroup] | None = None
+        """The group with the leader of this rank."""
+        self._led: list[tuple[TreeGroup, GlooGroup]] = []
+        self._next_answer: Callable[[], Frame] | None = None
+        self._question_sent: Callable[[], None] | None = None
+        self._is_asked = False
         self._broken: Exception | None = None
+        self._verdict: Verdict | None = None
+        self._join_error: Exception | None = None
+        self._woken = threading.Event()
+        self._kept: list[Any] = []
         self._round_is_over = True
         self._turn = threading.Lock()
         self._thread_in_round: int | None = None
 
     @contextmanager
-    def round(self, name: str = "a save") -> Iterator[PrivateGroup]:
+    def round(
+        self, name: str = "a save", *, timeout: float | None = None, progress: Progressing | None = None
+    ) -> Iterator[PrivateGroup]:
         """One save, or whatever else it is called. All ranks must have the same rounds in the same order.
 
+        ``timeout`` is how many seconds a rank may be waited for that makes no progress, which ``progress`` counts.
         Threads have their rounds one after the other: their messages would get mixed up otherwise.
         """
         if self._thread_in_round == threading.get_ident():
@@ -120,22 +128,25 @@ class PrivateGroup:
         with self._turn:
             self._thread_in_round = threading.get_ident()
             try:
-                with self._only_round(name):
+                with self._only_round(name, timeout, progress):
                     yield self
             finally:
                 self._thread_in_round = None
 
     @contextmanager
-    def _only_round(self, name: str) -> Iterator[None]:
-        self._round_is_over = False
-        if self._roll is not None:
-            self._roll.begin(name)
+    def _only_round(self, name: str, timeout: float | None, progress: Progressing | None) -> Iterator[None]:
+        self._round_is_over = self._is_asked = False
+        self._verdict = self._join_error = None
+        self._watch.begin(name, self.timeout.total_seconds() if timeout is None else timeout, progress)
         try:
-            yield
-        except BaseException:
-            self._leave(_Phase.FAILED)
-            raise
-        self._leave(_Phase.FINISHED)
+            try:
+                yield
+            except BaseException:
+                self._leave(_Status.LEFT)
+                raise
+            self._leave(_Status.FINISHED)
+        finally:
+            self._watch.end()
 
     def is_orphaned(self) -> bool:
         """Whether the process group that this one goes with no longer exists."""
@@ -147,68 +158,145 @@ class PrivateGroup:
 
     def close(self) -> None:
         """End the connection."""
-        self._backend = None
-        self._roll = None
+        self._watch.close()
+        self._disconnect()
+        self._store = None
+        self._kept = []
+
+    def _disconnect(self) -> None:
+        for _, gloo in self._groups or ():
+            gloo.close()
+        self._groups, self._top, self._led = None, None, []
+        self._next_answer = self._question_sent = None
+
+    # Questions and answers.
 
     @interrupts_wait()
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """What every rank gave, on every rank."""
-        sizes = self._open_exchange(len(payload))
-        mine = _padded(payload, max(sizes))
-        received = [torch.empty_like(mine) for _ in sizes]
-        self._run(lambda backend: backend.allgather([received], [mine]))
-        return [_payload(box, size) for box, size in zip(received, sizes, strict=True)]
-
-    @interrupts_wait()
-    def gather(self, payload: bytes, root: int) -> list[bytes] | None:
-        """What every rank gave, on ``root`` alone."""
-        sizes = self._open_exchange(len(payload))
-        options = dist.GatherOptions()
-        options.rootRank = root
-        mine = _padded(payload, max(sizes))
-        received = [torch.empty_like(mine) for _ in sizes] if self.rank == root else []
-        self._run(lambda backend: backend.gather([received] if received else [], [mine], options))
-        if self.rank != root:
-            return None
-        return [_payload(box, size) for box, size in zip(received, sizes, strict=True)]
-
-    @interrupts_wait()
-    def scatter(self, payloads: list[bytes] | None, root: int) -> bytes:
-        """The n-th of ``root``'s payloads on rank n."""
-        largest = max(map(len, payloads)) if payloads else 0
-        width = self._open_exchange(largest)[root]
-        options = dist.ScatterOptions()
-        options.rootRank = root
-        # A length of its own goes in front of each, for the ranks know only the largest.
-        boxed = [_padded(len(each).to_bytes(8, "little") + each, width + 8) for each in payloads or []]
-        received = torch.empty(width + 8, dtype=torch.uint8, device="cpu")
-        self._run(lambda backend: backend.scatter([received], [boxed] if self.rank == root else [], options))
-        length = int.from_bytes(_payload(received, 8), "little")
-        return _payload(received[8:], length)
-
-    @interrupts_wait()
-    def broadcast(self, payload: bytes | None, root: int) -> bytes:
-        """What ``root`` gave, on every rank."""
-        size = self._open_exchange(len(payload or b""))[root]
-        box = _padded(payload or b"", size)
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        options.rootTensor = 0
-        self._run(lambda backend: backend.broadcast([box], options))
-        return _payload(box, size)
-
-    def _open_exchange(self, size: int) -> list[int]:
-        """Send the others how much comes, and learn the same of them; an error if one is not in the round any more."""
+    def ask(self, payload: bytes, join: Join | None = None) -> bytes | None:
+        """See ``Link``."""
         if self._round_is_over:
             raise RuntimeError("a private group is used outside of a round")
-        if self._roll is not None and self._broken is None:
-            self._roll.note()
-        headers = self._exchange_headers(_Phase.IN_ROUND, size)
-        absent = [rank for rank, (phase, _) in enumerate(headers) if phase is not _Phase.IN_ROUND]
-        if absent:
+        if self._is_asked:
+            raise RuntimeError("a question was not answered, and here is the next one")
+        asked = self._ask(self._frame(_Status.IN_ROUND, payload), join)
+        if asked is None:
+            return None
+        if asked.status != _Status.IN_ROUND:
+            self._answer(asked)
+            self._react(asked)
+        return asked.payload
+
+    @interrupts_wait()
+    def answer(self, payload: bytes | None, *, only: int | None = None, split: bool = False) -> bytes:
+        """See ``Link``."""
+        if not self._is_asked:
+            raise RuntimeError("a private group is given an answer without a question")
+        frame = None
+        if self.rank == 0:
+            whole = payload or b""
+            if split and sum(1 for _ in entries_of(whole)) != len(self.members):
+                raise ValueError(f"there is not one payload for each of {len(self.members)} ranks")
+            frame = self._frame(_Status.IN_ROUND, whole, split=split, only=-1 if only is None else only)
+        answer = self._answer(frame)
+        self._react(answer)
+        return answer.payload
+
+    def _frame(self, status: _Status, payload: bytes = b"", *, split: bool = False, only: int = -1) -> Frame:
+        return Frame(status, self._watch.call & 0xFFFFFFFF, self._watch.exchange & 0xFFFFFFFF, payload, split, only)
+
+    def _ask(self, mine: Frame, join: Join | None) -> Frame | None:
+        """Collect the questions of those that this rank leads, and pass them on. What all ask, on rank 0."""
+        self._connect()
+        self._watch.exchange += 1
+        self._is_asked = True
+        question = self._frame(_Status(mine.status), mine.payload)
+        for tree, gloo in self._led:
+            others = tree.members[1:]
+            waits = [gloo.receive(rank) for rank in others]
+            frames = self._wait_for(others, waits)
+            question = self._joined(tree, [question, *frames], join)
+        if self._top is None:
+            return question
+        tree, gloo = self._top
+        try:
+            self._next_answer = gloo.receive(tree.leader)
+            self._question_sent = gloo.send(tree.leader, question)
+        except Exception as error:
+            self._lost(error, tree.leader)
+        return None
+
+    def _joined(self, tree: TreeGroup, frames: Sequence[Frame], join: Join | None) -> Frame:
+        """One question out of those of the members of a group."""
+        for frame in frames:
+            if frame.status == _Status.ABORTED:
+                return frame
+            if (frame.round, frame.exchange) != (frames[0].round, frames[0].exchange):
+                raise RuntimeError(
+                    f"the ranks are not in the same exchange: {[(each.round, each.exchange) for each in frames]}. "
+                    "This is a bug in Holdfast; please report it."
+                )
+        if all(frame.status == frames[0].status for frame in frames) and frames[0].status != _Status.LEFT:
+            payloads = [frame.payload for frame in frames]
+            try:
+                return self._frame(_Status(frames[0].status), b"".join(payloads) if join is None else join(payloads))
+            except Exception as error:  # such as a writer process that has died: to be raised when all know
+                self._join_error = error
+                return self._frame(_Status.LEFT, json.dumps([self.rank]).encode())
+        absent: list[int] = []
+        for member, frame in zip(tree.members, frames, strict=True):
+            if frame.status == _Status.LEFT:
+                absent += json.loads(frame.payload)
+            elif frame.status == _Status.FINISHED:
+                absent += tree.led_by(member)[:_MOST_NAMED]
+        return self._frame(_Status.LEFT, json.dumps(sorted(absent)[:_MOST_NAMED]).encode())
+
+    def _answer(self, answer: Frame | None) -> Frame:
+        """Pass an answer on to those that this rank leads. What it says to this rank."""
+        if self._top is not None:
+            tree, _ = self._top
+            assert self._next_answer is not None
+            assert self._question_sent is not None
+            answer, _ = self._wait_for([tree.leader] * 2, [self._next_answer, self._question_sent])
+            self._next_answer = self._question_sent = None
+        assert answer is not None
+        self._is_asked = False
+        if answer.status == _Status.ABORTED:
+            self._pass_on(Verdict.unpacked(answer.payload), () if self._top is None else (self._top[0].leader,))
+            return answer
+        own, sent, receivers = answer, [], []
+        for tree, gloo in reversed(self._led):
+            own, *parts = self._parts(tree, own)
+            for rank, part in zip(tree.members[1:], parts, strict=True):
+                try:
+                    sent.append(gloo.send(rank, part))
+                    receivers.append(rank)
+                except Exception as error:
+                    self._lost(error, rank)
+        self._wait_for(receivers, sent)
+        if own.split:
+            (payload,) = entries_of(own.payload)
+            return own._replace(payload=payload)
+        return own
+
+    def _parts(self, tree: TreeGroup, answer: Frame) -> list[Frame]:
+        """An answer as the members of a group get it."""
+        if answer.split:
+            counts = [len(tree.led_by(member)) for member in tree.members]
+            return [answer._replace(payload=part) for part in split_list(answer.payload, counts)]
+        if answer.only >= 0:
+            empty = answer._replace(payload=b"")
+            return [answer if answer.only in tree.led_by(member) else empty for member in tree.members]
+        return [answer] * len(tree.members)
+
+    def _react(self, frame: Frame) -> None:
+        """Raise if the round is over."""
+        if frame.status == _Status.LEFT:
             self._round_is_over = True
-            self._report_absent(absent)
-        return [size for _, size in headers]
+            if self._join_error is not None:
+                raise self._join_error
+            self._report_absent(json.loads(frame.payload))
+        if frame.status == _Status.ABORTED:
+            self._fail(Verdict.unpacked(frame.payload))
 
     def _report_absent(self, absent: list[int]) -> NoReturn:
         names = ", ".join(map(str, absent))
@@ -220,75 +308,255 @@ class PrivateGroup:
         raise CheckpointException("write", {rank: wrap_exception(error) for rank in absent})
 
     @interrupts_wait()
-    def _leave(self, phase: _Phase) -> None:
+    def _leave(self, status: _Status) -> None:
         """Meet the others at the end of the round, or signal to those that are still in it that this rank is not."""
         if self._round_is_over:
             return
         self._round_is_over = True
+        with suppress(Exception):
+            # The call is over either way. The next one will say that the connection is lost.
+            own = json.dumps([self.rank]).encode() if status == _Status.LEFT else b""
+            if self._is_asked:  # something has interrupted it between a question and its answer
+                answer = self._answer(self._frame(_Status.LEFT, own) if self.rank == 0 else None)
+                if answer.status != _Status.IN_ROUND:
+                    return
+            asked = self._ask(self._frame(status, own), None)
+            self._answer(asked)
+
+    # Bytes from one rank to another.
+
+    @property
+    def neighbours(self) -> range:
+        """The ranks that this one can send bytes to, and itself: those of its group at the lowest level of the tree."""
+        leaf = strides_of(len(self.members), self._leaf_size, self._largest)[1]
+        first = self.rank // leaf * leaf
+        return range(first, min(first + leaf, len(self.members)))
+
+    def send(self, rank: int, content: torch.Tensor) -> Callable[[], None]:
+        """Begin to send contiguous CPU memory to a neighbour. Returns what waits until the memory may change again.
+
+        The neighbour must receive as many bytes. Several may be on their way at a time; they arrive in the order in
+        which they were sent. Only after an exchange of the same round, which has connected the ranks.
+        """
+        gloo = self._leaf()
+        wait = self._begin(rank, lambda: gloo.send_bytes(rank, content))
+        return lambda: self._wait_for([rank], [wait])[0]
+
+    def receive(self, rank: int, place: torch.Tensor) -> Callable[[], None]:
+        """Begin to receive what a neighbour sends, into contiguous CPU memory. Returns what waits until it is there."""
+        gloo = self._leaf()
+        wait = self._begin(rank, lambda: gloo.receive_bytes(rank, place))
+        return lambda: self._wait_for([rank], [wait])[0]
+
+    def _leaf(self) -> GlooGroup:
+        if self._round_is_over or not self._groups or self._groups[0][0].level:
+            raise RuntimeError("there is no neighbour to send to, or no exchange has connected this rank to it yet")
+        return self._groups[0][1]
+
+    def _begin(self, rank: int, begin: Callable[[], T]) -> T:
         try:
-            self._exchange_headers(phase, 0)
-        except Exception:
-            # The save is over either way. The next one will say that the connection is lost.
-            return
+            return begin()
+        except Exception as error:
+            self._lost(error, rank)
 
-    def _exchange_headers(self, phase: _Phase, size: int) -> list[tuple[_Phase, int]]:
-        mine = torch.tensor([int(phase), size], dtype=torch.int64, device="cpu")
-        received = [torch.empty(2, dtype=torch.int64, device="cpu") for _ in self.members]
-        self._run(lambda backend: backend.allgather([received], [mine]))
-        return [(_Phase(int(header[0])), int(header[1])) for header in received]
+    # The connection.
 
-    def _run(self, operation: Any) -> None:
+    def _connect(self) -> None:
+        """Wait for the ranks that this one talks to, and connect to them."""
         if self._broken is not None:
             raise ConnectionLostError(
-                f"an earlier call lost the connection to the other ranks ({self._broken}). Restart the job; the "
-                "checkpoints that were committed are not affected."
+                f"an earlier call lost the connection to the other ranks ({self._broken}). Restart the job, or go on "
+                "with the ranks that are left in a new process group; the checkpoints that were committed are not "
+                "affected."
             ) from self._broken
+        if self._groups is not None:
+            return
+        groups: list[tuple[TreeGroup, GlooGroup]] = []
+        strides = strides_of(len(self.members), self._find_leaf_size(), self._largest)
+        for tree in groups_of(self.rank, len(self.members), strides):
+            gloo = self._in_background(partial(self._connected, tree), tree.members)
+            groups.append((tree, gloo))
+        self._groups = groups
+        self._led = [(tree, gloo) for tree, gloo in groups if tree.leader == self.rank]
+        self._top = groups[-1] if groups and groups[-1][0].leader != self.rank else None
+
+    _leaf_size: int | None = None
+
+    def _find_leaf_size(self) -> int | None:
+        """How many neighbouring ranks share a machine, as rank 0 knows it from its launcher."""
+        if len(self.members) > self._largest and self._leaf_size is None:
+            assert self._store is not None
+            key = "leaf"
+            if self.rank == 0:
+                self._store.set(key, os.environ.get("LOCAL_WORLD_SIZE", "") if self._is_whole_job() else "")
+            text = self._in_background(partial(self._get, key), [0])
+            self._leaf_size = int(text) if text.isdigit() else 0
+        return self._leaf_size
+
+    def _is_whole_job(self) -> bool:
+        return self.members == tuple(range(len(self.members)))
+
+    def _get(self, key: str) -> str:
+        self._wait_for_keys([key])
+        assert self._store is not None
+        return self._store.get(key).decode()
+
+    def _connected(self, tree: TreeGroup) -> GlooGroup:
+        """Connect to a group. Gloo begins when all are there: it takes long to find out that one is not."""
+        assert self._store is not None
+        name = f"{self._attempt}/{tree.level}/{tree.leader}"
+        self._store.set(f"{name}/here/{self.rank}", "")
+        self._wait_for_keys([f"{name}/here/{rank}" for rank in tree.members])
+        return GlooGroup.connect(tree.members, self.rank, PrefixStore(name, self._store), _CONNECTING)
+
+    def _wait_for_keys(self, keys: Sequence[str]) -> None:
+        """Wait until the store has them, in slices: whoever waits for this may have given up."""
+        watch, call = self._watch, self._watch.call
+        while True:
+            store = self._store
+            if store is None or self._verdict is not None or watch.call != call:
+                raise ConnectionLostError("the call is over")
+            try:
+                store.wait(list(keys), _A_SLICE)
+            except Exception:
+                if store.check(list(keys)):
+                    return
+                continue
+            return
+
+    def _in_background(self, work: Callable[[], T], ranks: Sequence[int]) -> T:
+        """Do in a thread what cannot be interrupted, and wait for it or for a verdict."""
+        outcome: list[T] = []
+        failure: list[Exception] = []
+
+        def run() -> None:
+            try:
+                outcome.append(work())
+            except Exception as error:
+                failure.append(error)
+            finally:
+                self._woken.set()
+
+        self._woken.clear()
+        self._watch.waits_for = [rank for rank in ranks if rank != self.rank]
+        threading.Thread(target=run, name="holdfast-connect", daemon=True).start()
         try:
-            if self._backend is None and self._store is not None:
-                self._backend = self._connected(self._store)
-                self._store = None  # it has served its purpose
-            operation(self._backend).wait()
-        except Exception as error:
+            while not outcome and not failure and self._verdict is None:
+                self._woken.wait()
+                self._woken.clear()
+        finally:
+            self._watch.waits_for = ()
+        if self._verdict is not None:
+            self._fail(self._verdict)
+        if failure:
+            self._lost(failure[0], None)
+        return outcome[0]
+
+    # What happens when the others cannot be reached.
+
+    def _wait_for(self, ranks: Sequence[int], waits: Sequence[Callable[[], T]]) -> list[T]:
+        """Wait for all of them, one after the other."""
+        received = []
+        watch = self._watch
+        for number, (rank, wait) in enumerate(zip(ranks, waits, strict=True)):
+            watch.waits_for = ranks[number:]
+            try:
+                received.append(wait())
+            except Exception as error:
+                self._lost(error, rank)
+        watch.waits_for = ()
+        return received
+
+    def _give_up(self, verdict: Verdict) -> None:
+        """The watch has found out that the call cannot go on: end the wait of the thread that is in it."""
+        self._verdict = verdict
+        self._pass_on(verdict, (), patience=_LAST_WORDS)
+        for _, gloo in self._groups or ():
+            gloo.hang_up()
+        self._woken.set()
+
+    def _pass_on(self, verdict: Verdict, known_to: Sequence[int], *, patience: float = 0.0) -> None:
+        """Send a verdict to all that wait for this rank, or will."""
+        frame, waits = self._frame(_Status.ABORTED, verdict.packed()), []
+        for tree, gloo in self._groups or ():
+            ranks = tree.members if tree.leader == self.rank else [tree.leader]
+            for rank in ranks:
+                if rank != self.rank and rank not in known_to and rank not in verdict.missing:
+                    with suppress(Exception):  # one that is gone does not keep it from the others
+                        waits.append(gloo.send(rank, frame))
+        self._kept.append(waits)  # some may fetch it only later
+        if patience:
+            # A wait cannot be given up without closing all connections, so somebody else does the waiting.
+            thread = threading.Thread(target=_wait_for_all, args=(waits,), name="holdfast-last-words", daemon=True)
+            thread.start()
+            thread.join(patience)
+
+    def _lost(self, error: Exception, rank: int | None) -> NoReturn:
+        """A message to or from a rank failed: it has died, or has given up because of another one."""
+        verdict = self._verdict or self._verdict_of_others()
+        if verdict is None and rank is not None:
+            text = f"its connection ended while it was waited for in {self._watch.name}, so it exited or was killed"
+            verdict = Verdict({rank: text}, "died, or left", is_final=True)
+            if self._watch.roll is not None:
+                with suppress(Exception):
+                    verdict = self._watch.roll.pass_verdict(self._watch.call, verdict)
+            self._pass_on(verdict, ())
+        if verdict is not None:
+            self._fail(verdict, error)
+        self._broken = error
+        self._round_is_over = True
+        raise ConnectionLostError(
+            f"the connection to the other ranks is lost, as it happens when one of them dies: {error}. Check "
+            "their logs and restart the job; the checkpoints that were committed are not affected."
+        ) from error
+
+    def _verdict_of_others(self) -> Verdict | None:
+        with suppress(Exception):  # the store may be gone
+            if self._watch.roll is not None:
+                return self._watch.roll.verdict_on(self._watch.call)
+        return None
+
+    def _fail(self, verdict: Verdict, cause: Exception | None = None) -> NoReturn:
+        """End the round with a verdict."""
+        self._round_is_over = True
+        missing = "; ".join(f"rank {self.members[rank]} ({what})" for rank, what in verdict.missing.items())
+        error = MissingRanksError(
+            f"ranks that all others wait for {verdict.reason}: {missing}. Check their logs and restart the job, or go "
+            "on without them in a new process group. The checkpoints that were committed are not affected.",
+            ranks=[self.members[rank] for rank in verdict.missing],
+        )
+        if verdict.is_final:
             self._broken = error
-            self._name_the_missing(error)
-            raise ConnectionLostError(
-                f"the connection to the other ranks is lost, as it happens when one of them dies: {error}. Check "
-                "their logs and restart the job; the checkpoints that were committed are not affected."
-            ) from error
+        else:
+            # All of them may be there again for the next call.
+            self._kept.append(self._groups)
+            self._groups, self._top, self._led = None, None, []
+            self._next_answer = self._question_sent = None
+            self._attempt += 1
+        raise error from cause
 
-    def _connected(self, store: Store) -> Any:
-        """Wait for all ranks, then connect to them.
 
-        Gloo waits five times its timeout for a rank that dies in the midst of connecting, so it gets a shorter one,
-        which begins when all are there. Where gloo would keep that one for good, a wait that is too long for a rank
-        that died is better than one that is too short for a rank that is slow.
-        """
-        store.set(_here(self.rank), "")
-        store.wait([_here(rank) for rank in range(len(self.members))], self._timeout)
-        patience = self._timeout
-        if backends_take_another_timeout():
-            patience = max(self._timeout / 5, min(self._timeout, _SHORTEST_PATIENCE))
-        backend: Any = dist.ProcessGroupGloo(store, self.rank, len(self.members), patience)
-        set_backend_timeout(backend, self._timeout)
-        return backend
+def _weakly(method: Callable[[Verdict], None]) -> Callable[[Verdict], None]:
+    """Call a method as long as its object is there: the thread that does must not keep it."""
+    reference = weakref.WeakMethod(method)
 
-    def _name_the_missing(self, error: Exception) -> None:
-        """Raise an error that says who was waited for, if that is known."""
-        missing: dict[int, str] = {}
-        if self._roll is not None:
-            with suppress(Exception):  # a store that is gone cannot answer, and the error is there already
-                missing = self._roll.missing()
-        if missing:
-            waited_for = "; ".join(f"rank {self.members[rank]} ({what})" for rank, what in missing.items())
-            raise MissingRanksError(
-                f"ranks that all others wait for did not join within {self._timeout.total_seconds():g} s, or "
-                f"exited: {waited_for}. Check their logs and restart the job. The connection is lost: {error}",
-                ranks=[self.members[rank] for rank in missing],
-            ) from error
+    def call(verdict: Verdict) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(verdict)
+
+    return call
+
+
+def _wait_for_all(waits: Sequence[Callable[[], Any]]) -> None:
+    for wait in waits:
+        with suppress(Exception):
+            wait()
 
 
 _groups: dict[tuple[int, str, str], PrivateGroup] = {}
 _lock = threading.Lock()
+_PURPOSES = ("calls", "background")
 
 
 def private_group_of(group: dist.ProcessGroup | None, purpose: str = "background") -> PrivateGroup:
@@ -301,11 +569,9 @@ def private_group_of(group: dist.ProcessGroup | None, purpose: str = "background
         key = (id(store), group.group_name, purpose)
         if key not in _groups or not _groups[key].is_of(store):
             members = tuple(dist.get_process_group_ranks(group))
-            name = f"holdfast/{group.group_name}/{purpose}"
-            # Background saves go on when the program has taken its store down, and must not depend on it.
-            call_the_roll = purpose != "background"
+            name, *others = (f"holdfast/{group.group_name}/{each}" for each in dict.fromkeys((purpose, *_PURPOSES)))
             _groups[key] = PrivateGroup(
-                dist.get_rank(group), members, store, name, timeout_of(group), call_the_roll=call_the_roll
+                dist.get_rank(group), members, store, name, timeout_of(group), other_names=others
             )
         return _groups[key]
 
@@ -341,89 +607,9 @@ def _start_anew_in_forked_child() -> None:
     global _lock
     _lock = threading.Lock()
     for group in _groups.values():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._backend))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _groups.clear()
 
 
 os.register_at_fork(after_in_child=_start_anew_in_forked_child)
 atexit.register(forget_private_groups)  # they have threads, which must not outlive the interpreter
-
-
-def _here(rank: int) -> str:
-    return f"here/{rank}"
-
-
-def _padded(payload: bytes, width: int) -> torch.Tensor:
-    """``payload`` in a tensor of ``width`` bytes, and at least one: gloo does not send empty tensors."""
-    box = torch.zeros(max(width, 1), dtype=torch.uint8, device="cpu")
-    if payload:
-        box[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    return box
-
-
-def _payload(box: torch.Tensor, size: int) -> bytes:
-    return box[:size].numpy().tobytes()
-
-
-# Who is where: every rank notes how far it has come, so that a rank that is waited for in vain can be named.
-
-
-_PATIENCE = timedelta(seconds=5)
-"""With a store that does not answer. The call has failed by then, and must not hang because of its message."""
-
-_LATENESS = 1.0
-"""Seconds in which a rank that is alive, and was about to come, has come."""
-
-
-class RollCall:
-    """Notes of all ranks of a group, in a store that all of them reach.
-
-    Every rank has one note, which says what it has come to: the number of its call, the number of the exchange in that
-    call, and what the call is.
-    """
-
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._call = 0
-        self._exchange = 0
-        self._name = ""
-
-    def begin(self, name: str) -> None:
-        """This rank begins its next call."""
-        self._call += 1
-        self._exchange = 0
-        self._name = name
-
-    def note(self) -> None:
-        """This rank has come to the next exchange of its call."""
-        self._exchange += 1
-        with suppress(Exception):  # notes are for messages, and a call can do without them if the store is gone
-            self._store.set(_key(self._rank), json.dumps([self._call, self._exchange, self._name]))
-
-    def missing(self) -> dict[int, str]:
-        """The ranks that have not come as far as this one, and what is known of them."""
-        self._store.set_timeout(_PATIENCE)
-        found = self._behind()
-        if len(found) > 1:  # one of them is to blame, and others may only be late
-            time.sleep(_LATENESS)
-            found = self._behind()
-        return found
-
-    def _behind(self) -> dict[int, str]:
-        found = {}
-        for rank in range(self._size):
-            if not self._store.check([_key(rank)]):
-                found[rank] = "it has not called anything that all ranks have to call"
-                continue
-            call, exchange, name = json.loads(self._store.get(_key(rank)))
-            if call < self._call:
-                found[rank] = f"it has not come back to Holdfast since {name}"
-            elif call == self._call and exchange < self._exchange:
-                found[rank] = f"it was last seen in {name}, busy or dead"
-        return found
-
-
-def _key(rank: int) -> str:
-    return f"at/{rank}"

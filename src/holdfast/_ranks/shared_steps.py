@@ -13,9 +13,16 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch.distributed as dist
 
-from holdfast._ranks.failures import PackedFailure, is_wrapped_exception, pack_failure, unpack_failure, wrap_exception
+from holdfast._ranks.failures import (
+    MOST_FAILURES,
+    PackedFailure,
+    is_wrapped_exception,
+    pack_failure,
+    unpack_failure,
+    wrap_exception,
+)
 from holdfast._ranks.packing import pack, unpack
-from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException
+from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, RemoteError
 
 Failures: TypeAlias = dict[int, WRAPPED_EXCEPTION]
 
@@ -91,30 +98,55 @@ def failures_of(results: list[Any]) -> Failures:
     return {rank: result for rank, result in enumerate(results) if is_wrapped_exception(result)}
 
 
-def _pack_failures(failures: Failures) -> bytes:
+def pack_failures(failures: Failures) -> bytes:
+    """Failures as a message."""
     return pack(("failures", {rank: pack_failure(wrapped) for rank, wrapped in failures.items()}))
 
 
-def _pack_attempt(attempt: Attempt[Any], rank: int) -> bytes:
+def join_failures(messages: list[bytes]) -> bytes:
+    """One message of the failures that several report, of which most report none, by nothing at all.
+
+    Only those of the lowest ranks are kept in full: a disk that is full is so for a thousand ranks.
+    """
+    reported = [message for message in messages if message]
+    if len(reported) < 2:
+        return reported[0] if reported else b""
+    found: dict[int, PackedFailure | None] = {}
+    for message in reported:
+        found.update(unpack(message)[1])
+    ordered = sorted(found.items())
+    return pack(("failures", {rank: each if n < MOST_FAILURES else None for n, (rank, each) in enumerate(ordered)}))
+
+
+def pack_attempt(attempt: Attempt[Any], rank: int) -> bytes:
     """An outcome as a message. A value that does not pickle turns it into a failure of ``rank``."""
     if attempt.failure is None:
         packing = Attempt(lambda: pack(("value", attempt.value)))
         if packing.failure is None:
             return packing.value
         attempt.failure, attempt._interruption = packing.failure, packing._interruption
-    return _pack_failures({rank: attempt.failure})
+    return pack_failures({rank: attempt.failure})
 
 
-def _unpack(message: bytes, blamed: int) -> tuple[Any, Failures]:
+def unpack_message(message: bytes, blamed: int) -> tuple[Any, Failures]:
     """The value of a message and the failures it reports, of which one is empty. One that does not open is one."""
+    if not message:
+        return None, {}
     try:
         kind, content = unpack(message)
     except Exception as error:
         return None, {blamed: wrap_exception(error)}
     if kind == "value":
         return content, {}
-    packed = cast("dict[int, PackedFailure]", content)
-    return None, {rank: unpack_failure(failure) for rank, failure in packed.items()}
+    packed = cast("dict[int, PackedFailure | None]", content)
+    return None, {rank: _unpacked(rank, failure) for rank, failure in packed.items()}
+
+
+def _unpacked(rank: int, failure: PackedFailure | None) -> WRAPPED_EXCEPTION:
+    if failure is not None:
+        return unpack_failure(failure)
+    text = f"rank {rank} failed too, as more than {MOST_FAILURES} ranks did; its own log says why"
+    return wrap_exception(RemoteError(text, type_name="", text=text))
 
 
 class Collectives:
@@ -202,6 +234,11 @@ class Collectives:
         if self.use_dist:
             dist.barrier(self.group)
 
+    def different_views(self, view: str) -> dict[int, str]:
+        """What each rank sees, if that is not the same everywhere; nothing if it is. Of very many ranks, some."""
+        views = dict(enumerate(self.all_gather_object(view)))
+        return views if len(set(views.values())) > 1 else {}
+
     # Steps: functions on every rank whose errors reach every rank.
 
     def reduce_scatter(self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], list[R]]) -> R:
@@ -216,14 +253,11 @@ class Collectives:
             return [pack(("value", result)) for result in results]
 
         mine = Attempt(map_fun)
-        decided = self._decide(mine, answers)
-        replies = None
-        if decided is not None:
-            replies = decided.value if decided.failure is None else [self._verdict(decided)] * self.world_size
-        value, failures = _unpack(self.scatter_object(replies), self.rank)
+        decided, reply = self._decided_for_each(pack_attempt(mine, self.rank), answers)
+        value, failures = unpack_message(reply, self.rank)
         # Every rank got a reply of its own, so the others do not know yet if one of them could not be opened.
-        known = self.all_gather_object(_pack_failures(failures))
-        self._conclude(step, [mine, decided], dict(enumerate(known)))
+        known = self._all_failures(pack_failures(failures) if failures else b"")
+        self._conclude(step, [mine, decided], {self.coordinator_rank: known})
         return cast(R, value)
 
     def all_reduce(self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], R]) -> R:
@@ -231,11 +265,9 @@ class Collectives:
         if not self.use_dist:
             return self._alone(step, lambda: reduce_fun([map_fun()]))
         mine = Attempt(map_fun)
-        decided = self._decide(mine, lambda values: pack(("value", reduce_fun(values))))
-        reply = None
-        if decided is not None:
-            reply = decided.value if decided.failure is None else self._verdict(decided)
-        reply = self.broadcast_object(reply)
+        decided, reply = self._decided_for_all(
+            pack_attempt(mine, self.rank), lambda values: pack(("value", reduce_fun(values)))
+        )
         return cast(R, self._conclude(step, [mine, decided], {self.coordinator_rank: reply})[0])
 
     def combine(self, step: str, map_fun: Callable[[], T], join: Callable[[list[T]], T]) -> T:
@@ -251,7 +283,7 @@ class Collectives:
         if not self.use_dist:
             return [self._alone(step, map_fun)]
         mine = Attempt(map_fun)
-        messages = self.all_gather_object(_pack_attempt(mine, self.rank))
+        messages = self.all_gather_object(pack_attempt(mine, self.rank))
         return cast("list[T]", self._conclude(step, [mine], dict(enumerate(messages))))
 
     def step(self, name: str) -> Step:
@@ -267,8 +299,7 @@ class Collectives:
         if not self.use_dist:
             self._raise_alone(step, mine)
             return
-        messages = self.all_gather_object(_pack_attempt(mine, self.rank))
-        self._conclude(step, [mine], dict(enumerate(messages)))
+        self._conclude(step, [mine], {self.coordinator_rank: self._all_failures(self._failure_in(mine))})
 
     def own_error_first(self, step: str, map_fun: Callable[[], T]) -> T:
         """Run ``map_fun`` everywhere; each rank keeps its own result, and all fail if one fails.
@@ -280,9 +311,9 @@ class Collectives:
             return map_fun()
         result: list[T] = []
         mine = Attempt(lambda: result.append(map_fun()))
-        messages = self.all_gather_object(_pack_attempt(mine, self.rank))
+        known = self._all_failures(self._failure_in(mine))
         mine.resume_failure()
-        self._conclude(step, [mine], dict(enumerate(messages)))
+        self._conclude(step, [mine], {self.coordinator_rank: known})
         return result[0]
 
     def broadcast(self, step: str, map_fun: Callable[[], T]) -> T:
@@ -290,7 +321,7 @@ class Collectives:
         if not self.use_dist:
             return self._alone(step, map_fun)
         mine = Attempt(map_fun) if self.is_coordinator else None
-        message = self.broadcast_object(None if mine is None else _pack_attempt(mine, self.rank))
+        message = self.broadcast_object(None if mine is None else pack_attempt(mine, self.rank))
         return cast(T, self._conclude(step, [mine], {self.coordinator_rank: message})[0])
 
     def _alone(self, step: str, function: Callable[[], T]) -> T:
@@ -309,15 +340,45 @@ class Collectives:
         finally:
             del failures
 
-    def _decide(self, mine: Attempt[T], function: Callable[[list[T]], R]) -> Attempt[R] | None:
-        """Gather all outcomes; on the coordinator, run ``function`` on the values if no rank failed."""
-        messages = self.gather_object(_pack_attempt(mine, self.rank))
+    # How outcomes travel. A connection of another kind may have shorter ways.
+
+    def _failure_in(self, attempt: Attempt[Any]) -> bytes:
+        """What there is to be reported to others."""
+        return b"" if attempt.failure is None else pack_failures({self.rank: attempt.failure})
+
+    def _all_failures(self, message: bytes) -> bytes:
+        """What all ranks have to report."""
+        return join_failures(self.all_gather_object(message))
+
+    def _decided_for_all(
+        self, message: bytes, function: Callable[[list[Any]], bytes]
+    ) -> tuple[Attempt[bytes] | None, bytes]:
+        """Gather outcomes, run ``function`` on the coordinator, and give its result to all, or who failed."""
+        decided = self._decide(self.gather_object(message), function)
+        reply = None if decided is None else self._reply(decided)
+        return decided, self.broadcast_object(reply)
+
+    def _decided_for_each(
+        self, message: bytes, function: Callable[[list[Any]], list[bytes]]
+    ) -> tuple[Attempt[list[bytes]] | None, bytes]:
+        """The same with a result for each rank."""
+        decided = self._decide(self.gather_object(message), function)
+        return decided, self.scatter_object(None if decided is None else self._replies(decided))
+
+    def _reply(self, decided: Attempt[bytes]) -> bytes:
+        return decided.value if decided.failure is None else self._verdict(decided)
+
+    def _replies(self, decided: Attempt[list[bytes]]) -> list[bytes]:
+        return decided.value if decided.failure is None else [self._verdict(decided)] * self.world_size
+
+    def _decide(self, messages: list[bytes] | None, function: Callable[[list[Any]], R]) -> Attempt[R] | None:
+        """On the coordinator, which has the outcomes, run ``function`` on the values if no rank failed."""
         if messages is None:
             return None
         gathered = messages
 
         def run() -> R:
-            opened = [_unpack(message, rank) for rank, message in enumerate(gathered)]
+            opened = [unpack_message(message, rank) for rank, message in enumerate(gathered)]
             failures = {rank: wrapped for _, found in opened for rank, wrapped in found.items()}
             if failures:
                 raise _StepFailed(failures)
@@ -328,7 +389,7 @@ class Collectives:
     def _verdict(self, decided: Attempt[Any]) -> bytes:
         assert decided.failure is not None
         error = decided.failure[0]
-        return _pack_failures(error.failures if isinstance(error, _StepFailed) else {self.rank: decided.failure})
+        return pack_failures(error.failures if isinstance(error, _StepFailed) else {self.rank: decided.failure})
 
     def _conclude(self, step: str, attempts: list[Attempt[Any] | None], messages: dict[int, bytes]) -> list[Any]:
         """Open what came back, by sender: the values, or this step's exception on every rank."""
@@ -337,7 +398,7 @@ class Collectives:
             attempt.forget_failure()  # it is in the messages; its frames lead to the callers, who have the attempt
         for attempt in made:
             attempt.resume_interruption()
-        opened = [_unpack(message, sender) for sender, message in messages.items()]
+        opened = [unpack_message(message, sender) for sender, message in messages.items()]
         failures = {rank: wrapped for _, found in opened for rank, wrapped in found.items()}
         if failures:
             ordered = dict(sorted(failures.items()))

@@ -1,0 +1,294 @@
+"""Who is where: every rank that is in a call for longer notes how far it is, so that no wait is without a name.
+
+The notes are in a store that all ranks reach. A rank that waits looks at the notes of those that it waits for. When one
+of them has made no progress for too long (it never came, hangs, was stopped), it writes a verdict, which all others
+find. Nothing of this happens in calls that take less than a moment, nor anything per message.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from torch.distributed.distributed_c10d import Store
+
+from holdfast._watching.progress import size as named_size
+
+_PATIENCE = timedelta(seconds=5)
+"""With a store that does not answer."""
+
+_SHORTEST_TICK, _LONGEST_TICK = 0.25, 1.0
+"""Seconds between two looks at the store."""
+_RANKS_PER_SECOND = 1000
+"""How many ranks may look at the store each second."""
+
+
+class Progressing(Protocol):
+    """What knows how far a call is."""
+
+    current_phase: str
+    done_bytes: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a call has ended on all ranks: those that are missing, and what is known of them."""
+
+    missing: Mapping[int, str]
+    reason: str
+    """What they did not do."""
+    is_final: bool = False
+    """Whether they have died, so that no later call can have them."""
+
+    def packed(self) -> bytes:
+        """As bytes."""
+        entries = [[rank, text] for rank, text in self.missing.items()]
+        return json.dumps([entries, self.reason, self.is_final]).encode()
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Verdict:
+        """From bytes.
+
+        >>> Verdict.unpacked(Verdict({3: "it is stopped"}, "did not join").packed()).missing
+        {3: 'it is stopped'}
+        """
+        entries, reason, is_final = json.loads(data)
+        return cls(dict(entries), reason, is_final)
+
+
+class Note(NamedTuple):
+    """Where a rank is. Calls and exchanges are counted."""
+
+    call: int
+    exchange: int
+    name: str
+    phase: str
+    nbytes: int
+    waits_for: Sequence[int]
+    """The ranks that it waits for, the next one first; none while it works."""
+    beat: int
+    """Grows as long as the process is alive."""
+
+    def describe(self) -> str:
+        """For people."""
+        parts = [self.name]
+        if self.phase:
+            parts.append(f"phase {self.phase}")
+        if self.nbytes:
+            parts.append(f"{named_size(self.nbytes)} done")
+        return ", ".join(parts)
+
+
+class RollCall:
+    """The notes of all ranks of a group, and the verdicts about their calls."""
+
+    def __init__(self, store: Store, rank: int, others: Mapping[str, Store] | None = None) -> None:
+        """``others`` are the stores of other rolls of the same ranks, such as that of their background saves."""
+        self._store = store
+        self._rank = rank
+        self._others = dict(others or {})
+        for each in (store, *self._others.values()):
+            with suppress(Exception):
+                each.set_timeout(_PATIENCE)
+
+    def publish(self, note: Note) -> None:
+        """Say where this rank is."""
+        self._store.set(_key(self._rank), json.dumps(note))
+
+    def note_of(self, rank: int) -> Note | None:
+        """Where a rank was last seen."""
+        return _note_in(self._store, rank)
+
+    def elsewhere(self, rank: int) -> str:
+        """Where a rank is that is waited for here."""
+        for what, store in self._others.items():
+            with suppress(Exception):
+                note = _note_in(store, rank)
+                if note is not None and note.waits_for:
+                    return f"; it waits for other ranks in {what}: {note.describe()}"
+        return ""
+
+    def verdict_on(self, call: int) -> Verdict | None:
+        """The verdict on a call, if there is one."""
+        key = f"verdict/{call}"
+        return Verdict.unpacked(self._store.get(key)) if self._store.check([key]) else None
+
+    def pass_verdict(self, call: int, verdict: Verdict) -> Verdict:
+        """Have a verdict hold for all ranks, or the one that another rank was faster with."""
+        return Verdict.unpacked(self._store.compare_set(f"verdict/{call}", "", verdict.packed().decode()))
+
+    def withdraw(self) -> None:
+        """This rank is in no call any more. (Its last note stays: it says since when.)"""
+
+
+def _note_in(store: Store, rank: int) -> Note | None:
+    if not store.check([_key(rank)]):
+        return None
+    return Note(*json.loads(store.get(_key(rank))))
+
+
+def _key(rank: int) -> str:
+    return f"at/{rank}"
+
+
+@dataclass
+class _Seen:
+    """What was last seen of a rank, and when it was new."""
+
+    sight: Any
+    since: float
+
+
+@dataclass
+class Watch:
+    """A thread that notes where this rank is as long as it is in a call, and looks after those that it waits for."""
+
+    rank: int
+    size: int
+    roll: RollCall | None
+    on_verdict: Callable[[Verdict], None]
+    """Called when the call cannot go on."""
+    call: int = 0
+    exchange: int = 0
+    waits_for: Sequence[int] = ()
+    """Set by who waits; those that may have come too, the next one first."""
+    name: str = ""
+    timeout: float = 0.0
+    progress: Progressing | None = None
+    _beat: int = 0
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _seen_at: tuple[int, int] = (0, 0)
+    _active: bool = False
+    _closed: bool = False
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _thread: threading.Thread | None = None
+
+    def begin(self, name: str, timeout: float, progress: Progressing | None) -> None:
+        """A call begins."""
+        self.call += 1
+        self.exchange = 0
+        self.waits_for = ()
+        self.name, self.timeout, self.progress = name, timeout, progress
+        with self._changed:
+            self._active = True
+            if self._thread is None and self.size > 1:
+                self._thread = threading.Thread(target=self._run, name="holdfast-roll-call", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def end(self) -> None:
+        """The call is over."""
+        with self._changed:
+            self._active = False
+            self.progress = None
+            self._changed.notify()
+
+    def close(self) -> None:
+        """There will be no more calls."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def tick(self) -> float:
+        """Seconds between two looks."""
+        return max(_SHORTEST_TICK, min(self.timeout / 6, _LONGEST_TICK)) + self.size / _RANKS_PER_SECOND
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._active or self._closed):
+                    self._changed.wait()
+                if self._closed:
+                    return
+                call = self.call
+                if self._changed.wait_for(partial(self._is_over, call), self.tick()):
+                    continue
+            verdict = self._look(call)
+            if verdict is not None and not self._is_over(call):
+                self.on_verdict(verdict)
+                with self._changed:
+                    self._changed.wait_for(partial(self._is_over, call))
+
+    def _is_over(self, call: int) -> bool:
+        return self._closed or not self._active or self.call != call
+
+    def _look(self, call: int) -> Verdict | None:
+        try:
+            if self.roll is not None:
+                self.roll.publish(self.own_note())
+                known = self.roll.verdict_on(call)
+                if known is not None:
+                    return known
+        except Exception:  # the store is gone, as with the process group of a save that goes on
+            self.roll = None
+        own = self._judge()
+        if own is None:
+            return None
+        with suppress(Exception):
+            if self.roll is not None:
+                return self.roll.pass_verdict(call, own)
+        return own
+
+    def own_note(self) -> Note:
+        """Where this rank is."""
+        self._beat += 1
+        progress = self.progress
+        phase, nbytes = ("", 0) if progress is None else (progress.current_phase, progress.done_bytes)
+        return Note(self.call, self.exchange, self.name, phase, nbytes, list(self.waits_for), self._beat)
+
+    def _judge(self) -> Verdict | None:
+        """Who of those that are waited for has made no progress for too long."""
+        at, waits_for, now = (self.call, self.exchange), self.waits_for, time.monotonic()
+        if at != self._seen_at:
+            self._seen, self._seen_at = {}, at
+        self._seen = {rank: seen for rank, seen in self._seen.items() if rank in waits_for}
+        missing: dict[int, str] = {}
+        for rank in waits_for:
+            try:
+                note = None if self.roll is None else self.roll.note_of(rank)
+            except Exception:
+                note, self.roll = None, None
+            if note is not None and self._has_come(note, rank):
+                self._seen.pop(rank, None)
+                continue
+            if self.roll is None and rank != waits_for[0]:
+                continue  # it may have come, for all that is known
+            sight = self._sight_of(note)
+            seen = self._seen.get(rank)
+            if seen is None or seen.sight != sight:
+                self._seen[rank] = _Seen(sight, now)
+            elif now - seen.since >= self.timeout:
+                missing[rank] = self._described(rank, note)
+        if not missing:
+            return None
+        return Verdict(missing, f"did not join {self.name} within {self.timeout:g} s, or made no progress for so long")
+
+    def _has_come(self, note: Note, rank: int) -> bool:
+        """Whether a rank waits for this one, whose turn it has not been yet."""
+        is_here = (note.call, note.exchange) == (self.call, self.exchange)
+        return is_here and list(note.waits_for[:1]) == [self.rank] and list(self.waits_for[:1]) != [rank]
+
+    def _sight_of(self, note: Note | None) -> Any:
+        """What changes while a rank makes progress, or waits for others itself."""
+        if note is None:
+            return None
+        waits_for_others = bool(note.waits_for) and list(note.waits_for[:1]) != [self.rank]
+        return note if waits_for_others and note.call == self.call else note._replace(beat=0, waits_for=())
+
+    def _described(self, rank: int, note: Note | None) -> str:
+        """What is known of a rank that is missing."""
+        if self.roll is None:
+            return "nothing is known of it, since the process group's store is gone"
+        elsewhere = self.roll.elsewhere(rank)
+        if note is None:
+            return f"it has not called anything that all ranks have to call{elsewhere}"
+        if note.call < self.call:
+            return f"it has not come back to Holdfast since {note.name}{elsewhere}"
+        return f"it was last seen in {note.describe()}: busy without progress, stopped or dead{elsewhere}"
