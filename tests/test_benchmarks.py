@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -27,7 +26,6 @@ from benchmarks.rounds import Allowance, Measure, Turn, measure
 from benchmarks.rows import NOT_MEASURED, exchange, fill_in, speed
 from benchmarks.run import PARTS, main
 from benchmarks.scales import FULL
-from benchmarks.simulated_ranks import EnoughError, SimulatedRanks, Work
 from benchmarks.states import bytes_of, differing_key, few_bytes, room_for, shapes_of
 from holdfast._stores.local_store import LocalStore
 from holdfast._stores.memory_store import MemoryStore
@@ -239,23 +237,13 @@ def test_an_exchange_counts_by_its_slowest_and_by_processor_time_where_the_disk_
     assert exchange("t", 256 << 20, ["4 to 2"])({}, {}).value == NOT_MEASURED
 
 
-def test_what_a_root_does_for_others_is_counted_and_what_others_do_is_not() -> None:
-    work = Work()
-    ranks = SimulatedRanks(5, work, others=lambda own: [own, *([own + own] * 4)] if isinstance(own, str) else None)
-
-    assert ranks.gather_object("abc") == ["abc", *(["abcabc"] * 4)]
-    assert work.bytes_in == 4 * len(pickle.dumps("abcabc"))
-    assert ranks.reduce_scatter("plan", lambda: 1, lambda values: [*range(len(values))]) == 0
-    with pytest.raises(EnoughError):
-        SimulatedRanks(5, work, stop_at="write").step("write")
-
-
 @pytest.mark.parametrize("name", list(PLANS))
 def test_every_contender_plans_for_ranks_that_are_not_there(name: str, ranks: RankPool) -> None:
     (found,) = ranks(1).run(PLANS[name], 6, 3, process_group=False)
 
     assert found["cpu"] > 0
-    assert name == OURS or min(found["bytes_in"], found["bytes_out"]) > 5 * 3 * 20  # ranks, tensors, a chunk
+    sent = max(found["bytes_in"], found["bytes_out"]) / 5  # for each other rank
+    assert 0 < sent <= 1000 if name == OURS else sent > 3 * 20  # three tensors: ours does not send them
 
 
 def test_a_document_tells_what_a_run_is_not_worth() -> None:
