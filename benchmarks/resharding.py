@@ -1,14 +1,10 @@
-"""Distributed tensors, saved by some processes and loaded by more or fewer: gloo, all on this machine.
-
-A turn lasts from when the first process leaves a barrier until the last one has finished.
-"""
+"""Distributed tensors, saved by some processes and loaded by more or fewer: gloo, all on this machine."""
 
 from __future__ import annotations
 
 import itertools
 import shutil
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,56 +15,51 @@ from benchmarks import page_cache
 from benchmarks.contenders import OURS, STOCK
 from benchmarks.counting import DIGEST_BLOCK, CountingLocalStore, bytes_in, bytes_twice, separate_ranges
 from benchmarks.quiet import quietly
-from benchmarks.rounds import Measure, one_line
+from benchmarks.rank_turns import Answers, Taken, add_both, timed
+from benchmarks.scales import MIB
 from benchmarks.suite import Suite, remove
 
-Span = tuple[float, float]
-"""When a process began and when it ended, on the clock that all processes share."""
-
-Spans = dict[str, list[Span | str]]
-"""Those of each contender, one for each round, or what went wrong."""
-
 NAMES = (OURS, STOCK)
+
+DEADLINE = 300.0
 
 
 def measure_resharding(suite: Suite) -> None:
     """All pairs of world sizes."""
-    scale, ranks = suite.scale, suite.ranks
-    what = (suite.folder, scale.resharded_bytes, scale.resharded_tensors)
+    scale = suite.scale
     suite.log("resharding")
+    pairs = list(itertools.permutations(scale.world_sizes, 2))
+    measure_pairs(suite, "resharding", scale.resharded_bytes, scale.world_sizes, pairs)
+
+
+def measure_exchanges(suite: Suite) -> None:
+    """States of several sizes between two numbers of processes, and by the larger one alone."""
+    more, fewer = suite.scale.exchanged_by
+    for nbytes in suite.scale.exchanged_bytes:
+        suite.log(f"{nbytes // MIB} MiB between {more} and {fewer} processes")
+        pairs = [(more, fewer), (fewer, more), (more, more)]
+        measure_pairs(suite, f"{nbytes // MIB} MiB", nbytes, (more, fewer), pairs)
+
+
+def measure_pairs(
+    suite: Suite, part: str, nbytes: int, savers: Sequence[int], pairs: Sequence[tuple[int, int]]
+) -> None:
+    """Saves by some numbers of processes, and loads of what one number of them saved by another, or by as many."""
+    scale, ranks, measures = suite.scale, suite.ranks, suite.measures
+    what = (suite.folder, nbytes, scale.resharded_tensors)
     try:
-        for size in scale.world_sizes:
-            suite.measures[f"resharding save by {size}"] = _combined(
-                f"resharding: save by {size}",
-                scale.resharded_bytes,
-                ranks(size).run(_save, *what, scale.fewest_rounds, deadline=300.0),
-            )
-        for before, after in itertools.permutations(scale.world_sizes, 2):
-            suite.measures[f"resharding {before} to {after}"] = _combined(
-                f"resharding: {before} to {after}",
-                scale.resharded_bytes,
-                ranks(after).run(_load, *what, scale.fewest_rounds, before, deadline=300.0),
-            )
-            suite.facts[f"resharding {before} to {after}"] = _sum(ranks(after).run(_load_and_count, *what, before))
+        for size in savers:
+            answers = ranks(size).run(_save, *what, scale.fewest_rounds, deadline=DEADLINE)
+            add_both(measures, f"{part} save by {size}", f"{part}: save by {size}", nbytes, answers)
+        for before, after in pairs:
+            key, title = f"{part} {before} to {after}", f"{part}: {before} to {after}"
+            answers = ranks(after).run(_load, *what, scale.fewest_rounds, before, deadline=DEADLINE)
+            add_both(measures, key, title, nbytes, answers)
+            suite.facts[key] = _sum(ranks(after).run(_load_and_count, *what, before))
     finally:
-        for size in scale.world_sizes:
+        for size in savers:
             for name in NAMES:
                 remove(_folder(suite.folder, name, size))
-
-
-def _combined(title: str, nbytes: int, by_rank: list[Spans]) -> Measure:
-    """A round lasts until the slowest process is done."""
-    result = Measure(title, nbytes, {name: [] for name in NAMES})
-    for name in NAMES:
-        for answers in zip(*(spans[name] for spans in by_rank), strict=True):
-            reasons = [answer for answer in answers if isinstance(answer, str)]
-            if reasons:
-                result.failed[name] = f"failed: {reasons[0]}"
-            else:
-                result.samples[name].append(max(end for _, end in answers) - min(begin for begin, _ in answers))
-        if name in result.failed:
-            result.samples[name].clear()
-    return result
 
 
 def _sum(by_rank: list[dict[str, int]]) -> dict[str, int]:
@@ -91,46 +82,46 @@ def _first_calls(folder: Path) -> None:
             shutil.rmtree(path)
 
 
-def _save(folder: Path, nbytes: int, tensors: int, rounds: int) -> Spans:
+def _save(folder: Path, nbytes: int, tensors: int, rounds: int) -> Answers:
     """Save with each contender by turns, each time to a folder that is new."""
     state = _state(nbytes, tensors, filled=True)
 
-    def turn(name: str) -> Span | str:
+    def turn(name: str) -> Taken | str:
         path = _folder(folder, name, dist.get_world_size())
         if dist.get_rank() == 0:
             remove(path)
-        return _timed(_saver(name), state, path)
+        return timed(_saver(name), state, path)
 
     return _by_turns(folder, rounds, turn)
 
 
-def _load(folder: Path, nbytes: int, tensors: int, rounds: int, written_by: int) -> Spans:
+def _load(folder: Path, nbytes: int, tensors: int, rounds: int, written_by: int) -> Answers:
     """Load with each contender by turns what it has saved, from the page cache."""
     state = _state(nbytes, tensors, filled=False)
     expected = _state(nbytes, tensors, filled=True)
 
-    def turn(name: str) -> Span | str:
+    def turn(name: str) -> Taken | str:
         path = _folder(folder, name, written_by)
         if dist.get_rank() == 0:
             page_cache.fill(path)
         for tensor in state.values():
             tensor.to_local().zero_()
-        span = _timed(_loader(name), state, path)
+        taken = timed(_loader(name), state, path)
         if any(not torch.equal(state[key].to_local(), expected[key].to_local()) for key in state):
-            return span if isinstance(span, str) else "loaded something else than was saved"
-        return span
+            return taken if isinstance(taken, str) else "loaded something else than was saved"
+        return taken
 
     return _by_turns(folder, rounds, turn)
 
 
-def _by_turns(folder: Path, rounds: int, turn: Callable[[str], Span | str]) -> Spans:
-    spans: Spans = {name: [] for name in NAMES}
+def _by_turns(folder: Path, rounds: int, turn: Callable[[str], Taken | str]) -> Answers:
+    answers: Answers = {name: [] for name in NAMES}
     with quietly():
         _first_calls(folder)
         for number in range(rounds):
             for name in NAMES if number % 2 else reversed(NAMES):
-                spans[name].append(turn(name))
-    return spans
+                answers[name].append(turn(name))
+    return answers
 
 
 def _load_and_count(folder: Path, nbytes: int, tensors: int, written_by: int) -> dict[str, int]:
@@ -147,16 +138,6 @@ def _load_and_count(folder: Path, nbytes: int, tensors: int, written_by: int) ->
         "read_twice": bytes_twice(reads),
         "ranges": separate_ranges(reads),
     }
-
-
-def _timed(call: Callable[[Any, Path], object], state: Any, path: Path) -> Span | str:
-    dist.barrier()
-    began = time.monotonic()
-    try:
-        call(state, path)
-    except Exception as error:
-        return one_line(error)
-    return began, time.monotonic()
 
 
 def _saver(name: str) -> Callable[[Any, Path], object]:

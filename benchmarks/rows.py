@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import memory
+from benchmarks.big_plans import FEW
 from benchmarks.contenders import LOADING_PEERS, OURS, OURS_DCP, PEERS, STOCK, STOCK_VARIANTS
 from benchmarks.conversions import UNCHECKED, UNFLUSHED
+from benchmarks.many_ranks import FIRST, LATER, LOAD
 from benchmarks.pauses import NOTHING
+from benchmarks.read_once import LAYOUTS
 from benchmarks.rounds import Measure
 from benchmarks.scales import FULL, MIB
 from benchmarks.stalls import BY_PROCESS, COPY, NO_SAVES, OVERLAPPED
@@ -22,6 +25,9 @@ MEMORY_MARGIN = 64 * MIB
 LONGEST_PAUSE = 0.01
 """Python lets a thread compute for 5 ms before another one may run, and the system takes some more until it does. With
 nothing at all in the background the longest pause is a few milliseconds as well: the probe shows it."""
+
+MOST_INDEX_BYTES = 600_000
+"""A twentieth of 12 MB, for 300 tensors on 1,024 ranks, however large the index of stock DCP is here."""
 
 NOT_MEASURED = "not measured"
 
@@ -266,6 +272,122 @@ def pause(title: str, key: str, ours: str) -> Rule:
     return rule
 
 
+# --- many ranks ---
+
+
+def times_faster(title: str, key: str, *, ours: str = OURS, at_least: float) -> Rule:
+    """How many times less processor time than stock DCP takes, of all ranks together."""
+    return speed(_SCALE, title, f"{key} CPU", (STOCK,), ours=ours, at_least=at_least)
+
+
+def exchange(title: str, nbytes: int, verbs: Sequence[str]) -> Rule:
+    """The slowest of some saves or loads, in wall time; in processor time if it is the disk that takes that long."""
+    target = f"{_EXCHANGE:g}x, or {_EXCHANGE:g}x less CPU"
+
+    def rule(measures: Measures, _: Facts) -> Row:
+        part = f"{nbytes // MIB} MiB"
+        found = [
+            (_ratio(measures[f"{part} {verb}"]), _ratio(measures[f"{part} {verb} CPU"]), verb)
+            for verb in verbs
+            if f"{part} {verb}" in measures
+        ]
+        if not found or any(not wall or not cpu for wall, cpu, _ in found):
+            return Row(_SCALE, title, NOT_MEASURED, target, is_ratio=True)
+        wall, cpu, verb = min(found, key=lambda each: max(each[:2]))
+        samples = measures[f"{part} {verb}"].samples
+        own, other = (seconds(statistics.median(samples[name])) for name in (OURS, STOCK))
+        details = "; ".join(f"{verb}: {wall:.2f}x, CPU {cpu:.2f}x" for wall, cpu, verb in found)
+        value = f"{wall:.2f}x, CPU {cpu:.2f}x"
+        reached = max(wall, cpu) >= _EXCHANGE
+        return Row(_SCALE, title, value, target, reached, own, f"{STOCK} {other}", details, is_ratio=True)
+
+    return rule
+
+
+def _ratio(measure: Measure) -> float:
+    """How many times faster than stock DCP; 0 if one of both is missing."""
+    own, other = measure.samples.get(OURS), measure.samples.get(STOCK)
+    return statistics.median(other) / statistics.median(own) if own and other else 0.0
+
+
+def plan_seconds(title: str, ours: str, at_most: float) -> Rule:
+    """The root's processor time for one plan."""
+    target = f"{seconds(at_most)}"
+
+    def rule(measures: Measures, facts: Facts) -> Row:
+        samples = {} if "plan" not in measures else measures["plan"].samples
+        if not samples.get(ours) or not samples.get(STOCK):
+            return Row(_SCALE, title, NOT_MEASURED, target)
+        own, stock = (statistics.median(samples[name]) for name in (ours, STOCK))
+        fact = facts[f"plan {ours}"]
+        sent = f"{fact['bytes_in'] / 1e6:.2f} MB in, {fact['bytes_out'] / 1e6:.2f} MB out"
+        what = f"{fact['ranks']:,} ranks, {fact['tensors']:,} tensors"
+        return Row(_SCALE, title, seconds(own), target, own <= at_most, seconds(own), seconds(stock), f"{what}; {sent}")
+
+    return rule
+
+
+def index_bytes(title: str) -> Rule:
+    """The record and what it needs to say which rank has what, as a part of stock's index."""
+    target = f"0.05 of it, and {MOST_INDEX_BYTES / 1e6:g} MB"
+
+    def rule(_: Measures, facts: Facts) -> Row:
+        own, stock = facts.get("index", {}).get("index"), facts.get(f"plan {STOCK}", {}).get("index")
+        if not own or not stock:
+            return Row(_SCALE, title, NOT_MEASURED, target)
+        few = facts[f"index of {FEW} ranks"]["index"]
+        return Row(
+            _SCALE,
+            title,
+            f"{own / stock:.4f} of it",
+            target,
+            own <= min(0.05 * stock, MOST_INDEX_BYTES),
+            f"{own / 1e6:.2f} MB",
+            f"{stock / 1e6:.2f} MB",
+            f"{own:,} bytes of {stock:,}; saved by {FEW} ranks it is {few:,}",
+        )
+
+    return rule
+
+
+def load_plan(title: str) -> Rule:
+    """The processor time of one rank's load of what very many have saved, against what few have saved."""
+    target = "2.0 of it"
+
+    def rule(measures: Measures, _: Facts) -> Row:
+        samples = {} if "load plan" not in measures else measures["load plan"].samples
+        if not samples.get("by many") or not samples.get("by few"):
+            return Row(_SCALE, title, NOT_MEASURED, target)
+        many, few = (statistics.median(samples[name]) for name in ("by many", "by few"))
+        details = f"{seconds(many)}, and {seconds(few)} of what {FEW} have saved"
+        return Row(_SCALE, title, f"{many / few:.2f} of it", target, many / few <= 2, seconds(many), details=details)
+
+    return rule
+
+
+def read_once(layout: str) -> Rule:
+    """The bytes that all ranks read from storage, as a multiple of those that are stored."""
+    title, target = f"load of a {layout} state vs bytes stored", "1.05 of it"
+
+    def rule(_: Measures, facts: Facts) -> Row:
+        fact = facts.get(f"read once {layout}")
+        if fact is None:
+            return Row(_SCALE, title, NOT_MEASURED, target)
+        ratio = fact["read"] / fact["unique"]
+        return Row(
+            _SCALE,
+            title,
+            f"{ratio:.3f} of it",
+            target,
+            ratio <= 1.05,
+            f"{fact['read'] / 1e6:.1f} MB",
+            f"{fact['read_by_stock'] / fact['unique']:.3f} of it",
+            f"{fact['read']:,} bytes read by {fact['ranks']} ranks, {fact['unique']:,} stored",
+        )
+
+    return rule
+
+
 # --- the table ---
 
 _SAVE = "durable save"
@@ -278,6 +400,8 @@ _STALLS = "background saves"
 _SLICES = "slices"
 _RESHARDING = "resharding"
 _CONVERSIONS = "conversions"
+_SCALE = "many ranks"
+_EXCHANGE = 1.5
 _BEST_STOCK = (STOCK, *STOCK_VARIANTS)
 
 
@@ -289,6 +413,15 @@ def _resharded(before: int, after: int) -> Rule:
     title = f"saved by {before}, loaded by {after}, warm, vs stock DCP"
     return speed(_RESHARDING, title, f"resharding {before} to {after}", (STOCK,))
 
+
+def _by_many(size: int) -> Iterator[Rule]:
+    for verb, at_least in ((FIRST, 3), (LATER, 6), (LOAD, 6)):
+        yield times_faster(
+            f"{verb} by {size} ranks, CPU of all, vs stock DCP", f"{size} ranks: {verb}", at_least=at_least
+        )
+
+
+_EXCHANGED = FULL.exchanged_bytes
 
 RULES: list[Rule] = [
     speed(_SAVE, "native save vs direct-write probe", "transformer save", tuple(DIRECT_WRITES), at_least=0.75, aim=0.9),
@@ -411,6 +544,21 @@ RULES: list[Rule] = [
         tuple(DIRECT_WRITES),
     ),
     memory_limit(_CONVERSIONS, "memory of export to Hugging Face", "memory of export to Hugging Face", OURS, 128 * MIB),
+    plan_seconds("CPU of the root for one plan of holdfast.save", OURS, 0.15),
+    plan_seconds("CPU of the root for one plan of holdfast.dcp.save", OURS_DCP, 0.6),
+    index_bytes("index without digests vs that of stock DCP"),
+    load_plan("CPU of one rank's load, saved by very many vs by few"),
+    *(read_once(layout) for layout in LAYOUTS),
+    *(rule for size in FULL.many_ranks for rule in _by_many(size)),
+    *(exchange(f"{nbytes // MIB} MiB, save by 4 vs stock DCP", nbytes, ["save by 4"]) for nbytes in _EXCHANGED),
+    *(
+        exchange(
+            f"{nbytes // MIB} MiB, load by 2 and by 4 (the slowest) vs stock DCP",
+            nbytes,
+            ["4 to 2", "2 to 4", "4 to 4"],
+        )
+        for nbytes in _EXCHANGED
+    ),
     *(_saved_by(size) for size in FULL.world_sizes),
     *(_resharded(before, after) for before, after in itertools.permutations(FULL.world_sizes, 2)),
 ]

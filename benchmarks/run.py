@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.big_plans import measure_big_plans
 from benchmarks.conversions import measure_conversions
+from benchmarks.many_ranks import measure_many_ranks
 from benchmarks.memory import measure_memory
 from benchmarks.pauses import measure_pauses
 from benchmarks.quiet import quietly
+from benchmarks.read_once import measure_read_once
 from benchmarks.report import on_terminal
-from benchmarks.resharding import measure_resharding
+from benchmarks.resharding import measure_exchanges, measure_resharding
 from benchmarks.rounds import Measure, one_line
 from benchmarks.rows import Row, fill_in
 from benchmarks.scales import SCALES, Scale
@@ -33,6 +36,15 @@ from tests.rank_pool import RankPool
 
 ROOT = Path(__file__).parent.parent
 
+
+def measure_scale(suite: Suite) -> None:
+    """What many ranks cost: real ones, and more of them than there is room for."""
+    measure_big_plans(suite)
+    measure_exchanges(suite)
+    measure_read_once(suite)
+    measure_many_ranks(suite)
+
+
 PARTS: dict[str, Callable[[Suite], None]] = {
     "transformer": measure_transformer,
     "small tensors": measure_small_tensors,
@@ -43,6 +55,7 @@ PARTS: dict[str, Callable[[Suite], None]] = {
     "pauses": measure_pauses,
     "stalls": measure_stalls,
     "conversions": measure_conversions,
+    "scale": measure_scale,
 }
 
 

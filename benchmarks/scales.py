@@ -40,6 +40,20 @@ class Scale:
     """Of the state of a training loop that saves all the time."""
     converted_bytes: int
     """Of the state that is converted to other formats."""
+    many_ranks: tuple[int, ...]
+    """Real processes, which save and load many small tensors."""
+    many_ranks_tensors: int
+    many_ranks_jobs: int
+    """How often there is a first save."""
+    planned_ranks: int
+    """Of which only the root is there, and plans for all."""
+    planned_tensors: int
+    exchanged_bytes: tuple[int, ...]
+    """Of states that are saved and loaded by two numbers of processes."""
+    exchanged_by: tuple[int, int]
+    replicated_ranks: int
+    """Which load what several of them need."""
+    replicated_bytes: int
     memory_workloads: tuple[str, ...] = ("transformer", "small tensors", "huge tensor")
 
     @property
@@ -68,6 +82,15 @@ FULL = Scale(
     stalled_tensors=150,
     trained_bytes=192 * MIB,
     converted_bytes=2000 * MIB,
+    many_ranks=(32, 64),
+    many_ranks_tensors=300,
+    many_ranks_jobs=1,
+    planned_ranks=1_024,
+    planned_tensors=300,
+    exchanged_bytes=(256 * MIB, 1024 * MIB),
+    exchanged_by=(4, 2),
+    replicated_ranks=8,
+    replicated_bytes=64 * MIB,
 )
 
 QUICK = Scale(
@@ -90,6 +113,15 @@ QUICK = Scale(
     stalled_tensors=60,
     trained_bytes=48 * MIB,
     converted_bytes=300 * MIB,
+    many_ranks=(8,),
+    many_ranks_tensors=300,
+    many_ranks_jobs=1,
+    planned_ranks=128,
+    planned_tensors=300,
+    exchanged_bytes=(64 * MIB,),
+    exchanged_by=(4, 2),
+    replicated_ranks=8,
+    replicated_bytes=16 * MIB,
 )
 
 TINY = Scale(
@@ -112,6 +144,15 @@ TINY = Scale(
     stalled_tensors=6,
     trained_bytes=MIB // 4,
     converted_bytes=2 * MIB,
+    many_ranks=(4,),
+    many_ranks_tensors=3,
+    many_ranks_jobs=1,
+    planned_ranks=16,
+    planned_tensors=3,
+    exchanged_bytes=(MIB,),
+    exchanged_by=(2, 1),
+    replicated_ranks=4,
+    replicated_bytes=MIB,
     memory_workloads=("huge tensor",),
 )
 

@@ -17,12 +17,15 @@ import torch
 
 import holdfast
 from benchmarks import page_cache, probes
+from benchmarks.big_plans import PLANS
 from benchmarks.contenders import LOADING_PEERS, MAKERS, OURS, OURS_DCP, PEERS, STOCK, why_missing
 from benchmarks.document import DOCUMENTS, PLOT, ROOT, write_documents
+from benchmarks.rank_turns import Taken, add_both
 from benchmarks.report import machine, on_terminal
 from benchmarks.rounds import Allowance, Measure, Turn, measure
-from benchmarks.rows import NOT_MEASURED, fill_in, speed
+from benchmarks.rows import NOT_MEASURED, exchange, fill_in, speed
 from benchmarks.run import PARTS, main
+from benchmarks.scales import FULL
 from benchmarks.states import bytes_of, differing_key, few_bytes, room_for, shapes_of
 from holdfast._stores.local_store import LocalStore
 from holdfast._stores.memory_store import MemoryStore
@@ -38,7 +41,7 @@ from tests.stores.counting import (
 )
 
 TinyRun = tuple[dict[str, Any], str, Path]
-SLOW_PARTS = {"stalls": "background saves", "conversions": "conversions"}
+SLOW_PARTS = {"stalls": "background saves", "conversions": "conversions", "scale": "many ranks"}
 """Parts that take longer than all others together, and the sections of the table that they fill."""
 
 
@@ -67,8 +70,9 @@ def test_a_run_fills_in_every_row_and_leaves_nothing_behind(request: pytest.Fixt
     assert results["problems"] == {}
     assert [row["title"] for row in results["rows"]] == [row.title for row in fill_in({}, {})]
     left_out = {section for part, section in SLOW_PARTS.items() if part not in parts}
-    for row in results["rows"]:  # two processes at most here
-        assert (row["value"] == NOT_MEASURED) == ("by 4" in row["title"] or row["section"] in left_out)
+    for row in results["rows"]:  # some numbers of processes are too many here
+        too_many = any(f"by {size}" in row["title"] for size in (4, *FULL.many_ranks))
+        assert (row["value"] == NOT_MEASURED) == (too_many or row["section"] in left_out)
     assert all(row["title"] in printed and row["value"] in printed for row in results["rows"])
     assert list(folder.iterdir()) == []
 
@@ -198,6 +202,48 @@ def test_a_row_stays_when_a_peer_is_missing_or_we_fail() -> None:
     assert alone.details == "b not installed; c failed: OSError: x"
     assert (failed.value, failed.reached, failed.details) == (NOT_MEASURED, None, "a failed: OSError: x")
     assert NOT_MEASURED in on_terminal(fill_in({}, {}), {"slices": "failed"})
+
+
+def test_a_turn_of_several_processes_lasts_until_the_last_one_is_done_and_their_processor_time_adds_up() -> None:
+    measures: dict[str, Measure] = {}
+    first, second = {"a": [Taken(1, 3, 0.5)], "b": [Taken(1, 2, 1)]}, {"a": [Taken(2, 6, 0.25)], "b": ["OSError: x"]}
+
+    add_both(measures, "k", "t", 7, [first, second])
+    add_both(measures, "k", "t", 7, [{"a": [Taken(0, 1, 1)], "b": []}, {"a": [Taken(0, 2, 1)], "b": []}])
+
+    assert measures["k"].samples == {"a": [5, 2], "b": []}
+    assert measures["k CPU"].samples == {"a": [0.75, 2], "b": []}
+    assert measures["k"].failed == {"b": "failed: OSError: x"}
+
+
+def test_an_exchange_counts_by_its_slowest_and_by_processor_time_where_the_disk_is_the_limit() -> None:
+    def measured(**ratios: tuple[float, float]) -> Any:
+        kinds = ("", " CPU")
+        found = {
+            f"256 MiB {verb.replace('_', ' ')}{kind}": Measure("m", 1, {OURS: [1.0], STOCK: [ratio]})
+            for verb, both in ratios.items()
+            for kind, ratio in zip(kinds, both, strict=True)
+        }
+        return exchange("t", 256 << 20, ["4 to 2", "2 to 4"])(found, {})
+
+    fast, limited = (
+        measured(**{"4_to_2": (2, 3), "2_to_4": (1, 1.6)}),
+        measured(**{"4_to_2": (2, 3), "2_to_4": (1, 1.4)}),
+    )
+
+    assert (fast.value, fast.reached) == ("1.00x, CPU 1.60x", True)
+    assert (limited.value, limited.reached) == ("1.00x, CPU 1.40x", False)
+    assert limited.details == "4 to 2: 2.00x, CPU 3.00x; 2 to 4: 1.00x, CPU 1.40x"
+    assert exchange("t", 256 << 20, ["4 to 2"])({}, {}).value == NOT_MEASURED
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_every_contender_plans_for_ranks_that_are_not_there(name: str, ranks: RankPool) -> None:
+    (found,) = ranks(1).run(PLANS[name], 6, 3, process_group=False)
+
+    assert found["cpu"] > 0
+    sent = max(found["bytes_in"], found["bytes_out"]) / 5  # for each other rank
+    assert 0 < sent <= 1000 if name == OURS else sent > 3 * 20  # three tensors: ours does not send them
 
 
 def test_a_document_tells_what_a_run_is_not_worth() -> None:

@@ -31,6 +31,7 @@ MODULES = (
     "du",
     "rm",
     "bench",
+    "simulate",
     "completion",
 )
 """The modules of commands in this package, in the order in which the help lists them."""

@@ -125,7 +125,7 @@ class _Planning:
         outcome = self.ranks.combine("plan", vote, joined)
         if not outcome.is_unanimous:
             return self._gathered(outcome.generation, existing)
-        shared = layout.shared_out() if self.ranks.world_size == 1 else _known_plan(layout)
+        shared = layout.shared_out() if self.ranks.world_size == 1 else known_plan(layout)
         # After those of all come those of each rank, of which all have as many.
         number = len(shared.tensors) + self.ranks.rank * outcome.own_tensors
         chunks = [*shared.chunks, *(chunk._replace(tensor=number + chunk.tensor) for chunk in own_chunks)]
@@ -259,7 +259,7 @@ class _Layout:
 
 
 @lru_cache(maxsize=4)
-def _known_plan(layout: _Layout) -> SharedPlan:
+def known_plan(layout: _Layout) -> SharedPlan:
     """Made once for a state that is saved again and again."""
     return layout.shared_out()
 
