@@ -207,10 +207,12 @@ PLANS: dict[str, Callable[[int, int], Found]] = {
 def _save_as(folder: Path, savers: int, world_size: int, tensors: int) -> Found:
     """A checkpoint as so many ranks would write it, of tensors that are cut over ``world_size``. Returns its sizes."""
     from holdfast._base.boxes import Box
+    from holdfast._base.divisions import Cut, Division
     from holdfast._formats.native.dtypes import dtype_named
     from holdfast._formats.native.layout import ChunkToWrite
     from holdfast._formats.native.names import new_generation
     from holdfast._formats.native.refs import TensorRef
+    from holdfast._formats.native.stored_parts import PartsByRule
     from holdfast._formats.native.values import Encoder
     from holdfast._formats.native.writing import (
         CheckpointContents,
@@ -238,7 +240,9 @@ def _save_as(folder: Path, savers: int, world_size: int, tensors: int) -> Found:
     tree = encoder.encode({_key(number): torch.zeros(1) for number in range(tensors)})
     keys = encoder.keys()
     refs = [TensorRef(key, dtype, shape, "sharded") for key in keys]
-    commit_checkpoint(store, existing, files, CheckpointContents(refs, tree, None, {}), generation)
+    parts = [PartsByRule(Division((Cut(0, savers),), (1,)))] * tensors
+    contents = CheckpointContents(refs, tree, None, {}, parts, savers)
+    commit_checkpoint(store, existing, files, contents, generation)
     sizes = {path.name: path.stat().st_size for path in folder.iterdir() if not path.name.startswith("data-")}
     return {"index": sum(sizes.values()), "files": len(files)}
 

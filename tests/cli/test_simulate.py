@@ -7,7 +7,7 @@ def test_simulate_says_it_in_words(cli):
     lines = cli("simulate", "--ranks", "64", "--tensors", "10", "--layout", "hsdp").out.splitlines()
 
     assert lines[0] == "64 ranks in groups of 8, 10 tensors (hsdp), 1.0 TB"
-    assert [line.split()[0] for line in lines[1:]] == ["root", "rank", "memory", "files", "estimated"]
+    assert [line.split()[0] for line in lines[1:]] == ["root", "rank", "memory", "files", "record", "estimated"]
 
 
 def test_simulate_takes_sizes_and_speeds_as_people_write_them(cli):

@@ -81,7 +81,7 @@ def simulate(
 def _text(result: dict[str, Any]) -> str:
     groups = "" if result["group"] is None else f" in groups of {result['group']:,}"
     head = f"{result['ranks']:,} ranks{groups}, {result['tensors']:,} tensors ({result['layout']})"
-    estimated, machine = result["estimated_seconds"], result["machine"]
+    estimated, machine, record = result["estimated_seconds"], result["machine"], result["record"]
     lines = [f"{head}, {size(result['bytes'])}"]
     for name, title in (("root", "root"), ("rank", f"rank {result['rank']['number']:,}")):
         found = result[name]
@@ -93,6 +93,8 @@ def _text(result: dict[str, Any]) -> str:
     lines += [
         f"  {'memory':<12} {size(result['peak_memory_bytes'])} at most, of this process with all that it imports",
         f"  {'files':<12} {result['files']:,}, of {size(result['busiest_rank_bytes'])} at most",
+        f"  {'record':<12} {size(record['bytes'])}, written in {_milliseconds(record['write_cpu'])} of CPU by the root, "
+        f"read in {_milliseconds(record['read_cpu'])} by each rank",
         f"  {'estimated':<12} save {estimated['save']:,.1f} s, load {estimated['load']:,.1f} s, "
         f"with {machine['ranks']} ranks on each disk of {size(machine['disk_speed'])}/s",
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -16,6 +17,10 @@ import torch
 
 from holdfast._base.divisions import Division, Numbers
 from holdfast._formats.native.layout import lay_out
+from holdfast._formats.native.names import data_file, new_generation
+from holdfast._formats.native.record import Record, decode_record, encode_record
+from holdfast._formats.native.stored_files import StoredFile, TablePlace
+from holdfast._formats.native.stored_parts import places_of
 from holdfast._formats.native.values import Encoder
 from holdfast._ranks.meeting import LinkedCollectives
 from holdfast._save.capture import Captured
@@ -71,6 +76,7 @@ def simulate(ranks: int, tensors: int, layout: str, *, group: int, nbytes: int, 
         "rank": other.found(),
         "busiest_rank_bytes": int(written.max()),
         "files": int(np.count_nonzero(written)),
+        "record": root.record(written),
         "peak_memory_bytes": _peak_memory(),
         "machine": {"ranks": here, "disk_speed": machines.disk_speed, "network_speed": machines.network_speed},
         "estimated_seconds": {
@@ -123,6 +129,42 @@ class _Simulated:
             sizes = division.boxes(shape)[1].prod(axis=1) * count
             np.add.at(written, division.ranks_with(first=first, world_size=self.ranks)[:, 0], sizes * ITEMSIZE)
         return written
+
+    def record(self, written: Numbers) -> dict[str, Any]:
+        """The record that the root puts in place, whose files have about these sizes, and what reading it takes."""
+        assert self.decision is not None, "only the root knows it"
+        contents = self.decision.contents([])
+        generation = new_generation()
+        table_bytes, last = 1 << 16, len(contents.tensors) - 1
+        files = [
+            StoredFile(
+                data_file(generation, rank, 0),
+                nbytes + table_bytes,
+                rank=rank,
+                table=TablePlace(nbytes, table_bytes, f"{nbytes:032x}", 0, last),
+            )
+            for rank, nbytes in enumerate(written.tolist())
+            if nbytes
+        ]
+        began = time.process_time()
+        encoded = encode_record(
+            Record(
+                generation,
+                files,
+                None,
+                contents.tensors,
+                contents.tree,
+                world_size=self.ranks,
+                places=places_of(contents.parts),
+            )
+        )
+        made = time.process_time()
+        decode_record(encoded, "holdfast.json")
+        return {
+            "bytes": len(encoded),
+            "write_cpu": made - began,
+            "read_cpu": time.process_time() - made,
+        }
 
     def _plan(self, link: SimulatedLink) -> RankPlan:
         store = MemoryStore(f"simulated-{id(self)}")
