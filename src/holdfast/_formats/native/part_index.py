@@ -74,9 +74,7 @@ class PartIndex:
         offsets = self._offsets[numbers].reshape(last - first, ndim)
         sizes = self._sizes[numbers].reshape(last - first, ndim)
         if tensor not in self._proven:
-            boxes = [
-                Box(tuple(at), tuple(size)) for at, size in zip(offsets.tolist(), sizes.tolist(), strict=True)
-            ]
+            boxes = [Box(tuple(at), tuple(size)) for at, size in zip(offsets.tolist(), sizes.tolist(), strict=True)]
             if len(boxes) > 1 and first_overlap(boxes) is not None:
                 refuse(self._source, f"has parts of {self._record.tensors[tensor].key!r} that overlap", "none", "some")
             self._proven.add(tensor)

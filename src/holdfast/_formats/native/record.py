@@ -229,7 +229,7 @@ def decode_record(data: bytes, source: str) -> Record:
     if not isinstance(written, dict):
         refuse(source, "does not say how it was written", "an object", type(written).__name__)
     tensors = _tensors(members.get("tensors"), source)
-    common = {
+    common: dict[str, Any] = {
         "generation": generation,
         "tensors": tensors,
         "tree": members.get("tree"),
@@ -358,7 +358,12 @@ def _alike(rows: list[Any], source: str) -> list[TensorRef]:
     for row in rows:
         looks = (row.get("dtype"), row.get("kind"), *row["shape"])
         key = row.get("key")
-        if len(row) != 4 + ("division" in row) + ("first" in row) or type(key) is not str or type(looks[0]) is not str or type(looks[1]) is not str:
+        if (
+            len(row) != 4 + ("division" in row) + ("first" in row)
+            or type(key) is not str
+            or type(looks[0]) is not str
+            or type(looks[1]) is not str
+        ):
             tensors.append(_tensor(row, source))
             continue
         like = known.get(looks)

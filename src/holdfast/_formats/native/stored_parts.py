@@ -146,7 +146,12 @@ def _division(row: Any, lists: Sequence[tuple[int, ...]], source: str) -> Divisi
         refuse(source, "has a division with wrong cuts", f"up to {_MOST_CUTS} of [dimension, parts]", cuts)
     if prod(parts for _, parts in cuts) > MOST_PARTS:
         refuse(source, "has a division into too many parts", f"at most {MOST_PARTS}", cuts)
-    if not isinstance(steps, list) or not are_sizes(steps) or len(steps) != len(cuts) or max(steps, default=0) > MOST_RANKS:
+    if (
+        not isinstance(steps, list)
+        or not are_sizes(steps)
+        or len(steps) != len(cuts)
+        or max(steps, default=0) > MOST_RANKS
+    ):
         refuse(source, "has a division with wrong steps", f"{len(cuts)} numbers", steps)
     ranks = row.get("ranks")
     if ranks is not None and not (type(ranks) is int and 0 <= ranks < len(lists)):

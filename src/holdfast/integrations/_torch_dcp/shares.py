@@ -17,8 +17,8 @@ from holdfast._formats.archives.values import decode_value
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.registered_types import registered_type
-from holdfast._formats.native.values import JSON, Encoder, Path
 from holdfast._formats.native.stored_files import StoredFile
+from holdfast._formats.native.values import JSON, Encoder, Path
 from holdfast._formats.tensor_bytes import tensor_pieces
 from holdfast._layout.descriptions import Bytes, LocalTensor, TensorDescription, describe
 from holdfast._ranks.failures import PackedFailure
