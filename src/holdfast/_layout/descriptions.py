@@ -19,7 +19,7 @@ from holdfast._compat.tensors import local_part
 from holdfast._formats.dcp.metadata import MetadataIndex
 from holdfast._formats.native.dtypes import dtype_named, name_of
 from holdfast._formats.native.members import CannotStore
-from holdfast._formats.native.record import MOST_DIMENSIONS
+from holdfast._formats.native.stored_files import MOST_DIMENSIONS
 from holdfast._formats.native.torch_elements import dtype_of
 from holdfast._formats.native.values import stored_numpy_dtype
 from holdfast._formats.tensor_bytes import array_pieces, digest_of_small, has_its_memory, tensor_pieces

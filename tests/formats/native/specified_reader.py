@@ -49,6 +49,20 @@ _STORED_AS = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
+_TABLE = {
+    "chunk_tensor": ("U32", "<u4"),
+    "chunk_begin": ("U64", "<u8"),
+    "chunk_offsets": ("U64", "<u8"),
+    "chunk_sizes": ("U64", "<u8"),
+    "digests": ("U32", "<u4"),
+    "check": ("U8", "u1"),
+}
+_INDEX = {
+    "part_tensor": ("U32", "<u4"),
+    "part_rank": ("U32", "<u4"),
+    "part_offsets": ("U64", "<u8"),
+    "part_sizes": ("U64", "<u8"),
+}
 _COLUMNS = {
     "chunk_tensor": ("U32", "<u4"),
     "chunk_file": ("U32", "<u4"),
@@ -99,9 +113,18 @@ class SpecifiedReader:
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
         self.record = self._record((folder / "holdfast.json").read_bytes())
-        self.columns = self._columns()
-        self.chunks = self._chunks()
-        self.files = [self._data_file(number) for number in range(len(self.record["files"]))]
+        self.version = self.record["version"][0]
+        if self.version == 1:
+            self.columns = self._columns()
+            self.chunks = self._chunks()
+            self.files = [self._data_file(number) for number in range(len(self.record["files"]))]
+        else:
+            self.files = [self._file_of_version_2(number) for number in range(len(self.record["files"]))]
+            self.tables = [self._table(number) for number in range(len(self.files))]
+            self.listed = self._listed_parts()
+            self.chunks = [chunk for number in range(len(self.record["tensors"])) for chunk in self._found(number)]
+            for number, (data, table) in enumerate(zip(self.files, self.tables, strict=True)):
+                self._check_names(data, number, table)
         self.tensors = {entry["key"]: self._tensor(number) for number, entry in enumerate(self.record["tensors"])}
         self.state = self._value(self.record["tree"])
 
@@ -110,7 +133,7 @@ class SpecifiedReader:
         assert tail, "the record does not end as it must"
         head = re.match(rb'\{"format":"holdfast",\n"version":\[([0-9]{1,9}),([0-9]{1,9})\],', data)
         assert head, "the record does not begin as it must"
-        assert int(head[1]) == 1, "of a version that this page does not describe"
+        assert int(head[1]) in (1, 2), "of a version that this page does not describe"
         body = data[: -len(tail[0])]
         assert xxhash.xxh3_128_hexdigest(body, seed=0) == tail[1].decode(), "the record was changed"
         record = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
@@ -127,15 +150,116 @@ class SpecifiedReader:
         data = (self.folder / index["name"]).read_bytes()
         assert len(data) == index["bytes"]
         assert xxhash.xxh3_128_hexdigest(data) == index["xxh3_128"]
-        header, start = _safetensors_header(data)
-        arrays = {}
-        for name, (stored_as, dtype) in _COLUMNS.items():
-            entry = header[name]
-            begin, end = entry["data_offsets"]
-            arrays[name] = np.frombuffer(data[start + begin : start + end], dtype)
-            assert entry["dtype"] == stored_as
-            assert entry["shape"] == [arrays[name].size]
-        return arrays
+        return _arrays(data, _COLUMNS)
+
+    # --- version 2: tables of data files, and parts that ranks have stored -------------------------------------
+
+    def _file_of_version_2(self, number: int) -> bytes:
+        entry = self.record["files"][number]
+        assert re.fullmatch(r"data-[0-9a-f]{16}-[0-9]+-[0-9]+\.safetensors", entry["name"])
+        assert 0 <= entry["rank"] < self.record["world_size"] <= 1048576
+        data = (self.folder / entry["name"]).read_bytes()
+        assert len(data) == entry["bytes"] == entry["table"]["begin"] + entry["table"]["bytes"]
+        return data
+
+    def _table(self, number: int) -> dict[str, Any]:
+        """The chunks of a file, with the tensor numbers of the record, and the digests, which are compared."""
+        entry, data, block = self.record["files"][number], self.files[number], self.record["block_bytes"]
+        begin = entry["table"]["begin"]
+        table = data[begin:]
+        found = xxhash.xxh3_128_hexdigest(table[:-16], seed=0)
+        assert found == table[-16:].hex() == entry["table"]["xxh3_128"], f"the table of {entry['name']} is damaged"
+        arrays = {name: array.tolist() for name, array in _arrays(table, _TABLE).items()}
+        blocks = range(0, begin, block)
+        assert len(arrays["digests"]) == len(blocks)
+        for position, expected in zip(blocks, arrays["digests"], strict=True):
+            bytes_ = data[position : min(position + block, begin)]
+            assert xxhash.xxh3_64_intdigest(bytes_, seed=0) & 0xFFFFFFFF == expected, f"{entry['name']} is damaged"
+        assert arrays["chunk_tensor"] == sorted(arrays["chunk_tensor"])
+        listed = self.record["tensor_lists"][entry["tensor_list"]] if "tensor_list" in entry else None
+        chunks, at = [], 0
+        for tensor, position in zip(arrays["chunk_tensor"], arrays["chunk_begin"], strict=True):
+            stands_for = tensor if listed is None else listed[tensor]
+            is_stored = stands_for >= 0
+            ndim = len(self.record["tensors"][stands_for]["shape"]) if is_stored else -1 - stands_for
+            offsets, sizes = (tuple(arrays[name][at : at + ndim]) for name in ("chunk_offsets", "chunk_sizes"))
+            chunks.append(Chunk(stands_for, number, position, offsets, sizes))
+            assert 0 not in sizes
+            at += ndim
+        assert at == len(arrays["chunk_offsets"]) == len(arrays["chunk_sizes"])
+        stored = [chunk.tensor for chunk in chunks if chunk.tensor >= 0]
+        assert entry["tensors"] == [min(stored, default=0), max(stored, default=-1)]
+        return {"chunks": chunks, "names": len(chunks)}
+
+    def _listed_parts(self) -> dict[int, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
+        """The parts that the index has, by tensor number: offsets, sizes, rank."""
+        if "index" not in self.record:
+            return {}
+        index = self.record["index"]
+        assert index["name"] == f"index-{self.record['generation']}.safetensors"
+        data = (self.folder / index["name"]).read_bytes()
+        assert len(data) == index["bytes"]
+        assert xxhash.xxh3_128_hexdigest(data) == index["xxh3_128"]
+        arrays = {name: array.tolist() for name, array in _arrays(data, _INDEX).items()}
+        assert arrays["part_tensor"] == sorted(arrays["part_tensor"])
+        found: dict[int, list[Any]] = {}
+        at = 0
+        for tensor, rank in zip(arrays["part_tensor"], arrays["part_rank"], strict=True):
+            ndim = len(self.record["tensors"][tensor]["shape"])
+            offsets, sizes = (tuple(arrays[name][at : at + ndim]) for name in ("part_offsets", "part_sizes"))
+            assert 0 not in sizes
+            assert rank < self.record["world_size"]
+            found.setdefault(tensor, []).append((offsets, sizes, rank))
+            at += ndim
+        assert at == len(arrays["part_offsets"]) == len(arrays["part_sizes"])
+        return found
+
+    def _parts(self, number: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """The parts of a tensor that have elements: offsets, sizes, and the rank that has stored it."""
+        entry = self.record["tensors"][number]
+        if 0 in entry["shape"]:
+            return []
+        division = entry.get("division", 0)
+        if division is None:
+            return self.listed[number]
+        assert number not in self.listed
+        rule = self.record["divisions"][division]
+        assert len(rule["cuts"]) == len(rule["steps"]) <= 64
+        assert math.prod(parts for _, parts in rule["cuts"]) <= 1048576
+        ranks = self.record["rank_lists"][rule["ranks"]] if "ranks" in rule else list(range(self.record["world_size"]))
+        parts = [((0,) * len(entry["shape"]), tuple(entry["shape"]), entry.get("first", 0))]
+        for (dim, count), step in zip(rule["cuts"], rule["steps"], strict=True):
+            cut = []
+            for offsets, sizes, position in parts:
+                length = -(-sizes[dim] // count)
+                for place in range(count):
+                    at = min(place * length, sizes[dim])
+                    size = min(length, sizes[dim] - at)
+                    cut.append(
+                        (
+                            (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :]),
+                            (*sizes[:dim], size, *sizes[dim + 1 :]),
+                            position + place * step,
+                        )
+                    )
+            parts = cut
+        return [(offsets, sizes, ranks[at % len(ranks)]) for offsets, sizes, at in parts if 0 not in sizes]
+
+    def _found(self, number: int) -> list[Chunk]:
+        """The chunks that count of a tensor: those inside of parts, in files of the rank that has stored the part."""
+        found = []
+        for offsets, sizes, rank in self._parts(number):
+            for file, table in zip(self.record["files"], self.tables, strict=True):
+                for chunk in table["chunks"]:
+                    if file["rank"] != rank or chunk.tensor != number:
+                        continue
+                    sides = list(zip(chunk.offsets, chunk.sizes, offsets, sizes, strict=True))
+                    if all(max(a, b) < min(a + n, b + m) for a, n, b, m in sides):
+                        assert all(b <= a and a + n <= b + m for a, n, b, m in sides), "it reaches out of its part"
+                        found.append(chunk)
+        return found
+
+    # --- version 1 ----------------------------------------------------------------------------------------------
 
     def _chunks(self) -> list[Chunk]:
         columns = {name: array.tolist() for name, array in self.columns.items()}
@@ -166,13 +290,19 @@ class SpecifiedReader:
         self._check_names(data, number)
         return data
 
-    def _check_names(self, data: bytes, number: int) -> None:
+    def _check_names(self, data: bytes, number: int, table: dict[str, Any] | None = None) -> None:
         """Every chunk is a tensor of the safetensors file, under the name that the page tells if it can have that."""
         header, start = _safetensors_header(data)
-        header.pop("__metadata__", None)
+        assert header.pop("__metadata__")["holdfast"] == str(self.version)
+        count = len([chunk for chunk in self.chunks if chunk.file == number])
+        if table is not None:
+            last, place = header.pop("holdfast.table"), self.record["files"][number]["table"]
+            assert (last["dtype"], last["shape"]) == ("U8", [place["bytes"]])
+            assert last["data_offsets"] == [place["begin"] - start, len(data) - start]
+            count = table["names"]
         by_place = {tuple(entry["data_offsets"]): (name, entry) for name, entry in header.items()}
         here = [chunk for chunk in self.chunks if chunk.file == number]
-        assert len(here) == len(header)
+        assert count == len(header)
         for chunk in here:
             tensor = self.record["tensors"][chunk.tensor]
             size = size_of(tensor["dtype"])
@@ -184,7 +314,7 @@ class SpecifiedReader:
             region = ",".join(f"{at}:{at + size}" for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
             whole = list(chunk.sizes) == tensor["shape"]
             told = tensor["key"] if whole else f"{tensor['key']}[{region}]"
-            assert name == told or told in header or told == "__metadata__" or not _is_unicode(told)
+            assert name == told or told in header or told in ("__metadata__", "holdfast.table") or not _is_unicode(told)
 
     def _tensor(self, number: int) -> Tensor:
         entry = self.record["tensors"][number]
@@ -343,6 +473,19 @@ def numpy_dtype(stored: Any) -> np.dtype:
 def _safetensors_header(data: bytes) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(data[:8], "little")
     return json.loads(data[8 : 8 + length].decode("utf-8"), object_pairs_hook=_unique), 8 + length
+
+
+def _arrays(data: bytes, wanted: dict[str, tuple[str, str]]) -> dict[str, np.ndarray]:
+    """The arrays of a safetensors file."""
+    header, start = _safetensors_header(data)
+    arrays = {}
+    for name, (stored_as, dtype) in wanted.items():
+        entry = header[name]
+        begin, end = entry["data_offsets"]
+        arrays[name] = np.frombuffer(data[start + begin : start + end], dtype)
+        assert entry["dtype"] == stored_as
+        assert entry["shape"] == [arrays[name].size]
+    return arrays
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

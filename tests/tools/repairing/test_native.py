@@ -26,7 +26,7 @@ from holdfast._tools.repairing import unrecorded as rebuilding
 from holdfast._tools.repairing.repair import repair
 from holdfast._tools.repairing.unrecorded import Digesting
 from tests.stores.counting import CountingMemoryStore
-from tests.tools.repairing.checkpoints import GENERATION, age_all, grid, write
+from tests.tools.repairing.checkpoints import GENERATION, age_all, grid, spoil_tables, write
 
 NUMBERS = count()
 KEYS = ["w", "w[0:2]", "w[0:2]#2", "w#2", "model.layers.0.weight", "x[0:1,0:2]", '["a.b"]', '["a"]["b"]', '["a"][null]']
@@ -65,12 +65,12 @@ def repaired(store, *, generation=None):
 
 
 @given(layouts())
-def test_columns_are_rebuilt_from_the_record_and_the_data_files(layout):
+def test_tables_are_rebuilt_from_the_record_and_the_data_files(layout):
     tensors, cuts, most = layout
     store = MemoryStore(f"columns-{next(NUMBERS)}")
     refs, arrays = write(store, tensors, cuts, max_file_size=most)
     record = store.read(RECORD)
-    store.delete([index_file(GENERATION)])
+    spoil_tables(store)
 
     findings = repaired(store)
 

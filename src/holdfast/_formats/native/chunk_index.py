@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 from typing import Any, NamedTuple, Protocol
@@ -29,7 +30,8 @@ OnlyChunks = tuple[npt.NDArray[np.bool_], Numbers, Numbers]
 """Which tensors are stored as one chunk, and for those the file and where in it they begin."""
 
 
-class StoredBytes(NamedTuple):
+@dataclass(frozen=True)
+class StoredBytes:
     """How the parts of files are read that say where chunks are."""
 
     table: Callable[[int, str | None], bytearray]
@@ -363,10 +365,10 @@ class TableIndex:
                 refuse(path, f"has a chunk of {key!r} that reaches out of its part", boxes[box], rows[row][:2], key)
             filled[box] += volume(lengths)
             inside.append(rows[row])
-        for box, count in zip(boxes, filled, strict=True):
-            if count != volume(box.sizes):
+        for part, count in zip(boxes, filled, strict=True):
+            if count != volume(part.sizes):
                 what = f"does not have all elements once that rank {rank} has stored of {key!r}"
-                refuse(self._file_of(tensor, rank), what, volume(box.sizes), count, key)
+                refuse(self._file_of(tensor, rank), what, volume(part.sizes), count, key)
         if len(inside) > 1 and first_overlap(inside) is not None:
             refuse(self._file_of(tensor, rank), f"has chunks of {key!r} that overlap", "none", "some", key)
         return inside

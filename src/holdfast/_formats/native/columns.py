@@ -5,8 +5,9 @@ Chunks are rows of arrays and not objects, since there may be millions of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -72,6 +73,23 @@ def decode_columns(data: bytes, record: Record, source: str) -> Columns:
     columns = Columns(**arrays)
     _check(columns, record, source)
     return columns
+
+
+Row = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
+"""Of the columns: tensor, file, position, offsets, sizes."""
+
+
+def make_columns(rows: Iterable[Row], digests: Digests) -> Columns:
+    """The columns of chunks that are in files, in any order, and of the digests of all blocks of these files."""
+    rows = sorted(rows, key=itemgetter(0, 3))
+    return Columns(
+        chunk_tensor=np.array([row[0] for row in rows], np.int64),
+        chunk_file=np.array([row[1] for row in rows], np.int64),
+        chunk_begin=np.array([row[2] for row in rows], np.int64),
+        chunk_offsets=np.array([number for row in rows for number in row[3]], np.int64),
+        chunk_sizes=np.array([number for row in rows for number in row[4]], np.int64),
+        digests=digests,
+    )
 
 
 class ChunkTable:

@@ -70,15 +70,16 @@ def lay_out(
     max_file_size: int | None = None,
     *,
     writers: int | None = None,
+    notes: Mapping[str, str] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> list[FileLayout]:
     """Distribute chunks over as few files as ``max_file_size`` (of data, without header and table) allows.
 
     Chunks that are larger are cut, down to single elements. ``writers`` is how many ranks write files, if that is
-    known: the files note it.
+    known: the tables note it, with other ``notes``.
     """
     files = _distributed(chunks, max_file_size)
-    notes = {"files": str(len(files))}
+    notes = {"files": str(len(files)), **(notes or {})}
     if writers is not None:
         notes["ranks"] = str(writers)
     return [_lay_out_file(file, generation, notes, block_bytes) for file in files]

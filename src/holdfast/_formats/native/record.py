@@ -229,7 +229,7 @@ def decode_record(data: bytes, source: str) -> Record:
     if not isinstance(written, dict):
         refuse(source, "does not say how it was written", "an object", type(written).__name__)
     tensors = _tensors(members.get("tensors"), source)
-    common = {
+    common: dict[str, Any] = {
         "generation": generation,
         "tensors": tensors,
         "tree": members.get("tree"),

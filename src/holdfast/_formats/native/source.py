@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cached_property
 from typing import Any, NoReturn
@@ -356,15 +356,19 @@ class NativeSource(Source):
             return
         for number, ref in enumerate(self.record.tensors):
             if ref.nbytes >= _LARGE:
-                of_chunks = self.tables is None
-                files = {chunk.file for chunk in self._chunks(ref.key)} if of_chunks else self.tables.files_of(number)
-                for file in map(self.record.files.__getitem__, files):
+                for file in map(self.record.files.__getitem__, self._files_with(number)):
                     found = self.store.size(file.name)
                     if found is None:
                         self._refuse_missing(file, ref.key)
                     if found != file.nbytes:
                         path = self.store.path_of(file.name)
                         refuse(path, "does not have the size that was recorded", file.nbytes, found, ref.key)
+
+    def _files_with(self, number: int) -> Iterable[int]:
+        """The files that a tensor is in, or may be in."""
+        if self.tables is not None:
+            return self.tables.files_of(number)
+        return {chunk.file for chunk in self._index.find([(number, None)])[0]}
 
     def _refuse_missing(self, file: StoredFile, key: str | None) -> NoReturn:
         path = self.store.path_of(file.name)

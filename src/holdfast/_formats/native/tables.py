@@ -19,7 +19,7 @@ from holdfast._formats.native.stored_files import StoredFile
 TABLE_NAME = "holdfast.table"
 CHECK_BYTES = 16
 
-_STORED = {
+TABLE_ARRAYS = {
     "chunk_tensor": U32,
     "chunk_begin": U64,
     "chunk_offsets": U64,
@@ -42,7 +42,7 @@ def table_bytes(chunks: int, dimensions: int, blocks: int, notes: Mapping[str, s
         "digests": blocks,
         "check": CHECK_BYTES,
     }
-    return count_bytes(lengths, _STORED, notes)
+    return count_bytes(lengths, TABLE_ARRAYS, notes)
 
 
 def encode_table(rows: Sequence[Row], digests: Digests, notes: Mapping[str, str]) -> bytes:
@@ -56,7 +56,7 @@ def encode_table(rows: Sequence[Row], digests: Digests, notes: Mapping[str, str]
         "digests": digests,
         "check": np.zeros(CHECK_BYTES, np.uint8),
     }
-    data = encode_arrays(arrays, _STORED, notes)[:-CHECK_BYTES]
+    data = encode_arrays(arrays, TABLE_ARRAYS, notes)[:-CHECK_BYTES]
     return data + xxhash.xxh3_128_digest(data)
 
 
@@ -113,7 +113,7 @@ def decode_table(
     """Check the table ``data`` of a data file against the record that lists the file."""
     assert file.table is not None
     check_table(data, file.table.digest, source, key)
-    arrays, notes = decode_arrays(data, _STORED, source)
+    arrays, notes = decode_arrays(data, TABLE_ARRAYS, source)
     tensor, begin = arrays["chunk_tensor"].astype(np.int64), arrays["chunk_begin"]
     offsets, sizes, digests = arrays["chunk_offsets"], arrays["chunk_sizes"], arrays["digests"]
     blocks = count_blocks(file.table.begin, block_bytes)

@@ -130,20 +130,21 @@ def write_chunks(
     max_file_size: int | None = None,
     memory_budget: int | None = None,
     writers: int | None = None,
+    notes: Mapping[str, str] | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> list[StoredFile]:
     """Write chunks to as many files as they need, which are named after a rank.
 
     Everything is durable when it returns; if it raises, nothing is left. ``advance`` is called with the bytes of every
     part that is written. ``writers`` is how many ranks write something, if that is known: files note it, so that those
-    of a save whose record is lost can be known to be complete.
+    of a save whose record is lost can be known to be complete. ``notes`` are put into the tables as well.
     """
     # Half of the memory is for what is being written, and half for whoever makes the bytes.
     memory = (MEMORY_BUDGET if memory_budget is None else memory_budget) // SHARE_OF_WRITE_BUFFERS
     written: list[StoredFile] = []
     try:
         with no_garbage_collection():
-            layouts = lay_out(chunks, generation, max_file_size, writers=writers)
+            layouts = lay_out(chunks, generation, max_file_size, writers=writers, notes=notes)
         for number, layout in enumerate(layouts):
             name = data_file(generation, rank, number)
             with open_chunks(layout) as given, store.create(name, layout.nbytes, memory) as sink:

@@ -16,8 +16,9 @@ from typing import NamedTuple
 from holdfast._base.boxes import first_overlap, volume
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.tables import TABLE_NAME
 from holdfast._formats.safetensors.dtypes import in_memory
-from holdfast._formats.safetensors.header import LENGTH_BYTES, MAX_LENGTH, Header, decode_header
+from holdfast._formats.safetensors.header import LENGTH_BYTES, MAX_LENGTH, Header, HeaderTensor, decode_header
 from holdfast._stores.store import Store, too_short
 
 _REGION = re.compile(r"(.+)\[([0-9]+:[0-9]+(?:,[0-9]+:[0-9]+)*)\]", re.DOTALL)
@@ -55,8 +56,8 @@ class Parts:
     """What is wrong with tensors of which chunks are missing, overlap or cannot be told apart."""
 
 
-def header_in(store: Store, name: str) -> Header:
-    """The header of a data file."""
+def header_in(store: Store, name: str, nbytes: int | None = None) -> Header:
+    """The header of a data file, which has ``nbytes`` if it is whole."""
     path = store.path_of(name)
     with store.reader(name) as reader:
         if reader.size < LENGTH_BYTES:
@@ -68,7 +69,12 @@ def header_in(store: Store, name: str) -> Header:
             raise too_short(path, LENGTH_BYTES + length, reader.size)
         text = bytearray(length)
         reader.read_into(LENGTH_BYTES, text)
-        return decode_header(bytes(text), reader.size, path)
+        return decode_header(bytes(text), reader.size if nbytes is None else nbytes, path)
+
+
+def chunks_in(header: Header) -> dict[str, HeaderTensor]:
+    """All tensors of a data file but its table."""
+    return {name: tensor for name, tensor in header.tensors.items() if name != TABLE_NAME}
 
 
 def parts_of_known(headers: Sequence[Header], tensors: Sequence[TensorRef]) -> Parts:
@@ -77,11 +83,19 @@ def parts_of_known(headers: Sequence[Header], tensors: Sequence[TensorRef]) -> P
     >>> parts_of_known([], [TensorRef("weight", dtype_named("float32"), (2,))]).incomplete
     {'weight': 'has 0 of its 2 elements'}
     """
+    found, unclear = known_chunks(headers, tensors)
+    return Parts(tensors, found, {**_incomplete(found, tensors), **unclear})
+
+
+def known_chunks(
+    headers: Sequence[Header], tensors: Sequence[TensorRef]
+) -> tuple[dict[str, list[FoundChunk]], dict[str, str]]:
+    """The chunks in some files of tensors that a record describes, by key, and keys of which that is not clear."""
     by_key = {ref.key: ref for ref in tensors}
     found: dict[str, list[FoundChunk]] = defaultdict(list)
     unclear: dict[str, str] = {}
     for number, header in enumerate(headers):
-        meanings = {name: list(_known_meanings(name, header, by_key)) for name in header.tensors}
+        meanings = {name: list(_known_meanings(name, header, by_key)) for name in chunks_in(header)}
         sure = {possible[0] for possible in meanings.values() if len(possible) == 1}
         for name, possible in meanings.items():
             left = possible if len(possible) <= 1 else [meaning for meaning in possible if meaning not in sure]
@@ -90,8 +104,7 @@ def parts_of_known(headers: Sequence[Header], tensors: Sequence[TensorRef]) -> P
                 found[key].append(FoundChunk(key, offsets, sizes, number, header.position(name)))
             for key, _, _ in left if len(left) > 1 else ():
                 unclear[key] = f"has a chunk {name!r} that may be of another tensor"
-    incomplete = {**_incomplete(found, tensors), **unclear}
-    return Parts(tensors, found, incomplete)
+    return found, unclear
 
 
 def parts_of_unknown(headers: Sequence[Header], sources: Sequence[str]) -> Parts:
@@ -100,7 +113,7 @@ def parts_of_unknown(headers: Sequence[Header], sources: Sequence[str]) -> Parts
     types: dict[str, set[str]] = defaultdict(set)
     cut: set[str] = set()
     for number, (header, source) in enumerate(zip(headers, sources, strict=True)):
-        for name, stored in header.tensors.items():
+        for name, stored in chunks_in(header).items():
             dtype, shape = in_memory(name, stored.dtype, stored.shape, source)
             key, offsets, sizes = _likeliest_meaning(name, shape)
             found[key].append(FoundChunk(key, offsets, sizes, number, header.position(name)))

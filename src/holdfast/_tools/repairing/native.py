@@ -12,10 +12,11 @@ import numpy as np
 
 from holdfast._formats.native.columns import Columns, chunk_volumes, decode_columns
 from holdfast._formats.native.names import RECORD
-from holdfast._formats.native.record import Record, StoredFile
+from holdfast._formats.native.record import Record
 from holdfast._formats.native.source import read_record
 from holdfast._stores.store import Store
 from holdfast._tools.repairing.data_files import header_in, parts_of_known
+from holdfast._tools.repairing.lost_tables import NO_DIGESTS, problems_of_tables, wrong_size
 from holdfast._tools.repairing.report import Planned
 from holdfast._tools.repairing.unrecorded import (
     Digesting,
@@ -27,10 +28,6 @@ from holdfast._tools.repairing.unrecorded import (
 )
 from holdfast.errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastError
 
-_NO_DIGESTS = (
-    "the digests are computed from the data files as they are now, so that damage to them that was there before can no "
-    "longer be noticed"
-)
 _LOST_WITH_A_RECORD = (
     "values that are not tensors (steps, learning rates), tensors without elements, ties between tensors, metadata, "
     "and types that safetensors files do not have are lost; keys are as they were, in one flat dict"
@@ -72,8 +69,12 @@ def complete_saves(store: Store, *, proven: bool) -> frozenset[str]:
 
 def _problems_below(store: Store, record: Record, digesting: Digesting) -> Iterator[Planned]:
     """What is wrong with the files that a record names."""
+    if record.has_tables:
+        yield from problems_of_tables(store, record, digesting)
+        return
+    assert record.index is not None
     sizes = {listed.name: listed.size for listed in store.list()}
-    wrong = {file.name: _wrong_size(file, sizes.get(file.name)) for file in record.files}
+    wrong = {file.name: wrong_size(file, sizes.get(file.name)) for file in record.files}
     wrong = {name: what for name, what in wrong.items() if what}
     try:
         columns: Columns | None = decode_columns(
@@ -96,12 +97,6 @@ def _problems_below(store: Store, record: Record, digesting: Digesting) -> Itera
         yield _columns_from_files(store, record, trouble, wrong, digesting)
 
 
-def _wrong_size(file: StoredFile, found: int | None) -> str:
-    if found is None:
-        return "the file is missing"
-    return "" if found == file.nbytes else f"the file has {found} bytes, and should have {file.nbytes}"
-
-
 def _keys_in(record: Record, columns: Columns | None, name: str, *, behind: int) -> list[str]:
     """The tensors that have a chunk in a file that ends behind this byte, if that is known."""
     if columns is None:
@@ -116,6 +111,7 @@ def _keys_in(record: Record, columns: Columns | None, name: str, *, behind: int)
 def _columns_from_files(
     store: Store, record: Record, trouble: str, wrong: Mapping[str, str], digesting: Digesting
 ) -> Planned:
+    assert record.index is not None
     path = store.path_of(record.index.name)
     problem = f"the file that says where chunks are stored {trouble}"
     if wrong:
@@ -135,7 +131,7 @@ def _columns_from_files(
         made = repair_now("columns", "the record and the headers of the data files", "computed")
         put_in_place(store, record, parts, digests, made)
 
-    return Planned(path, problem, "rebuilt from the record and the headers of the data files", _NO_DIGESTS, do=rebuild)
+    return Planned(path, problem, "rebuilt from the record and the headers of the data files", NO_DIGESTS, do=rebuild)
 
 
 def _record_from_files(store: Store, problem: str, generation: str | None, digesting: Digesting) -> Planned:
@@ -159,7 +155,7 @@ def _record_from_files(store: Store, problem: str, generation: str | None, diges
     if save.digests_computed:
         loses += f". The digests were computed in a repair at {save.digests_computed}, not when it was saved"
     if not save.is_proven:
-        loses += f". Nothing proves that all files are there. Also, {_NO_DIGESTS}"
+        loses += f". Nothing proves that all files are there. Also, {NO_DIGESTS}"
 
     def rebuild() -> None:
         save.put_record(digesting)

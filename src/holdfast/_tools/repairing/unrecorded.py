@@ -16,7 +16,7 @@ import numpy as np
 
 from holdfast._base.threads import work_through
 from holdfast._formats.native.blocks import Digests, count_blocks
-from holdfast._formats.native.columns import decode_columns, digest_of, encode_columns, first_blocks
+from holdfast._formats.native.columns import decode_columns, digest_of, encode_columns, first_blocks, make_columns
 from holdfast._formats.native.names import RECORD, generation_of, index_file, rank_of
 from holdfast._formats.native.readable_files import OpenFiles, ReadableFile
 from holdfast._formats.native.reading import read_size, read_with_digests, reader_count
@@ -26,20 +26,23 @@ from holdfast._formats.native.record import (
     Origin,
     Record,
     Repair,
-    StoredFile,
     What,
     encode_record,
     noted,
 )
-from holdfast._formats.native.writing import make_columns
+from holdfast._formats.native.stored_files import StoredFile
+from holdfast._formats.native.writing import remove_unfinished
 from holdfast._formats.safetensors.header import Header, read_header
 from holdfast._stores.store import Store
 from holdfast._tools.repairing.data_files import Parts, header_in, parts_of_unknown
 from holdfast._tools.repairing.report import keep_copy
+from holdfast._tools.repairing.rewriting import number_of
+from holdfast._tools.repairing.rewriting import put_in_place as commit_record
+from holdfast._tools.repairing.unrecorded_tables import UnrecordedTables, has_table
 from holdfast._watching.progress import OnProgress, Progress
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 
-# Writes the columns and the record of a checkpoint whose data files are there.
+# Writes the columns and the record of a checkpoint of version 1 whose data files are there.
 
 
 @dataclass(frozen=True)
@@ -55,22 +58,22 @@ class Digesting:
         starts = first_blocks(files, block_bytes)
         found = np.zeros(starts[-1], np.uint32)
         size = read_size(self.memory, block_bytes)
-        pieces = [(number, begin) for number, file in enumerate(files) for begin in range(0, file.nbytes, size)]
-        progress = Progress(sum(file.nbytes for file in files), self.on_progress)
+        pieces = [(number, begin) for number, file in enumerate(files) for begin in range(0, file.data_end, size)]
+        progress = Progress(sum(file.data_end for file in files), self.on_progress)
         own = threading.local()
 
         def digest(piece: tuple[int, int]) -> None:
             number, begin = piece
             if not hasattr(own, "buffer"):
                 own.buffer = np.empty(size, np.uint8)
-            part = own.buffer[: min(size, files[number].nbytes - begin)]
+            part = own.buffer[: min(size, files[number].data_end - begin)]
             with opened.using(number) as reader:
                 for at, digests in read_with_digests(reader, begin, part, block_bytes):
                     first = starts[number] + (begin + at) // block_bytes
                     found[first : first + len(digests)] = digests
             progress.advance(part.nbytes)
 
-        readable = [ReadableFile(file.name, file.nbytes, partial(store.reader, file.name), None) for file in files]
+        readable = [ReadableFile(file.name, file.data_end, partial(store.reader, file.name), None) for file in files]
         with closing(OpenFiles(readable, (number for number, _ in pieces))) as opened:
             work_through(pieces, digest, reader_count(self.memory, size), "holdfast-repair")
         return found
@@ -78,6 +81,8 @@ class Digesting:
 
 def put_in_place(store: Store, record: Record, parts: Parts, digests: Digests, repair: Repair) -> None:
     """Write the columns and commit the record, with a note of the repair. What was there before is kept, renamed."""
+    assert record.index is not None
+    name = record.index.name
     record = replace(record, written=noted(record.written, repair))
     notes = {DIGESTS_COMPUTED: repair.time} if repair.has_new_digests else {}
     rows = [
@@ -87,7 +92,7 @@ def put_in_place(store: Store, record: Record, parts: Parts, digests: Digests, r
         if 0 not in part.sizes
     ]
     content = encode_columns(make_columns(rows, digests), notes)
-    index = StoredFile(record.index.name, len(content), digest_of(content))
+    index = StoredFile(name, len(content), digest_of(content))
     finished = replace(record, index=index)
     decode_columns(content, finished, store.path_of(index.name))  # nothing is put in place that readers would refuse
     encoded = encode_record(finished)
@@ -240,18 +245,25 @@ class UnrecordedSave:
     files: Sequence[StoredFile]
     parts: Parts | None
     columns: UnrecordedColumns | None
-    """If they are there and list the same files."""
+    """Of version 1, if they are there and list the same files."""
     trouble: str
     """Why the data files do not make up a checkpoint."""
+    tables: UnrecordedTables | None = None
+    """Of the data files, unless they are of version 1."""
 
     @property
     def is_proven(self) -> bool:
-        """Whether it is sure that these are all files: the columns are written when all ranks are done."""
-        return self.columns is not None and not self.trouble
+        """Whether it is sure that these are all files: columns are written when all ranks are done, and tables note
+        how many files there are."""
+        if self.trouble:
+            return False
+        return self.columns is not None if self.tables is None else self.tables.prove_all_files()
 
     @property
     def digests_computed(self) -> str:
         """When a repair has computed the digests; empty if they are those of the save."""
+        if self.tables is not None:
+            return self.tables.computed
         return "" if self.columns is None else self.columns.digests_computed
 
     @classmethod
@@ -262,9 +274,17 @@ class UnrecordedSave:
         files = [StoredFile(file.name, file.size) for file in sorted(listed, key=lambda file: _order(file.name))]
         try:
             headers = [header_in(store, file.name) for file in files]
+            tables = UnrecordedTables(store, files, headers) if files and all(map(has_table, headers)) else None
+            if tables is not None and (replaced := tables.replaced()):
+                kept = [number for number, file in enumerate(files) if file.name not in replaced]
+                files, headers = [files[number] for number in kept], [headers[number] for number in kept]
+                tables = UnrecordedTables(store, files, headers)
             parts = parts_of_unknown(headers, [store.path_of(file.name) for file in files])
         except (HoldfastError, OSError) as error:
             return cls(store, generation, files, None, None, f"a data file cannot be read: {error}")
+        if tables is not None:
+            trouble = why_incomplete(parts) if parts.incomplete else tables.unclear(parts)
+            return cls(store, generation, files, parts, None, trouble, tables)
         columns = UnrecordedColumns.read(store, index_file(generation))
         if columns is not None and not columns.describes(files, headers):
             lost = "the columns list other data files than there are: some are missing or were replaced"
@@ -275,6 +295,9 @@ class UnrecordedSave:
     def put_record(self, digesting: Digesting) -> None:
         """Make a checkpoint of the files."""
         assert self.parts is not None
+        if self.tables is not None:
+            self._put_record_of_tables(self.tables, self.parts, digesting)
+            return
         block_bytes = BLOCK_BYTES if self.columns is None else self.columns.block_bytes
         digests = digesting.digests_of(self.store, self.files, block_bytes)
         if self.columns is not None:
@@ -286,11 +309,39 @@ class UnrecordedSave:
             tensors=self.parts.tensors,
             tree=tree_of_keys([ref.key for ref in self.parts.tensors]),
             block_bytes=block_bytes,
+            version=(1, 0),
         )
         put_in_place(self.store, record, self.parts, digests, self._repair())
 
+    def _put_record_of_tables(self, tables: UnrecordedTables, parts: Parts, digesting: Digesting) -> None:
+        files = tables.data_files()
+        found, expected = digesting.digests_of(self.store, files, BLOCK_BYTES), tables.digests()
+        if expected is not None:
+            self._refuse_damage(found, expected, BLOCK_BYTES)
+        repair = self._repair()
+        recorded, lists = tables.recorded(parts)
+        notes = {DIGESTS_COMPUTED: repair.time} if repair.has_new_digests else {}
+        written = []
+        try:
+            for number, rewriting in tables.rewritings(parts, notes).items():
+                recorded[number] = rewriting.write(self.store, BLOCK_BYTES, digesting.memory)
+                written.append(recorded[number].name)
+            record = Record(
+                generation=self.generation,
+                files=recorded,
+                index=None,
+                tensors=parts.tensors,
+                tree=tree_of_keys([ref.key for ref in parts.tensors]),
+                world_size=max((file.rank for file in recorded), default=0) + 1,
+                tensor_lists=lists,
+            )
+            commit_record(self.store, record, repair, tables.stored_parts(parts))
+        except HoldfastError:
+            remove_unfinished(self.store, written)  # nothing was committed that readers refuse
+            raise
+
     def _repair(self) -> Repair:
-        if self.columns is None:
+        if self.columns is None and (self.tables is None or not self.tables.are_whole):
             return repair_now("record", "the data files", "computed")
         if self.digests_computed:
             earlier = f"the data files and columns whose digests were computed at {self.digests_computed}"
@@ -302,8 +353,8 @@ class UnrecordedSave:
         if not wrong.size:
             return
         first, block = 0, int(wrong[0])
-        for file in self.files:
-            blocks = -(-file.nbytes // block_bytes)
+        for file in self.files if self.tables is None else self.tables.data_files():
+            blocks = count_blocks(file.data_end, block_bytes)
             if block < first + blocks:
                 break
             first += blocks
@@ -324,7 +375,7 @@ class UnrecordedSave:
 
 def _order(name: str) -> tuple[int, int]:
     """By rank, and then as its rank has numbered it: the order of files in records."""
-    return rank_of(name) or 0, int(name.rpartition("-")[2].partition(".")[0])
+    return rank_of(name) or 0, number_of(name)
 
 
 def why_incomplete(parts: Parts) -> str:
