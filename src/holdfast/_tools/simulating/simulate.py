@@ -25,7 +25,7 @@ from holdfast._formats.native.values import Encoder
 from holdfast._ranks.meeting import LinkedCollectives
 from holdfast._save.capture import Captured
 from holdfast._save.options import CheckedOptions
-from holdfast._save.planning import AgreedSave, RankPlan, known_plan, plan_save
+from holdfast._save.planning import AgreedSave, WritePlan, known_plan, plan_save
 from holdfast._save.shared_plan import StoredTensor
 from holdfast._stores.memory_store import MemoryStore
 from holdfast._tools.simulating.layouts import (
@@ -166,7 +166,7 @@ class _Simulated:
             "read_cpu": time.process_time() - made,
         }
 
-    def _plan(self, link: SimulatedLink) -> RankPlan:
+    def _plan(self, link: SimulatedLink) -> WritePlan:
         store = MemoryStore(f"simulated-{id(self)}")
         return plan_save(store, LinkedCollectives(link), CheckedOptions.of(), self.captured)
 
