@@ -222,6 +222,9 @@ class Watch:
         with self._changed:
             self._closed = True
             self._changed.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_LONGEST_TICK)  # it must not be in the middle of something when Python ends
 
     def roll(self) -> RollCall:
         """The notes of all ranks. Raises if the store is gone, as with the process group of a save that goes on."""
