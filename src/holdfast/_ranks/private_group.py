@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import NoReturn, TypeVar
 
 import torch
@@ -167,17 +168,14 @@ class PrivateGroup(TreeConnection, Exchanges):
         question = self._frame(Status(mine.status), mine.payload)
         for tree, gloo in self._led:
             others = tree.members[1:]
-            waits = [gloo.receive(rank) for rank in others]
+            waits = [self._begin(rank, partial(gloo.receive, rank)) for rank in others]
             frames = self._wait_for(others, waits)
             question = self._joined(tree, [question, *frames], join)
         if self._top is None:
             return question
         tree, gloo = self._top
-        try:
-            self._next_answer = gloo.receive(tree.leader)
-            self._question_sent = gloo.send(tree.leader, question)
-        except Exception as error:
-            self._lost(error, tree.leader)
+        self._next_answer = self._begin(tree.leader, partial(gloo.receive, tree.leader))
+        self._question_sent = self._begin(tree.leader, partial(gloo.send, tree.leader, question))
         return None
 
     def _joined(self, tree: TreeGroup, frames: Sequence[Frame], join: Join | None) -> Frame:
@@ -222,11 +220,8 @@ class PrivateGroup(TreeConnection, Exchanges):
         for tree, gloo in reversed(self._led):
             own, *parts = self._parts(tree, own)
             for rank, part in zip(tree.members[1:], parts, strict=True):
-                try:
-                    sent.append(gloo.send(rank, part))
-                    receivers.append(rank)
-                except Exception as error:
-                    self._lost(error, rank)
+                sent.append(self._begin(rank, partial(gloo.send, rank, part)))
+                receivers.append(rank)
         self._wait_for(receivers, sent)
         if own.split:
             (payload,) = entries_of(own.payload)
@@ -307,12 +302,6 @@ class PrivateGroup(TreeConnection, Exchanges):
         if self._round_is_over or not self._groups or self._groups[0][0].level:
             raise RuntimeError("there is no neighbour to send to, or no exchange has connected this rank to it yet")
         return self._groups[0][1]
-
-    def _begin(self, rank: int, begin: Callable[[], T]) -> T:
-        try:
-            return begin()
-        except Exception as error:
-            self._lost(error, rank)
 
 
 _groups: dict[tuple[int, str, str], PrivateGroup] = {}

@@ -81,7 +81,7 @@ class Verdict:
         return cls(dict(entries), reason, is_final)
 
 
-class Note(NamedTuple):
+class RankNote(NamedTuple):
     """Where a rank is. Calls and exchanges are counted."""
 
     call: int
@@ -123,11 +123,11 @@ class RollCall:
         others = {each.rpartition("/")[2]: PrefixStore(each, own) for each in other_names}
         return cls(PrefixStore(name, own), rank, others)
 
-    def publish(self, note: Note) -> None:
+    def publish(self, note: RankNote) -> None:
         """Say where this rank is."""
         self._store.set(_key(self._rank), json.dumps(note))
 
-    def note_of(self, rank: int) -> Note | None:
+    def note_of(self, rank: int) -> RankNote | None:
         """Where a rank was last seen."""
         return _note_in(self._store, rank)
 
@@ -150,10 +150,10 @@ class RollCall:
         return Verdict.unpacked(self._store.compare_set(f"verdict/{call}", "", verdict.packed().decode()))
 
 
-def _note_in(store: Store, rank: int) -> Note | None:
+def _note_in(store: Store, rank: int) -> RankNote | None:
     if not store.check([_key(rank)]):
         return None
-    return Note(*json.loads(store.get(_key(rank))))
+    return RankNote(*json.loads(store.get(_key(rank))))
 
 
 def _key(rank: int) -> str:
@@ -282,7 +282,7 @@ class Watch:
             return self.roll().pass_verdict(call, own)
         return own
 
-    def own_note(self) -> Note:
+    def own_note(self) -> RankNote:
         """Where this rank is."""
         self._beat += 1
         progress = self.progress
@@ -292,7 +292,7 @@ class Watch:
             if self._bytes_before is None:
                 self._bytes_before = now
             nbytes = now - self._bytes_before
-        return Note(self.call, self.exchange, self.name, phase, nbytes, list(self.waits_for), self._beat)
+        return RankNote(self.call, self.exchange, self.name, phase, nbytes, list(self.waits_for), self._beat)
 
     def _judge(self) -> Verdict | None:
         """Who of those that are waited for has made no progress for too long."""
@@ -322,19 +322,19 @@ class Watch:
             return None
         return Verdict(missing, f"did not join {self.name} within {self.timeout:g} s, or made no progress for so long")
 
-    def _has_come(self, note: Note, rank: int) -> bool:
+    def _has_come(self, note: RankNote, rank: int) -> bool:
         """Whether a rank waits for this one, whose turn it has not been yet."""
         is_here = (note.call, note.exchange) == (self.call, self.exchange)
         return is_here and list(note.waits_for[:1]) == [self.rank] and list(self.waits_for[:1]) != [rank]
 
-    def _sight_of(self, note: Note | None) -> Any:
+    def _sight_of(self, note: RankNote | None) -> Any:
         """What changes while a rank makes progress, or waits for others itself."""
         if note is None:
             return None
         waits_for_others = bool(note.waits_for) and list(note.waits_for[:1]) != [self.rank]
         return note if waits_for_others and note.call == self.call else note._replace(beat=0, waits_for=())
 
-    def _described(self, rank: int, note: Note | None) -> str:
+    def _described(self, rank: int, note: RankNote | None) -> str:
         """What is known of a rank that is missing."""
         if not self._has_roll():
             return "nothing is known of it, since the process group's store is gone"

@@ -187,6 +187,12 @@ class TreeConnection:
 
     # What happens when the others cannot be reached.
 
+    def _begin(self, rank: int, begin: Callable[[], T]) -> T:
+        try:
+            return begin()
+        except Exception as error:
+            self._lost(error, rank)
+
     def _wait_for(self, ranks: Sequence[int], waits: Sequence[Callable[[], T]]) -> list[T]:
         """Wait for all of them, one after the other."""
         received = []
@@ -196,6 +202,7 @@ class TreeConnection:
             try:
                 received.append(wait())
             except Exception as error:
+                self._kept.append(waits)  # gloo closes a connection whose message has nowhere to go
                 self._lost(error, rank)
         watch.waits_for = ()
         return received
