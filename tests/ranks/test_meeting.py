@@ -11,7 +11,7 @@ import torch.distributed as dist
 from holdfast._ranks import roll_call
 from holdfast._ranks.meeting import meeting
 from holdfast._ranks.private_group import private_group_of
-from holdfast._ranks.roll_call import RollCall, Watch
+from holdfast._ranks.roll_call import RollCall, Watch, bytes_of_process
 from holdfast._watching.calls import Call
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, MissingRanksError, RankDisagreementError
 from tests.rank_pool import RankPool
@@ -150,6 +150,21 @@ def test_progress_starts_the_time_anew(clock):
     clock.now += 10
     note(busy, 1, 1, "call", [])  # it is alive, which is not enough
     assert "last seen in call, 7.0 KB done" in first._look(1).missing[1]
+
+
+@pytest.mark.skipif(not bytes_of_process(), reason="the system does not count what a process reads")
+def test_what_counts_no_bytes_makes_progress_by_what_its_process_reads(clock, tmp_path):
+    store = dist.HashStore()
+    first, busy = (watch_over(rank, store) for rank in range(2))
+    (tmp_path / "large").write_bytes(bytes(4 << 20))
+    note(first, 1, 2, "call", [1])
+    for seconds in range(0, 50, 8):
+        clock.now = seconds
+        note(busy, 1, 1, "call", [])
+        assert first._look(1) is None
+        (tmp_path / "large").read_bytes()
+    clock.now += 10
+    assert first._look(1) is not None
 
 
 def test_a_rank_that_waits_itself_is_not_to_blame_as_long_as_it_is_alive(clock):

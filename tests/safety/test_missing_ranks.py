@@ -20,6 +20,7 @@ import holdfast
 import holdfast._load.load
 import holdfast._save.save
 import holdfast.dcp as dcp
+from holdfast._ranks.meeting import meeting
 from holdfast.errors import HoldfastError, MissingRanksError, RankDisagreementError
 from tests.many_ranks import meet_again, run_forked
 
@@ -238,6 +239,26 @@ def test_ranks_in_different_calls_know_it_at_once(folder: Path):
 def test_a_rank_that_saves_in_the_background_while_the_others_wait_is_named(folder: Path):
     others = check("save", "calls in the background", "", 1, folder)
     assert any("it waits for other ranks in background: holdfast.async_save to" in str(error) for error, _ in others)
+
+
+def find_a_rank_dead() -> Any:
+    """It died before the call, which the others notice when they begin to wait for it, or to send to it."""
+    rank = dist.get_rank()
+    with meeting("together") as ranks:
+        ranks.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    try:
+        with meeting("the next call", timeout=60) as ranks:
+            ranks.barrier()
+    except MissingRanksError as error:
+        return error.ranks
+    return None
+
+
+def test_a_rank_that_died_before_the_call_is_named_at_once():
+    assert run_forked(SIZE, find_a_rank_dead, group_timeout=PATIENCE, deadline=40, may_die=[1]) == [[1], None, [1]]
 
 
 def go_on_after_a_stop(folder: Path) -> list[Any]:

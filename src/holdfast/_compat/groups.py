@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, FileStore, TCPStore
+from torch._C._distributed_c10d import FileStore, TCPStore
 from torch.distributed import c10d_logger, logging_handlers
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -75,16 +75,6 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     except (RuntimeError, AttributeError):  # not every backend says
         timeout = c10d.default_pg_timeout
     return timeout
-
-
-def backends_take_another_timeout() -> bool:
-    """Whether a backend that is connected can be set to wait longer. Before 2.9, gloo ignores the setting."""
-    return hasattr(Backend, "set_timeout")
-
-
-def set_backend_timeout(backend: Any, timeout: timedelta) -> None:
-    """How long a backend waits for other ranks."""
-    backend._set_default_timeout(timeout)
 
 
 def log_handlers() -> dict[str, logging.Handler]:

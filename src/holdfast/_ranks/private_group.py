@@ -17,56 +17,35 @@ import ctypes
 import json
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from enum import IntEnum
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from holdfast import _settings as settings
-from holdfast._compat.groups import connection_of_its_own, default_group, store_of, stores_in_use, timeout_of
+from holdfast._compat.groups import default_group, store_of, stores_in_use, timeout_of
 from holdfast._ranks.exchanges import Exchanges, Join, entries_of, split_list
 from holdfast._ranks.failures import wrap_exception
 from holdfast._ranks.gloo_groups import Frame, GlooGroup
 from holdfast._ranks.interrupts import interrupts_wait
-from holdfast._ranks.roll_call import Progressing, RollCall, Verdict, Watch
-from holdfast._ranks.trees import LARGEST_GROUP, TreeGroup, groups_of, strides_of
-from holdfast.errors import CheckpointException, ConnectionLostError, MissingRanksError, RankLeftError
+from holdfast._ranks.roll_call import Progressing, Verdict
+from holdfast._ranks.tree_connection import Status, TreeConnection
+from holdfast._ranks.trees import LARGEST_GROUP, TreeGroup, strides_of
+from holdfast.errors import CheckpointException, RankLeftError
 
 T = TypeVar("T")
 
 _MOST_NAMED = 64
 """How many ranks that left are named."""
 
-_LAST_WORDS = 1.0
-"""Seconds in which ranks that wait for this one get its last message."""
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.2
-"""Seconds between two looks at what the store has."""
-
-_CONNECTING = timedelta(seconds=60)
-"""How long gloo may take to connect ranks that are all there. It takes five times as long if one dies meanwhile."""
-
-
-class _Status(IntEnum):
-    """What a message is: of ranks that are in the round, or of such that are not."""
-
-    IN_ROUND = 0
-    FINISHED = 1
-    LEFT = 2
-    """Some ranks have left. The payload is a list of them."""
-    ABORTED = 3
-    """Some ranks are missing. The payload is the verdict."""
-
-
-class PrivateGroup(Exchanges):
+class PrivateGroup(TreeConnection, Exchanges):
     """The connection. Not made before it is needed, because making it waits for all ranks."""
 
     def __init__(
@@ -81,34 +60,14 @@ class PrivateGroup(Exchanges):
         largest: int | None = None,
     ) -> None:
         """``timeout`` is for calls that have none of their own; ``other_names`` are those of the ranks' other links."""
-        self.rank = rank
-        self.members = members
+        super().__init__(rank, members, store, name, other_names, LARGEST_GROUP if largest is None else largest)
         self.timeout = timeout
         # Weak, because the store may be a server: it must end with the group that it belongs to.
         self._origin = weakref.ref(store)
-        self._largest = LARGEST_GROUP if largest is None else largest
-        self._store: Store | None = None
-        self._watch = Watch(rank, len(members), _weakly(self._give_up))
-        if len(members) > 1:
-            # A connection to the store of its own: while gloo waits there for others, nobody else could use it.
-            own = connection_of_its_own(store)
-            self._store = PrefixStore(name, own)
-            self._watch.open_roll = partial(RollCall.opened, own, rank, name, other_names)
-        self._attempt = 0
-        """How often the connection was made anew."""
-        self._groups: list[tuple[TreeGroup, GlooGroup]] | None = None
-        self._top: tuple[TreeGroup, GlooGroup] | None = None
-        """The group with the leader of this rank."""
-        self._led: list[tuple[TreeGroup, GlooGroup]] = []
         self._next_answer: Callable[[], Frame] | None = None
         self._question_sent: Callable[[], None] | None = None
         self._is_asked = False
-        self._broken: Exception | None = None
-        self._verdict: Verdict | None = None
         self._join_error: Exception | None = None
-        self._woken = threading.Event()
-        self._kept: list[Any] = []
-        self._round_is_over = True
         self._turn = threading.Lock()
         self._thread_in_round: int | None = None
 
@@ -138,14 +97,15 @@ class PrivateGroup(Exchanges):
     def _only_round(self, name: str, timeout: float | None, progress: Progressing | None) -> Iterator[None]:
         self._round_is_over = self._is_asked = False
         self._verdict = self._join_error = None
+        self._next_answer = self._question_sent = None
         self._watch.begin(name, self._patience(timeout), progress)
         try:
             try:
                 yield
             except BaseException:
-                self._leave(_Status.LEFT)
+                self._leave(Status.LEFT)
                 raise
-            self._leave(_Status.FINISHED)
+            self._leave(Status.FINISHED)
         finally:
             self._watch.end()
 
@@ -168,19 +128,6 @@ class PrivateGroup(Exchanges):
         """Whether this is the connection of the group with that store."""
         return self._origin() is store
 
-    def close(self) -> None:
-        """End the connection."""
-        self._watch.close()
-        self._disconnect()
-        self._store = None
-        self._kept = []
-
-    def _disconnect(self) -> None:
-        for _, gloo in self._groups or ():
-            gloo.close()
-        self._groups, self._top, self._led = None, None, []
-        self._next_answer = self._question_sent = None
-
     # Questions and answers.
 
     @interrupts_wait()
@@ -190,10 +137,10 @@ class PrivateGroup(Exchanges):
             raise RuntimeError("a private group is used outside of a round")
         if self._is_asked:
             raise RuntimeError("a question was not answered, and here is the next one")
-        asked = self._ask(self._frame(_Status.IN_ROUND, payload), join)
+        asked = self._ask(self._frame(Status.IN_ROUND, payload), join)
         if asked is None:
             return None
-        if asked.status != _Status.IN_ROUND:
+        if asked.status != Status.IN_ROUND:
             self._answer(asked)
             self._react(asked)
         return asked.payload
@@ -208,59 +155,53 @@ class PrivateGroup(Exchanges):
             whole = payload or b""
             if split and sum(1 for _ in entries_of(whole)) != len(self.members):
                 raise ValueError(f"there is not one payload for each of {len(self.members)} ranks")
-            frame = self._frame(_Status.IN_ROUND, whole, split=split, only=-1 if only is None else only)
+            frame = self._frame(Status.IN_ROUND, whole, split=split, only=-1 if only is None else only)
         answer = self._answer(frame)
         self._react(answer)
         return answer.payload
-
-    def _frame(self, status: _Status, payload: bytes = b"", *, split: bool = False, only: int = -1) -> Frame:
-        return Frame(status, self._watch.call & 0xFFFFFFFF, self._watch.exchange & 0xFFFFFFFF, payload, split, only)
 
     def _ask(self, mine: Frame, join: Join | None) -> Frame | None:
         """Collect the questions of those that this rank leads, and pass them on. What all ask, on rank 0."""
         self._connect()
         self._watch.exchange += 1
         self._is_asked = True
-        question = self._frame(_Status(mine.status), mine.payload)
+        question = self._frame(Status(mine.status), mine.payload)
         for tree, gloo in self._led:
             others = tree.members[1:]
-            waits = [gloo.receive(rank) for rank in others]
+            waits = [self._begin(rank, partial(gloo.receive, rank)) for rank in others]
             frames = self._wait_for(others, waits)
             question = self._joined(tree, [question, *frames], join)
         if self._top is None:
             return question
         tree, gloo = self._top
-        try:
-            self._next_answer = gloo.receive(tree.leader)
-            self._question_sent = gloo.send(tree.leader, question)
-        except Exception as error:
-            self._lost(error, tree.leader)
+        self._next_answer = self._begin(tree.leader, partial(gloo.receive, tree.leader))
+        self._question_sent = self._begin(tree.leader, partial(gloo.send, tree.leader, question))
         return None
 
     def _joined(self, tree: TreeGroup, frames: Sequence[Frame], join: Join | None) -> Frame:
         """One question out of those of the members of a group."""
         for frame in frames:
-            if frame.status == _Status.ABORTED:
+            if frame.status == Status.ABORTED:
                 return frame
             if (frame.round, frame.exchange) != (frames[0].round, frames[0].exchange):
                 raise RuntimeError(
                     f"the ranks are not in the same exchange: {[(each.round, each.exchange) for each in frames]}. "
                     "This is a bug in Holdfast; please report it."
                 )
-        if all(frame.status == frames[0].status for frame in frames) and frames[0].status != _Status.LEFT:
+        if all(frame.status == frames[0].status for frame in frames) and frames[0].status != Status.LEFT:
             payloads = [frame.payload for frame in frames]
             try:
-                return self._frame(_Status(frames[0].status), b"".join(payloads) if join is None else join(payloads))
+                return self._frame(Status(frames[0].status), b"".join(payloads) if join is None else join(payloads))
             except Exception as error:  # such as a writer process that has died: to be raised when all know
                 self._join_error = error
-                return self._frame(_Status.LEFT, json.dumps([self.rank]).encode())
+                return self._frame(Status.LEFT, json.dumps([self.rank]).encode())
         absent: list[int] = []
         for member, frame in zip(tree.members, frames, strict=True):
-            if frame.status == _Status.LEFT:
+            if frame.status == Status.LEFT:
                 absent += json.loads(frame.payload)
-            elif frame.status == _Status.FINISHED:
+            elif frame.status == Status.FINISHED:
                 absent += tree.led_by(member)[:_MOST_NAMED]
-        return self._frame(_Status.LEFT, json.dumps(sorted(absent)[:_MOST_NAMED]).encode())
+        return self._frame(Status.LEFT, json.dumps(sorted(absent)[:_MOST_NAMED]).encode())
 
     def _answer(self, answer: Frame | None) -> Frame:
         """Pass an answer on to those that this rank leads. What it says to this rank."""
@@ -272,18 +213,15 @@ class PrivateGroup(Exchanges):
             self._next_answer = self._question_sent = None
         assert answer is not None
         self._is_asked = False
-        if answer.status == _Status.ABORTED:
+        if answer.status == Status.ABORTED:
             self._pass_on(Verdict.unpacked(answer.payload), () if self._top is None else (self._top[0].leader,))
             return answer
         own, sent, receivers = answer, [], []
         for tree, gloo in reversed(self._led):
             own, *parts = self._parts(tree, own)
             for rank, part in zip(tree.members[1:], parts, strict=True):
-                try:
-                    sent.append(gloo.send(rank, part))
-                    receivers.append(rank)
-                except Exception as error:
-                    self._lost(error, rank)
+                sent.append(self._begin(rank, partial(gloo.send, rank, part)))
+                receivers.append(rank)
         self._wait_for(receivers, sent)
         if own.split:
             (payload,) = entries_of(own.payload)
@@ -302,12 +240,12 @@ class PrivateGroup(Exchanges):
 
     def _react(self, frame: Frame) -> None:
         """Raise if the round is over."""
-        if frame.status == _Status.LEFT:
+        if frame.status == Status.LEFT:
             self._round_is_over = True
             if self._join_error is not None:
                 raise self._join_error
             self._report_absent(json.loads(frame.payload))
-        if frame.status == _Status.ABORTED:
+        if frame.status == Status.ABORTED:
             self._fail(Verdict.unpacked(frame.payload))
 
     def _report_absent(self, absent: list[int]) -> NoReturn:
@@ -320,17 +258,17 @@ class PrivateGroup(Exchanges):
         raise CheckpointException("write", {rank: wrap_exception(error) for rank in absent})
 
     @interrupts_wait()
-    def _leave(self, status: _Status) -> None:
+    def _leave(self, status: Status) -> None:
         """Meet the others at the end of the round, or signal to those that are still in it that this rank is not."""
         if self._round_is_over:
             return
         self._round_is_over = True
         with suppress(Exception):
             # The call is over either way. The next one will say that the connection is lost.
-            own = json.dumps([self.rank]).encode() if status == _Status.LEFT else b""
+            own = json.dumps([self.rank]).encode() if status == Status.LEFT else b""
             if self._is_asked:  # something has interrupted it between a question and its answer
-                answer = self._answer(self._frame(_Status.LEFT, own) if self.rank == 0 else None)
-                if answer.status != _Status.IN_ROUND:
+                answer = self._answer(self._frame(Status.LEFT, own) if self.rank == 0 else None)
+                if answer.status != Status.IN_ROUND:
                     return
             asked = self._ask(self._frame(status, own), None)
             self._answer(asked)
@@ -364,205 +302,6 @@ class PrivateGroup(Exchanges):
         if self._round_is_over or not self._groups or self._groups[0][0].level:
             raise RuntimeError("there is no neighbour to send to, or no exchange has connected this rank to it yet")
         return self._groups[0][1]
-
-    def _begin(self, rank: int, begin: Callable[[], T]) -> T:
-        try:
-            return begin()
-        except Exception as error:
-            self._lost(error, rank)
-
-    # The connection.
-
-    def _connect(self) -> None:
-        """Wait for the ranks that this one talks to, and connect to them."""
-        if self._broken is not None:
-            raise ConnectionLostError(
-                f"an earlier call lost the connection to the other ranks ({self._broken}). Restart the job, or go on "
-                "with the ranks that are left in a new process group; the checkpoints that were committed are not "
-                "affected."
-            ) from self._broken
-        if self._groups is not None:
-            return
-        groups: list[tuple[TreeGroup, GlooGroup]] = []
-        strides = strides_of(len(self.members), self._find_leaf_size(), self._largest)
-        for tree in groups_of(self.rank, len(self.members), strides):
-            gloo = self._in_background(partial(self._connected, tree), tree.members)
-            groups.append((tree, gloo))
-        self._groups = groups
-        self._led = [(tree, gloo) for tree, gloo in groups if tree.leader == self.rank]
-        self._top = groups[-1] if groups and groups[-1][0].leader != self.rank else None
-
-    _leaf_size: int | None = None
-
-    def _find_leaf_size(self) -> int | None:
-        """How many neighbouring ranks share a machine, as rank 0 knows it from its launcher."""
-        if len(self.members) > self._largest and self._leaf_size is None:
-            assert self._store is not None
-            key = "leaf"
-            if self.rank == 0:
-                self._store.set(key, os.environ.get("LOCAL_WORLD_SIZE", "") if self._is_whole_job() else "")
-            text = self._in_background(partial(self._get, key), [0])
-            self._leaf_size = int(text) if text.isdigit() else 0
-        return self._leaf_size
-
-    def _is_whole_job(self) -> bool:
-        return self.members == tuple(range(len(self.members)))
-
-    def _get(self, key: str) -> str:
-        self._wait_for_keys([key])
-        assert self._store is not None
-        return self._store.get(key).decode()
-
-    def _connected(self, tree: TreeGroup) -> GlooGroup:
-        """Connect to a group. Gloo begins when all are there: it takes long to find out that one is not."""
-        assert self._store is not None
-        name = f"{self._attempt}/{tree.level}/{tree.leader}"
-        self._store.set(f"{name}/here/{self.rank}", "")
-        self._wait_for_keys([f"{name}/here/{rank}" for rank in tree.members])
-        return GlooGroup.connect(tree.members, self.rank, PrefixStore(name, self._store), _CONNECTING)
-
-    def _wait_for_keys(self, keys: Sequence[str]) -> None:
-        """Wait until the store has them, in slices: whoever waits for this may have given up.
-
-        Torch has its stores wait with a timeout as well, and then writes to the program's output that they did.
-        """
-        watch, call = self._watch, self._watch.call
-        pause = _SHORTEST_PAUSE
-        while True:
-            store = self._store
-            if store is None or self._verdict is not None or watch.call != call:
-                raise ConnectionLostError("the call is over")
-            if store.check(list(keys)):
-                return
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE)
-
-    def _in_background(self, work: Callable[[], T], ranks: Sequence[int]) -> T:
-        """Do in a thread what cannot be interrupted, and wait for it or for a verdict."""
-        outcome: list[T] = []
-        failure: list[Exception] = []
-
-        def run() -> None:
-            try:
-                outcome.append(work())
-            except Exception as error:
-                failure.append(error)
-            finally:
-                self._woken.set()
-
-        self._woken.clear()
-        self._watch.waits_for = [rank for rank in ranks if rank != self.rank]
-        threading.Thread(target=run, name="holdfast-connect", daemon=True).start()
-        try:
-            while not outcome and not failure and self._verdict is None:
-                self._woken.wait()
-                self._woken.clear()
-        finally:
-            self._watch.waits_for = ()
-        if self._verdict is not None:
-            self._fail(self._verdict)
-        if failure:
-            self._lost(failure[0], None)
-        return outcome[0]
-
-    # What happens when the others cannot be reached.
-
-    def _wait_for(self, ranks: Sequence[int], waits: Sequence[Callable[[], T]]) -> list[T]:
-        """Wait for all of them, one after the other."""
-        received = []
-        watch = self._watch
-        for number, (rank, wait) in enumerate(zip(ranks, waits, strict=True)):
-            watch.waits_for = ranks[number:]
-            try:
-                received.append(wait())
-            except Exception as error:
-                self._lost(error, rank)
-        watch.waits_for = ()
-        return received
-
-    def _give_up(self, verdict: Verdict) -> None:
-        """The watch has found out that the call cannot go on: end the wait of the thread that is in it."""
-        self._verdict = verdict
-        self._pass_on(verdict, (), patience=_LAST_WORDS)
-        for _, gloo in self._groups or ():
-            gloo.hang_up()
-        self._woken.set()
-
-    def _pass_on(self, verdict: Verdict, known_to: Sequence[int], *, patience: float = 0.0) -> None:
-        """Send a verdict to all that wait for this rank, or will."""
-        frame, waits = self._frame(_Status.ABORTED, verdict.packed()), []
-        for tree, gloo in self._groups or ():
-            ranks = tree.members if tree.leader == self.rank else [tree.leader]
-            for rank in ranks:
-                if rank != self.rank and rank not in known_to and rank not in verdict.missing:
-                    with suppress(Exception):  # one that is gone does not keep it from the others
-                        waits.append(gloo.send(rank, frame))
-        self._kept.append(waits)  # some may fetch it only later
-        if patience:
-            # A wait cannot be given up without closing all connections, so somebody else does the waiting.
-            thread = threading.Thread(target=_wait_for_all, args=(waits,), name="holdfast-last-words", daemon=True)
-            thread.start()
-            thread.join(patience)
-
-    def _lost(self, error: Exception, rank: int | None) -> NoReturn:
-        """A message to or from a rank failed: it has died, or has given up because of another one."""
-        verdict = self._verdict or self._verdict_of_others()
-        if verdict is None and rank is not None:
-            text = f"its connection ended while it was waited for in {self._watch.name}, so it exited or was killed"
-            verdict = Verdict({rank: text}, "died, or left", is_final=True)
-            with suppress(Exception):  # the store may be gone
-                verdict = self._watch.roll().pass_verdict(self._watch.call, verdict)
-            self._pass_on(verdict, ())
-        if verdict is not None:
-            self._fail(verdict, error)
-        self._broken = error
-        self._round_is_over = True
-        raise ConnectionLostError(
-            f"the connection to the other ranks is lost, as it happens when one of them dies: {error}. Check "
-            "their logs and restart the job; the checkpoints that were committed are not affected."
-        ) from error
-
-    def _verdict_of_others(self) -> Verdict | None:
-        with suppress(Exception):  # the store may be gone
-            return self._watch.roll().verdict_on(self._watch.call)
-        return None
-
-    def _fail(self, verdict: Verdict, cause: Exception | None = None) -> NoReturn:
-        """End the round with a verdict."""
-        self._round_is_over = True
-        missing = "; ".join(f"rank {self.members[rank]} ({what})" for rank, what in verdict.missing.items())
-        error = MissingRanksError(
-            f"ranks that all others wait for {verdict.reason}: {missing}. Check their logs and restart the job, or go "
-            "on without them in a new process group. The checkpoints that were committed are not affected.",
-            ranks=[self.members[rank] for rank in verdict.missing],
-        )
-        if verdict.is_final:
-            self._broken = error
-        else:
-            # All of them may be there again for the next call.
-            self._kept.append(self._groups)
-            self._groups, self._top, self._led = None, None, []
-            self._next_answer = self._question_sent = None
-            self._attempt += 1
-        raise error from cause
-
-
-def _weakly(method: Callable[[Verdict], None]) -> Callable[[Verdict], None]:
-    """Call a method as long as its object is there: the thread that does must not keep it."""
-    reference = weakref.WeakMethod(method)
-
-    def call(verdict: Verdict) -> None:
-        bound = reference()
-        if bound is not None:
-            bound(verdict)
-
-    return call
-
-
-def _wait_for_all(waits: Sequence[Callable[[], Any]]) -> None:
-    for wait in waits:
-        with suppress(Exception):
-            wait()
 
 
 _groups: dict[tuple[int, str, str], PrivateGroup] = {}

@@ -31,6 +31,23 @@ _RANKS_PER_SECOND = 1000
 """How many ranks may look at the store each second."""
 
 
+_PROGRESS = 1 << 20
+"""Bytes that a process reads and writes by the way, which are no sign of progress."""
+
+
+def bytes_of_process() -> int:
+    """What this process has read and written so far, where the system says: the progress of what counts none itself.
+
+    In steps that no log and no message between ranks makes in a while.
+    """
+    try:
+        with open("/proc/self/io", "rb") as counters:
+            lines = dict(line.split(b":") for line in counters.read().splitlines())
+        return (int(lines[b"rchar"]) + int(lines[b"wchar"])) // _PROGRESS * _PROGRESS
+    except (OSError, KeyError, ValueError):
+        return 0
+
+
 class Progressing(Protocol):
     """What knows how far a call is."""
 
@@ -64,7 +81,7 @@ class Verdict:
         return cls(dict(entries), reason, is_final)
 
 
-class Note(NamedTuple):
+class RankNote(NamedTuple):
     """Where a rank is. Calls and exchanges are counted."""
 
     call: int
@@ -106,11 +123,11 @@ class RollCall:
         others = {each.rpartition("/")[2]: PrefixStore(each, own) for each in other_names}
         return cls(PrefixStore(name, own), rank, others)
 
-    def publish(self, note: Note) -> None:
+    def publish(self, note: RankNote) -> None:
         """Say where this rank is."""
         self._store.set(_key(self._rank), json.dumps(note))
 
-    def note_of(self, rank: int) -> Note | None:
+    def note_of(self, rank: int) -> RankNote | None:
         """Where a rank was last seen."""
         return _note_in(self._store, rank)
 
@@ -133,10 +150,10 @@ class RollCall:
         return Verdict.unpacked(self._store.compare_set(f"verdict/{call}", "", verdict.packed().decode()))
 
 
-def _note_in(store: Store, rank: int) -> Note | None:
+def _note_in(store: Store, rank: int) -> RankNote | None:
     if not store.check([_key(rank)]):
         return None
-    return Note(*json.loads(store.get(_key(rank))))
+    return RankNote(*json.loads(store.get(_key(rank))))
 
 
 def _key(rank: int) -> str:
@@ -169,6 +186,7 @@ class Watch:
     timeout: float = 0.0
     progress: Progressing | None = None
     _beat: int = 0
+    _bytes_before: int | None = None
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _seen_at: tuple[int, int] = (0, 0)
     _active: bool = False
@@ -184,6 +202,7 @@ class Watch:
         self.exchange = 0
         self.waits_for = ()
         self.name, self.timeout, self.progress = name, timeout, progress
+        self._bytes_before = None
         with self._changed:
             self._active = True
             if self._thread is None and self.size > 1:
@@ -203,6 +222,9 @@ class Watch:
         with self._changed:
             self._closed = True
             self._changed.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_LONGEST_TICK)  # it must not be in the middle of something when Python ends
 
     def roll(self) -> RollCall:
         """The notes of all ranks. Raises if the store is gone, as with the process group of a save that goes on."""
@@ -260,12 +282,17 @@ class Watch:
             return self.roll().pass_verdict(call, own)
         return own
 
-    def own_note(self) -> Note:
+    def own_note(self) -> RankNote:
         """Where this rank is."""
         self._beat += 1
         progress = self.progress
         phase, nbytes = ("", 0) if progress is None else (progress.current_phase, progress.done_bytes)
-        return Note(self.call, self.exchange, self.name, phase, nbytes, list(self.waits_for), self._beat)
+        if not nbytes:
+            now = bytes_of_process()
+            if self._bytes_before is None:
+                self._bytes_before = now
+            nbytes = now - self._bytes_before
+        return RankNote(self.call, self.exchange, self.name, phase, nbytes, list(self.waits_for), self._beat)
 
     def _judge(self) -> Verdict | None:
         """Who of those that are waited for has made no progress for too long."""
@@ -295,19 +322,19 @@ class Watch:
             return None
         return Verdict(missing, f"did not join {self.name} within {self.timeout:g} s, or made no progress for so long")
 
-    def _has_come(self, note: Note, rank: int) -> bool:
+    def _has_come(self, note: RankNote, rank: int) -> bool:
         """Whether a rank waits for this one, whose turn it has not been yet."""
         is_here = (note.call, note.exchange) == (self.call, self.exchange)
         return is_here and list(note.waits_for[:1]) == [self.rank] and list(self.waits_for[:1]) != [rank]
 
-    def _sight_of(self, note: Note | None) -> Any:
+    def _sight_of(self, note: RankNote | None) -> Any:
         """What changes while a rank makes progress, or waits for others itself."""
         if note is None:
             return None
         waits_for_others = bool(note.waits_for) and list(note.waits_for[:1]) != [self.rank]
         return note if waits_for_others and note.call == self.call else note._replace(beat=0, waits_for=())
 
-    def _described(self, rank: int, note: Note | None) -> str:
+    def _described(self, rank: int, note: RankNote | None) -> str:
         """What is known of a rank that is missing."""
         if not self._has_roll():
             return "nothing is known of it, since the process group's store is gone"

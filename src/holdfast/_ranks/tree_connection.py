@@ -1,0 +1,291 @@
+"""How a rank is connected to the others of its tree, and what becomes of it when they cannot be reached.
+
+The connection is made when it is needed. Whoever waits is watched over: if a rank that it waits for is missing, the
+watch passes the verdict on and hangs up, which ends the wait. After a verdict the ranks connect anew at the next call,
+unless one has died.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from enum import IntEnum
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from holdfast._compat.groups import connection_of_its_own
+from holdfast._ranks.gloo_groups import Frame, GlooGroup
+from holdfast._ranks.roll_call import RollCall, Verdict, Watch
+from holdfast._ranks.trees import TreeGroup, groups_of, strides_of
+from holdfast.errors import ConnectionLostError, MissingRanksError
+
+T = TypeVar("T")
+
+_LAST_WORDS = 1.0
+"""Seconds in which ranks that wait for this one get its last message."""
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.2
+"""Seconds between two looks at what the store has."""
+
+_CONNECTING = timedelta(seconds=60)
+"""How long gloo may take to connect ranks that are all there. It takes five times as long if one dies meanwhile."""
+
+
+class Status(IntEnum):
+    """What a message is: of ranks that are in the round, or of such that are not."""
+
+    IN_ROUND = 0
+    FINISHED = 1
+    LEFT = 2
+    """Some ranks have left. The payload is a list of them."""
+    ABORTED = 3
+    """Some ranks are missing. The payload is the verdict."""
+
+
+class TreeConnection:
+    """The connection of one rank. Ranks here are positions in ``members``, the global ranks."""
+
+    def __init__(
+        self, rank: int, members: tuple[int, ...], store: Store, name: str, other_names: Sequence[str], largest: int
+    ) -> None:
+        """``name`` is what the connection is called in the store; ``other_names`` are those of the ranks' others."""
+        self.rank = rank
+        self.members = members
+        self._largest = largest
+        self._leaf_size: int | None = None
+        self._store: Store | None = None
+        self._watch = Watch(rank, len(members), _weakly(self._give_up))
+        if len(members) > 1:
+            # A connection to the store of its own: while gloo waits there for others, nobody else could use it.
+            own = connection_of_its_own(store)
+            self._store = PrefixStore(name, own)
+            self._watch.open_roll = partial(RollCall.opened, own, rank, name, other_names)
+        self._attempt = 0
+        """How often the connection was made anew."""
+        self._groups: list[tuple[TreeGroup, GlooGroup]] | None = None
+        self._top: tuple[TreeGroup, GlooGroup] | None = None
+        """The group with the leader of this rank."""
+        self._led: list[tuple[TreeGroup, GlooGroup]] = []
+        self._broken: Exception | None = None
+        self._verdict: Verdict | None = None
+        self._woken = threading.Event()
+        self._kept: list[Any] = []
+        """Messages that others may still fetch."""
+        self._round_is_over = True
+
+    def close(self) -> None:
+        """End the connection."""
+        self._watch.close()
+        for _, gloo in self._groups or ():
+            gloo.close()
+        self._forget_groups()
+        self._store = None
+        self._kept = []
+
+    def _forget_groups(self) -> None:
+        self._groups, self._top, self._led = None, None, []
+
+    def _frame(self, status: Status, payload: bytes = b"", *, split: bool = False, only: int = -1) -> Frame:
+        return Frame(status, self._watch.call & 0xFFFFFFFF, self._watch.exchange & 0xFFFFFFFF, payload, split, only)
+
+    def _connect(self) -> None:
+        """Wait for the ranks that this one talks to, and connect to them."""
+        if self._broken is not None:
+            raise ConnectionLostError(
+                f"an earlier call lost the connection to the other ranks ({self._broken}). Restart the job, or go on "
+                "with the ranks that are left in a new process group; the checkpoints that were committed are not "
+                "affected."
+            ) from self._broken
+        if self._groups is not None:
+            return
+        groups: list[tuple[TreeGroup, GlooGroup]] = []
+        strides = strides_of(len(self.members), self._find_leaf_size(), self._largest)
+        for tree in groups_of(self.rank, len(self.members), strides):
+            gloo = self._in_background(partial(self._connected, tree), tree.members)
+            groups.append((tree, gloo))
+        self._groups = groups
+        self._led = [(tree, gloo) for tree, gloo in groups if tree.leader == self.rank]
+        self._top = groups[-1] if groups and groups[-1][0].leader != self.rank else None
+
+    def _find_leaf_size(self) -> int | None:
+        """How many neighbouring ranks share a machine, as rank 0 knows it from its launcher."""
+        if len(self.members) > self._largest and self._leaf_size is None:
+            assert self._store is not None
+            key = "leaf"
+            if self.rank == 0:
+                self._store.set(key, os.environ.get("LOCAL_WORLD_SIZE", "") if self._is_whole_job() else "")
+            text = self._in_background(partial(self._get, key), [0])
+            self._leaf_size = int(text) if text.isdigit() else 0
+        return self._leaf_size
+
+    def _is_whole_job(self) -> bool:
+        return self.members == tuple(range(len(self.members)))
+
+    def _get(self, key: str) -> str:
+        self._wait_for_keys([key])
+        assert self._store is not None
+        return self._store.get(key).decode()
+
+    def _connected(self, tree: TreeGroup) -> GlooGroup:
+        """Connect to a group. Gloo begins when all are there: it takes long to find out that one is not."""
+        assert self._store is not None
+        name = f"{self._attempt}/{tree.level}/{tree.leader}"
+        self._store.set(f"{name}/here/{self.rank}", "")
+        self._wait_for_keys([f"{name}/here/{rank}" for rank in tree.members])
+        return GlooGroup.connect(tree.members, self.rank, PrefixStore(name, self._store), _CONNECTING)
+
+    def _wait_for_keys(self, keys: Sequence[str]) -> None:
+        """Wait until the store has them, in slices: whoever waits for this may have given up.
+
+        Torch has its stores wait with a timeout as well, and then writes to the program's output that they did.
+        """
+        watch, call = self._watch, self._watch.call
+        pause = _SHORTEST_PAUSE
+        while True:
+            store = self._store
+            if store is None or self._verdict is not None or watch.call != call:
+                raise ConnectionLostError("the call is over")
+            if store.check(list(keys)):
+                return
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+    def _in_background(self, work: Callable[[], T], ranks: Sequence[int]) -> T:
+        """Do in a thread what cannot be interrupted, and wait for it or for a verdict."""
+        outcome: list[T] = []
+        failure: list[Exception] = []
+
+        def run() -> None:
+            try:
+                outcome.append(work())
+            except Exception as error:
+                failure.append(error)
+            finally:
+                self._woken.set()
+
+        self._woken.clear()
+        self._watch.waits_for = [rank for rank in ranks if rank != self.rank]
+        threading.Thread(target=run, name="holdfast-connect", daemon=True).start()
+        try:
+            while not outcome and not failure and self._verdict is None:
+                self._woken.wait()
+                self._woken.clear()
+        finally:
+            self._watch.waits_for = ()
+        if self._verdict is not None:
+            self._fail(self._verdict)
+        if failure:
+            self._lost(failure[0], None)
+        return outcome[0]
+
+    # What happens when the others cannot be reached.
+
+    def _begin(self, rank: int, begin: Callable[[], T]) -> T:
+        try:
+            return begin()
+        except Exception as error:
+            self._lost(error, rank)
+
+    def _wait_for(self, ranks: Sequence[int], waits: Sequence[Callable[[], T]]) -> list[T]:
+        """Wait for all of them, one after the other."""
+        received = []
+        watch = self._watch
+        for number, (rank, wait) in enumerate(zip(ranks, waits, strict=True)):
+            watch.waits_for = ranks[number:]
+            try:
+                received.append(wait())
+            except Exception as error:
+                self._kept.append(waits)  # gloo closes a connection whose message has nowhere to go
+                self._lost(error, rank)
+        watch.waits_for = ()
+        return received
+
+    def _give_up(self, verdict: Verdict) -> None:
+        """The watch has found out that the call cannot go on: end the wait of the thread that is in it."""
+        self._verdict = verdict
+        self._pass_on(verdict, (), patience=_LAST_WORDS)
+        for _, gloo in self._groups or ():
+            gloo.hang_up()
+        self._woken.set()
+
+    def _pass_on(self, verdict: Verdict, known_to: Sequence[int], *, patience: float = 0.0) -> None:
+        """Send a verdict to all that wait for this rank, or will."""
+        frame, waits = self._frame(Status.ABORTED, verdict.packed()), []
+        for tree, gloo in self._groups or ():
+            ranks = tree.members if tree.leader == self.rank else [tree.leader]
+            for rank in ranks:
+                if rank != self.rank and rank not in known_to and rank not in verdict.missing:
+                    with suppress(Exception):  # one that is gone does not keep it from the others
+                        waits.append(gloo.send(rank, frame))
+        self._kept.append(waits)  # some may fetch it only later
+        if patience:
+            # A wait cannot be given up without closing all connections, so somebody else does the waiting.
+            thread = threading.Thread(target=_wait_for_all, args=(waits,), name="holdfast-last-words", daemon=True)
+            thread.start()
+            thread.join(patience)
+
+    def _lost(self, error: Exception, rank: int | None) -> NoReturn:
+        """A message to or from a rank failed: it has died, or has given up because of another one."""
+        verdict = self._verdict or self._verdict_of_others()
+        if verdict is None and rank is not None:
+            text = f"its connection ended while it was waited for in {self._watch.name}, so it exited or was killed"
+            verdict = Verdict({rank: text}, "died, or left", is_final=True)
+            with suppress(Exception):  # the store may be gone
+                verdict = self._watch.roll().pass_verdict(self._watch.call, verdict)
+            self._pass_on(verdict, ())
+        if verdict is not None:
+            self._fail(verdict, error)
+        self._broken = error
+        self._round_is_over = True
+        raise ConnectionLostError(
+            f"the connection to the other ranks is lost, as it happens when one of them dies: {error}. Check "
+            "their logs and restart the job; the checkpoints that were committed are not affected."
+        ) from error
+
+    def _verdict_of_others(self) -> Verdict | None:
+        with suppress(Exception):  # the store may be gone
+            return self._watch.roll().verdict_on(self._watch.call)
+        return None
+
+    def _fail(self, verdict: Verdict, cause: Exception | None = None) -> NoReturn:
+        """End the round with a verdict."""
+        self._round_is_over = True
+        missing = "; ".join(f"rank {self.members[rank]} ({what})" for rank, what in verdict.missing.items())
+        error = MissingRanksError(
+            f"ranks that all others wait for {verdict.reason}: {missing}. Check their logs and restart the job, or go "
+            "on without them in a new process group. The checkpoints that were committed are not affected.",
+            ranks=[self.members[rank] for rank in verdict.missing],
+        )
+        if verdict.is_final:
+            self._broken = error
+        else:
+            # All of them may be there again for the next call.
+            self._kept.append(self._groups)
+            self._forget_groups()
+            self._attempt += 1
+        raise error from cause
+
+
+def _weakly(method: Callable[[Verdict], None]) -> Callable[[Verdict], None]:
+    """Call a method as long as its object is there: the thread that does must not keep it."""
+    reference = weakref.WeakMethod(method)
+
+    def call(verdict: Verdict) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(verdict)
+
+    return call
+
+
+def _wait_for_all(waits: Sequence[Callable[[], Any]]) -> None:
+    for wait in waits:
+        with suppress(Exception):
+            wait()
