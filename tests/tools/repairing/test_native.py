@@ -24,6 +24,8 @@ from holdfast._stores.memory_store import MemoryStore
 from holdfast._tools.repairing import native, rewriting
 from holdfast._tools.repairing.repair import repair
 from holdfast._tools.repairing.unrecorded import Digesting
+from tests.formats.native.specified_reader import SpecifiedReader
+from tests.golden import test_golden as golden
 from tests.native_files import flip_last_data_bit, spoil_table, table_begin
 from tests.stores.counting import CountingMemoryStore
 from tests.tools.repairing.checkpoints import GENERATION, age_all, grid, spoil_tables, write
@@ -470,3 +472,37 @@ def test_repaired_runs_can_be_resumed_and_cleaned_up(tmp_path):
         manager.delete(2)
         manager.wait()
         assert [info.step for info in manager.steps()] == [1]
+
+
+# Checkpoints of version 1 stay of version 1: their columns are rebuilt, and their records.
+
+
+@pytest.fixture(params=["version-1-one-rank", "version-1-four-ranks", "version-1-many-files"])
+def old_checkpoint(request, tmp_path):
+    return shutil.copytree(golden.HERE / request.param, tmp_path / "old")
+
+
+def test_columns_of_version_1_are_rebuilt(old_checkpoint):
+    before = contents(LocalStore(old_checkpoint))[1]
+    file_of(old_checkpoint, "index-").unlink()
+
+    assert repair(old_checkpoint, apply=True).ok
+
+    source, found = contents(LocalStore(old_checkpoint))
+    assert source.record.version == (1, 0)
+    assert found == before
+    assert SpecifiedReader(old_checkpoint).record["version"] == [1, 0]
+
+
+def test_records_of_version_1_are_made_again(old_checkpoint):
+    before = contents(LocalStore(old_checkpoint))[1]
+    (old_checkpoint / RECORD).unlink()
+    age_all(old_checkpoint)
+
+    report = repair(old_checkpoint, apply=True)
+
+    assert report.ok, report
+    source, found = contents(LocalStore(old_checkpoint))
+    assert source.record.version == (1, 0)
+    assert {key: found[key] for key in found if key in before} == {key: before[key] for key in found if key in before}
+    assert sum(map(len, found.values())) == sum(map(len, before.values()))

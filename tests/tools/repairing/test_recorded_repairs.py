@@ -94,8 +94,8 @@ def test_every_repair_is_remembered(checkpoint):
 
 def test_a_record_without_proof_says_that_its_digests_vouch_for_nothing_before(checkpoint):
     generation = decode_record((checkpoint / RECORD).read_bytes(), "").generation
-    lose_record(checkpoint)
     spoil_table(file_of(checkpoint, "data-"))
+    lose_record(checkpoint)
     assert repair(checkpoint, apply=True, generation=generation).ok
 
     [found] = holdfast.verify(checkpoint).repairs
