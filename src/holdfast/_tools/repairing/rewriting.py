@@ -58,7 +58,7 @@ class Rewriting:
                 self._open(store, places, advance) as given,
                 store.create(name, layout.nbytes, memory or _PIECE) as sink,
             ):
-                table = write_data_file(sink, layout, given, block_bytes, memory)
+                table = write_data_file(sink, layout, given, memory)
             store.sync()
         except BaseException:
             remove_unfinished(store, [name])
