@@ -96,7 +96,8 @@ def found_in(folder: Path) -> int | str:
 def needless_files(folder: Path) -> set[str]:
     """Files that neither the checkpoint in a folder nor somebody else needs."""
     record = SpecifiedReader(folder).record
-    needed = {"holdfast.json", record["index"]["name"], *(file["name"] for file in record["files"])}
+    needed = {"holdfast.json", *(file["name"] for file in record["files"])}
+    needed |= {record["index"]["name"]} if "index" in record else set()
     return (
         {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - needed - FOREIGN.keys()
     )

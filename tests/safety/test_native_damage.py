@@ -17,11 +17,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
 from holdfast._load.opening import open_source
+from holdfast._stores.local_store import LocalStore
 from holdfast.errors import DamagedCheckpointError, HoldfastError, ReplacedCheckpointError, UnsupportedVersionError
 from tests.exact import assert_same
 from tests.formats.native.specified_reader import SpecifiedReader
+from tests.native_files import table_begin
 from tests.rank_pool import RankPool
 from tests.sharding import dtensor_of, mesh_of_all_ranks
+from tests.tools.repairing.checkpoints import write
 
 BLOCK = 65536
 
@@ -77,6 +80,12 @@ def load_everything(folder: Path, state: dict[str, Any]) -> None:
     )
 
 
+def write_in_uneven_parts(folder: Path) -> None:
+    """A tensor that is divided over ranks by no rule."""
+    cuts = [(0, (0,), (3,)), (1, (3,), (6,)), (2, (9,), (1,))]
+    write(LocalStore(folder), {"w": ("float32", (10,))}, {"w": cuts})
+
+
 def open_everything(folder: Path) -> None:
     holdfast.open(folder).read()
 
@@ -87,12 +96,15 @@ def bits_to_flip(path: Path, every_bit: bool) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("every_bit", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["holdfast.json", "index-*.safetensors"])
-def test_a_flipped_bit_at_every_byte_of_the_record_and_the_columns_is_found(tmp_path, name, every_bit):
+@pytest.mark.parametrize("name", ["holdfast.json", "data-*.safetensors"])
+def test_a_flipped_bit_at_every_byte_of_the_record_and_the_table_is_found(tmp_path, name, every_bit):
     holdfast.save(small_state(), tmp_path)
     path = only(tmp_path, name)
     content = path.read_bytes()
+    first = 0 if name == "holdfast.json" else table_begin(content)
     for position, bit in bits_to_flip(path, every_bit):
+        if position < first:
+            continue
         with changed(path, flipped(content, position, bit)):
             for read in (open_everything, verify):
                 with pytest.raises((DamagedCheckpointError, UnsupportedVersionError)) as caught:
@@ -101,12 +113,13 @@ def test_a_flipped_bit_at_every_byte_of_the_record_and_the_columns_is_found(tmp_
     open_everything(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["holdfast.json", "index-*.safetensors"])
-def test_a_load_and_a_slice_notice_damage_of_the_record_and_the_columns(tmp_path, name):
+@pytest.mark.parametrize("name", ["holdfast.json", "data-*.safetensors"])
+def test_a_load_and_a_slice_notice_damage_of_the_record_and_the_table(tmp_path, name):
     holdfast.save(small_state(), tmp_path)
     path = only(tmp_path, name)
     content = path.read_bytes()
-    for position in range(0, len(content), 97):
+    first = 0 if name == "holdfast.json" else table_begin(content)
+    for position in range(first, len(content), 97):
         with changed(path, flipped(content, position, position % 8)):
             with pytest.raises((DamagedCheckpointError, UnsupportedVersionError)):
                 load_everything(tmp_path, small_state())
@@ -126,6 +139,7 @@ class Layout:
             for chunk in reader.chunks
         }
         self.header_end = min(begin for begin, _ in self.places.values())
+        self.table_begin = table_begin(self.content)
 
     def _nbytes(self, reader: SpecifiedReader, chunk: Any) -> int:
         return reader.tensors[reader.record["tensors"][chunk.tensor]["key"]].raw.size
@@ -136,14 +150,22 @@ class Layout:
     def edges(self) -> set[int]:
         """Around every border of a block, of a chunk, of the header and of its padding, and the last byte."""
         padding = self.content.index(b"}}  ") if b"}}  " in self.content[: self.header_end] else 8
-        borders = {0, 8, padding + 2, self.header_end, len(self.content), *range(0, len(self.content), BLOCK)}
+        borders = {
+            0,
+            8,
+            padding + 2,
+            self.header_end,
+            self.table_begin,
+            len(self.content),
+            *range(0, len(self.content), BLOCK),
+        }
         borders |= {border for place in self.places.values() for border in place}
         return {at for border in borders for at in (border - 1, border, border + 1) if 0 <= at < len(self.content)}
 
     def affected(self, position: int) -> set[str]:
         """Keys that cannot be read if this byte is damaged."""
         block = position // BLOCK
-        if block in self.blocks(0, self.header_end):
+        if position >= self.table_begin or block in self.blocks(0, self.header_end):
             return set(self.places)
         return {key for key, place in self.places.items() if block in self.blocks(*place)}
 
@@ -191,7 +213,7 @@ def test_a_slice_notices_damage_in_the_blocks_that_it_takes_and_in_no_others(tmp
             for rows in (slice(0, 1), slice(100, 200), slice(299, 300)):
                 needed = layout.blocks(begin + rows.start * 600, begin + rows.stop * 600) | header
                 handle = holdfast.open(tmp_path)["third"]
-                if position // BLOCK in needed:
+                if position // BLOCK in needed or position >= layout.table_begin:
                     with pytest.raises(DamagedCheckpointError) as caught:
                         handle[rows, 5:7]
                     assert caught.value.file == str(layout.path)
@@ -247,8 +269,8 @@ def test_a_data_file_that_is_not_as_it_was(tmp_path, way):
 
 
 @pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"\0", lambda data: b"", None])
-def test_a_columns_file_that_is_not_as_it_was(tmp_path, change):
-    holdfast.save(small_state(), tmp_path)
+def test_an_index_that_is_not_as_it_was(tmp_path, change):
+    write_in_uneven_parts(tmp_path)
     path = only(tmp_path, "index-*")
     with changed(path, change and change(path.read_bytes())):
         for read in (open_everything, verify):
@@ -281,12 +303,11 @@ def test_data_files_that_changed_places(tmp_path):
         verify(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["data", "index"])
-def test_files_of_another_save_under_the_names_of_this_one(tmp_path, kind):
+def test_files_of_another_save_under_the_names_of_this_one(tmp_path):
     """As after a copy that was interrupted: same sizes, same layout, other content."""
     holdfast.save({"weight": torch.zeros(1000)}, tmp_path / "old")
     holdfast.save({"weight": torch.ones(1000)}, tmp_path / "new")
-    shutil.copy(only(tmp_path / "old", f"{kind}-*"), only(tmp_path / "new", f"{kind}-*"))
+    shutil.copy(only(tmp_path / "old", "data-*"), only(tmp_path / "new", "data-*"))
     target = {"weight": torch.full((1000,), 5.0)}
     with pytest.raises(DamagedCheckpointError):
         holdfast.load(target, tmp_path / "new")

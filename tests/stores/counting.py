@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from holdfast._stores.local_store import LocalStore
 from holdfast._stores.memory_store import MemoryStore
 from holdfast._stores.store import Buffer, Reader
+from tests.native_files import table_begin
 
 
 class Read(NamedTuple):
@@ -32,6 +33,7 @@ class Counting:
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.reads: list[Read] = []
+        self._table_begins: dict[str, int] = {}
 
     @contextmanager
     def reader(self, name: str) -> Iterator[Reader]:
@@ -40,8 +42,28 @@ class Counting:
             yield kind(inner, name, self.reads)
 
     def data_reads(self) -> list[Read]:
-        """What was read of data files. Record and index are read once, whatever is read with their help."""
-        return [read for read in self.reads if read.name.startswith("data-")]
+        """What was read of the data in data files. Records, indexes and tables are read once, whatever is read with
+        their help."""
+        return [
+            read for read in self.reads if read.name.startswith("data-") and read.begin < self._table_begin(read.name)
+        ]
+
+    def table_reads(self) -> list[Read]:
+        """What was read of the tables of data files."""
+        return [
+            read for read in self.reads if read.name.startswith("data-") and read.begin >= self._table_begin(read.name)
+        ]
+
+    def _table_begin(self, name: str) -> int:
+        if name not in self._table_begins:
+            with super().reader(name) as reader:  # type: ignore[misc]
+                content = bytearray(8)
+                reader.read_into(0, content)
+                content = bytearray(8 + int.from_bytes(content, "little"))
+                reader.read_into(0, content)
+            has_table = b'"holdfast.table"' in content  # files of version 1 have none
+            self._table_begins[name] = table_begin(bytes(content)) if has_table else 1 << 62
+        return self._table_begins[name]
 
 
 class CountingMemoryStore(Counting, MemoryStore):

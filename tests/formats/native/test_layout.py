@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 
 from holdfast._base.boxes import Box, first_overlap
 from holdfast._formats.native import layout as layouts
+from holdfast._formats.native.array_files import decode_arrays
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.layout import DATA_ALIGNMENT, ChunkToWrite, lay_out
+from holdfast._formats.native.stored_files import TablePlace
+from holdfast._formats.native.tables import TABLE_ARRAYS
 from holdfast._formats.native.writing import ChunkBytes, write_data_file
 from holdfast._formats.safetensors.header import decode_header
 from tests.golden.contents import DTYPES
@@ -49,8 +52,11 @@ def test_every_element_lies_in_one_place_of_a_valid_file(wanted, limit):
         header = decode_header(file.header[8:], file.nbytes, "file")
         assert header.data_start == len(file.header)
         assert len(file.header) % DATA_ALIGNMENT == 0
-        assert header.notes == {"holdfast": "1", "generation": GENERATION}
+        assert header.notes == {"holdfast": "2", "generation": GENERATION}
         by_place = {header.position(name): tensor for name, tensor in header.tensors.items()}
+        table = by_place.pop(file.table_begin)
+        assert list(header.tensors)[-1] == "holdfast.table"
+        assert (table.dtype, table.shape, table.nbytes) == ("U8", (file.table_bytes,), file.table_bytes)
         assert len(file.chunks) == len(by_place)
         for part, position in file.chunks:
             entry = by_place[position]
@@ -71,15 +77,15 @@ def test_a_file_is_written_as_it_was_laid_out_with_the_digests_of_its_bytes(want
         for at in range(0, part.nbytes, 777):
             yield content[at : at + 777]
 
-    for file in lay_out(wanted, GENERATION, limit):
+    for file in lay_out(wanted, GENERATION, limit, block_bytes=block):
         stream = io.BytesIO()
-        digests = write_data_file(stream, file, ChunkBytes(pieces), block, write_bytes)
+        table = write_data_file(stream, file, ChunkBytes(pieces), write_bytes)
         written = stream.getvalue()
         assert len(written) == file.nbytes
         assert written.startswith(file.header)
         for part, position in file.chunks:
             assert set(written[position : position + part.nbytes]) <= {part.tensor + 1}
-        assert digests.tolist() == digests_of(written, block)
+        assert digests_in(written, table) == digests_of(written[: table.begin], block)
 
 
 class LendsBuffers(io.BytesIO):
@@ -103,13 +109,22 @@ class LendsBuffers(io.BytesIO):
 
 @given(chunks(), st.lists(st.integers(0, 20_000), min_size=1, max_size=4))
 def test_buffers_of_any_size_get_the_digests_of_the_file(wanted, sizes):
-    for file in lay_out(wanted, GENERATION):
+    for file in lay_out(wanted, GENERATION, block_bytes=4096):
         stream = LendsBuffers(sizes)
-        digests = write_data_file(
-            stream, file, ChunkBytes(lambda part: [np.full(part.nbytes, part.tensor + 1, np.uint8)]), 4096
+        table = write_data_file(
+            stream, file, ChunkBytes(lambda part: [np.full(part.nbytes, part.tensor + 1, np.uint8)])
         )
-        assert len(stream.getvalue()) == file.nbytes
-        assert digests.tolist() == digests_of(stream.getvalue(), 4096)
+        written = stream.getvalue()
+        assert len(written) == file.nbytes
+        assert digests_in(written, table) == digests_of(written[: table.begin], 4096)
+
+
+def digests_in(written: bytes, table: TablePlace) -> list[int]:
+    """The digests that a table has, which ends with its own."""
+    content = written[table.begin :]
+    assert len(content) == table.nbytes
+    assert xxhash.xxh3_128_digest(content[:-16]) == content[-16:] == bytes.fromhex(table.digest)
+    return decode_arrays(content, TABLE_ARRAYS, "table")[0]["digests"].tolist()
 
 
 def digests_of(data: bytes, block: int) -> list[int]:
@@ -120,7 +135,7 @@ def digests_of(data: bytes, block: int) -> list[int]:
 def test_a_chunk_that_comes_with_another_number_of_bytes_is_not_written_as_if_nothing_was(count):
     (file,) = lay_out([chunk("a", "uint8", (4,))], GENERATION)
     with pytest.raises(AssertionError, match=f"4 bytes and came with {count}"):
-        write_data_file(io.BytesIO(), file, ChunkBytes(lambda _: [np.zeros(count, np.uint8)]), 4096)
+        write_data_file(io.BytesIO(), file, ChunkBytes(lambda _: [np.zeros(count, np.uint8)]))
 
 
 def test_elements_that_need_alignment_have_it_beside_elements_of_odd_sizes():
@@ -158,7 +173,23 @@ def test_names_in_the_file_are_the_key_the_key_with_the_region_or_something_else
     names = list(json.loads(file.header[8:]))
     assert names[0] == "__metadata__"
     assert names[1:4] == ["w[0:2]", "w[0:2]#2", "__metadata__#2"]
-    assert len(set(names)) == 6
+    assert names[-1] == "holdfast.table"
+    assert len(set(names)) == 7
+
+
+def test_a_tensor_that_is_called_like_the_table_has_another_name_in_the_file():
+    (file,) = lay_out([chunk("holdfast.table")], GENERATION)
+    assert list(json.loads(file.header[8:])) == ["__metadata__", "holdfast.table#2", "holdfast.table"]
+
+
+@pytest.mark.parametrize("start", range(4096 - 230, 4096 - 150))
+def test_a_header_that_just_fits_has_room_for_the_table(start):
+    (file,) = lay_out([chunk("k" * start, "uint8", (60_000,))], GENERATION, block_bytes=4096)
+    assert len(file.header) % DATA_ALIGNMENT == 0
+    stream = io.BytesIO()
+    write_data_file(stream, file, ChunkBytes(lambda part: [np.zeros(part.nbytes, np.uint8)]))
+    header = decode_header(file.header[8:], len(stream.getvalue()), "file")
+    assert header.position("holdfast.table") == file.table_begin
 
 
 @pytest.mark.parametrize(("second", "files"), [(100, 1), (101, 2)])
@@ -179,7 +210,7 @@ def test_files_are_the_same_whether_chunks_are_gathered_or_come_in_pieces(wanted
     def content(part):
         return np.full(part.nbytes, part.tensor + 1, np.uint8)
 
-    for file in lay_out(wanted, GENERATION):
+    for file in lay_out(wanted, GENERATION, block_bytes=4096):
         asked = []
 
         def gather(number, buffer, file=file, asked=asked):
@@ -193,8 +224,8 @@ def test_files_are_the_same_whether_chunks_are_gathered_or_come_in_pieces(wanted
             return count, filled
 
         alone, gathered = io.BytesIO(), io.BytesIO()
-        expected = write_data_file(alone, file, ChunkBytes(lambda part: [content(part)]), 4096, memory)
-        digests = write_data_file(gathered, file, ChunkBytes(lambda part: [content(part)], gather), 4096, memory)
+        expected = write_data_file(alone, file, ChunkBytes(lambda part: [content(part)]), memory)
+        found = write_data_file(gathered, file, ChunkBytes(lambda part: [content(part)], gather), memory)
         assert gathered.getvalue() == alone.getvalue()
-        assert digests.tolist() == expected.tolist()
+        assert found == expected
         assert asked[0] == 0

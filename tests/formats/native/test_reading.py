@@ -21,14 +21,17 @@ from hypothesis import strategies as st
 from holdfast._base.boxes import Box
 from holdfast._base.tuning import READ_BYTES, READERS
 from holdfast._formats.native import read_plan, readable_files, reading
-from holdfast._formats.native.columns import digest_of, encode_columns
+from holdfast._formats.native.columns import digest_of
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.layout import ChunkToWrite, lay_out
 from holdfast._formats.native.names import RECORD, data_file, index_file, new_generation
-from holdfast._formats.native.record import Record, StoredFile, encode_record
+from holdfast._formats.native.part_index import encode_index
+from holdfast._formats.native.record import Record, encode_record
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.source import NativeSource
-from holdfast._formats.native.writing import ChunkBytes, WrittenFile, columns_of_files, write_data_file
+from holdfast._formats.native.stored_files import StoredFile
+from holdfast._formats.native.stored_parts import parts_of_shares, places_of
+from holdfast._formats.native.writing import ChunkBytes, write_data_file
 from holdfast._formats.source import ReadRequest
 from holdfast._stores.memory_store import MemoryStore
 from holdfast.errors import DamagedCheckpointError
@@ -98,25 +101,21 @@ def store(arrays: dict[str, np.ndarray], boxes: dict[str, list[Box]], max_file_s
         yield np.frombuffer(part.tobytes(), np.uint8)
 
     files = []
-    for number, layout in enumerate(lay_out(chunks, generation, max_file_size)):
+    for number, layout in enumerate(lay_out(chunks, generation, max_file_size, block_bytes=BLOCK)):
         name = data_file(generation, 0, number)
         with made.store.create(name, layout.nbytes) as sink:
-            digests = write_data_file(sink, layout, ChunkBytes(pieces), BLOCK, 3 * BLOCK)
-        rows = [(chunk.tensor, position, chunk.offsets, chunk.sizes) for chunk, position in layout.chunks]
-        files.append(WrittenFile(name, layout.nbytes, rows, digests))
+            table = write_data_file(sink, layout, ChunkBytes(pieces), 3 * BLOCK)
+        files.append(StoredFile(name, layout.nbytes, table=table))
         made.header_ends[name] = len(layout.header)
         for chunk, position in layout.chunks:
             made.places.setdefault(chunk.key, []).append((name, position, Box(chunk.offsets, chunk.sizes)))
-    data = encode_columns(columns_of_files(files))
-    made.store.put(index_file(generation), data)
-    record = Record(
-        generation,
-        [StoredFile(file.name, file.nbytes) for file in files],
-        StoredFile(index_file(generation), len(data), digest_of(data)),
-        refs,
-        tree=[],
-        block_bytes=BLOCK,
-    )
+    parts = parts_of_shares(refs, [chunks])
+    index = None
+    data = encode_index(parts)
+    if data is not None:
+        made.store.put(index_file(generation), data)
+        index = StoredFile(index_file(generation), len(data), digest_of(data))
+    record = Record(generation, files, index, refs, tree=[], block_bytes=BLOCK, places=places_of(parts))
     made.store.commit(RECORD, encode_record(record), replaces=None)
     return made
 

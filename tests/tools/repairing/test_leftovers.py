@@ -14,6 +14,7 @@ import holdfast.dcp
 from holdfast._stores.local_store import LocalStore
 from holdfast._tools.converting.work_folders import ResultFolder
 from holdfast._tools.repairing.repair import repair
+from tests.native_files import spoil_table
 from tests.tools.repairing.checkpoints import age_all, in_a_process_that_is_killed
 
 
@@ -111,8 +112,8 @@ def test_leftovers_of_a_killed_job_is_swept_from_its_run(tmp_path):
     killed_job(run)
     folder = run / "step-00000002"
     for name in names_in(folder):  # the save was so far that it could be made a checkpoint
-        if name.startswith("index-"):
-            (folder / name).unlink()
+        if name.startswith("data-"):
+            spoil_table(folder / name)
     age_all(folder)
 
     report = repair(run, apply=True, sweep=True)

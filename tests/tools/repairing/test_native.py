@@ -21,10 +21,12 @@ from holdfast._formats.native.source import NativeSource
 from holdfast._formats.source import WholeReads
 from holdfast._stores.local_store import LocalStore
 from holdfast._stores.memory_store import MemoryStore
-from holdfast._tools.repairing import native, unrecorded
-from holdfast._tools.repairing import unrecorded as rebuilding
+from holdfast._tools.repairing import native, rewriting
 from holdfast._tools.repairing.repair import repair
 from holdfast._tools.repairing.unrecorded import Digesting
+from tests.formats.native.specified_reader import SpecifiedReader
+from tests.golden import test_golden as golden
+from tests.native_files import flip_last_data_bit, spoil_table, table_begin
 from tests.stores.counting import CountingMemoryStore
 from tests.tools.repairing.checkpoints import GENERATION, age_all, grid, spoil_tables, write
 
@@ -156,14 +158,16 @@ def test_digests_are_computed_by_several_threads():
     assert found.tolist() == source.columns.digests.tolist()
 
 
-@pytest.mark.parametrize("lost", [RECORD, index_file(GENERATION)])
+@pytest.mark.parametrize("lost", ["record", "tables"])
 def test_digests_are_computed_within_the_memory_budget(lost):
     store = CountingMemoryStore(f"budget-{next(NUMBERS)}")
     _, arrays = write(
         store, {"w": ("float32", (300_000,))}, {"w": [(0, (0,), (200_000,)), (1, (200_000,), (100_000,))]}
     )
-    size = sum(listed.size for listed in store.list() if listed.name.startswith("data-"))
-    store.delete([lost])
+    if lost == "record":
+        store.delete([RECORD])
+    else:
+        spoil_tables(store)
     store.reads.clear()
     seen = []
 
@@ -177,7 +181,7 @@ def test_digests_are_computed_within_the_memory_budget(lost):
 
     assert max(read.nbytes for read in store.data_reads()) <= 128 << 10
     assert seen == sorted(seen)
-    assert seen[-1] == (size, size)
+    assert seen[-1][0] == seen[-1][1] >= 1_200_000
     assert contents(store)[1] == {"w": arrays["w"].tobytes()}
 
 
@@ -224,22 +228,24 @@ def test_nothing_is_wrong_with_a_whole_checkpoint_and_nothing_is_touched(checkpo
     assert {file: file.stat().st_mtime_ns for file in checkpoint.iterdir()} == before
 
 
-@pytest.mark.parametrize("how", ["deleted", "flipped", "cut off", "empty"])
-def test_damaged_columns_are_rebuilt_and_the_old_ones_are_kept(checkpoint, how):
+@pytest.mark.parametrize("how", ["flipped", "cut off", "gone", "all of them"])
+def test_damaged_tables_are_rebuilt_and_the_old_files_are_kept(checkpoint, how):
     before = tensors_in(checkpoint)
-    index = file_of(checkpoint, "index-")
-    if how == "deleted":
-        index.unlink()
-    elif how == "flipped":
-        flip(index, index.stat().st_size - 5)
+    data = file_of(checkpoint, "data-")
+    content = data.read_bytes()
+    if how == "cut off":
+        data.write_bytes(content[:-1])
+    elif how == "gone":
+        data.write_bytes(content[: table_begin(content)])
     else:
-        index.write_bytes(index.read_bytes()[:100] if how == "cut off" else b"")
-    damaged = index.read_bytes() if index.exists() else None
+        for file in [data] if how == "flipped" else checkpoint.glob("data-*"):
+            spoil_table(file)
+    damaged = {file: file.read_bytes() for file in checkpoint.iterdir()}
 
     dry = repair(checkpoint)
     assert [finding.outcome for finding in dry.findings] == ["can be repaired"]
     assert "can no longer be noticed" in dry.findings[0].loses
-    assert (index.read_bytes() if index.exists() else None) == damaged
+    assert {file: file.read_bytes() for file in checkpoint.iterdir()} == damaged
     report = repair(checkpoint, apply=True)
 
     assert report.ok
@@ -247,17 +253,31 @@ def test_damaged_columns_are_rebuilt_and_the_old_ones_are_kept(checkpoint, how):
     assert_equal(tensors_in(checkpoint), before)
     assert holdfast.open(checkpoint)["step"] == 5
     assert holdfast.open(checkpoint).provenance["repaired"][0]["what"] == "columns"
-    if damaged is not None:
-        assert (checkpoint / f"{index.name}.before-repair").read_bytes() == damaged
+    kept = {file: file.read_bytes() for file in damaged if file.name != RECORD}
+    assert kept == {file: damaged[file] for file in kept}
+    assert (checkpoint / f"{RECORD}.before-repair").read_bytes() == damaged[checkpoint / RECORD]
     target = {"model": torch.nn.Linear(300, 200), "optim": [torch.ones(7), {"x": torch.ones(3)}], "step": 0}
     holdfast.load(target, checkpoint)
     assert target["step"] == 5
     assert torch.equal(target["model"].weight, before["model.weight"])
 
 
-def test_columns_are_not_rebuilt_while_a_data_file_is_missing(checkpoint):
-    file_of(checkpoint, "index-").unlink()
-    data = file_of(checkpoint, "data-")
+def test_an_index_is_rebuilt_from_tables():
+    store = MemoryStore(f"index-{next(NUMBERS)}")
+    cuts = [(0, (0, 0), (1, 10)), (2, (1, 0), (3, 10)), (1, (4, 0), (2, 10))]
+    _, arrays = write(store, {"w": ("float32", (6, 10)), "b": ("int64", (3,))}, {"w": cuts, "b": [(1, (0,), (3,))]})
+    store.delete([index_file(GENERATION)])
+
+    assert [finding.outcome for finding in repaired(store)] == ["repaired"]
+
+    source, found = contents(store)
+    assert found == {key: array.tobytes() for key, array in arrays.items()}
+    assert [repair["digests"] for repair in source.provenance["repaired"]] == ["kept"]
+
+
+def test_tables_are_not_rebuilt_while_a_data_file_is_missing(checkpoint):
+    data, other = sorted(checkpoint.glob("data-*"))[:2]
+    spoil_table(other)
     data.rename(checkpoint.parent / "away")
 
     report = repair(checkpoint, apply=True)
@@ -274,7 +294,7 @@ def test_lost_data_files_are_named_with_all_keys_in_them(checkpoint):
     data = checkpoint / next(chunk.file for key, chunk in chunks if key == "optim.0")
     held = {key: chunk.begin for key, chunk in chunks if chunk.file == data.name}
     assert len(held) > 1
-    data.write_bytes(data.read_bytes()[:-1])
+    data.write_bytes(data.read_bytes()[: table_begin(data.read_bytes()) - 1])
 
     (finding,) = repair(checkpoint, apply=True).findings
     assert (finding.path, finding.outcome) == (str(data), "cannot be repaired")
@@ -325,7 +345,7 @@ def test_data_that_is_not_as_it_was_saved_gets_no_record(checkpoint):
     record = (checkpoint / RECORD).read_bytes()
     (checkpoint / RECORD).write_bytes(record[:-10])
     data = file_of(checkpoint, "data-")
-    flip(data, data.stat().st_size - 100)
+    flip_last_data_bit(data)
 
     (finding,) = repair(checkpoint, apply=True).findings
 
@@ -334,11 +354,12 @@ def test_data_that_is_not_as_it_was_saved_gets_no_record(checkpoint):
     assert (checkpoint / RECORD).read_bytes() == record[:-10]
 
 
-def test_without_columns_only_a_user_can_say_that_all_files_are_there(checkpoint):
+def test_without_tables_only_a_user_can_say_that_all_files_are_there(checkpoint):
     before = tensors_in(checkpoint)
     generation = file_of(checkpoint, "data-").name.split("-")[1]
     (checkpoint / RECORD).unlink()
-    file_of(checkpoint, "index-").unlink()
+    for file in checkpoint.glob("data-*"):
+        spoil_table(file)
     age_all(checkpoint)
 
     report = repair(checkpoint, apply=True, sweep=True)
@@ -376,10 +397,7 @@ def test_of_several_complete_saves_one_has_to_be_chosen(tmp_path):
 
 
 def test_the_answer_says_that_content_was_not_compared(checkpoint):
-    data = next(checkpoint.glob("data-*"))
-    content = bytearray(data.read_bytes())
-    content[-1] ^= 1
-    data.write_bytes(content)
+    flip_last_data_bit(next(checkpoint.glob("data-*")))
 
     report = repair(checkpoint)
 
@@ -405,14 +423,12 @@ def largest_of(folder):
 
 def test_a_repair_that_another_save_overtakes_changes_nothing(checkpoint, monkeypatch):
     (checkpoint / RECORD).write_bytes(b"damaged")
-    put = rebuilding.put_in_place
 
-    def overtaken(store, *rest):
+    def overtaken(store, name):
         holdfast.save({"new": torch.ones(1)}, checkpoint, overwrite=True)
-        put(store, *rest)
+        return b"damaged"
 
-    monkeypatch.setattr(rebuilding, "keep_copy", lambda store, name: b"damaged" if name == RECORD else None)
-    monkeypatch.setattr(unrecorded, "put_in_place", overtaken)
+    monkeypatch.setattr(rewriting, "keep_copy", overtaken)
     report = repair(checkpoint, apply=True)
 
     assert [finding.outcome for finding in report.findings] == ["failed"]
@@ -445,7 +461,7 @@ def test_repaired_runs_can_be_resumed_and_cleaned_up(tmp_path):
     with holdfast.CheckpointManager(tmp_path / "run", every_steps=1) as manager:
         for step in (1, 2):
             manager.save(step, {"w": torch.full((4,), float(step))})
-    file_of(tmp_path / "run/step-00000002", "index-").unlink()
+    spoil_table(file_of(tmp_path / "run/step-00000002", "data-"))
 
     assert repair(tmp_path / "run", apply=True).ok
 
@@ -456,3 +472,37 @@ def test_repaired_runs_can_be_resumed_and_cleaned_up(tmp_path):
         manager.delete(2)
         manager.wait()
         assert [info.step for info in manager.steps()] == [1]
+
+
+# Checkpoints of version 1 stay of version 1: their columns are rebuilt, and their records.
+
+
+@pytest.fixture(params=["version-1-one-rank", "version-1-four-ranks", "version-1-many-files"])
+def old_checkpoint(request, tmp_path):
+    return shutil.copytree(golden.HERE / request.param, tmp_path / "old")
+
+
+def test_columns_of_version_1_are_rebuilt(old_checkpoint):
+    before = contents(LocalStore(old_checkpoint))[1]
+    file_of(old_checkpoint, "index-").unlink()
+
+    assert repair(old_checkpoint, apply=True).ok
+
+    source, found = contents(LocalStore(old_checkpoint))
+    assert source.record.version == (1, 0)
+    assert found == before
+    assert SpecifiedReader(old_checkpoint).record["version"] == [1, 0]
+
+
+def test_records_of_version_1_are_made_again(old_checkpoint):
+    before = contents(LocalStore(old_checkpoint))[1]
+    (old_checkpoint / RECORD).unlink()
+    age_all(old_checkpoint)
+
+    report = repair(old_checkpoint, apply=True)
+
+    assert report.ok, report
+    source, found = contents(LocalStore(old_checkpoint))
+    assert source.record.version == (1, 0)
+    assert {key: found[key] for key in found if key in before} == {key: before[key] for key in found if key in before}
+    assert sum(map(len, found.values())) == sum(map(len, before.values()))

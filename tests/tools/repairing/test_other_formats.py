@@ -22,6 +22,7 @@ from holdfast._tools.repairing import hugging_face
 from holdfast._tools.repairing.repair import repair
 from holdfast.errors import NotACheckpointError
 from holdfast.stores import FsspecStore, MemoryStore
+from tests.native_files import spoil_table
 from tests.tools.repairing.checkpoints import ended_by
 from tests.torches import ALONE
 
@@ -364,15 +365,17 @@ def test_a_place_without_a_checkpoint_is_an_error(tmp_path):
 def test_a_file_of_torch_save_is_refused_and_what_lies_beside_it_is_not_touched(tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
     holdfast.save({"w": torch.ones(2)}, tmp_path / "beside")
-    index = next((tmp_path / "beside").glob("index-*"))
-    index.unlink()
+    data = next((tmp_path / "beside").glob("data-*"))
+    spoil_table(data)
+    before = data.read_bytes()
 
     with pytest.raises(holdfast.errors.NotACheckpointError, match="a single file"):
         repair(tmp_path / "model.pt", apply=True)
 
-    assert not index.exists()
+    assert [path.name for path in (tmp_path / "beside").glob("data-*")] == [data.name]
     assert repair(tmp_path / "beside/holdfast.json", apply=True).ok
-    assert index.exists()
+    assert holdfast.verify(tmp_path / "beside").ok
+    assert data.read_bytes() == before
 
 
 def uploaded(folder, store):

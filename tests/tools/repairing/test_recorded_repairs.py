@@ -13,6 +13,7 @@ from holdfast._formats.native.record import Repair, decode_record, repairs_in
 from holdfast._tools.inspecting.summary import summarize
 from holdfast._tools.repairing.repair import repair
 from tests.formats.native.specified_reader import SpecifiedReader
+from tests.native_files import flip_last_data_bit, spoil_table
 from tests.tools.repairing.checkpoints import age_all
 
 
@@ -23,8 +24,8 @@ def checkpoint(tmp_path):
 
 
 def file_of(checkpoint, prefix):
-    [file] = [file for file in checkpoint.iterdir() if file.name.startswith(prefix) and "before" not in file.name]
-    return file
+    """The last one, which is that of the last repair, if there was one."""
+    return max(file for file in checkpoint.iterdir() if file.name.startswith(prefix))
 
 
 def lose_record(checkpoint):
@@ -32,17 +33,11 @@ def lose_record(checkpoint):
     age_all(checkpoint)  # or a save might be going on
 
 
-def flip_last_bit(file):
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
 def test_digests_that_were_rebuilt_over_a_flipped_bit_are_not_called_whole(checkpoint):
     assert "intact" in str(holdfast.verify(checkpoint)).splitlines()[0]
-    flip_last_bit(file_of(checkpoint, "data-"))
+    flip_last_data_bit(file_of(checkpoint, "data-"))
     assert not holdfast.verify(checkpoint).ok
-    file_of(checkpoint, "index-").unlink()
+    spoil_table(file_of(checkpoint, "data-"))
     assert repair(checkpoint, apply=True).ok
 
     report = holdfast.verify(checkpoint)
@@ -59,7 +54,7 @@ def test_digests_that_were_rebuilt_over_a_flipped_bit_are_not_called_whole(check
     assert json.dumps(report.to_json())
     assert "a repair has computed" in holdfast.verify(checkpoint, include="model.b").why
 
-    flip_last_bit(file_of(checkpoint, "data-"))
+    flip_last_data_bit(file_of(checkpoint, "data-"))
     assert not holdfast.verify(checkpoint).ok
 
 
@@ -71,13 +66,13 @@ def test_a_record_that_was_made_again_tells_that_the_data_agreed_with_the_digest
 
     assert (report.ok, report.checked) == (True, "all")
     [found] = report.repairs
-    assert (found.what, found.digests, found.source) == ("record", "kept", "the data files and the columns")
+    assert (found.what, found.digests, found.source) == ("record", "kept", "the data files and their tables")
     assert "Values, ties" in report.doubts[0]
 
 
 def test_rebuilt_digests_are_known_as_such_though_the_record_that_said_so_was_lost(checkpoint):
-    flip_last_bit(file_of(checkpoint, "data-"))
-    file_of(checkpoint, "index-").unlink()
+    flip_last_data_bit(file_of(checkpoint, "data-"))
+    spoil_table(file_of(checkpoint, "data-"))
     repair(checkpoint, apply=True)
     lose_record(checkpoint)
     [finding] = repair(checkpoint, apply=True).findings
@@ -91,7 +86,7 @@ def test_rebuilt_digests_are_known_as_such_though_the_record_that_said_so_was_lo
 def test_every_repair_is_remembered(checkpoint):
     lose_record(checkpoint)
     repair(checkpoint, apply=True)
-    file_of(checkpoint, "index-").unlink()
+    spoil_table(file_of(checkpoint, "data-"))
     repair(checkpoint, apply=True)
 
     assert [found.what for found in holdfast.verify(checkpoint).repairs] == ["record", "columns"]
@@ -99,8 +94,8 @@ def test_every_repair_is_remembered(checkpoint):
 
 def test_a_record_without_proof_says_that_its_digests_vouch_for_nothing_before(checkpoint):
     generation = decode_record((checkpoint / RECORD).read_bytes(), "").generation
+    spoil_table(file_of(checkpoint, "data-"))
     lose_record(checkpoint)
-    file_of(checkpoint, "index-").unlink()
     assert repair(checkpoint, apply=True, generation=generation).ok
 
     [found] = holdfast.verify(checkpoint).repairs
@@ -109,7 +104,7 @@ def test_a_record_without_proof_says_that_its_digests_vouch_for_nothing_before(c
 
 def test_readers_that_know_nothing_of_repairs_read_a_repaired_checkpoint(checkpoint):
     before = SpecifiedReader(checkpoint)
-    file_of(checkpoint, "index-").unlink()
+    spoil_table(file_of(checkpoint, "data-"))
     repair(checkpoint, apply=True)
 
     after = SpecifiedReader(checkpoint)
@@ -119,7 +114,7 @@ def test_readers_that_know_nothing_of_repairs_read_a_repaired_checkpoint(checkpo
 
 
 def test_a_load_and_a_summary_tell_of_repairs(checkpoint):
-    file_of(checkpoint, "index-").unlink()
+    spoil_table(file_of(checkpoint, "data-"))
     repair(checkpoint, apply=True)
     state = {"model": {"w": torch.zeros(5000), "b": torch.zeros(7)}, "step": 0}
 

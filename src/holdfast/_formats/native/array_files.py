@@ -13,7 +13,7 @@ from holdfast._formats.safetensors.header import plan_header, read_header
 
 U8, U32, U64 = "U8", "U32", "U64"
 
-_TYPES = {U8: np.dtype("u1"), U32: np.dtype("<u4"), U64: np.dtype("<u8")}
+_TYPES: dict[str, np.dtype[Any]] = {U8: np.dtype("u1"), U32: np.dtype("<u4"), U64: np.dtype("<u8")}
 
 
 def encode_arrays(

@@ -50,6 +50,8 @@ class FileLayout:
     table_bytes: int
     notes: Mapping[str, str]
     """In the header of the table."""
+    block_bytes: int
+    """Of the blocks that have digests there."""
 
     @property
     def nbytes(self) -> int:
@@ -152,7 +154,9 @@ def _lay_out_file(
         start = needed
     text = (b"{" + text + table.encode()).ljust(start - LENGTH_BYTES)
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    return FileLayout(header, [(chunk, start + at) for chunk, at in placed], start + position, nbytes, notes)
+    return FileLayout(
+        header, [(chunk, start + at) for chunk, at in placed], start + position, nbytes, notes, block_bytes
+    )
 
 
 def _described(dtype: DType, sizes: tuple[int, ...]) -> str:

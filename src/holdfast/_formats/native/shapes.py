@@ -66,4 +66,5 @@ def numbers_of(first: Numbers, counts: Numbers, chosen: Numbers) -> Numbers:
     [2, 3, 4, 0, 1]
     """
     counts = counts[chosen]
-    return np.arange(int(counts.sum())) + np.repeat(first[chosen] - (np.cumsum(counts) - counts), counts)
+    begins: Numbers = np.repeat(first[chosen] - (np.cumsum(counts) - counts), counts)
+    return begins + np.arange(len(begins))

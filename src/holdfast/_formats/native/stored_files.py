@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +61,7 @@ def file_row(file: StoredFile) -> str:
     )
 
 
-def files_from(rows: Any, source: str, *, tables: Sequence[int] | None) -> list[StoredFile]:
+def files_from(rows: Any, source: str, *, tables: tuple[int, int] | None) -> list[StoredFile]:
     """The data files that a record lists. ``tables`` has the number of ranks and that of tensor lists, which files of
     version 2 refer to."""
     if not isinstance(rows, list):
@@ -116,7 +115,7 @@ def _with_table(row: Any, world_size: int, list_count: int, source: str) -> Stor
     if listed is not None and not (type(listed) is int and 0 <= listed < list_count):
         refuse(source, f"refers to an unknown list of tensors for {file.name}", f"below {list_count}", listed)
     return StoredFile(
-        file.name, file.nbytes, rank=rank, table=TablePlace(begin, nbytes, digest, *tensors, tensor_list=listed)
+        file.name, file.nbytes, rank=rank, table=TablePlace(begin, nbytes, digest, tensors[0], tensors[1], listed)
     )
 
 

@@ -25,7 +25,7 @@ from holdfast._formats.native.columns import digest_of
 from holdfast._formats.native.layout import ChunkToWrite, FileLayout, lay_out
 from holdfast._formats.native.names import RECORD, data_file, files_in, generation_of, index_file
 from holdfast._formats.native.part_index import encode_index
-from holdfast._formats.native.record import BLOCK_BYTES, Record, decode_record, encode_record
+from holdfast._formats.native.record import Record, decode_record, encode_record
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.stored_files import StoredFile, TablePlace
 from holdfast._formats.native.stored_parts import StoredParts, places_of
@@ -148,7 +148,7 @@ def write_chunks(
         for number, layout in enumerate(layouts):
             name = data_file(generation, rank, number)
             with open_chunks(layout) as given, store.create(name, layout.nbytes, memory) as sink:
-                table = write_data_file(sink, layout, given, BLOCK_BYTES, memory, advance)
+                table = write_data_file(sink, layout, given, memory, advance)
             written.append(StoredFile(name, layout.nbytes, rank=rank, table=table))
         store.sync()
     except BaseException:
@@ -161,7 +161,6 @@ def write_data_file(
     sink: Sink,
     layout: FileLayout,
     given: ChunkBytes,
-    block_bytes: int,
     memory: int | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> TablePlace:
@@ -170,7 +169,7 @@ def write_data_file(
     Bytes are collected in buffers of a few megabytes, so that thousands of small chunks cost few writes, and what is
     digested cannot change before it is written. ``advance`` is called with the bytes of each of them.
     """
-    buffers = _WriteBuffers(sink, block_bytes, memory, advance)
+    buffers = _WriteBuffers(sink, layout.block_bytes, memory, advance)
     buffers.take(np.frombuffer(layout.header, np.uint8))
     number, count = 0, len(layout.chunks)
     while number < count:

@@ -19,6 +19,7 @@ from holdfast._tools.repairing.data_files import FoundChunk, header_in, known_ch
 from holdfast._tools.repairing.report import Planned
 from holdfast._tools.repairing.rewriting import Rewriting, put_in_place
 from holdfast._tools.repairing.unrecorded import Digesting, repair_now
+from holdfast._watching.progress import Progress
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 
 NO_DIGESTS = (
@@ -110,13 +111,18 @@ def _tables_from_headers(
     def rebuild() -> None:
         made = repair_now("columns", "the record and the headers of the data files", "computed")
         files, written = list(record.files), list[str]()
+        to_write = {
+            number: Rewriting(
+                record.files[number],
+                _chunks(record, found, place),
+                {**_counts(record, number), DIGESTS_COMPUTED: made.time},
+            )
+            for place, number in enumerate(damaged)
+        }
+        progress = Progress(sum(rewriting.nbytes for rewriting in to_write.values()), digesting.on_progress)
         try:
-            for place, number in enumerate(damaged):
-                chunks = _chunks(record, found, place)
-                notes = {**_counts(record, number), DIGESTS_COMPUTED: made.time}
-                files[number] = Rewriting(record.files[number], chunks, notes).write(
-                    store, record.block_bytes, digesting.memory
-                )
+            for number, rewriting in to_write.items():
+                files[number] = rewriting.write(store, record.block_bytes, digesting.memory, progress.advance)
                 written.append(files[number].name)
             put_in_place(store, replace(record, files=files), made)
         except HoldfastError:

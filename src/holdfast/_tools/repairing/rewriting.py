@@ -1,8 +1,8 @@
-"""Data files of which the table is lost, written again from what is left of them, and records that name the new ones."""
+"""Data files whose tables are lost, written again from what is left of them, and records that name the new ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,7 @@ from holdfast._tools.repairing.report import keep_copy
 REPLACES = "replaces"
 """The note in a table with the name of the file that its file was made from, and counts instead of."""
 
-_PIECE = 1 << 20
+_PIECE = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,19 @@ class Rewriting:
     chunks: Sequence[tuple[ChunkToWrite, int]]
     notes: Mapping[str, str]
 
-    def write(self, store: Store, block_bytes: int, memory: int | None = None) -> StoredFile:
-        """Write it under a new name of the same save."""
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all chunks."""
+        return sum(chunk.nbytes for chunk, _ in self.chunks)
+
+    def write(
+        self,
+        store: Store,
+        block_bytes: int,
+        memory: int | None = None,
+        advance: Callable[[int], None] = lambda nbytes: None,
+    ) -> StoredFile:
+        """Write it under a new name of the same save. ``advance`` is called with the bytes that were read."""
         generation = generation_of(self.file.name) or ""
         name = _free_name(store, generation, self.file.rank)
         places = {(chunk.tensor, chunk.offsets): begin for chunk, begin in self.chunks}
@@ -43,8 +54,11 @@ class Rewriting:
         chunks = [chunk for chunk, _ in self.chunks]
         (layout,) = lay_out(chunks, generation, notes=notes, block_bytes=block_bytes)
         try:
-            with self._open(store, places) as given, store.create(name, layout.nbytes, memory or _PIECE) as sink:
-                table = write_data_file(sink, layout, given, block_bytes, memory)
+            with (
+                self._open(store, places, advance) as given,
+                store.create(name, layout.nbytes, memory or _PIECE) as sink,
+            ):
+                table = write_data_file(sink, layout, given, memory)
             store.sync()
         except BaseException:
             remove_unfinished(store, [name])
@@ -52,7 +66,9 @@ class Rewriting:
         return StoredFile(name, layout.nbytes, rank=self.file.rank, table=table)
 
     @contextmanager
-    def _open(self, store: Store, places: Mapping[tuple[int, tuple[int, ...]], int]) -> Iterator[ChunkBytes]:
+    def _open(
+        self, store: Store, places: Mapping[tuple[int, tuple[int, ...]], int], advance: Callable[[int], None]
+    ) -> Iterator[ChunkBytes]:
         with store.reader(self.file.name) as reader:
 
             def pieces(chunk: ChunkToWrite) -> Iterator[Bytes]:
@@ -60,6 +76,7 @@ class Rewriting:
                 for at in range(0, chunk.nbytes, _PIECE):
                     part = np.empty(min(_PIECE, chunk.nbytes - at), np.uint8)
                     reader.read_into(begin + at, part.data)
+                    advance(part.nbytes)
                     yield part
 
             yield ChunkBytes(pieces)

@@ -343,10 +343,11 @@ class UnrecordedSave:
     def _repair(self) -> Repair:
         if self.columns is None and (self.tables is None or not self.tables.are_whole):
             return repair_now("record", "the data files", "computed")
+        others = "the columns" if self.tables is None else "their tables"
         if self.digests_computed:
-            earlier = f"the data files and columns whose digests were computed at {self.digests_computed}"
+            earlier = f"the data files and {others}, whose digests were computed at {self.digests_computed}"
             return repair_now("record", earlier, "computed")
-        return repair_now("record", "the data files and the columns", "kept")
+        return repair_now("record", f"the data files and {others}", "kept")
 
     def _refuse_damage(self, found: Digests, expected: Digests, block_bytes: int) -> None:
         wrong = np.flatnonzero(found != expected)

@@ -1,4 +1,4 @@
-"""Data files with tables whose record is lost: what the tables say without it, and the record that can be made of them."""
+"""Data files with tables whose record is lost: what the tables say without it, and what a record can be made of."""
 
 from __future__ import annotations
 
