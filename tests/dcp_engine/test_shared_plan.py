@@ -154,7 +154,9 @@ def written(plan: SavePlan, rank: int) -> list[WriteResult]:
     """What writing a plan results in; values come first, and each rank has two files."""
     ordered = sorted(plan.items, key=lambda item: item.type is not WriteItemType.BYTE_IO)
     return [
-        WriteResult(item.index, 7, _StorageInfo(f"__{rank}_{at % 2}", 300 * at, 300, None, Seal(64, at, 5**at, 1 << 31)))
+        WriteResult(
+            item.index, 7, _StorageInfo(f"__{rank}_{at % 2}", 300 * at, 300, None, Seal(64, at, 5**at, 1 << 31))
+        )
         for at, item in enumerate(ordered)
     ]
 
@@ -190,7 +192,9 @@ def test_rules_lead_to_the_same_plans_and_the_same_index(state: tuple[int, list[
 
 
 @given(states(), st.data())
-def test_what_is_settled_is_written_by_the_rank_that_was_named(state: tuple[int, list[Any]], data: st.DataObject) -> None:
+def test_what_is_settled_is_written_by_the_rank_that_was_named(
+    state: tuple[int, list[Any]], data: st.DataObject
+) -> None:
     world_size, members = state
     values = [number for number, member in enumerate(members) if isinstance(member, Value)]
     owners = {number: data.draw(st.integers(0, world_size - 1)) for number in values}

@@ -33,7 +33,13 @@ from holdfast._layout.checkpointable import is_checkpointable
 from holdfast._layout.mesh_divisions import dtensor_division
 from holdfast._layout.part_owners import Divided, Owned, Parts, Settled, owned_parts
 from holdfast._layout.placements import dtensor_pieces
-from holdfast._layout.tensor_items import WRITE_HOOK, local_tensor, on_this_rank, refuse_if_it_has_no_bytes
+from holdfast._layout.tensor_items import (
+    WRITE_HOOK,
+    local_tensor,
+    on_this_rank,
+    refuse_if_it_has_no_bytes,
+    speaks_for_itself,
+)
 from holdfast._layout.tensor_kinds import is_dtensor
 from holdfast._ranks.copies import added_up, share_of_copy
 
@@ -66,7 +72,7 @@ class Description(NamedTuple):
         return xxhash.xxh3_128(repr((self, options)).encode("utf-8", "surrogatepass")).digest()
 
 
-def describe(state_dict: Mapping[str, Any], members: tuple[int, ...]) -> Description | None:
+def describe(state_dict: Mapping[Any, Any], members: tuple[int, ...]) -> Description | None:
     """A flat state, by rules; None if there is something that has no rule, or a key that no plan takes.
 
     ``members`` are the ranks that save, as the whole job counts them.
@@ -94,8 +100,7 @@ def _kept(fqn: str, value: Any, members: tuple[int, ...]) -> Kept | None:
 
 def _kept_of_dtensor(fqn: str, tensor: Any, members: tuple[int, ...]) -> Kept | None:
     local = local_tensor(tensor)
-    speaks_for_itself = getattr(type(tensor), WRITE_HOOK, None) is not getattr(_dtensor(), WRITE_HOOK, None)
-    if speaks_for_itself or hasattr(local, WRITE_HOOK):
+    if speaks_for_itself(tensor, WRITE_HOOK) or hasattr(local, WRITE_HOOK):
         return None
     if on_this_rank(tensor):
         dtensor_pieces(tensor, key=fqn)  # which refuses what is not as the placements say
@@ -104,12 +109,6 @@ def _kept_of_dtensor(fqn: str, tensor: Any, members: tuple[int, ...]) -> Kept | 
     if division is None:
         return None
     return Kept(WriteItemType.SHARD, tuple(tensor.shape), _properties(local), division)
-
-
-def _dtensor() -> Any:
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - whoever comes here has imported it
-
-    return DTensor
 
 
 def _properties(tensor: torch.Tensor) -> tuple[torch.dtype, torch.layout, bool, bool]:

@@ -110,7 +110,9 @@ class SharedSave:
     def settle(self, copies: Sequence[Copies]) -> Settled:
         """On the coordinator, with the copies of all ranks, which differ: raise or warn, and say who writes his."""
         assert self._layout is not None
-        found = differing((item, rank, digest) for rank, own in enumerate(copies) for item, digest in own.digests.items())
+        found = differing(
+            (item, rank, digest) for rank, own in enumerate(copies) for item, digest in own.digests.items()
+        )
         keys = self._layout.description.keys
         treat_differing([(keys[key], groups) for (key, _), groups in found.items()], self._planner._on_mismatch())
         settled = {}
@@ -134,4 +136,3 @@ class SharedSave:
         future = self._writer.write_data(self._planner.finish_plan(own), self._planner)
         future.wait()
         return StoredColumns.of(future.value(), self.plan.key_numbers)
-

@@ -50,16 +50,18 @@ def places_of(plan: SharedPlan, stored: Sequence[StoredColumns]) -> PlaceColumns
     key = every[:, 0]
     hint = _chunk_of_each(plan, key, rank)
     chunks = [plan.chunks(number) for number in range(len(plan.description.keys))]
-    is_value = np.array([columns is None for columns in chunks])
+    is_value = np.array([columns is None for columns in chunks], bool)
     return PlaceColumns(
         fqns=plan.description.keys,
         chunks=chunks,
         files=[name for part in stored for name in part.files],
-        key=key,
-        hint=np.where(is_value[key], NO_HINT, hint) if len(key) else hint,
-        file=every[:, 1] + np.repeat(first_file, counts),
-        offset=every[:, 2],
-        length=every[:, 3],
+        places=(
+            key,
+            np.where(is_value[key], NO_HINT, hint),
+            every[:, 1] + np.repeat(first_file, counts),
+            every[:, 2],
+            every[:, 3],
+        ),
         seals=tuple(every[:, 4:].T),
     )
 
