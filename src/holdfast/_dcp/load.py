@@ -224,7 +224,8 @@ class _Load:
                 return self._plan_own_part(metadata)
         if self.plans_alone:
             with self.ranks.step("plan"):
-                return self._plan_globally([self._plan_locally(metadata)])[0]
+                plan = self._plan_locally(metadata)
+                return self._plan_globally([plan])[0] if self.ranks.is_coordinator else plan
         return self.ranks.reduce_scatter("plan", lambda: self._plan_locally(metadata), self._plan_globally)
 
     def _plan_own_part(self, metadata: Metadata) -> LoadPlan:

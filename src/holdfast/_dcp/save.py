@@ -20,7 +20,7 @@ from holdfast._dcp.events import recorded, recorded_step
 from holdfast._dcp.index_files import PlacesInIndex
 from holdfast._dcp.planner import SavePlanner
 from holdfast._dcp.save_planner import DefaultSavePlanner
-from holdfast._dcp.shared_plan import Copies
+from holdfast._dcp.shared_plan import OwnCopies
 from holdfast._dcp.shared_save import Offer, SharedSave, does_what_ours_do
 from holdfast._dcp.storage import StorageWriter, WriteResult
 from holdfast._dcp.stored_columns import StoredColumns, places_of
@@ -132,11 +132,11 @@ class _Save:
         self.shared = SharedSave(planner, writer, self.ranks.rank, self.destination)
         return self.shared.offer()
 
-    def _own_copies(self) -> Copies:
+    def _own_copies(self) -> OwnCopies:
         assert self.shared is not None
         return self.shared.copies
 
-    def _settle(self, copies: list[Copies]) -> Settled:
+    def _settle(self, copies: list[OwnCopies]) -> Settled:
         assert self.shared is not None
         return self.shared.settle(copies)
 
