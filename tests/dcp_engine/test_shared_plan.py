@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from holdfast._dcp.replicas import fingerprint
 from holdfast._dcp.save_planner import DefaultSavePlanner
-from holdfast._dcp.shared_plan import Description, Kept, SharedLayout, SharedPlan
+from holdfast._dcp.shared_plan import ComputedPlan, Description, EntryKind, SharedLayout
 from holdfast._dcp.storage import WriteResult
 from holdfast._dcp.stored_columns import StoredColumns, places_of
 from holdfast._dcp.writer import refuse_incomplete
@@ -58,11 +58,11 @@ class Tensor:
         (piece,) = local_pieces(self.shape, self.mesh, coordinate, self.placements)
         return write_item(key, WriteItemType.SHARD, piece.offsets, piece.sizes, self.shape, self.dtype)
 
-    def kept(self, world_size: int) -> Kept:
+    def kept(self, world_size: int) -> EntryKind:
         division = division_of_mesh(len(self.shape), self.mesh, self.placements, self.ranks)
         division = _among(division, world_size, None)
         assert division is not None
-        return Kept(WriteItemType.SHARD, self.shape, (self.dtype, torch.strided, False, False), division)
+        return EntryKind(WriteItemType.SHARD, self.shape, (self.dtype, torch.strided, False, False), division)
 
 
 class Whole:
@@ -77,8 +77,8 @@ class Whole:
     def item(self, key: str, rank: int) -> WriteItem:
         return write_item(key, WriteItemType.TENSOR, (0,) * len(self.shape), self.shape, self.shape, self.dtype)
 
-    def kept(self, world_size: int) -> Kept:
-        return Kept(WriteItemType.TENSOR, self.shape, (self.dtype, torch.strided, False, False))
+    def kept(self, world_size: int) -> EntryKind:
+        return EntryKind(WriteItemType.TENSOR, self.shape, (self.dtype, torch.strided, False, False))
 
 
 class Value:
@@ -93,8 +93,8 @@ class Value:
     def item(self, key: str, rank: int) -> WriteItem:
         return WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, BytesIOWriteData(self.nbytes))
 
-    def kept(self, world_size: int) -> Kept:
-        return Kept(WriteItemType.BYTE_IO)
+    def kept(self, world_size: int) -> EntryKind:
+        return EntryKind(WriteItemType.BYTE_IO)
 
 
 def write_item(key: str, kind: WriteItemType, offsets: Any, sizes: Any, shape: Any, dtype: torch.dtype) -> WriteItem:
@@ -142,8 +142,8 @@ def by_plans(world_size: int, members: list[Any], *, lowest: bool = False) -> tu
     return planner._create_global_plan(plans)
 
 
-def by_rules(world_size: int, members: list[Any], *, lowest: bool = False, settled: Any = None) -> SharedPlan:
-    numbers: dict[Kept, int] = {}
+def by_rules(world_size: int, members: list[Any], *, lowest: bool = False, settled: Any = None) -> ComputedPlan:
+    numbers: dict[EntryKind, int] = {}
     kind_of = [numbers.setdefault(member.kept(world_size), len(numbers)) for member in members]
     description = Description([f"k{number}" for number in range(len(members))], list(numbers), kind_of)
     sizes = {number: member.nbytes for number, member in enumerate(members) if isinstance(member, Value)}
@@ -154,7 +154,9 @@ def written(plan: SavePlan, rank: int) -> list[WriteResult]:
     """What writing a plan results in; values come first, and each rank has two files."""
     ordered = sorted(plan.items, key=lambda item: item.type is not WriteItemType.BYTE_IO)
     return [
-        WriteResult(item.index, 7, _StorageInfo(f"__{rank}_{at % 2}", 300 * at, 300, None, Seal(64, at, 5**at, 1 << 31)))
+        WriteResult(
+            item.index, 7, _StorageInfo(f"__{rank}_{at % 2}", 300 * at, 300, None, Seal(64, at, 5**at, 1 << 31))
+        )
         for at, item in enumerate(ordered)
     ]
 
@@ -190,7 +192,9 @@ def test_rules_lead_to_the_same_plans_and_the_same_index(state: tuple[int, list[
 
 
 @given(states(), st.data())
-def test_what_is_settled_is_written_by_the_rank_that_was_named(state: tuple[int, list[Any]], data: st.DataObject) -> None:
+def test_what_is_settled_is_written_by_the_rank_that_was_named(
+    state: tuple[int, list[Any]], data: st.DataObject
+) -> None:
     world_size, members = state
     values = [number for number, member in enumerate(members) if isinstance(member, Value)]
     owners = {number: data.draw(st.integers(0, world_size - 1)) for number in values}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,7 +128,7 @@ class HuggingFaceStorageReader(FileSystemReader):
         planner.commit_tensor(item, target)
 
     def _info(self, item: ReadItem) -> _HFStorageInfo:
-        places: dict[MetadataIndex, Any] = self.storage_data
+        places: Mapping[MetadataIndex, Any] = self.storage_data
         info: _HFStorageInfo | None = places.get(item.storage_index)
         if info is None:
             raise DamagedCheckpointError(

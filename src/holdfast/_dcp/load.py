@@ -61,9 +61,7 @@ class _Glance(NamedTuple):
     @staticmethod
     def joined(glances: Sequence[_Glance]) -> _Glance:
         digests = {glance.digest for glance in glances}
-        return _Glance(
-            digests.pop() if len(digests) == 1 else None, all(glance.plans_alone for glance in glances)
-        )
+        return _Glance(digests.pop() if len(digests) == 1 else None, all(glance.plans_alone for glance in glances))
 
 
 def reads_index_as_ours(reader: object) -> bool:
@@ -73,10 +71,7 @@ def reads_index_as_ours(reader: object) -> bool:
 
 def plans_need_not_travel(planner: object, reader: object) -> bool:
     """Whether every rank gets back the very plan that it has made."""
-    return (
-        is_unchanged(planner, DefaultLoadPlanner, _PLANNING)
-        and is_unchanged(reader, FileSystemReader, _PREPARING)
-    )
+    return is_unchanged(planner, DefaultLoadPlanner, _PLANNING) and is_unchanged(reader, FileSystemReader, _PREPARING)
 
 
 _READING_INDEX = methods_of(
@@ -229,7 +224,8 @@ class _Load:
                 return self._plan_own_part(metadata)
         if self.plans_alone:
             with self.ranks.step("plan"):
-                return self._plan_globally([self._plan_locally(metadata)])[0]
+                plan = self._plan_locally(metadata)
+                return self._plan_globally([plan])[0] if self.ranks.is_coordinator else plan
         return self.ranks.reduce_scatter("plan", lambda: self._plan_locally(metadata), self._plan_globally)
 
     def _plan_own_part(self, metadata: Metadata) -> LoadPlan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
@@ -254,7 +254,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
                 entry = self._described[key]
                 whole = torch.empty(entry.size, dtype=entry.properties.dtype)
                 for chunk in entry.chunks:
-                    places: dict[MetadataIndex, Any] = self.storage_data
+                    places: Mapping[MetadataIndex, Any] = self.storage_data
                     info: _HFStorageInfo = places[MetadataIndex(key, chunk.offsets)]
                     with opened_as_described(self.fs, info.relative_path, info.header_digest) as stream:
                         read_region(

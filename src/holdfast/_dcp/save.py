@@ -20,7 +20,7 @@ from holdfast._dcp.events import recorded, recorded_step
 from holdfast._dcp.index_files import PlacesInIndex
 from holdfast._dcp.planner import SavePlanner
 from holdfast._dcp.save_planner import DefaultSavePlanner
-from holdfast._dcp.shared_plan import Copies
+from holdfast._dcp.shared_plan import OwnCopies
 from holdfast._dcp.shared_save import Offer, SharedSave, does_what_ours_do
 from holdfast._dcp.storage import StorageWriter, WriteResult
 from holdfast._dcp.stored_columns import StoredColumns, places_of
@@ -132,16 +132,17 @@ class _Save:
         self.shared = SharedSave(planner, writer, self.ranks.rank, self.destination)
         return self.shared.offer()
 
-    def _own_copies(self) -> Copies:
+    def _own_copies(self) -> OwnCopies:
         assert self.shared is not None
         return self.shared.copies
 
-    def _settle(self, copies: list[Copies]) -> Settled:
+    def _settle(self, copies: list[OwnCopies]) -> Settled:
         assert self.shared is not None
         return self.shared.settle(copies)
 
     def _write_share(self, agreed: Offer, settled: Settled | None) -> StoredColumns:
-        assert self.shared is not None and agreed.generation is not None
+        assert self.shared is not None
+        assert agreed.generation is not None
         with recorded("global_step", **self.about) if self.ranks.is_coordinator else nullcontext():
             self.shared.decide(settled)
         with recorded("write_data", **self.about):
@@ -150,7 +151,8 @@ class _Save:
     @recorded_step("finish_checkpoint")
     @no_garbage_collection()
     def _commit_shares(self, stored: list[StoredColumns]) -> Committed:
-        assert self.shared is not None and self.shared.plan is not None
+        assert self.shared is not None
+        assert self.shared.plan is not None
         metadata = self._describe_shares()
         places = places_of(self.shared.plan, stored)
         writer = cast(_FileSystemWriter, self.writer)
@@ -159,7 +161,8 @@ class _Save:
         return Committed(metadata.storage_meta, metadata.version)
 
     def _describe_shares(self) -> Metadata:
-        assert self.shared is not None and self.shared.plan is not None
+        assert self.shared is not None
+        assert self.shared.plan is not None
         planner = cast(DefaultSavePlanner, self.planner)
         paths = dict(planner.mappings) if planner.flatten_state_dict else None
         return Metadata(self.shared.plan.describe(), planner_data=paths)

@@ -56,7 +56,7 @@ class SharedIndex(NamedTuple):
                 )
         metadata = Metadata(described, self.planner_data, None, self.storage_meta, self.version)
         columns = [None if number is None else self.chunks[number] for number in self.chunks_of]
-        metadata.leave_places(PlaceColumns(self.fqns, columns, self.files, *self.places, self.seals))
+        metadata.leave_places(PlaceColumns(self.fqns, columns, self.files, self.places, self.seals))
         return metadata
 
 
@@ -88,7 +88,15 @@ def in_columns(metadata: Metadata) -> SharedIndex | None:
     if places is None:
         return None
     return SharedIndex(
-        fqns, records, kinds, columns, chunks_of, metadata.planner_data, metadata.storage_meta, metadata.version, *places
+        fqns,
+        records,
+        kinds,
+        columns,
+        chunks_of,
+        metadata.planner_data,
+        metadata.storage_meta,
+        metadata.version,
+        *places,
     )
 
 
@@ -128,5 +136,7 @@ def _places_in_columns(
 
 def _small(table: Column) -> tuple[Column, ...]:
     """The columns of a table, each in the smallest type that takes its numbers."""
-    kinds = [np.result_type(*map(np.min_scalar_type, (column.min(initial=0), column.max(initial=0)))) for column in table.T]
+    kinds = [
+        np.result_type(*map(np.min_scalar_type, (column.min(initial=0), column.max(initial=0)))) for column in table.T
+    ]
     return tuple(np.ascontiguousarray(column.astype(kind)) for column, kind in zip(table.T, kinds, strict=True))

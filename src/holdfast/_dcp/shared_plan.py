@@ -31,14 +31,20 @@ from holdfast._formats.dcp.metadata import (
 from holdfast._formats.dcp.plan import BytesIOWriteData, TensorWriteData, WriteItem, WriteItemType
 from holdfast._layout.checkpointable import is_checkpointable
 from holdfast._layout.mesh_divisions import dtensor_division
-from holdfast._layout.part_owners import Divided, Owned, Parts, Settled, owned_parts
+from holdfast._layout.part_owners import Divided, HeldParts, Owned, Settled, owned_parts
 from holdfast._layout.placements import dtensor_pieces
-from holdfast._layout.tensor_items import WRITE_HOOK, local_tensor, on_this_rank, refuse_if_it_has_no_bytes
+from holdfast._layout.tensor_items import (
+    WRITE_HOOK,
+    local_tensor,
+    on_this_rank,
+    refuse_if_it_has_no_bytes,
+    speaks_for_itself,
+)
 from holdfast._layout.tensor_kinds import is_dtensor
 from holdfast._ranks.copies import added_up, share_of_copy
 
 
-class Kept(NamedTuple):
+class EntryKind(NamedTuple):
     """What is kept under a key, as all ranks know it."""
 
     type: WriteItemType
@@ -49,14 +55,14 @@ class Kept(NamedTuple):
     """None if every rank has all of it."""
 
 
-_VALUE = Kept(WriteItemType.BYTE_IO)
+_VALUE = EntryKind(WriteItemType.BYTE_IO)
 
 
 class Description(NamedTuple):
     """A flat state as all ranks know it."""
 
     keys: list[str]
-    kinds: list[Kept]
+    kinds: list[EntryKind]
     """The different kinds of things that there are."""
     kind_of: list[int]
     """For each key the number of its kind."""
@@ -66,12 +72,12 @@ class Description(NamedTuple):
         return xxhash.xxh3_128(repr((self, options)).encode("utf-8", "surrogatepass")).digest()
 
 
-def describe(state_dict: Mapping[str, Any], members: tuple[int, ...]) -> Description | None:
+def describe(state_dict: Mapping[Any, Any], members: tuple[int, ...]) -> Description | None:
     """A flat state, by rules; None if there is something that has no rule, or a key that no plan takes.
 
     ``members`` are the ranks that save, as the whole job counts them.
     """
-    numbers: dict[Kept, int] = {}
+    numbers: dict[EntryKind, int] = {}
     kind_of = []
     for fqn, value in state_dict.items():
         kept = _kept(fqn, value, members) if isinstance(fqn, str) else None
@@ -81,7 +87,7 @@ def describe(state_dict: Mapping[str, Any], members: tuple[int, ...]) -> Descrip
     return Description(list(state_dict), list(numbers), kind_of)
 
 
-def _kept(fqn: str, value: Any, members: tuple[int, ...]) -> Kept | None:
+def _kept(fqn: str, value: Any, members: tuple[int, ...]) -> EntryKind | None:
     if not isinstance(value, torch.Tensor):
         return _VALUE
     if is_dtensor(value):
@@ -89,13 +95,12 @@ def _kept(fqn: str, value: Any, members: tuple[int, ...]) -> Kept | None:
     if hasattr(type(value), WRITE_HOOK) or isinstance(value, ShardedTensor) or is_checkpointable(value):
         return None
     refuse_if_it_has_no_bytes(fqn, value)
-    return Kept(WriteItemType.TENSOR, tuple(value.shape), _properties(value))
+    return EntryKind(WriteItemType.TENSOR, tuple(value.shape), _properties(value))
 
 
-def _kept_of_dtensor(fqn: str, tensor: Any, members: tuple[int, ...]) -> Kept | None:
+def _kept_of_dtensor(fqn: str, tensor: Any, members: tuple[int, ...]) -> EntryKind | None:
     local = local_tensor(tensor)
-    speaks_for_itself = getattr(type(tensor), WRITE_HOOK, None) is not getattr(_dtensor(), WRITE_HOOK, None)
-    if speaks_for_itself or hasattr(local, WRITE_HOOK):
+    if speaks_for_itself(tensor, WRITE_HOOK) or hasattr(local, WRITE_HOOK):
         return None
     if on_this_rank(tensor):
         dtensor_pieces(tensor, key=fqn)  # which refuses what is not as the placements say
@@ -103,13 +108,7 @@ def _kept_of_dtensor(fqn: str, tensor: Any, members: tuple[int, ...]) -> Kept | 
     division = dtensor_division(tensor, len(members), members)
     if division is None:
         return None
-    return Kept(WriteItemType.SHARD, tuple(tensor.shape), _properties(local), division)
-
-
-def _dtensor() -> Any:
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - whoever comes here has imported it
-
-    return DTensor
+    return EntryKind(WriteItemType.SHARD, tuple(tensor.shape), _properties(local), division)
 
 
 def _properties(tensor: torch.Tensor) -> tuple[torch.dtype, torch.layout, bool, bool]:
@@ -118,7 +117,7 @@ def _properties(tensor: torch.Tensor) -> tuple[torch.dtype, torch.layout, bool, 
 
 
 @dataclass(frozen=True)
-class Copies:
+class OwnCopies:
     """What this rank holds that others hold too."""
 
     share: int
@@ -136,17 +135,17 @@ class SharedLayout:
         self.description = description
         self.world_size = world_size
         self.rank = rank
-        known: dict[tuple[Division | None, tuple[int, ...]], Parts] = {}
+        known: dict[tuple[Division | None, tuple[int, ...]], HeldParts] = {}
         self._parts = [self._parts_of(kept, known) for kept in description.kinds]
         self._own = [parts.part_of(rank) for parts in self._parts]
 
-    def _parts_of(self, kept: Kept, known: dict[tuple[Division | None, tuple[int, ...]], Parts]) -> Parts:
+    def _parts_of(self, kept: EntryKind, known: dict[tuple[Division | None, tuple[int, ...]], HeldParts]) -> HeldParts:
         which = kept.division, kept.size
         if which not in known:
-            known[which] = Parts(kept.division, kept.size, self.world_size)
+            known[which] = HeldParts(kept.division, kept.size, self.world_size)
         return known[which]
 
-    def copies(self, state_dict: Mapping[str, Any]) -> Copies:
+    def copies(self, state_dict: Mapping[str, Any]) -> OwnCopies:
         """Digests of all that other ranks hold too."""
         shares: list[int] = []
         digests: dict[tuple[int, int], bytes] = {}
@@ -165,9 +164,9 @@ class SharedLayout:
             digests[number, own] = print_.digest
             is_first = bool(parts.holders[own, 0] == self.rank)
             shares.append(share_of_copy(f"{fqn} {own}", print_.digest, copies=parts.copies, is_first=is_first))
-        return Copies(added_up(shares), digests, value_bytes)
+        return OwnCopies(added_up(shares), digests, value_bytes)
 
-    def plan(self, value_bytes: Mapping[int, int], *, by_lowest: bool, settled: Settled | None = None) -> SharedPlan:
+    def plan(self, value_bytes: Mapping[int, int], *, by_lowest: bool, settled: Settled | None = None) -> ComputedPlan:
         """What each rank writes. ``settled`` are copies that are not equal, and who writes them."""
         tensors = []
         for number, kind in enumerate(self.description.kind_of):
@@ -175,7 +174,7 @@ class SharedLayout:
             each = value_bytes.get(number, 1) if properties is None else properties[0].itemsize
             tensors.append(Divided(self._parts[kind], each))
         owned = owned_parts(tensors, self.world_size, by_lowest=by_lowest, settled=settled)
-        return SharedPlan(self, owned, dict(value_bytes))
+        return ComputedPlan(self, owned, dict(value_bytes))
 
     def bytes_of(self, number: int, part: int, value_bytes: Mapping[int, int]) -> int:
         """How many bytes a part of a key has."""
@@ -186,7 +185,7 @@ class SharedLayout:
         return int(self._parts[kind].elements[part]) * properties[0].itemsize
 
 
-class SharedPlan:
+class ComputedPlan:
     """What each rank writes."""
 
     def __init__(self, layout: SharedLayout, owned: list[Owned], value_bytes: dict[int, int]) -> None:
@@ -267,7 +266,7 @@ class SharedPlan:
         return described
 
 
-def _chunks_of(plan: SharedPlan, number: int) -> ChunkColumns:
+def _chunks_of(plan: ComputedPlan, number: int) -> ChunkColumns:
     chunks = plan.chunks(number)
     assert chunks is not None
     return chunks

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from holdfast._dcp.replicas import treat_differing
 from holdfast._dcp.save_planner import DefaultSavePlanner
-from holdfast._dcp.shared_plan import Copies, SharedLayout, SharedPlan, describe
+from holdfast._dcp.shared_plan import ComputedPlan, OwnCopies, SharedLayout, describe
 from holdfast._dcp.stored_columns import StoredColumns
 from holdfast._dcp.unchanged import is_unchanged, methods_of
 from holdfast._dcp.writer import _FileSystemWriter
@@ -83,9 +83,9 @@ class SharedSave:
         self._writer = writer
         self._rank = rank
         self._layout: SharedLayout | None = None
-        self._copies = Copies(0, {}, {})
+        self._copies = OwnCopies(0, {}, {})
         self._destination = destination
-        self.plan: SharedPlan | None = None
+        self.plan: ComputedPlan | None = None
 
     def offer(self) -> Offer:
         """What this rank has to say, once planner and writer are set up."""
@@ -103,14 +103,16 @@ class SharedSave:
         return Offer(description.digest(options, self._destination, paths), self._copies.share, generation)
 
     @property
-    def copies(self) -> Copies:
+    def copies(self) -> OwnCopies:
         """What this rank holds that others hold too."""
         return self._copies
 
-    def settle(self, copies: Sequence[Copies]) -> Settled:
+    def settle(self, copies: Sequence[OwnCopies]) -> Settled:
         """On the coordinator, with the copies of all ranks, which differ: raise or warn, and say who writes his."""
         assert self._layout is not None
-        found = differing((item, rank, digest) for rank, own in enumerate(copies) for item, digest in own.digests.items())
+        found = differing(
+            (item, rank, digest) for rank, own in enumerate(copies) for item, digest in own.digests.items()
+        )
         keys = self._layout.description.keys
         treat_differing([(keys[key], groups) for (key, _), groups in found.items()], self._planner._on_mismatch())
         settled = {}
@@ -119,7 +121,7 @@ class SharedSave:
             settled[key, part] = owner, self._layout.bytes_of(key, part, copies[owner].value_bytes)
         return settled
 
-    def decide(self, settled: Settled | None) -> SharedPlan:
+    def decide(self, settled: Settled | None) -> ComputedPlan:
         """What each rank writes."""
         assert self._layout is not None
         self.plan = self._layout.plan(
@@ -134,4 +136,3 @@ class SharedSave:
         future = self._writer.write_data(self._planner.finish_plan(own), self._planner)
         future.wait()
         return StoredColumns.of(future.value(), self.plan.key_numbers)
-

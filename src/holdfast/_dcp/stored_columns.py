@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast._dcp.shared_plan import SharedPlan
+from holdfast._dcp.shared_plan import ComputedPlan
 from holdfast._dcp.storage import WriteResult
 from holdfast._formats.dcp.columns import NO_HINT, Column, PlaceColumns
 from holdfast._formats.dcp.metadata import MetadataIndex, Seal
@@ -41,7 +41,7 @@ class StoredColumns(NamedTuple):
         return dict.fromkeys(self.files, self.host)
 
 
-def places_of(plan: SharedPlan, stored: Sequence[StoredColumns]) -> PlaceColumns:
+def places_of(plan: ComputedPlan, stored: Sequence[StoredColumns]) -> PlaceColumns:
     """Where all items are. Raises if one was not written that the plan has, or one that it has not."""
     counts = [len(part.columns) for part in stored]
     every = np.concatenate([part.columns.astype(np.int64) for part in stored])
@@ -50,21 +50,23 @@ def places_of(plan: SharedPlan, stored: Sequence[StoredColumns]) -> PlaceColumns
     key = every[:, 0]
     hint = _chunk_of_each(plan, key, rank)
     chunks = [plan.chunks(number) for number in range(len(plan.description.keys))]
-    is_value = np.array([columns is None for columns in chunks])
+    is_value = np.array([columns is None for columns in chunks], bool)
     return PlaceColumns(
         fqns=plan.description.keys,
         chunks=chunks,
         files=[name for part in stored for name in part.files],
-        key=key,
-        hint=np.where(is_value[key], NO_HINT, hint) if len(key) else hint,
-        file=every[:, 1] + np.repeat(first_file, counts),
-        offset=every[:, 2],
-        length=every[:, 3],
+        places=(
+            key,
+            np.where(is_value[key], NO_HINT, hint),
+            every[:, 1] + np.repeat(first_file, counts),
+            every[:, 2],
+            every[:, 3],
+        ),
         seals=tuple(every[:, 4:].T),
     )
 
 
-def _chunk_of_each(plan: SharedPlan, key: Column, rank: Column) -> Column:
+def _chunk_of_each(plan: ComputedPlan, key: Column, rank: Column) -> Column:
     """Which chunk of its key each item is, by the rank that has written it."""
     hint = np.empty(len(key), np.int64)
     # The items of each key in the order of the ranks, which is that of its chunks.
@@ -87,7 +89,7 @@ def _chunk_of_each(plan: SharedPlan, key: Column, rank: Column) -> Column:
     return hint
 
 
-def _not_written(plan: SharedPlan, number: int, ranks: Column) -> list[str]:
+def _not_written(plan: ComputedPlan, number: int, ranks: Column) -> list[str]:
     fqn, chunks, owners = plan.description.keys[number], plan.chunks(number), plan.owners(number)
     wrong: Any = np.setdiff1d(np.arange(len(owners)), np.flatnonzero(np.isin(owners, ranks)))
     if chunks is None or not len(wrong):

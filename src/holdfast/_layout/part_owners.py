@@ -23,7 +23,7 @@ class OneOfSeveral(NamedTuple):
     holders: Numbers
 
 
-class Parts:
+class HeldParts:
     """The different parts of a tensor. What has no cells and begins at the same place is one part."""
 
     def __init__(self, division: Division | None, shape: Sequence[int], world_size: int) -> None:
@@ -75,7 +75,7 @@ class Owned(NamedTuple):
 class Divided(NamedTuple):
     """A tensor, or a value, which has one part that all ranks hold."""
 
-    parts: Parts
+    parts: HeldParts
     item_bytes: int
     """Of one element; of all of it if it is a value."""
 
@@ -88,7 +88,7 @@ class _Some(NamedTuple):
     """Parts of one tensor that have the same size."""
 
     tensor: int
-    parts: Parts
+    parts: HeldParts
     rows: Numbers
 
 

@@ -34,7 +34,7 @@ def create_write_items(fqn: str, object: Any) -> list[WriteItem]:
     """What this rank would write for ``object``; one BYTE_IO item if it is not a tensor."""
     if not isinstance(object, torch.Tensor):
         return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
-    if _speaks_for_itself(object, WRITE_HOOK):
+    if speaks_for_itself(object, WRITE_HOOK):
         return [_adopt_write_item(item) for item in getattr(object, WRITE_HOOK)(fqn, object)]
     if isinstance(object, DTensor):
         return _write_items_of_dtensor(fqn, object)
@@ -47,7 +47,7 @@ def create_write_items(fqn: str, object: Any) -> list[WriteItem]:
 
 def create_chunk_list(tensor: torch.Tensor, *, key: str = "") -> list[ChunkStorageMetadata]:
     """The boxes of the logical tensor that this rank's part of ``tensor`` consists of. ``key`` is for messages."""
-    if _speaks_for_itself(tensor, CHUNKS_HOOK):
+    if speaks_for_itself(tensor, CHUNKS_HOOK):
         return [_adopt_chunk(chunk) for chunk in getattr(tensor, CHUNKS_HOOK)()]
     if isinstance(tensor, DTensor):
         local = local_tensor(tensor)
@@ -61,7 +61,7 @@ def create_chunk_list(tensor: torch.Tensor, *, key: str = "") -> list[ChunkStora
 
 def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
     """The local data of the chunk that ``index`` names."""
-    if _speaks_for_itself(tensor, SHARD_HOOK):
+    if speaks_for_itself(tensor, SHARD_HOOK):
         return cast(torch.Tensor, getattr(tensor, SHARD_HOOK)(index))
     if isinstance(tensor, DTensor):
         local = local_tensor(tensor)
@@ -157,7 +157,7 @@ def _is_wrapper(tensor: Any) -> bool:
         return True
 
 
-def _speaks_for_itself(tensor: torch.Tensor, hook: str) -> bool:
+def speaks_for_itself(tensor: torch.Tensor, hook: str) -> bool:
     """Whether the tensor's class implements ``hook`` itself; DTensor's own implementation does not count."""
     method = getattr(type(tensor), hook, None)
     return method is not None and method is not getattr(DTensor, hook, None)

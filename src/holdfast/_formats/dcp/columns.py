@@ -108,25 +108,37 @@ class PlaceColumns:
     chunks: Sequence[ChunkColumns | None]
     """Of each key; None if it is a value."""
     files: Sequence[str]
-    key: Column
-    hint: Column
-    """Which chunk of its tensor an item is; ``NO_HINT`` for values."""
-    file: Column
-    offset: Column
-    length: Column
+    places: tuple[Column, ...]
+    """The numbers of the key, of the chunk (``NO_HINT`` for values) and of the file, and the offset and the length."""
     seals: tuple[Column, ...] | None
     """One column per field of ``Seal``; None if there are no seals."""
+
+    @property
+    def key(self) -> Column:
+        """For each item the number of its key."""
+        return self.places[0]
+
+    @property
+    def hint(self) -> Column:
+        """For each item which chunk of its tensor it is."""
+        return self.places[1]
 
     def made(self) -> dict[MetadataIndex, _StorageInfo]:
         """All of them, as objects."""
         return dict(self.rows())
 
-    def rows(self, wanted: slice | Column = slice(None)) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
-        """Some of them, as objects."""
-        numbers = [column[wanted].tolist() for column in (self.key, self.hint, self.file, self.offset, self.length)]
+    def info(self, row: int) -> _StorageInfo:
+        """Where one of them is."""
+        _, _, file, offset, length = (int(column[row]) for column in self.places)
+        seal = None if self.seals is None else Seal(*(int(column[row]) for column in self.seals))
+        return _StorageInfo(self.files[file], offset, length, None, seal)
+
+    def rows(self) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
+        """All of them, one after the other."""
+        numbers = [column.tolist() for column in self.places]
         seals: Any = repeat(None)
         if self.seals is not None:
-            seals = map(Seal._make, zip(*(column[wanted].tolist() for column in self.seals), strict=True))
+            seals = map(Seal._make, zip(*(column.tolist() for column in self.seals), strict=True))
         for key, hint, file, offset, length, seal in zip(*numbers, seals, strict=False):
             yield self._index(key, hint), _StorageInfo(self.files[file], offset, length, None, seal)
 
@@ -175,7 +187,7 @@ class PlaceTable(Mapping[MetadataIndex, _StorageInfo]):
         row = self._row(index)
         if row is None:
             raise KeyError(index)
-        return next(self._columns.rows(slice(row, row + 1)))[1]
+        return self._columns.info(row)
 
     def __iter__(self) -> Iterator[MetadataIndex]:
         return (index for index, _ in self._columns.rows())

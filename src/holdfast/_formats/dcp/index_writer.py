@@ -189,12 +189,11 @@ class IndexWriter:
         fqns = [item_begin + self._text(fqn) + index for fqn in columns.fqns]
         files = [info_begin + self._text(name) + at for name in columns.files]
         offsets = self._offsets_of_chunks(columns)
-        numbers = (columns.key, columns.hint, columns.file, columns.offset, columns.length)
         seals: Any = repeat(None)
         if columns.seals is not None:
             seals = zip(*(column.tolist() for column in columns.seals), strict=True)
         for (key, hint, file, offset, length), seal in zip(
-            zip(*(column.tolist() for column in numbers), strict=True), seals, strict=False
+            zip(*(column.tolist() for column in columns.places), strict=True), seals, strict=False
         ):
             named = offsets[key]
             parts += (

@@ -152,8 +152,14 @@ class Metadata(_FilledLater):
         self._leave("storage_data", maker)
 
 
-# Every instance has its own. With a default on the class nobody would notice that it is still to be made.
-del Metadata.storage_data
+class _UntilMade:
+    """On the class what stock's has there, the default. On an instance without a value, what it is to become."""
+
+    def __get__(self, metadata: Metadata | None, owner: type) -> Any:
+        return None if metadata is None else metadata.__getattr__("storage_data")
+
+
+Metadata.storage_data = _UntilMade()
 
 
 def still_to_be_made(record: TensorStorageMetadata | Metadata) -> Maker | None:
