@@ -93,8 +93,8 @@ def _text(result: dict[str, Any]) -> str:
     lines += [
         f"  {'memory':<12} {size(result['peak_memory_bytes'])} at most, of this process with all that it imports",
         f"  {'files':<12} {result['files']:,}, of {size(result['busiest_rank_bytes'])} at most",
-        f"  {'record':<12} {size(record['bytes'])}, written in {_milliseconds(record['write_cpu'])} of CPU by the root, "
-        f"read in {_milliseconds(record['read_cpu'])} by each rank",
+        f"  {'record':<12} {size(record['bytes'])}, written in {_milliseconds(record['write_cpu'])} of CPU by the "
+        f"root, read in {_milliseconds(record['read_cpu'])} by each rank",
         f"  {'estimated':<12} save {estimated['save']:,.1f} s, load {estimated['load']:,.1f} s, "
         f"with {machine['ranks']} ranks on each disk of {size(machine['disk_speed'])}/s",
     ]

@@ -87,7 +87,7 @@ def may_be_replicated(value: Any) -> bool:
 
 def follows_its_placements(tensor: DTensor) -> bool:
     """Whether nothing but its mesh and placements says what is where: neither its class nor that of its local data."""
-    if _speaks_for_itself(tensor, CHUNKS_HOOK) or _speaks_for_itself(tensor, SHARD_HOOK):
+    if speaks_for_itself(tensor, CHUNKS_HOOK) or speaks_for_itself(tensor, SHARD_HOOK):
         return False
     local = local_part(tensor)
     return not (hasattr(local, CHUNKS_HOOK) or hasattr(local, SHARD_HOOK))
