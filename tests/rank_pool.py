@@ -93,7 +93,8 @@ class RanksFailed(Exception):
 class RankPool:
     """Live workers, started when a run first needs them. The `ranks` fixture is one of these."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_WORLD_SIZE) -> None:
+        self._most = most
         # Inherited by the fork server and the workers. torch and OpenBLAS read this one when they are loaded.
         os.environ["OMP_NUM_THREADS"] = "1"
         # TCPStore asks the resolver for the names of its peers; a lost packet should not cost 5 s.
@@ -111,8 +112,8 @@ class RankPool:
         atexit.register(self.kill)  # a session that crashes must not wait for its workers
 
     def __call__(self, world_size: int) -> World:
-        if not 1 <= world_size <= MAX_WORLD_SIZE:
-            raise ValueError(f"world_size must be within 1..{MAX_WORLD_SIZE}, not {world_size}")
+        if not 1 <= world_size <= self._most:
+            raise ValueError(f"world_size must be within 1..{self._most}, not {world_size}")
         return World(self, world_size)
 
     def run_raw(self, world_size: int, job: bytes, group_timeout: float | None, deadline: float) -> list[Outcome]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from holdfast._base.notices import add_note
 from holdfast._ranks.private_group import Link, private_group_of
 from holdfast._ranks.shared_steps import Collectives
+from holdfast._ranks.transfers import GroupTransfers, Transfers
 from holdfast.errors import CheckpointException, HoldfastError, RankDisagreementError, RankLeftError, RemoteError
 
 # Collectives over a link of our own instead of a process group of the program.
@@ -68,6 +69,14 @@ class LinkedCollectives(Collectives):
     def barrier(self) -> None:
         """Wait for all ranks."""
         self._link.all_gather(b"")
+
+    def transfers(self, group: dist.ProcessGroup | None = None) -> Transfers:
+        """A way to send bytes to other ranks: over the ranks' own connection, or over a group of the program."""
+        if group is not None:
+            return GroupTransfers(group, self._link.members)
+        if not isinstance(self._link, Transfers):
+            raise TypeError(f"a {type(self._link).__name__} carries messages, and no bytes of tensors")
+        return self._link
 
 
 def _opened(payload: bytes) -> Any:

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
@@ -39,6 +39,7 @@ from holdfast._compat.groups import (
 )
 from holdfast._ranks.failures import wrap_exception
 from holdfast._ranks.interrupts import interrupts_wait
+from holdfast._ranks.transfers import Parcel, PostedTransfers, over_backend
 from holdfast.errors import CheckpointException, ConnectionLostError, MissingRanksError, RankLeftError
 
 _SHORTEST_PATIENCE = timedelta(seconds=5)
@@ -101,6 +102,7 @@ class PrivateGroup:
         if call_the_roll:
             self._roll = RollCall(PrefixStore(name, connection_of_its_own(store)), rank, len(members))
         self._backend: Any = None
+        self._transfers: PostedTransfers | None = None
         self._broken: Exception | None = None
         self._round_is_over = True
         self._turn = threading.Lock()
@@ -147,7 +149,7 @@ class PrivateGroup:
 
     def close(self) -> None:
         """End the connection."""
-        self._backend = None
+        self._backend = self._transfers = None
         self._roll = None
 
     @interrupts_wait()
@@ -196,6 +198,15 @@ class PrivateGroup:
         options.rootTensor = 0
         self._run(lambda backend: backend.broadcast([box], options))
         return _payload(box, size)
+
+    @interrupts_wait()
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        """Send bytes to some ranks and receive bytes of some, all of which expect that and are in the round."""
+        if self._transfers is None:
+            if self._backend is None:
+                raise RuntimeError("the ranks have not met yet, so that there is no connection to send bytes over")
+            self._transfers = over_backend(self._backend)
+        self._transfers.exchange(sends, receives)
 
     def _open_exchange(self, size: int) -> list[int]:
         """Send the others how much comes, and learn the same of them; an error if one is not in the round any more."""

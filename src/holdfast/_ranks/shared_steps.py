@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from holdfast._ranks.failures import PackedFailure, is_wrapped_exception, pack_failure, unpack_failure, wrap_exception
 from holdfast._ranks.packing import pack, unpack
+from holdfast._ranks.transfers import GroupTransfers, Transfers
 from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException
 
 Failures: TypeAlias = dict[int, WRAPPED_EXCEPTION]
@@ -201,6 +202,13 @@ class Collectives:
         """Wait for all ranks."""
         if self.use_dist:
             dist.barrier(self.group)
+
+    def transfers(self, group: dist.ProcessGroup | None = None) -> Transfers:
+        """A way to send bytes to other ranks, over ``group`` if one is given."""
+        group = group or self.group or dist.group.WORLD
+        if not self.use_dist or group is None:
+            raise RuntimeError("a process alone has nobody to send bytes to")
+        return GroupTransfers(group, self.global_ranks())
 
     # Steps: functions on every rank whose errors reach every rank.
 
