@@ -161,7 +161,7 @@ class CooperativeReading:
             return
         for (_, spans), (parcel, is_buffer) in zip(received, receives, strict=True):
             self.done.bytes_received += spans[-1].end
-            self.done.elements += sum(volume(span.box.sizes) for span in spans)
+            self.done.elements += sum(map(self._elements, spans))
             if is_buffer:
                 for span in spans:
                     elements = parcel.content[span.begin : span.end].view(self.refs[span.tensor].dtype.carrier)
@@ -232,7 +232,7 @@ class CooperativeReading:
 
     def _deliver_own(self, batch: Batch, prepared: _Prepared) -> None:
         for span in batch.message_for(self.rank):
-            self.done.elements += volume(span.box.sizes)
+            self.done.elements += self._elements(span)
             if prepared.buffer is not None:
                 inside = place_of(*span.box, origin=batch.units[span.unit].box.offsets)
                 self._deliver(span, prepared.arrays[span.unit][inside])
@@ -252,6 +252,10 @@ class CooperativeReading:
                 place[place_of(*span.box, origin=span.want.offsets)] = elements
         except BaseException as error:
             self._note(error)
+
+    def _elements(self, span: Span) -> int:
+        """How many are written for a piece."""
+        return volume(span.box.sizes) * len(self.places[span.tensor, span.want])
 
     def _carrier(self, unit: Unit) -> np.dtype[Any]:
         return self.refs[unit.tensor].dtype.carrier
