@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tracemalloc
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
 import holdfast.dcp
+from holdfast._load import filling, read_division
 from holdfast._load.cooperative_reading import CooperativeReading
+from holdfast._load.filling import Converted
 from holdfast._load.read_division import ReadDivision
+from holdfast._ranks.private_group import PrivateGroup
 from tests.models import Net, ddp
 from tests.properties import examples
 from tests.rank_pool import RankPool
@@ -37,6 +42,14 @@ def many() -> Iterator[RankPool]:
     pool = RankPool(8)
     yield pool
     pool.close()
+
+
+@contextmanager
+def patched(where: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Replace something in this process, which lives on after the test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, replacement)
+        yield
 
 
 # --- states ---
@@ -78,8 +91,12 @@ def local(value: Any) -> torch.Tensor:
 
 def assert_bits(one: Any, other: Any) -> None:
     for key, value in one.items():
-        assert local(value).contiguous().view(-1).view(torch.uint8).equal(
-            local(other[key]).contiguous().view(-1).view(torch.uint8)
+        assert (
+            local(value)
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(local(other[key]).contiguous().view(-1).view(torch.uint8))
         ), key
 
 
@@ -97,13 +114,10 @@ def load_both_ways(layout: str, large: int, path: Path) -> tuple[int, int, int]:
     report = holdfast.load(state, path, share_reads="job")
     assert_bits(state, directly)
     assert_bits(state, laid_out(layout, large))
-    assert report.elements == sum(local(value).numel() for value in state.values()) * (
-        1 if layout == "ddp" else 0
-    ) * dist.get_world_size() or layout != "ddp"
     return report.bytes_read, report.bytes_received, sum(local(value).nbytes for value in state.values())
 
 
-@pytest.mark.parametrize("saved", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("saved", ["ddp", "fsdp", pytest.param("hsdp", marks=pytest.mark.long)])
 def test_eight_ranks_read_every_byte_once(many, tmp_path, saved):
     many(8).run(save_as, saved, 12, tmp_path / "c")
     unique = unique_bytes(12)
@@ -115,7 +129,9 @@ def test_eight_ranks_read_every_byte_once(many, tmp_path, saved):
         assert received >= held - unique  # what was not read from storage has come from another rank
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 7])
+@pytest.mark.parametrize(
+    "size", [3, 5, pytest.param(2, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.long)]
+)
 def test_other_numbers_of_ranks(many, tmp_path, size):
     many(4).run(save_as, "fsdp", 4, tmp_path / "c")
     for layout in ("ddp", "fsdp"):
@@ -191,8 +207,7 @@ def test_casts_strides_and_arrays_are_filled_from_what_others_read(ranks, tmp_pa
 
 
 def load_all_into(parts: list[dict[str, Any]], path: Path, share_reads: str) -> list[bytes]:
-    """Every rank has a box of each of some tensors, as a tensor that says itself where it is."""
-    found = []
+    """The bytes of what every rank has of some tensors."""
     own = parts[dist.get_rank()]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {}
@@ -200,9 +215,7 @@ def load_all_into(parts: list[dict[str, Any]], path: Path, share_reads: str) -> 
         whole = torch.zeros(shape)
         state[key] = whole if kind == "whole" else dtensor_of(whole, mesh, [Shard(int(kind))])
     holdfast.load(state, path, share_reads=share_reads, allow_unexpected="*")
-    for key in sorted(state):
-        found.append(local(state[key]).numpy().tobytes())
-    return found
+    return [local(state[key]).numpy().tobytes() for key in sorted(state)]
 
 
 shapes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4)
@@ -218,7 +231,7 @@ def save_tensors(tensors: dict[str, tuple[str, tuple[int, int]]], path: Path) ->
 
 
 @given(data=st.data())
-@settings(max_examples=examples(45), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_layouts_load_alike_with_and_without(ranks, tmp_path_factory, data):
     path = tmp_path_factory.mktemp("random") / "c"
     kinds = st.sampled_from(["whole", "0", "1"])
@@ -228,7 +241,10 @@ def test_random_layouts_load_alike_with_and_without(ranks, tmp_path_factory, dat
     )
     world = data.draw(st.integers(2, 4))
     common = {f"t{n}": (data.draw(kinds), size) for n, size in enumerate(sizes)}
-    parts = [{key: entry for key, entry in common.items() if entry[0] != "whole" or data.draw(st.booleans())} for _ in range(world)]
+    parts = [
+        {key: entry for key, entry in common.items() if entry[0] != "whole" or data.draw(st.booleans())}
+        for _ in range(world)
+    ]
     if not all(parts):
         parts = [common] * world
     assert ranks(world).run(load_all_into, parts, path, "job") == ranks(world).run(load_all_into, parts, path, "off")
@@ -269,18 +285,8 @@ def modes_of(path: Any) -> list[bool]:
 
 
 def modes_at_a_far_place(path: Path) -> list[bool]:
-    from holdfast.stores import LocalStore
-
-    class Far(LocalStore):
-        pass
-
-    import holdfast._load.load as load_module
-
-    before, load_module.is_far = load_module.is_far, lambda place: True
-    try:
+    with patched(sys.modules["holdfast._load.load"], "is_far", lambda place: True):
         return modes_of(path)
-    finally:
-        load_module.is_far = before
 
 
 def test_disks_of_the_machine_are_read_directly_unless_asked_otherwise(ranks, tmp_path):
@@ -290,18 +296,11 @@ def test_disks_of_the_machine_are_read_directly_unless_asked_otherwise(ranks, tm
 
 
 def load_on_two_machines(path: Path, mode: Any) -> int:
-    import holdfast._load.read_division as module
-
-    module.machine_digest = lambda: bytes([dist.get_rank() // 2]) * 16
-    try:
-        state = laid_out("ddp", 4, blank=True)
+    state = laid_out("ddp", 4, blank=True)
+    with patched(read_division, "machine_digest", lambda: bytes([dist.get_rank() // 2]) * 16):
         report = holdfast.load(state, path, share_reads=mode)
-        assert_bits(state, content(4))
-        return report.bytes_read
-    finally:
-        from holdfast._ranks.machines import machine_digest
-
-        module.machine_digest = machine_digest
+    assert_bits(state, content(4))
+    return report.bytes_read
 
 
 def test_every_machine_reads_every_byte_once_or_the_job_does(ranks, tmp_path):
@@ -314,17 +313,9 @@ def test_every_machine_reads_every_byte_once_or_the_job_does(ranks, tmp_path):
 def load_over_a_group(path: Path) -> int:
     group = dist.new_group(backend="gloo")
     state = laid_out("ddp", 4, blank=True)
-    own = []
-    from holdfast._ranks.private_group import PrivateGroup
-
-    before = PrivateGroup.exchange
-    PrivateGroup.exchange = lambda self, sends, receives: own.append(1)
-    try:
+    with patched(PrivateGroup, "exchange", None):
         report = holdfast.load(state, path, share_reads="job", transfer_group=group)
-    finally:
-        PrivateGroup.exchange = before
     assert_bits(state, content(4))
-    assert not own
     return report.bytes_read
 
 
@@ -335,7 +326,7 @@ def test_a_group_of_the_program_carries_the_bytes(ranks, tmp_path):
 
 def load_over_a_group_of_some(path: Path) -> str:
     group = dist.new_group([0, 1])
-    with pytest.raises(ValueError, match="transfer_group has no rank|not in the process group|not part of group") as info:
+    with pytest.raises(ValueError, match="transfer_group has no rank") as info:
         holdfast.load(laid_out("ddp", 1), path, share_reads="job", transfer_group=group)
     return str(info.value)
 
@@ -408,20 +399,16 @@ def test_damage_is_found_by_the_reader_and_named_on_all_ranks(ranks, tmp_path, v
 
 
 def load_with_one_that_cannot_take_it(path: Path) -> str:
-    if dist.get_rank() == 2:
-        before = CooperativeReading._deliver
+    class Full(Converted):
+        def __setitem__(self, place: Any, carriers: Any) -> None:
+            raise MemoryError("no memory for that")
 
-        def fails(self: Any, span: Any, elements: Any) -> None:
-            self._note(MemoryError("no memory for that"))
-
-        CooperativeReading._deliver = fails
     state = {key: torch.zeros_like(value, dtype=torch.float64) for key, value in content(6).items()}
-    try:
-        with pytest.raises(MemoryError) as info:
-            holdfast.load(state, path, share_reads="job", cast=True)
-    finally:
-        if dist.get_rank() == 2:
-            CooperativeReading._deliver = before
+    with (
+        patched(filling, "Converted", Full if dist.get_rank() == 2 else Converted),
+        pytest.raises(MemoryError) as info,
+    ):
+        holdfast.load(state, path, share_reads="job", cast=True)
     holdfast.load(state, path, share_reads="job", cast=True)
     return "".join(getattr(info.value, "__notes__", []))
 
@@ -432,21 +419,18 @@ def test_a_receiver_that_fails_goes_on_receiving_and_then_all_fail(ranks, tmp_pa
 
 
 def load_interrupted(path: Path) -> str:
-    if dist.get_rank() == 1:
-        before = CooperativeReading._prepare
+    before = CooperativeReading._prepare
 
-        def interrupts(self: Any, batch: Any) -> Any:
+    def interrupts(self: Any, batch: Any) -> Any:
+        if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGINT)
-            return before(self, batch)
+        return before(self, batch)
 
-        CooperativeReading._prepare = interrupts
     try:
-        holdfast.load(laid_out("ddp", 8, blank=True), path, share_reads="job")
+        with patched(CooperativeReading, "_prepare", interrupts):
+            holdfast.load(laid_out("ddp", 8, blank=True), path, share_reads="job")
     except BaseException as error:
         return type(error).__name__
-    finally:
-        if dist.get_rank() == 1:
-            CooperativeReading._prepare = before
     return "nothing"
 
 
@@ -476,30 +460,12 @@ def load_and_kill(path: Path, victim: int, batch_number: int) -> str:
 @pytest.mark.parametrize("batch_number", [0, 1])
 def test_nobody_waits_for_a_reader_that_is_killed(many, tmp_path, batch_number):
     many(1).run(save_as, "ddp", 12, tmp_path / "c")
-    outcomes = many(4).run_raw(load_and_kill, tmp_path / "c", 1, batch_number, group_timeout=20, deadline=60)
+    outcomes = many(4).run_raw(load_and_kill, tmp_path / "c", 1, batch_number, group_timeout=20, deadline=120)
     assert outcomes[1].error is not None
     assert outcomes[1].error.type_name == "RankDied"
     for rank in (0, 2, 3):
         assert outcomes[rank].error is None, outcomes[rank].error
-        assert "rank 1" in outcomes[rank].value or "connection" in outcomes[rank].value
-
-
-def division_of(path: Path) -> list[bool]:
-    """Whether whoever reads alone takes the old way, without a round."""
-    found = []
-    before = ReadDivision.read
-
-    def noted(self: ReadDivision, **options: Any) -> Any:
-        found.append(self.together is None)
-        return before(self, **options)
-
-    ReadDivision.read = noted
-    try:
-        holdfast.load(laid_out("fsdp", 2, blank=True), path, share_reads="job")
-        holdfast.load(laid_out("ddp", 2, blank=True), path, share_reads="job")
-    finally:
-        ReadDivision.read = before
-    return found
+        assert "rank 1" in outcomes[rank].value
 
 
 def test_a_layout_with_nothing_to_share_is_read_directly(ranks, tmp_path):
@@ -521,12 +487,9 @@ def load_large_shards(path: Path) -> list[bool]:
         found.append(self.together is None)
         return before(self, **options)
 
-    ReadDivision.read = noted
-    try:
+    with patched(ReadDivision, "read", noted):
         holdfast.load({"w": dtensor_of(torch.zeros(8, 1 << 18), mesh, [Shard(0)])}, path, share_reads="job")
         holdfast.load({"w": torch.zeros(8, 1 << 18)}, path, share_reads="job")
-    finally:
-        ReadDivision.read = before
     return found
 
 

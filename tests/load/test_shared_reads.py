@@ -233,7 +233,7 @@ def test_who_reads_much_alone_reads_less_for_others():
     shape = (64, 1 << 18)
     arrays = {"own": np.zeros(shape, np.float32), "all": np.zeros(shape, np.float32)}
     whole = Box((0, 0), shape)
-    source = ArraySource(arrays, dict.fromkeys(arrays, [whole]), False)
+    source = ArraySource(arrays, {key: [whole] for key in arrays}, False)
     wants = {(0,): [Want(0, whole, True), Want(1, whole, True)], (1, 2): [Want(0, whole, True)]}
     batches = plan_shared_reads(source, wants, 0).batches
     read = {rank: sum(unit.nbytes for batch in of_rank for unit in batch.units) for rank, of_rank in batches.items()}
@@ -261,7 +261,7 @@ def test_a_chunk_with_one_digest_that_nobody_has_memory_for_is_not_shared():
 def test_after_damage_all_rounds_are_gone_through_and_the_reader_raises():
     arrays = {f"t{number}": np.random.rand(4, 1 << 18).astype(np.float32) for number in range(6)}
     whole = Box((0, 0), (4, 1 << 18))
-    source = ArraySource(arrays, dict.fromkeys(arrays, [whole]), False)
+    source = ArraySource(arrays, {key: [whole] for key in arrays}, False)
     source.damaged = {"t1"}
     wanted = [[(number, whole, "dense") for number in range(6)] for _ in range(3)]
     outcomes, _ = load_on(source, wanted, Buffers(1 << 20, 2, 2, 1 << 20))

@@ -21,7 +21,7 @@ from holdfast._base.threads import in_order
 from holdfast._base.tuning import MEMORY_BUDGET, MIB, SHARED_PART_BYTES
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.source import DiscardingArray, Into, ReadRequest, Source
-from holdfast._load.shared_reads import Batch, SharedPlan, Span, Unit, numbered
+from holdfast._load.shared_reads import SharedBatch, SharedPlan, Span, Unit, numbered
 from holdfast._ranks.interrupts import interrupts_wait
 from holdfast._ranks.transfers import Parcel, Transfers
 
@@ -148,7 +148,7 @@ class CooperativeReading:
                 messages = [(sender, batch.message_for(self.rank)) for sender, batch in senders if sender != self.rank]
                 yield any(sender == self.rank for sender, _ in senders), [each for each in messages if each[1]]
 
-    def _round(self, own: tuple[Batch, _Prepared] | None, received: Sequence[tuple[int, list[Span]]]) -> None:
+    def _round(self, own: tuple[SharedBatch, _Prepared] | None, received: Sequence[tuple[int, list[Span]]]) -> None:
         sends = [] if own is None else self._messages(*own)
         receives = []
         for sender, spans in received:
@@ -170,7 +170,7 @@ class CooperativeReading:
             self.done.bytes_read += own[1].bytes_read
             self._deliver_own(*own)
 
-    def _prepare(self, batch: Batch) -> _Prepared:
+    def _prepare(self, batch: SharedBatch) -> _Prepared:
         """Read a batch: to where it belongs if that is one place for all of it, or else into a buffer."""
         straight = None
         if len(batch.units) == 1:
@@ -217,7 +217,7 @@ class CooperativeReading:
         part = places[0][place_of(*span.box, origin=span.want.offsets)]
         return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
 
-    def _messages(self, batch: Batch, prepared: _Prepared) -> list[Parcel]:
+    def _messages(self, batch: SharedBatch, prepared: _Prepared) -> list[Parcel]:
         """What goes to the other ranks. Those that get the same get the same memory."""
         made: dict[tuple[tuple[int, Box], ...], Bytes] = {}
         parcels = []
@@ -230,7 +230,7 @@ class CooperativeReading:
                 parcels.append(Parcel(rank, made[content]))
         return parcels
 
-    def _deliver_own(self, batch: Batch, prepared: _Prepared) -> None:
+    def _deliver_own(self, batch: SharedBatch, prepared: _Prepared) -> None:
         for span in batch.message_for(self.rank):
             self.done.elements += self._elements(span)
             if prepared.buffer is not None:
@@ -265,7 +265,7 @@ class CooperativeReading:
             self.done.error = error
 
 
-def _message(spans: Sequence[Span], batch: Batch, prepared: _Prepared) -> Bytes:
+def _message(spans: Sequence[Span], batch: SharedBatch, prepared: _Prepared) -> Bytes:
     """What a rank gets of a batch, in contiguous memory: that of the batch if it can be."""
     everything = [(span.unit, span.box) for span in spans] == [(n, unit.box) for n, unit in enumerate(batch.units)]
     if everything and prepared.buffer is not None:

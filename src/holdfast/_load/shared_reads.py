@@ -126,7 +126,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Batch:
+class SharedBatch:
     """Units that one rank reads together, and sends from there."""
 
     units: tuple[Unit, ...]
@@ -169,7 +169,7 @@ def aligned(position: int) -> int:
 class SharedPlan:
     """What the ranks of a cell read for each other."""
 
-    batches: dict[int, list[Batch]]
+    batches: dict[int, list[SharedBatch]]
     """By the rank that reads."""
     alone: dict[tuple[int, Box], list[Box]] = field(default_factory=dict)
     """What is left to this rank, of those of its wants of which not all is left to it: tensor and box, and parts."""
@@ -417,16 +417,16 @@ def _cut_off(unit: Unit, nbytes: int) -> tuple[Unit, Unit | None]:
     return unit.part(head), unit.part(tail)
 
 
-def _batches(run: Sequence[Unit], part: int) -> list[Batch]:
+def _batches(run: Sequence[Unit], part: int) -> list[SharedBatch]:
     """What a rank reads for others, put together and cut so that no batch has more than ``part`` bytes."""
-    found: list[Batch] = []
+    found: list[SharedBatch] = []
     together: list[Unit] = []
     size = 0
 
     def close() -> None:
         nonlocal size
         if together:
-            found.append(Batch(tuple(together), tuple(together)))
+            found.append(SharedBatch(tuple(together), tuple(together)))
             together.clear()
             size = 0
 
@@ -434,7 +434,7 @@ def _batches(run: Sequence[Unit], part: int) -> list[Batch]:
         if unit.is_whole and unit.nbytes > part:
             close()
             parts = [unit.part(box) for box in cut(unit.box, max(1, part // unit.itemsize))]
-            found += [Batch((each,), (unit,) if number == 0 else ()) for number, each in enumerate(parts)]
+            found += [SharedBatch((each,), (unit,) if number == 0 else ()) for number, each in enumerate(parts)]
             continue
         for box in cut(unit.box, max(1, part // unit.itemsize)):
             piece = unit if box == unit.box else unit.part(box)
