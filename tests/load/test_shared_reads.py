@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast._base.boxes import Box, cut, place_of, volume
@@ -175,6 +175,13 @@ def layouts(draw: st.DrawFn) -> tuple[ArraySource, list[list[tuple[int, Box, str
     return source, wanted, Buffers(part, draw(st.integers(1, 2)), draw(st.integers(1, 3)), 1 << 20)
 
 
+def _two_places_for_a_part_of_what_is_read_whole() -> Any:
+    first, both = Box((0,), (1,)), Box((0,), (2,))
+    source = ArraySource({"t0": np.arange(2, dtype=np.float32)}, {"t0": [both]}, True)
+    return source, [[(0, first, "dense")], [(0, first, "dense"), (0, both, "dense")]], Buffers(4, 1, 1, 1 << 20)
+
+
+@example(_two_places_for_a_part_of_what_is_read_whole())
 @given(layouts())
 @settings(max_examples=examples(600))
 def test_every_rank_gets_every_element_it_wants_from_whoever_reads_it(layout):

@@ -172,11 +172,7 @@ class CooperativeReading:
 
     def _prepare(self, batch: SharedBatch) -> _Prepared:
         """Read a batch: to where it belongs if that is one place for all of it, or else into a buffer."""
-        straight = None
-        if len(batch.units) == 1:
-            for span in batch.message_for(self.rank):
-                if span.box == batch.units[0].box and straight is None:
-                    straight = self._straight(span)
+        straight = self._place_of(batch)
         buffer = None if straight is not None else np.empty(batch.places()[-1][1], np.uint8)
         arrays = []
         for unit, (begin, end) in zip(batch.units, batch.places(), strict=True):
@@ -185,8 +181,8 @@ class CooperativeReading:
             arrays.append(memory.view(self._carrier(unit)).reshape(unit.box.sizes))
         try:
             if self.done.error is None:
-                whole = arrays if batch.reads == batch.units else [self._whole(unit) for unit in batch.reads]
-                return _Prepared(arrays, buffer, self._read(batch.reads, whole))
+                into = arrays if batch.whole is None else [self._whole(unit) for unit in batch.reads]
+                return _Prepared(arrays, buffer, self._read(batch.reads, into))
         except BaseException as error:
             self._note(error)
         for array in arrays:
@@ -201,12 +197,25 @@ class CooperativeReading:
             return 0
         return self.source.read(requests, verify=self.verify, memory=self.buffers.reading)
 
-    def _whole(self, unit: Unit) -> Into:
+    def _place_of(self, batch: SharedBatch) -> Bytes | None:
+        """The memory of this rank that takes a batch as it is; None if there is none, or several parts of it."""
+        unit = batch.units[0]
+        if batch.whole is not None:
+            part = self._whole(batch.whole)[place_of(*unit.box, origin=batch.whole.box.offsets)]
+            memory: Bytes = part.reshape(-1).view(np.uint8)
+            return memory
+        if len(batch.units) > 1:
+            return None
+        found = (self._straight(span) for span in batch.message_for(self.rank) if span.box == unit.box)
+        return next((place for place in found if place is not None), None)
+
+    def _whole(self, unit: Unit) -> npt.NDArray[Any]:
         """The memory of this rank for a unit that is sent in several batches, and read before the first."""
         for piece in unit.wanted_by(self.rank):
             if piece.box == unit.box:
-                (place,) = self.places[unit.tensor, piece.want]
-                return place[place_of(*unit.box, origin=piece.want.offsets)]  # type: ignore[no-any-return]
+                memory = self._straight(Span(0, unit.tensor, piece.want, piece.box, 0, unit.nbytes))
+                if memory is not None:
+                    return memory.view(self._carrier(unit)).reshape(unit.box.sizes)
         raise AssertionError("a rank reads what is too large for a buffer, and has no place for it")
 
     def _straight(self, span: Span) -> Bytes | None:

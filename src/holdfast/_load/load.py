@@ -241,7 +241,8 @@ class _Load:
             world_size=self.ranks.world_size,
         )
         seconds = time.perf_counter() - started
-        return reported(self.ranks, own, Numbers(*read, reading.seconds, seconds))
+        numbers = Numbers(read.bytes_read, read.bytes_received, plan.elements, reading.seconds, seconds)
+        return reported(self.ranks, own, numbers)
 
 
 _PARTLY_LOADED = "The state is partly loaded now and must not be used."

@@ -132,6 +132,8 @@ class SharedBatch:
     units: tuple[Unit, ...]
     reads: tuple[Unit, ...]
     """What is read before: mostly the same."""
+    whole: Unit | None = None
+    """What it is a part of, if that was read at once to where its reader wants it."""
 
     def message_for(self, rank: int) -> list[Span]:
         """What a rank gets of it, one after the other."""
@@ -434,7 +436,7 @@ def _batches(run: Sequence[Unit], part: int) -> list[SharedBatch]:
         if unit.is_whole and unit.nbytes > part:
             close()
             parts = [unit.part(box) for box in cut(unit.box, max(1, part // unit.itemsize))]
-            found += [SharedBatch((each,), (unit,) if number == 0 else ()) for number, each in enumerate(parts)]
+            found += [SharedBatch((each,), () if number else (unit,), unit) for number, each in enumerate(parts)]
             continue
         for box in cut(unit.box, max(1, part // unit.itemsize)):
             piece = unit if box == unit.box else unit.part(box)
