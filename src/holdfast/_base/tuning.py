@@ -123,6 +123,16 @@ QUANTIZED_ELEMENTS = MIB
 DELIVERY_BYTES = 16 * MIB
 """What one rank that reads for all sends at a time. Each rank needs so much memory; less would be more messages."""
 
+SHARED_PART_BYTES = 4 * MIB
+"""What a rank that reads for others reads and sends at a time. Less would read more digest blocks twice, more would
+take more memory on those that receive it."""
+
+SMALLEST_SHARE = 4 * MIB
+"""So many bytes that several ranks want are worth one more reader: each reads headers and digest blocks of its own."""
+
+SMALLEST_CUT = 256 * KIB
+"""Where a tensor is cut, a digest block is read by two ranks. So neither part is smaller than that."""
+
 COMPARED_BYTES = 16 * MIB
 """What is read at once of tensors that are only compared with the state. Less would start readers too often."""
 

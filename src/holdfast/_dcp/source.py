@@ -76,6 +76,7 @@ class DcpSource(Source):
     """
 
     format = "dcp"
+    checks_parts = False
 
     def __init__(self, path: str | Path | Store, *, allow_pickle: bool = False) -> None:
         self._store = path if isinstance(path, Store) else None

@@ -152,6 +152,8 @@ class Source(ABC):
     """``native``, ``dcp``, ``safetensors`` or ``torch``."""
     identity: str
     """Which save it is: equal on all ranks that see the same one."""
+    checks_parts: bool = True
+    """Whether parts of a chunk are compared with digests as well as the whole, or there are no digests at all."""
 
     @property
     @abstractmethod

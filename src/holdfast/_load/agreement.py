@@ -124,6 +124,7 @@ class Numbers(NamedTuple):
     """What a load did on one rank."""
 
     bytes_read: int
+    bytes_received: int
     elements: int
     reading: float
     """Seconds, without those for which the rank waited for others."""
@@ -140,6 +141,7 @@ def reported(ranks: Collectives, lists: LoadReport, own: Numbers) -> LoadReport:
         report = LoadReport.merged(
             [report for report, _ in parts if report is not None],
             bytes_read=sum(own.bytes_read for own in numbers),
+            bytes_received=sum(own.bytes_received for own in numbers),
             elements=sum(own.elements for own in numbers),
             seconds=max(own.seconds for own in numbers),
         )

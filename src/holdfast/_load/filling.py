@@ -188,16 +188,21 @@ def read_regions(
     written.
     """
     dense = dense or DenseFills()
-    requests = [_request(region.fill.ref, region.box, _place_in(region)) for region in regions]
+    requests = [_request(region.fill.ref, region.box, place_in(region)) for region in regions]
     nbytes = 0
     if requests or dense.keys:
         nbytes = source.read_many(requests, dense.reads, verify=verify, memory=memory, shared=shared)
     written = sum(volume(request.sizes) for request in requests) + dense.elements
     dense.count_change()
+    count_changes(regions)
+    return nbytes, written
+
+
+def count_changes(regions: Iterable[Region]) -> None:
+    """Let autograd know that the tensors of these regions were changed."""
     for tensor in {id(tensor): tensor for tensor in map(_counted, regions)}.values():
         if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
-    return nbytes, written
 
 
 class Converted(ArrayDestination):
@@ -286,7 +291,8 @@ def _request(ref: TensorRef, box: Box, into: Any) -> ReadRequest:
     return ReadRequest(ref.key, box.offsets, box.sizes, into)
 
 
-def _place_in(region: Region) -> Into:
+def place_in(region: Region) -> Into:
+    """Where stored elements of a region are put: its memory, or something that converts them on the way there."""
     into = _carrier_view(region)
     return Converted(region.memory, region.fill.ref) if into is None else into
 

@@ -20,13 +20,15 @@ from holdfast._base.patterns import Pattern, Patterns, Rename
 from holdfast._formats.native.record import repairs_in
 from holdfast._formats.source import Source
 from holdfast._load.agreement import ADVICE, LoadAgreement, Numbers, agree, refuse_different_checkpoints, reported
-from holdfast._load.filling import check_regions, put, read_regions
+from holdfast._load.filling import put
 from holdfast._load.opening import open_source
-from holdfast._load.options import LoadOptions, Transforms
+from holdfast._load.options import LoadOptions, ShareReads, Transforms
 from holdfast._load.planning import RankPlan, plan_load
+from holdfast._load.read_division import ReadDivision, ReadResult, divide_reading
 from holdfast._load.report import LoadReport
 from holdfast._ranks.meeting import meeting, own_place
 from holdfast._settings import OnFinding
+from holdfast._stores.network_disks import is_far
 from holdfast._stores.places import in_messages
 from holdfast._stores.store import Store
 from holdfast._watching.calls import Call, Phase
@@ -55,6 +57,8 @@ def load(
     verify_first: bool = False,
     allow_pickle: bool = False,
     memory_budget: Size | None = None,
+    share_reads: ShareReads = "auto",
+    transfer_group: dist.ProcessGroup | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> LoadReport:
@@ -89,6 +93,12 @@ def load(
         allow_pickle: load values that were stored as pickles, which can run any code.
         memory_budget: bytes that each rank may allocate beside the state, for buffers and conversions: 256 KiB at
             least, 64 MiB by default. More does not make it faster.
+        share_reads: for whom each stored byte is read once. The rank that reads it checks its digest, and sends it to
+            the others that need it. "job": for all ranks, in groups of at most 32. "machine": for the ranks of each
+            machine. "off": every rank reads what it needs. "auto" is "job" for object stores and network file systems,
+            and "off" for disks of the machine, which keeps in memory for all ranks what one of them has read.
+        transfer_group: a process group of all ranks that load, with a faster backend than the ranks' own connection,
+            to send those bytes over.
         process_group: the ranks that load. All by default.
         timeout: as for ``save``.
 
@@ -111,7 +121,7 @@ def load(
     wait_for_conflicting_saves(Claim(place))
     finish_copies()  # of what is going to be overwritten
     rank, world_size = own_place(process_group)
-    asked = f"holdfast.load from {place}, verify={verify!r}, verify_first={verify_first!r}"
+    asked = f"holdfast.load from {place}, verify={verify!r}, verify_first={verify_first!r}, share_reads={share_reads!r}"
     with (
         Call("load", place, rank=rank, world_size=world_size, started=started) as call,
         meeting(asked, process_group, timeout=timeout, progress=call) as ranks,
@@ -130,6 +140,8 @@ def load(
                 verify_first=verify_first,
                 memory_budget=memory_budget,
                 optimizer_mismatch=optimizer_mismatch,
+                share_reads=share_reads,
+                transfer_group=transfer_group,
             )
         with ExitStack() as stack:
             with call.phase("plan"), no_garbage_collection():
@@ -139,9 +151,10 @@ def load(
                 run = _Load(ranks, options, source, call)
                 plan = run.match(state)
                 agreement = run.agree(plan)
-            reading = run.read(plan)
+                division = divide_reading(ranks, plan, source, options, is_far=is_far(path))
+            reading, read = run.read(plan, division)
             run.apply(plan)
-            report = run.report(plan, agreement, reading, started)
+            report = run.report(plan, agreement, reading, read, started)
         call.nbytes, call.slowest_rank = report.bytes_read, report.slowest_rank
         call.detail["keys"] = len(report.read)
     return report
@@ -172,20 +185,16 @@ class _Load:
             plan.found.settle(key)
         return agreement
 
-    def read(self, plan: RankPlan) -> Phase:
+    def read(self, plan: RankPlan, division: ReadDivision) -> tuple[Phase, ReadResult]:
         """Read what this rank needs, straight into the tensors where that is possible; returns how that went."""
-        if self.options.verify_first:
+        options = self.options
+        if options.verify_first:
             with _remark("Nothing was changed."), self.ranks.step("verify"), self.call.phase("verify"):
-                check_regions(plan.regions_to_check, self.source, self.options.memory_budget)
+                division.check(options.memory_budget)
         with _remark(_PARTLY_LOADED), self.ranks.step("read"), self.call.phase("read") as reading:
-            reading.nbytes, elements = read_regions(
-                plan.regions,
-                self.source,
-                verify=self.options.verify,
-                dense=plan.dense,
-                memory=self.options.memory_budget,
-                shared=self.ranks.world_size > 1,
-            )
+            shared = self.ranks.world_size > 1
+            read = division.read(verify=options.verify, memory=options.memory_budget, shared=shared)
+            reading.nbytes, elements = read.bytes_read, read.elements
             for region in plan.writes:
                 if region.made is not None:
                     put(region.memory, region.made)
@@ -197,14 +206,16 @@ class _Load:
                     expected=plan.elements,
                     found=elements,
                 )
-        return reading
+        return reading, read
 
     def apply(self, plan: RankPlan) -> None:
         """Replace values, and let live objects take over what was read."""
         with _remark(_PARTLY_LOADED), self.ranks.step("apply"), self.call.phase("apply"):
             plan.outcome.finish()
 
-    def report(self, plan: RankPlan, agreement: LoadAgreement, reading: Phase, started: float) -> LoadReport:
+    def report(
+        self, plan: RankPlan, agreement: LoadAgreement, reading: Phase, read: ReadResult, started: float
+    ) -> LoadReport:
         """What was done by all ranks together."""
         found = plan.found
         own = LoadReport(
@@ -232,7 +243,8 @@ class _Load:
             world_size=self.ranks.world_size,
         )
         seconds = time.perf_counter() - started
-        return reported(self.ranks, own, Numbers(reading.nbytes, plan.elements, reading.seconds, seconds))
+        numbers = Numbers(read.bytes_read, read.bytes_received, plan.elements, reading.seconds, seconds)
+        return reported(self.ranks, own, numbers)
 
 
 _PARTLY_LOADED = "The state is partly loaded now and must not be used."

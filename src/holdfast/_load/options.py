@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from holdfast._base.arguments import Size, check_choice, checked_budget
 from holdfast._base.patterns import Choice, Chooser, Pattern, Patterns, Rename, Renaming, Selection, chooser
@@ -12,7 +12,12 @@ from holdfast._formats.native.torch_elements import dtype_from_user
 from holdfast._settings import OnFinding
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from holdfast._load.checkpoint import Checkpoint
+
+ShareReads: TypeAlias = Literal["auto", "job", "machine", "off"]
+"""For whom each stored byte is read once: for the job, for each machine, or (off) for each rank that wants it."""
 
 Transforms: TypeAlias = "Mapping[Pattern, Callable[[Checkpoint, str], Any]]"
 
@@ -45,6 +50,10 @@ class LoadOptions:
     """How many bytes may be allocated beside the state."""
     optimizer_mismatch: OnFinding = "error"
     """What to do about an optimizer that is of another kind, or grouped in another way, than the stored one."""
+    share_reads: ShareReads = "off"
+    """Whether ranks read for each other."""
+    transfer_group: dist.ProcessGroup | None = None
+    """Over what they send each other the bytes; None for their own connection."""
 
     @classmethod
     def of(
@@ -62,6 +71,8 @@ class LoadOptions:
         verify_first: bool,
         memory_budget: Size | None,
         optimizer_mismatch: OnFinding = "error",
+        share_reads: ShareReads = "off",
+        transfer_group: dist.ProcessGroup | None = None,
     ) -> LoadOptions:
         """The arguments of ``load``, checked."""
         check_choice("verify", verify, (True, False))
@@ -69,6 +80,7 @@ class LoadOptions:
         if verify_first and not verify:
             raise ValueError("verify_first=True compares digests, and verify=False asks for none: drop one of them")
         check_choice("optimizer_mismatch", optimizer_mismatch, get_args(OnFinding))
+        check_choice("share_reads", share_reads, get_args(ShareReads))
         if transform is not None and not isinstance(transform, Mapping):
             raise TypeError(f"transform takes keys of the state with a function for each, not {transform!r}")
         return cls(
@@ -84,6 +96,8 @@ class LoadOptions:
             verify_first=verify_first,
             memory_budget=checked_budget(memory_budget),
             optimizer_mismatch=optimizer_mismatch,
+            share_reads=share_reads,
+            transfer_group=transfer_group,
         )
 
 

@@ -43,6 +43,8 @@ class LoadReport:
     """Remarks on what was not simply read, such as parameters that were matched by position, and on repairs."""
     bytes_read: int = 0
     """From storage, by all ranks together."""
+    bytes_received: int = 0
+    """From other ranks that had read them, by all ranks together."""
     elements: int = 0
     """That were written, in the tensors of all ranks together: every element of them, and each one once."""
     seconds: float = 0.0
@@ -52,7 +54,7 @@ class LoadReport:
     """The one whose reading took longest."""
 
     @classmethod
-    def merged(cls, reports: Sequence[LoadReport], *, bytes_read: int, elements: int, seconds: float) -> LoadReport:
+    def merged(cls, reports: Sequence[LoadReport], **numbers: Any) -> LoadReport:
         """The reports of several ranks as one, with the numbers of all of them."""
 
         def every(name: str) -> list[str]:
@@ -62,11 +64,11 @@ class LoadReport:
             return {key: value for report in reversed(reports) for key, value in getattr(report, name).items()}
 
         if len(reports) == 1:
-            return replace(reports[0], bytes_read=bytes_read, elements=elements, seconds=seconds)
+            return replace(reports[0], **numbers)
         lists = ("read", "transformed", "missing", "unexpected", "untouched", "not_requested", "notes")
         changes: dict[str, Any] = {name: every(name) for name in lists}
         changes |= {name: joined(name) for name in ("renamed", "cast", "changed_settings")}
-        return replace(reports[0], **changes, bytes_read=bytes_read, elements=elements, seconds=seconds)
+        return replace(reports[0], **changes, **numbers)
 
     def _repr_html_(self) -> str:
         """What notebooks show."""
@@ -95,11 +97,12 @@ class LoadReport:
         ]
 
     def __str__(self) -> str:
+        sent = f", {self.bytes_received:,} received from other ranks" if self.bytes_received else ""
         rate = f", {self.bytes_read / self.seconds / 1e6:,.0f} MB/s" if self.bytes_read and self.seconds else ""
         ranks = f" on {self.world_size} ranks" if self.world_size > 1 else ""
         lines = [
             f"loaded {len(self.read)} key{_s(self.read)} from {self.path} ({self.format}){ranks}",
-            f"  {self.elements:,} elements, {self.bytes_read:,} bytes read in {self.seconds:.2f} s{rate}",
+            f"  {self.elements:,} elements, {self.bytes_read:,} bytes read{sent} in {self.seconds:.2f} s{rate}",
         ]
         for headline, keys in self._lists():
             if keys:

@@ -18,6 +18,7 @@ from holdfast._ranks.exchanges import Exchanges, as_list, entries_of
 from holdfast._ranks.private_group import PrivateGroup, private_group_of
 from holdfast._ranks.roll_call import Progressing
 from holdfast._ranks.shared_steps import Attempt, Collectives, join_failures, pack_attempt, unpack_message
+from holdfast._ranks.transfers import GroupTransfers, Transfers
 from holdfast.errors import CheckpointException, HoldfastError, RankDisagreementError, RankLeftError, RemoteError
 
 # Collectives over a link of our own instead of a process group of the program.
@@ -117,6 +118,14 @@ class LinkedCollectives(Collectives):
         decided = None if gathered is None else self._decide(list(entries_of(gathered)), function)
         replies = None if decided is None else as_list(self._replies(decided))
         return decided, self._link.answer(replies, split=True)
+
+    def transfers(self, group: dist.ProcessGroup | None = None) -> Transfers:
+        """A way to send bytes to other ranks: over the ranks' own connection, or over a group of the program."""
+        if group is not None:
+            return GroupTransfers(group, self._link.members)
+        if not isinstance(self._link, Transfers):
+            raise TypeError(f"a {type(self._link).__name__} carries messages, and no bytes of tensors")
+        return self._link
 
 
 _MOST_VIEWS = 32

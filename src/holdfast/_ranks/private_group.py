@@ -35,6 +35,7 @@ from holdfast._ranks.failures import wrap_exception
 from holdfast._ranks.gloo_groups import Frame, GlooGroup
 from holdfast._ranks.interrupts import interrupts_wait
 from holdfast._ranks.roll_call import Progressing, Verdict
+from holdfast._ranks.transfers import Parcel
 from holdfast._ranks.tree_connection import Status, TreeConnection
 from holdfast._ranks.trees import LARGEST_GROUP, TreeGroup, strides_of
 from holdfast.errors import CheckpointException, RankLeftError
@@ -96,7 +97,7 @@ class PrivateGroup(TreeConnection, Exchanges):
     @contextmanager
     def _only_round(self, name: str, timeout: float | None, progress: Progressing | None) -> Iterator[None]:
         self._round_is_over = self._is_asked = False
-        self._verdict = self._join_error = None
+        self._verdict = self._ended_by = self._join_error = None
         self._next_answer = self._question_sent = None
         self._watch.begin(name, self._patience(timeout), progress)
         try:
@@ -133,8 +134,7 @@ class PrivateGroup(TreeConnection, Exchanges):
     @interrupts_wait()
     def ask(self, payload: bytes, join: Join | None = None) -> bytes | None:
         """See ``Link``."""
-        if self._round_is_over:
-            raise RuntimeError("a private group is used outside of a round")
+        self._refuse_if_over()
         if self._is_asked:
             raise RuntimeError("a question was not answered, and here is the next one")
         asked = self._ask(self._frame(Status.IN_ROUND, payload), join)
@@ -298,8 +298,17 @@ class PrivateGroup(TreeConnection, Exchanges):
         wait = self._begin(rank, lambda: gloo.receive_bytes(rank, place))
         return lambda: self._wait_for([rank], [wait])[0]
 
+    @interrupts_wait()
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        """See ``Transfers``: all at once, with neighbours."""
+        waits = [self.receive(rank, torch.from_numpy(content)) for rank, content in receives]
+        waits += [self.send(rank, torch.from_numpy(content)) for rank, content in sends]
+        for wait in waits:
+            wait()
+
     def _leaf(self) -> GlooGroup:
-        if self._round_is_over or not self._groups or self._groups[0][0].level:
+        self._refuse_if_over()
+        if not self._groups or self._groups[0][0].level:
             raise RuntimeError("there is no neighbour to send to, or no exchange has connected this rank to it yet")
         return self._groups[0][1]
 

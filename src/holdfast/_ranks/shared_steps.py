@@ -22,6 +22,7 @@ from holdfast._ranks.failures import (
     wrap_exception,
 )
 from holdfast._ranks.packing import pack, unpack
+from holdfast._ranks.transfers import GroupTransfers, Transfers
 from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, RemoteError
 
 Failures: TypeAlias = dict[int, WRAPPED_EXCEPTION]
@@ -238,6 +239,13 @@ class Collectives:
         """What each rank sees, if that is not the same everywhere; nothing if it is. Of very many ranks, some."""
         views = dict(enumerate(self.all_gather_object(view)))
         return views if len(set(views.values())) > 1 else {}
+
+    def transfers(self, group: dist.ProcessGroup | None = None) -> Transfers:
+        """A way to send bytes to other ranks, over ``group`` if one is given."""
+        group = group or self.group or dist.group.WORLD
+        if not self.use_dist or group is None:
+            raise RuntimeError("a process alone has nobody to send bytes to")
+        return GroupTransfers(group, self.global_ranks())
 
     # Steps: functions on every rank whose errors reach every rank.
 

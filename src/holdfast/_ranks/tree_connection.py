@@ -75,6 +75,8 @@ class TreeConnection:
         self._led: list[tuple[TreeGroup, GlooGroup]] = []
         self._broken: Exception | None = None
         self._verdict: Verdict | None = None
+        self._ended_by: Verdict | None = None
+        """What has ended the last round, if anything has."""
         self._woken = threading.Event()
         self._kept: list[Any] = []
         """Messages that others may still fetch."""
@@ -257,12 +259,8 @@ class TreeConnection:
     def _fail(self, verdict: Verdict, cause: Exception | None = None) -> NoReturn:
         """End the round with a verdict."""
         self._round_is_over = True
-        missing = "; ".join(f"rank {self.members[rank]} ({what})" for rank, what in verdict.missing.items())
-        error = MissingRanksError(
-            f"ranks that all others wait for {verdict.reason}: {missing}. Check their logs and restart the job, or go "
-            "on without them in a new process group. The checkpoints that were committed are not affected.",
-            ranks=[self.members[rank] for rank in verdict.missing],
-        )
+        self._ended_by = verdict
+        error = self._missing(verdict)
         if verdict.is_final:
             self._broken = error
         else:
@@ -271,6 +269,24 @@ class TreeConnection:
             self._forget_groups()
             self._attempt += 1
         raise error from cause
+
+    def _missing(self, verdict: Verdict) -> MissingRanksError:
+        missing = "; ".join(f"rank {self.members[rank]} ({what})" for rank, what in verdict.missing.items())
+        return MissingRanksError(
+            f"ranks that all others wait for {verdict.reason}: {missing}. Check their logs and restart the job, or go "
+            "on without them in a new process group. The checkpoints that were committed are not affected.",
+            ranks=[self.members[rank] for rank in verdict.missing],
+        )
+
+    def _refuse_if_over(self) -> None:
+        """Raise if the round has ended: again what has ended it, if a rank was lost in the midst of a step."""
+        if not self._round_is_over:
+            return
+        if self._ended_by is not None:
+            raise self._missing(self._ended_by)
+        if self._broken is not None:
+            self._connect()
+        raise RuntimeError("a private group is used outside of a round")
 
 
 def _weakly(method: Callable[[Verdict], None]) -> Callable[[Verdict], None]:

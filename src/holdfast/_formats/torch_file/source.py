@@ -108,6 +108,7 @@ class TorchFileSource(Source):
     """
 
     format = "torch"
+    checks_parts = False
 
     def __init__(self, path: str | Path, *, allow_pickle: bool = False, store: Store | None = None) -> None:
         """``path`` is that of a file; with ``store``, it is the name of an object in that."""

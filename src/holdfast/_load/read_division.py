@@ -1,0 +1,206 @@
+"""How the ranks of a load divide the reading: each what it needs, or some of it for others as well."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import xxhash
+
+from holdfast._base.boxes import Box, place_of
+from holdfast._formats.source import Into, Source
+from holdfast._load.cooperative_reading import Buffers, CooperativeReading
+from holdfast._load.filling import (
+    DenseFills,
+    Region,
+    check_regions,
+    count_changes,
+    place_in,
+    read_regions,
+    regions_of,
+)
+from holdfast._load.options import LoadOptions, ShareReads
+from holdfast._load.shared_reads import SharedReads, Want, decode_wants, encode_wants, numbered, plan_shared_reads
+from holdfast._ranks.machines import machine_digest
+from holdfast._ranks.transfers import Bytes, Parcel, Transfers
+
+if TYPE_CHECKING:
+    from holdfast._load.planning import RankPlan
+    from holdfast._ranks.shared_steps import Collectives
+
+
+class ReadResult(NamedTuple):
+    """What reading came to on one rank."""
+
+    bytes_read: int
+    """From storage."""
+    bytes_received: int
+    """From other ranks."""
+    elements: int
+    """That were written."""
+
+
+@dataclass(frozen=True)
+class ReadDivision:
+    """What one rank reads for itself alone, and what it reads and gets together with others."""
+
+    source: Source
+    regions: Sequence[Region]
+    """That it reads for itself alone."""
+    dense: DenseFills
+    """Likewise."""
+    together: CooperativeReading | None = None
+    filled: Sequence[Region] = ()
+    """What is filled by reading together, some of it in part."""
+
+    def check(self, memory: int | None) -> None:
+        """See whether what this rank will read is undamaged."""
+        if self.together is not None:
+            self.together.check()
+        check_regions(
+            [*self.regions, *(part for fill in self.dense.fills() for part in regions_of(fill))], self.source, memory
+        )
+
+    def read(self, *, verify: bool, memory: int | None, shared: bool) -> ReadResult:
+        """Read everything to where it belongs. ``shared`` if other ranks do so too."""
+        nbytes = received = elements = 0
+        if self.together is not None:
+            done = self.together.run()
+            nbytes, received, elements = done.bytes_read, done.bytes_received, done.elements
+            count_changes(self.filled)
+        read, written = read_regions(
+            self.regions, self.source, verify=verify, dense=self.dense, memory=memory, shared=shared
+        )
+        return ReadResult(nbytes + read, received, elements + written)
+
+
+def divide_reading(
+    ranks: Collectives, plan: RankPlan, source: Source, options: LoadOptions, *, is_far: bool
+) -> ReadDivision:
+    """Find out together who reads what. ``is_far`` if every read of this rank goes over a network."""
+    alone = ReadDivision(source, plan.regions, plan.dense)
+    if ranks.world_size == 1:
+        return alone
+    mode: ShareReads = options.share_reads
+    if mode == "auto":
+        mode = "job" if is_far else "off"
+    # One that sees a store as a far one is enough: the others lose little.
+    modes = ranks.combine("share", lambda: frozenset({mode}), lambda found: frozenset().union(*found))
+    if modes == {"off"}:
+        return alone
+    with ranks.step("share"):
+        own = _OwnWants(plan, source)
+        buffers = Buffers.within(options.memory_budget)
+        transfers = ranks.transfers(options.transfer_group)
+    with ranks.step("share"):
+        exchange = _Exchange(transfers, ranks.rank, transfers.neighbours)
+        wants = exchange.wants(own.wants, source, on_one_machine="job" not in modes)
+        shared = plan_shared_reads(source, wants, ranks.rank, buffers.part)
+    if shared.is_empty:
+        return alone
+    together = CooperativeReading(shared, source, ranks.rank, own.places, transfers, buffers, verify=options.verify)
+    return own.divided(alone, shared, together)
+
+
+class _OwnWants:
+    """What this rank wants, and where."""
+
+    def __init__(self, plan: RankPlan, source: Source) -> None:
+        self._dense = plan.dense
+        numbers = {ref.key: number for number, ref in enumerate(numbered(source))}
+        wholes = [
+            Region(fill, Box((0,) * len(fill.ref.shape), tuple(fill.ref.shape)), fill.target.detach())
+            for fill in plan.dense.fills()
+        ]
+        self._regions = [*plan.regions, *wholes]
+        self._keys = [(numbers[region.fill.ref.key], _plain(region.box)) for region in self._regions]
+        self.places: dict[tuple[int, Box], list[Into]] = defaultdict(list)
+        for key, region in zip(self._keys, self._regions, strict=True):
+            self.places[key].append(place_in(region))
+        self.wants = [
+            Want(*key, _is_dense(places)) for key, places in sorted(self.places.items(), key=lambda item: item[0])
+        ]
+
+    def divided(self, alone: ReadDivision, shared: SharedReads, together: CooperativeReading) -> ReadDivision:
+        """What is left to this rank, and what is not."""
+        regions: list[Region] = []
+        filled: list[Region] = []
+        first_dense = len(self._regions) - len(self._dense.keys)
+        not_dense = []
+        for position, (key, region) in enumerate(zip(self._keys, self._regions, strict=True)):
+            if key not in shared.alone:
+                if position < first_dense:
+                    regions.append(region)
+                continue
+            filled.append(region)
+            if position >= first_dense:
+                not_dense.append(position - first_dense)
+            for box in shared.alone[key]:
+                memory = region.memory[place_of(*box, origin=region.box.offsets)]
+                regions.append(replace(region, box=box, memory=memory))
+        return replace(
+            alone, regions=regions, dense=self._dense.without(not_dense)[0], together=together, filled=filled
+        )
+
+
+def _plain(box: Box) -> Box:
+    """With numbers of Python, whatever a layout computes with."""
+    return Box(tuple(map(int, box.offsets)), tuple(map(int, box.sizes)))
+
+
+def _is_dense(places: Sequence[Into]) -> bool:
+    return len(places) == 1 and isinstance(places[0], np.ndarray) and places[0].flags.c_contiguous
+
+
+_DIGESTS, _RECORD = 16, 40
+"""Bytes: of a digest, and of what ranks tell each other first."""
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """How the ranks of a cell tell each other what they want."""
+
+    transfers: Transfers
+    rank: int
+    cell: Sequence[int]
+
+    def wants(
+        self, own: Sequence[Want], source: Source, *, on_one_machine: bool
+    ) -> dict[tuple[int, ...], Sequence[Want]]:
+        """What all want, by the ranks that want just that. Of those only one sends a list, to the ranks that differ."""
+        message = np.frombuffer(encode_wants(own), np.uint8).copy()
+        record = machine_digest() + xxhash.xxh3_128_digest(message.tobytes()) + message.nbytes.to_bytes(8, "little")
+        records = self._gather(
+            dict.fromkeys(self.cell, np.frombuffer(record, np.uint8).copy()), dict.fromkeys(self.cell, _RECORD)
+        )
+        found: dict[bytes, list[int]] = defaultdict(list)
+        sizes: dict[int, int] = {}
+        for rank, content in sorted(records.items()):
+            machine, digest, size = content[:_DIGESTS], content[_DIGESTS : 2 * _DIGESTS], content[2 * _DIGESTS :]
+            if not on_one_machine or machine == record[:_DIGESTS]:
+                found[digest].append(rank)
+                sizes[rank] = int.from_bytes(size, "little")
+        groups = list(found.values())
+        mine = next(group for group in groups if self.rank in group)
+        members = [rank for group in groups for rank in group]
+        outgoing = {rank: message for rank in members if self.rank == mine[0] and rank not in mine and message.nbytes}
+        incoming = {group[0]: sizes[group[0]] for group in groups if group is not mine and sizes[group[0]]}
+        lists = self._gather(outgoing, incoming)
+        dimensions = [len(ref.shape) for ref in numbered(source)]
+        return {
+            tuple(group): own if group is mine else decode_wants(lists.get(group[0], b""), dimensions)
+            for group in groups
+        }
+
+    def _gather(self, outgoing: dict[int, Bytes], incoming: dict[int, int]) -> dict[int, bytes]:
+        """Send to some and receive so many bytes of some."""
+        sends = [Parcel(rank, content) for rank, content in outgoing.items() if rank != self.rank]
+        receives = [Parcel(rank, np.empty(size, np.uint8)) for rank, size in incoming.items() if rank != self.rank]
+        self.transfers.exchange(sends, receives)
+        found = {rank: content.tobytes() for rank, content in receives}
+        if self.rank in incoming:
+            found[self.rank] = outgoing[self.rank].tobytes()
+        return found
