@@ -1,4 +1,4 @@
-"""Checkpoints of our own format with a record and columns of the attacker's choice, and digests that fit."""
+"""Checkpoints of version 1 with a record and columns of the attacker's choice, and digests that fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Forgery:
         self.folder = folder
         self.record: dict[str, Any] = json.loads((folder / "holdfast.json").read_bytes())
         del self.record["check"]
-        self.columns = _columns((folder / self.record["index"]["name"]).read_bytes())
+        self.columns = arrays_in((folder / self.record["index"]["name"]).read_bytes())
         self.replaced: dict[str, str] = {}
 
     def write(self) -> None:
@@ -30,7 +30,7 @@ class Forgery:
             self.record["index"].update(bytes=len(index), xxh3_128=xxhash.xxh3_128_hexdigest(index))
             if isinstance(name, str) and "/" not in name:
                 (self.folder / name).write_bytes(index)
-        text = _as_written(self.record)
+        text = record_as_written(self.record)
         for old, new in self.replaced.items():
             assert old in text
             text = text.replace(old, new)
@@ -57,7 +57,8 @@ def safetensors_file(arrays: dict[str, np.ndarray]) -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
-def _columns(data: bytes) -> dict[str, np.ndarray]:
+def arrays_in(data: bytes) -> dict[str, np.ndarray]:
+    """The arrays of a safetensors file."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     header.pop("__metadata__", None)
@@ -68,6 +69,7 @@ def _columns(data: bytes) -> dict[str, np.ndarray]:
     }
 
 
-def _as_written(record: dict[str, Any]) -> str:
+def record_as_written(record: dict[str, Any]) -> str:
+    """The body of a record, without its last brace."""
     members = [f'"{name}":{json.dumps(value, separators=(",", ":"))}' for name, value in record.items()]
     return "{" + ",\n".join(members)

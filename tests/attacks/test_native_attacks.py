@@ -1,4 +1,4 @@
-"""Checkpoints of our own format that were made to do harm, with digests that are right.
+"""Checkpoints of version 1 of our own format that were made to do harm, with digests that are right.
 
 Each must end in an error that says what is wrong, before memory is taken for what cannot be and without a look at files
 outside of the checkpoint.
@@ -29,6 +29,7 @@ from holdfast.errors import (
     UnsupportedVersionError,
 )
 from tests.attacks.native_forgery import Forgery
+from tests.version_1 import make_version_1
 
 CLEAN = (DamagedCheckpointError, UnsupportedVersionError, UnsafePathError, UnsupportedValueError)
 MEBIBYTE = 1 << 20
@@ -42,6 +43,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def forgery(tmp_path: Path) -> Forgery:
     """Of two tensors, the first in two chunks: weight rows 0-1 and 2-3, then bias."""
     holdfast.save({**tensors(), "step": 1}, tmp_path / "c", max_file_size=80)
+    make_version_1(tmp_path / "c")
     found = Forgery(tmp_path / "c")
     assert found.columns["chunk_tensor"].tolist()[:2] == [0, 0]
     return found
@@ -337,8 +339,8 @@ def test_a_record_that_is_not_as_json_must_be_is_refused(forgery, attack):
 
 
 def test_a_later_major_version_is_reported_even_if_it_is_sealed_in_another_way(tmp_path):
-    (tmp_path / "holdfast.json").write_bytes(b'{"format":"holdfast",\n"version":[2,0],\n"sealed":"otherwise"}')
-    with pytest.raises(UnsupportedVersionError, match=r"version 2\.0"):
+    (tmp_path / "holdfast.json").write_bytes(b'{"format":"holdfast",\n"version":[3,0],\n"sealed":"otherwise"}')
+    with pytest.raises(UnsupportedVersionError, match=r"version 3\.0"):
         holdfast.open(tmp_path)
 
 
@@ -440,6 +442,7 @@ def test_the_messages_are_about_the_record_and_not_the_whole_of_it(forgery):
 def test_chunks_that_are_right_but_out_of_order_are_refused(tmp_path):
     """A reader that looks for the chunks of a tensor where they must be would find those of another one."""
     holdfast.save({"weight": torch.arange(4), "bias": torch.arange(4, 8)}, tmp_path)
+    make_version_1(tmp_path)
     forgery = Forgery(tmp_path)
     for name in ("chunk_tensor", "chunk_begin"):
         forgery.columns[name] = forgery.columns[name][::-1].copy()

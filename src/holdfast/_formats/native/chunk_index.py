@@ -186,7 +186,7 @@ class TableIndex:
 
     def table(self, file: int) -> FileTable:
         """The table of a file."""
-        self.read_tables({file: None})
+        self.read_tables({file: self._a_tensor_in(file)})
         return self._tables[file]
 
     def read_tables(self, needed: Mapping[int, int | None]) -> None:
@@ -217,7 +217,7 @@ class TableIndex:
     @cached_property
     def columns(self) -> Columns:
         """All chunks that count, and all digests. Reads all tables."""
-        self.read_tables(dict.fromkeys(range(len(self._record.files))))
+        self.read_tables({number: self._a_tensor_in(number) for number in range(len(self._record.files))})
         tables = [self._tables[file] for file in range(len(self._record.files))]
         return self._merged(tables)
 
@@ -261,6 +261,12 @@ class TableIndex:
             joined(table.chunk_sizes for table in tables)[numbers],
             joined((table.digests for table in tables), np.uint32),
         )
+
+    def _a_tensor_in(self, file: int) -> int | None:
+        """One of the tensors that a file has, by what the record says."""
+        table = self._record.files[file].table
+        assert table is not None
+        return table.first if 0 <= table.first <= table.last and table.first < len(self._record.tensors) else None
 
     @cached_property
     def _index(self) -> PartIndex:
