@@ -87,7 +87,7 @@ def test_what_any_ranks_have_saved_any_other_ranks_find(case, smallest_share):
     def shared(*args, **options):
         return share_out(*args, **options, smallest_share=smallest_share)
 
-    planning._known_plan.cache_clear()
+    planning.known_plan.cache_clear()
     with mock.patch.object(planning, "share_out", shared):
         save_on(savers, store, tensors, {"step": 3})
     with holdfast.open(store) as checkpoint:
@@ -148,7 +148,7 @@ def test_a_plan_takes_two_messages_of_less_than_a_kilobyte_whatever_there_is_to_
 
 
 def test_a_plan_is_computed_once_for_a_state_that_is_saved_again():
-    planning._known_plan.cache_clear()
+    planning.known_plan.cache_clear()
     with mock.patch.object(planning, "share_out", side_effect=share_out) as computed:
         saves = planned_again(2, fsdp_state(2, 5), times=3)
     assert computed.call_count == 2  # by each rank
@@ -321,7 +321,7 @@ def save_changed_on_one(change, path: str) -> str:
     holdfast.save(state, f"{path}-before")
     if dist.get_rank() == 1:
         change(state)
-    with mock.patch.object(planning, "_known_plan", side_effect=AssertionError("planned as if all had the same")):
+    with mock.patch.object(planning, "known_plan", side_effect=AssertionError("planned as if all had the same")):
         try:
             holdfast.save(state, path)
         except holdfast.errors.HoldfastError as error:
@@ -352,7 +352,7 @@ def test_a_change_on_one_rank_is_noticed_by_all(ranks: RankPool, tmp_path, chang
 def save_with_other_options(path: str) -> str:
     holdfast.save(state_before(), path)
     options = {"max_file_size": 16} if dist.get_rank() == 1 else {}
-    with mock.patch.object(planning, "_known_plan", side_effect=AssertionError("planned as if all had the same")):
+    with mock.patch.object(planning, "known_plan", side_effect=AssertionError("planned as if all had the same")):
         holdfast.save(state_before(), path, overwrite=True, **options)
     return "saved"
 
