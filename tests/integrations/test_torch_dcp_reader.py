@@ -27,6 +27,7 @@ from holdfast.integrations._torch_dcp.reader import flat_state
 from holdfast.integrations.torch_dcp import HoldfastReader
 from tests.integrations.torch_dcp_programs import load, quiet, same, save, trained, training_state, whole
 from tests.models import Tied
+from tests.native_files import flip_last_data_bit
 from tests.rank_pool import RankPool
 
 
@@ -207,9 +208,7 @@ def test_memory_that_elements_share_is_refused(tmp_path):
 def test_damage_is_found_before_it_is_used(tmp_path):
     save({"w": torch.ones(1000), "inner": {"step": 1}}, tmp_path / "c")
     (file,) = (tmp_path / "c").glob("data-*")
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip_last_data_bit(file)
     target = torch.zeros(1000)
     state = {"w": target, "inner": {"step": 0}}
 

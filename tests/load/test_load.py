@@ -506,7 +506,7 @@ def test_a_pair_of_containers_that_share_no_key_is_reported_key_by_key(tmp_path)
 def test_a_newer_version_is_refused_by_name(tmp_path):
     path = saved({"a": 1}, tmp_path)
     record = path / "holdfast.json"
-    record.write_bytes(record.read_bytes().replace(b'"version":[1,', b'"version":[9,', 1))
+    record.write_bytes(record.read_bytes().replace(b'"version":[2,', b'"version":[9,', 1))
     with pytest.raises(UnsupportedVersionError) as raised:
         holdfast.load({"a": 0}, path)
     assert raised.value.version.startswith("9")

@@ -171,7 +171,7 @@ def test_a_load_that_writes_less_than_the_state_has_fails(tmp_path, monkeypatch,
 
 def test_a_checkpoint_that_does_not_cover_a_target_is_refused_before_anything_changes(tmp_path, monkeypatch):
     path = saved({"a": torch.ones(8)}, tmp_path)
-    monkeypatch.setattr(NativeSource, "chunks", lambda self, key: [Box((0,), (3,)), Box((5,), (3,))])
+    monkeypatch.setattr(NativeSource, "covered", lambda self, key: [Box((0,), (3,)), Box((5,), (3,))])
     target = torch.zeros(8, dtype=torch.float64)
     with pytest.raises(StateMismatchError) as raised:
         holdfast.load({"a": target}, path, cast=True)

@@ -20,6 +20,7 @@ import holdfast
 import holdfast.dcp
 from holdfast.errors import RefusedPickleError, UnknownKeyError
 from tests.exact import assert_same
+from tests.native_files import flip_last_data_bit
 
 
 def state() -> dict[str, Any]:
@@ -123,9 +124,7 @@ def test_pickles_are_only_loaded_if_allowed(tmp_path: Path) -> None:
 def test_damage_is_found_unless_nobody_wants_to_know(tmp_path: Path) -> None:
     holdfast.save({"a": torch.ones(1000)}, tmp_path / "x")
     [data] = (tmp_path / "x").glob("data-*")
-    content = bytearray(data.read_bytes())
-    content[-3] ^= 1
-    data.write_bytes(content)
+    flip_last_data_bit(data)
     with pytest.raises(holdfast.errors.DamagedCheckpointError):
         holdfast.read(tmp_path / "x")
     with holdfast.open(tmp_path / "x") as checkpoint:

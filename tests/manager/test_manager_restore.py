@@ -40,8 +40,7 @@ DAMAGES = {
     "the first byte of the record": lambda root, step: flip_a_byte(file_of(root, step, "holdfast.json"), 0),
     "the record is cut": lambda root, step: os.truncate(file_of(root, step, "holdfast.json"), 200),
     "the record is empty": lambda root, step: os.truncate(file_of(root, step, "holdfast.json"), 0),
-    "a byte of the index": lambda root, step: flip_a_byte(file_of(root, step, "index-*"), -3),
-    "the index is missing": lambda root, step: file_of(root, step, "index-*").unlink(),
+    "a byte of the table": lambda root, step: flip_a_byte(file_of(root, step, "data-*"), -3),
 }
 
 

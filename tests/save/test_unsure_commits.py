@@ -170,9 +170,9 @@ def test_all_ranks_remove_what_was_surely_not_committed(ranks: RankPool, tmp_pat
     found = ranks(world_size).run(save_refused, str(path), error)
     assert found == [f"{type(error).__name__} {getattr(error, 'errno', '')}".strip()] * world_size
     assert_holds(path, 1, world_size)
-    needed = {RECORD, *(name for name in os.listdir(path) if name.startswith("index-"))}
-    assert len(needed) == 2
-    assert len(os.listdir(path)) == 2 + world_size
+    indexes = [name for name in os.listdir(path) if name.startswith("index-")]
+    assert len(indexes) <= 1
+    assert len(os.listdir(path)) == 1 + len(indexes) + world_size
 
 
 @pytest.mark.parametrize(

@@ -45,16 +45,17 @@ class Counting:
         """What was read of the data in data files. Records, indexes and tables are read once, whatever is read with
         their help."""
         return [
-            read for read in self.reads if read.name.startswith("data-") and read.begin < self._table_begin(read.name)
+            read for read in self.reads if read.name.startswith("data-") and read.begin < self.table_begin(read.name)
         ]
 
     def table_reads(self) -> list[Read]:
         """What was read of the tables of data files."""
         return [
-            read for read in self.reads if read.name.startswith("data-") and read.begin >= self._table_begin(read.name)
+            read for read in self.reads if read.name.startswith("data-") and read.begin >= self.table_begin(read.name)
         ]
 
-    def _table_begin(self, name: str) -> int:
+    def table_begin(self, name: str) -> int:
+        """Where the table of a data file begins."""
         if name not in self._table_begins:
             with super().reader(name) as reader:  # type: ignore[misc]
                 content = bytearray(8)

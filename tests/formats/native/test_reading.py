@@ -35,7 +35,6 @@ from holdfast._formats.native.writing import ChunkBytes, write_data_file
 from holdfast._formats.source import ReadRequest
 from holdfast._stores.memory_store import MemoryStore
 from holdfast.errors import DamagedCheckpointError
-from tests.native_files import table_begin
 from tests.properties import examples
 from tests.stores.counting import CountingMemoryStore, bytes_in
 
@@ -249,7 +248,7 @@ def blocks_in(stored: Stored) -> list[tuple[str, int]]:
     blocks: list[tuple[str, int]] = []
     for name, begin, end, _ in stored.store.reads:
         assert begin % BLOCK == 0
-        assert end % BLOCK == 0 or end == table_begin(MemoryStore.read(stored.store, name))
+        assert end % BLOCK == 0 or end == stored.store.table_begin(name)
         blocks.extend((name, block) for block in range(begin // BLOCK, -(-end // BLOCK)))
     return blocks
 
@@ -313,7 +312,7 @@ def test_without_verification_no_header_is_read_and_damage_goes_unnoticed():
     stored = large()
     name = stored.places["a"][0][0]
     damage(stored.store, name, 0)
-    damage(stored.store, name, table_begin(stored.store.read(name)) - 1)
+    damage(stored.store, name, stored.store.table_begin(name) - 1)
     into = np.zeros((20, 100), "V1024")
     NativeSource(stored.store).read([ReadRequest("a", (0, 0), (20, 100), into)], verify=False)
     assert into[:19].tobytes() == stored.arrays["a"][:19].tobytes()

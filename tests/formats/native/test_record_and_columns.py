@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -12,6 +13,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast._base.divisions import Cut, Division
 from holdfast._formats.native.columns import (
     ChunkTable,
     Columns,
@@ -23,8 +25,10 @@ from holdfast._formats.native.columns import (
 )
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.names import data_file, index_file
-from holdfast._formats.native.record import Record, StoredFile, decode_record, encode_record
+from holdfast._formats.native.record import Record, decode_record, encode_record
 from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.stored_files import StoredFile, TablePlace
+from holdfast._formats.native.stored_parts import WHOLE, PartsByRule, Places, places_of
 from holdfast.errors import DamagedCheckpointError, UnsupportedVersionError
 from tests.golden.contents import DTYPES
 
@@ -60,21 +64,54 @@ def refs(draw: st.DrawFn) -> list[TensorRef]:
 @given(
     refs(), plain_json, plain_json, st.lists(st.integers(0, 2**62 - 1), max_size=3), st.sampled_from([4096, 1 << 30])
 )
-def test_a_record_comes_back_as_it_was(tensors, tree, metadata, sizes, block):
+def test_a_record_of_version_1_comes_back_as_it_was(tensors, tree, metadata, sizes, block):
     files = [StoredFile(data_file(GENERATION, 0, number), size) for number, size in enumerate(sizes)]
     index = StoredFile(index_file(GENERATION), 77, "0" * 32)
-    record = Record(GENERATION, files, index, tensors, tree, metadata, {"by": "me"}, block)
+    record = Record(GENERATION, files, index, tensors, tree, metadata, {"by": "me"}, block, version=(1, 0))
     encoded = encode_record(record)
     assert decode_record(encoded, "holdfast.json") == record
     assert encoded.isascii()
     assert json.loads(encoded)["check"] == encoded[-35:-3].decode()
 
 
+def whole(tensors: list[TensorRef]) -> Places:
+    """As of tensors that the only rank has stored."""
+    return places_of([PartsByRule(WHOLE)] * len(tensors))
+
+
+divisions = st.builds(
+    lambda cuts, ranks: Division(
+        tuple(Cut(0, parts) for parts, _ in cuts), tuple(step for _, step in cuts), ranks=ranks
+    ),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 100)), max_size=3),
+    st.none() | st.lists(st.integers(0, 7), min_size=1, max_size=9).map(tuple),
+)
+
+
+@given(refs(), plain_json, st.data())
+def test_a_record_comes_back_as_it_was(tensors, tree, data):
+    parts = [PartsByRule(data.draw(divisions) if ref.shape else WHOLE, data.draw(st.integers(0, 7))) for ref in tensors]
+    lists = data.draw(st.lists(st.lists(st.integers(-65, len(tensors) - 1), max_size=4), max_size=2))
+    listed = st.none() | st.integers(0, len(lists) - 1) if lists else st.none()
+    files = []
+    for number in range(data.draw(st.integers(0, 3))):
+        begin, nbytes = data.draw(st.integers(0, 2**61)), data.draw(st.integers(0, 2**20))
+        table = TablePlace(begin, nbytes, "a" * 32, *data.draw(st.tuples(st.integers(0, 9), st.integers(-1, 9))))
+        table = replace(table, tensor_list=data.draw(listed))
+        rank = data.draw(st.integers(0, 7))
+        files.append(StoredFile(data_file(GENERATION, rank, number), begin + nbytes, rank=rank, table=table))
+    index = data.draw(st.none() | st.just(StoredFile(index_file(GENERATION), 77, "0" * 32)))
+    record = Record(GENERATION, files, index, tensors, tree, world_size=8, places=places_of(parts), tensor_lists=lists)
+    found = decode_record(encode_record(record), "holdfast.json")
+    assert found == record
+    assert encode_record(found) == encode_record(record)
+
+
 def test_a_file_or_tensor_has_a_line_of_its_own():
     files = [StoredFile(data_file(GENERATION, 0, number), 10) for number in range(3)]
     tensors = [TensorRef(f"t{number}", dtype_named("float32"), (2,)) for number in range(4)]
     lines = encode_record(
-        Record(GENERATION, files, StoredFile(index_file(GENERATION), 1, ""), tensors, {})
+        Record(GENERATION, files, StoredFile(index_file(GENERATION), 1, ""), tensors, {}, places=whole(tensors))
     ).splitlines()
     assert sum(line.startswith(b'{"name":') for line in lines) == 3
     assert sum(line.startswith(b'{"key":') for line in lines) == 4
@@ -92,15 +129,14 @@ def test_tensors_that_are_alike_in_part_keep_what_is_their_own():
         TensorRef("g", float32, (1, 2)),
         TensorRef('"\n\ud800', float32, (2,)),
     ]
-    index = StoredFile(index_file("0" * 16), 0, "0" * 32)
-    record = Record("0" * 16, [], index, tensors, {})
+    record = Record("0" * 16, [], None, tensors, {}, places=whole(tensors))
     assert list(decode_record(encode_record(record), "record").tensors) == tensors
 
 
 @pytest.mark.parametrize("shape", ["[true]", "[1.0]", "{}", '"1"'])
 def test_a_shape_that_only_equals_that_of_another_tensor_is_refused(shape):
     tensors = [TensorRef(key, dtype_named("float32"), (1,)) for key in "ab"]
-    data = encode_record(Record(GENERATION, [], StoredFile(index_file(GENERATION), 1, "0" * 32), tensors, {}))
+    data = encode_record(Record(GENERATION, [], None, tensors, {}, places=whole(tensors)))
     body = data[: data.rindex(b',"check"')]
     first, _, last = body.rpartition(b"[1]")
     forged = first + shape.encode() + last
@@ -118,9 +154,9 @@ def test_a_damaged_record_that_seems_to_be_of_a_later_version_says_that_it_may_b
     record = Record(GENERATION, [], StoredFile(index_file(GENERATION), 1, "0" * 32), [], {})
     data = encode_record(record)
     with pytest.raises(UnsupportedVersionError, match="unless it is damaged"):
-        decode_record(data.replace(b"[1,0]", b"[3,0]"), "holdfast.json")
+        decode_record(data.replace(b"[2,0]", b"[3,0]"), "holdfast.json")
     with pytest.raises(DamagedCheckpointError, match="digest differs"):
-        decode_record(data.replace(b"[1,0]", b"[1,1]"), "holdfast.json")
+        decode_record(data.replace(b"[2,0]", b"[2,1]"), "holdfast.json")
 
 
 @st.composite
@@ -151,7 +187,7 @@ def stored(draw: st.DrawFn) -> tuple[Record, Columns]:
     )
     data = encode_columns(columns)
     index = StoredFile(index_file(GENERATION), len(data), digest_of(data))
-    return Record(GENERATION, files, index, tensors, {}, block_bytes=block), columns
+    return Record(GENERATION, files, index, tensors, {}, block_bytes=block, version=(1, 0)), columns
 
 
 @given(stored())

@@ -24,6 +24,7 @@ from holdfast._load.opening import open_source
 from holdfast._tools.reporting.facts import type_and_text
 from holdfast._tools.reporting.packing import as_json_number, front_coded
 from holdfast._tools.reporting.report import make_report
+from tests.native_files import spoil_table
 from tests.rank_pool import RankPool
 from tests.torches import ALONE
 
@@ -308,13 +309,13 @@ def test_the_text_of_a_value_is_short_however_large_it_is() -> None:
     assert len(text) <= 200
 
 
-def test_a_checkpoint_that_lost_its_columns_can_still_be_looked_at(path: Path) -> None:
-    [columns] = path.glob("index-*")
-    columns.unlink()
+def test_a_checkpoint_that_lost_its_tables_can_still_be_looked_at(path: Path) -> None:
+    [data] = path.glob("data-*")
+    spoil_table(data)
 
     facts = facts_as_read(path, verify=True)
 
     assert facts["verify"]["ok"] is False
-    assert columns.name in facts["placement"]["problem"]
+    assert data.name in facts["placement"]["problem"]
     assert facts["placement"]["cuts"] == [[]]
     assert keys_in(facts["entries"]["key"]) == list(holdfast.open(path))

@@ -112,7 +112,6 @@ class NativeCheck:
             division_of = self._record.places.division_of
             without_rule = [ref for ref, number in zip(self._record.tensors, division_of, strict=True) if number < 0]
             self._tell_of_index(error, without_rule)
-            self.has_digests = True  # of all data files there are some
             lost.update(number for number, division in enumerate(division_of) if division < 0)
             for number in set(range(len(self._record.tensors))) - lost:
                 if self._is_chosen(self._record.tensors[number].key):
@@ -127,6 +126,10 @@ class NativeCheck:
                 lost.update(needed_by.get(file, ()))
             else:
                 self._readable.add(file)
+        self.has_digests = bool(self._readable) or not wanted
+        if self.has_digests and len(self._readable) < len(wanted):
+            unknown = len(wanted) - len(self._readable)
+            self.doubts.append(f"the data of {unknown} file(s), whose tables are lost, could not be compared")
         self._check_overlaps(number for number in range(len(self._record.tensors)) if number not in lost)
         return tables.columns_of(self._readable)
 
