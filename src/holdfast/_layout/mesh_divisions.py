@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from holdfast._base.divisions import Cut, Division
 from holdfast._compat.dtensors import ShardOrder, given_shard_order, placements_of
-from holdfast._layout.placements import split_order
+from holdfast._layout.placements import said_by, split_order
 
 
 def dtensor_division(dtensor: DTensor, world_size: int, members: tuple[int, ...] | None = None) -> Division | None:
@@ -28,7 +28,7 @@ def dtensor_division(dtensor: DTensor, world_size: int, members: tuple[int, ...]
     known = _known.setdefault(mesh, {})
     said = (
         dtensor.dim(),
-        placements_of(dtensor),
+        tuple(map(said_by, placements_of(dtensor))),
         None if order is None else tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in order.items()),
         world_size,
         members,

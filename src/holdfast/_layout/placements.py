@@ -77,7 +77,7 @@ def dtensor_pieces(dtensor: DTensor, *, key: str = "") -> list[LocalPiece]:
         tuple(dtensor.shape),
         tuple(mesh.shape),
         tuple(coordinate),
-        tuple(map(_said_by, placements)),
+        tuple(map(said_by, placements)),
         None if order is None else tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in order.items()),
         found,
     )
@@ -110,7 +110,7 @@ _known_pieces: dict[object, tuple[LocalPiece, ...]] = {}
 """What was found out for tensors of some layout and local shape. Models have many of each."""
 
 
-def _said_by(placement: Placement) -> tuple[object, ...]:
+def said_by(placement: Placement) -> tuple[object, ...]:
     """All that a placement says. Torch takes some for equal that are not."""
     return type(placement), getattr(placement, "dim", None), getattr(placement, "split_factor", None)
 
