@@ -246,7 +246,7 @@ def test_what_is_only_checked_takes_a_buffer_however_far_away_it_is():
 def blocks_in(stored: Stored) -> list[tuple[str, int]]:
     """All blocks that were read."""
     blocks: list[tuple[str, int]] = []
-    for name, begin, end, _ in stored.store.reads:
+    for name, begin, end, _ in stored.store.data_reads():
         assert begin % BLOCK == 0
         assert end % BLOCK == 0 or end == stored.store.table_begin(name)
         blocks.extend((name, block) for block in range(begin // BLOCK, -(-end // BLOCK)))

@@ -95,7 +95,7 @@ class NativeCheck:
             self._tell_of_index(error, self._record.tensors)
             self._check_sizes_only()
             return None
-        self._check_overlaps(range(len(self._record.tensors)))
+        self._check_overlaps(range(len(self._record.tensors)), lambda number: self._source.chunks(self._key(number)))
         return columns
 
     def _columns_of_tables(self) -> Columns:
@@ -130,7 +130,8 @@ class NativeCheck:
         if self.has_digests and len(self._readable) < len(wanted):
             unknown = len(wanted) - len(self._readable)
             self.doubts.append(f"the data of {unknown} file(s), whose tables are lost, could not be compared")
-        self._check_overlaps(number for number in range(len(self._record.tensors)) if number not in lost)
+        whole = [number for number in range(len(self._record.tensors)) if number not in lost]
+        self._check_overlaps(whole, lambda number: tables.find([(number, None)]))
         return tables.columns_of(self._readable)
 
     def _table(self, number: int, key: str | None) -> bytearray:
@@ -170,15 +171,18 @@ class NativeCheck:
     def _opener(self, name: str) -> Callable[[], object]:
         return lambda: self._source.store.reader(name)
 
-    def _check_overlaps(self, tensors: Iterable[int]) -> None:
-        index = self._record.index
-        for ref in map(self._record.tensors.__getitem__, tensors):
-            if self._is_chosen(ref.key):
+    def _key(self, tensor: int) -> str:
+        return self._record.tensors[tensor].key
+
+    def _check_overlaps(self, tensors: Iterable[int], find: Callable[[int], object]) -> None:
+        """Look for the chunks of tensors, which ``find`` refuses if they do not tile it."""
+        file = RECORD if self._record.index is None else self._record.index.name
+        for key, number in ((self._key(number), number) for number in tensors):
+            if self._is_chosen(key):
                 try:
-                    self._source.chunks(ref.key)
+                    find(number)
                 except HoldfastError as error:
-                    file = RECORD if index is None else index.name
-                    self.damage.append(Damage.from_error(error, file, self._names(ref.key)))
+                    self.damage.append(Damage.from_error(error, file, self._names(key)))
 
     def _tell_of_index(self, error: Exception, tensors: Iterable[TensorRef]) -> None:
         """Without it nobody knows where these tensors are stored, so that none of them can be read."""
