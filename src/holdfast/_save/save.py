@@ -41,7 +41,7 @@ from holdfast._save.options import CheckedOptions, SaveOptions, refuse_unknown_o
 from holdfast._save.report import SaveReport
 from holdfast._stores.places import in_messages, store_at
 from holdfast._stores.store import Store
-from holdfast._watching.calls import Call, by_phase
+from holdfast._watching.calls import Call, by_phase, noted_phases
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -187,7 +187,7 @@ class SaveRun:
             every = [file for part, _, _ in parts for file in part]
             seconds = [seconds for _, seconds, _ in parts]
             contents = plan.decision.contents
-            contents = replace(contents, written={**contents.written, "phases": by_phase(seconds)})
+            contents = replace(contents, written={**contents.written, "phases": noted_phases(seconds)})
             with self.call.phase("commit"), no_garbage_collection():
                 record = commit_checkpoint(
                     self.store, plan.decision.existing, every, contents, plan.generation, commit=commit

@@ -267,6 +267,19 @@ def _text_of(error: BaseException | str | None) -> str | None:
         return type(error).__name__
 
 
+MOST_RANKS_NOTED = 64
+
+
+def noted_phases(ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """What a checkpoint notes of the seconds of its ranks: those of each, or of the slowest if there are very many.
+
+    >>> noted_phases([{"write": 1.5}, {"write": 2.0}]), noted_phases([{"write": 1.5}] * 999 + [{"write": 2.0}])
+    ({'write': [1.5, 2.0]}, {'write': [2.0]})
+    """
+    seconds = by_phase(ranks)
+    return seconds if len(ranks) <= MOST_RANKS_NOTED else {name: [max(each)] for name, each in seconds.items()}
+
+
 def by_phase(ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """The seconds of all ranks by phase, rounded to what matters.
 
