@@ -130,7 +130,7 @@ class _EnoughError(Exception):
 
 def _meeting(ranks: Any) -> Callable[..., Any]:
     @contextmanager
-    def meeting(*_: Any) -> Any:
+    def meeting(*_: Any, **__: Any) -> Any:
         yield ranks
 
     return meeting

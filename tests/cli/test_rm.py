@@ -415,7 +415,7 @@ def test_force_deletes_from_a_living_run_and_the_job_goes_on_saving(job, cli):
         job.save(step)
     job.tell("stop")
     assert job.process.wait() == 0
-    with holdfast.CheckpointManager("runs/c", read_only=True) as manager:
+    with holdfast.CheckpointManager("runs/c", run_options=holdfast.RunOptions(read_only=True)) as manager:
         assert [info.step for info in manager.steps() if info.is_ours] == [2, 3, 4]
     assert RunFile(root_at("runs/c")).read().owner is None
     assert holdfast.open("runs/c/step-00000004").read()["w"].tolist() == [4.5] * 4

@@ -95,7 +95,7 @@ def test_the_same_at_a_url(number):
         files.rm(name, recursive=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"read_only": True}], ids=["training", "read-only"])
+@pytest.mark.parametrize("options", [{}, {"run_options": holdfast.RunOptions(read_only=True)}], ids=["training", "read-only"])
 def test_a_step_that_another_user_may_not_read_is_not_passed_over(tmp_path, options):
     a_run(tmp_path, 1, 2)
     with unreadable(tmp_path, 2).on_disk():
@@ -105,7 +105,7 @@ def test_a_step_that_another_user_may_not_read_is_not_passed_over(tmp_path, opti
         assert (error.step, error.path) == (2, str(tmp_path / folder_of(2)))
         assert "Permission denied" in error.reason
         assert "restore(state, step=" in str(error)
-        with holdfast.CheckpointManager(tmp_path, read_only=True) as manager:
+        with holdfast.CheckpointManager(tmp_path, run_options=holdfast.RunOptions(read_only=True)) as manager:
             assert [info.unreadable is None for info in manager.steps()] == [True, False]
             assert [info.is_usable for info in manager.steps()] == [True, False]
             with pytest.raises(UnreadableCheckpointError):
@@ -118,7 +118,7 @@ def test_an_older_step_that_cannot_be_read_does_not_matter(tmp_path, caplog):
     a_run(tmp_path, 1, 2, 3)
     with unreadable(tmp_path, 1).on_disk():
         assert try_to_restore(tmp_path)[0].step == 3
-        with holdfast.CheckpointManager(tmp_path, read_only=True) as manager:
+        with holdfast.CheckpointManager(tmp_path, run_options=holdfast.RunOptions(read_only=True)) as manager:
             assert manager.latest().step == 3
             assert manager.best("loss", "max").step == 2
     assert "step 1 at" in caplog.text

@@ -285,7 +285,7 @@ def test_a_read_only_manager_restores_beside_the_job_that_trains(tmp_path):
         damage_data(tmp_path, 3)
         before = contents(tmp_path)
         state = state_of(0)
-        with holdfast.CheckpointManager(tmp_path, read_only=True, keep_last=1) as manager:
+        with holdfast.CheckpointManager(tmp_path, run_options=holdfast.RunOptions(read_only=True), keep_last=1) as manager:
             assert manager.run_id == training.run_id
             restored = manager.restore(state)
             assert (restored.step, restored.lost_steps, [info.step for info in restored.set_aside]) == (2, 1, [3])
@@ -309,11 +309,11 @@ def test_a_read_only_manager_restores_beside_the_job_that_trains(tmp_path):
 def test_a_read_only_manager_needs_no_right_to_write(tmp_path):
     a_run(tmp_path / "run", 1)
     before = contents(tmp_path)
-    with holdfast.CheckpointManager(tmp_path / "run", read_only=True) as manager:
+    with holdfast.CheckpointManager(tmp_path / "run", run_options=holdfast.RunOptions(read_only=True)) as manager:
         handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
         assert handlers == [signal.SIG_DFL, signal.SIG_DFL]
         assert manager.restore(state_of(0)).step == 1
-    with holdfast.CheckpointManager(tmp_path / "nothing", read_only=True) as manager:
+    with holdfast.CheckpointManager(tmp_path / "nothing", run_options=holdfast.RunOptions(read_only=True)) as manager:
         assert (manager.run_id, manager.restore(state_of(0))) == ("", None)
     assert contents(tmp_path) == before
     assert os.listdir(tmp_path) == ["run"]

@@ -436,7 +436,7 @@ def test_ranks_open_together_or_not_at_all(ranks, tmp_path):
         {"run_options": holdfast.RunOptions(run_id="other")},
         {"run_options": holdfast.RunOptions(take_over=True)},
         {"run_options": holdfast.RunOptions(parts=["model"])},
-        {"read_only": True},
+        {"run_options": holdfast.RunOptions(read_only=True)},
     ],
     ids=lambda options: str(next(iter(options.values())))[:60],
 )

@@ -257,7 +257,7 @@ class Vanishing(MoodyRoot):
 def test_a_step_that_is_deleted_while_it_is_read_is_neither_damaged_nor_the_end(tmp_path):
     a_run(tmp_path, 1)
     root, state = Vanishing(tmp_path), state_of(0)
-    with holdfast.CheckpointManager(root, read_only=True) as manager:
+    with holdfast.CheckpointManager(root, run_options=holdfast.RunOptions(read_only=True)) as manager:
         restored = manager.restore(state)
     assert (restored.step, restored.lost_steps, list(restored.set_aside)) == (2, 0, [])
     assert is_state_of(state, 2)

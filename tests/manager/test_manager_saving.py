@@ -86,9 +86,9 @@ def test_the_state_is_that_of_the_call(tmp_path):
 def test_with_overlap_the_optimizers_are_found_and_their_steps_wait(tmp_path, monkeypatch):
     training, given = a_training(), []
 
-    def begin(state, store, options, how, group):
+    def begin(state, store, options, how, group, **others):
         given.append(how.optimizers)
-        return begin_save(state, store, options, how, group)
+        return begin_save(state, store, options, how, group, **others)
 
     monkeypatch.setattr("holdfast._manager.saver.begin_save", begin)
     expected = {}
@@ -116,9 +116,9 @@ def test_overlap_without_an_optimizer_is_warned_of_once(tmp_path):
 def test_how_to_copy_is_passed_on(tmp_path, monkeypatch):
     given = []
 
-    def begin(state, path, make_options, how, group):
+    def begin(state, path, make_options, how, group, **others):
         given.append((how.check_tearing, how.memory_budget))
-        return begin_save(state, path, make_options, how, group)
+        return begin_save(state, path, make_options, how, group, **others)
 
     monkeypatch.setattr("holdfast._manager.saver.begin_save", begin)
     options = {"memory_budget": 100_000_000}

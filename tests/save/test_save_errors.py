@@ -391,5 +391,5 @@ def test_a_rank_that_dies_is_named_by_the_others_at_once(ranks: RankPool, tmp_pa
             assert outcome.error is None, outcome.error
             missing, told = outcome.value
             assert missing == [rank]
-            assert f"rank {rank} (it was last seen in holdfast.save to {tmp_path}/x" in told
+            assert f"rank {rank} (its connection ended while it was waited for in holdfast.save to {tmp_path}/x" in told
     assert not (tmp_path / "x").exists()

@@ -72,7 +72,6 @@ class CheckpointManager:
         on_full_disk: OnFullDisk = OnFullDisk(),
         save_options: SaveOptions | None = None,
         run_options: RunOptions = RunOptions(),
-        read_only: bool = False,
         process_group: dist.ProcessGroup | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -93,9 +92,8 @@ class CheckpointManager:
             on_full_disk: what to do when there is no space for a checkpoint.
             save_options: arguments of ``save``, such as ``{"exclude": "model.frozen.*", "metadata": {"git": "1a2b"}}``.
                 ``memory_budget`` is that of ``async_save`` if saves are in the background.
-            run_options: which run it must be, whether to take it from another job, which parts every state has.
-            read_only: only look and restore, beside the job that trains or after it: for evaluations. Nothing is
-                written, deleted or set aside, and no signal is handled.
+            run_options: which run it must be, whether to take it from another job or only look at it, which parts every
+                state has.
             process_group: the ranks of the run; all by default.
             timeout: as for ``save``, in all that the ranks do together.
 
@@ -128,7 +126,7 @@ class CheckpointManager:
         self._cadence = Cadence(every_steps=every_steps, every_minutes=every_minutes)
         self._preemption = (on_signal or OnSignal(signals=())).preemption()
         self._run_options = run_options
-        self._is_read_only = read_only
+        self._is_read_only = run_options.read_only
         self._must_be_alike = as_texts(
             self._retention,
             self._background or Background(),
@@ -139,7 +137,6 @@ class CheckpointManager:
             save_at_end=save_at_end,
             background=self._background is not None,
             signals=self._preemption.names,
-            read_only=read_only,
         )
         self._group = process_group
         self._timeout = timeout

@@ -222,7 +222,7 @@ def test_of_a_store_that_is_far_away_any_region_is_what_slicing_gives_too(data):
     needed = set().union(*(stored.blocks_of(request.key, request.offsets, request.sizes) for request in requests))
     needed |= stored.blocks_of_headers({file for file, _ in needed})
     assert set(blocks_in(stored)) == needed
-    assert total == bytes_in(stored.store.reads)
+    assert total == bytes_in(stored.store.data_reads())
 
 
 def test_what_is_only_checked_takes_a_buffer_however_far_away_it_is():
@@ -258,7 +258,7 @@ def check_reads(stored: Stored, needed: set[tuple[str, int]], total: int) -> Non
     blocks = blocks_in(stored)
     assert set(blocks) == needed
     assert len(blocks) == len(needed), "a block was read twice"
-    assert total == bytes_in(stored.store.reads)
+    assert total == bytes_in(stored.store.data_reads())
 
 
 @settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

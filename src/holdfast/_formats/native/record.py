@@ -247,8 +247,7 @@ def decode_record(data: bytes, source: str) -> Record:
     lists = tensor_lists_from(members.get("tensor_lists", []), len(tensors), source)
     index = index_from(members["index"], generation, source) if "index" in members else None
     divisions = divisions_from(members.get("divisions"), members.get("rank_lists", []), world_size, source)
-    rows = [(row.get("division", 0), row.get("first", 0)) for row in members["tensors"]]
-    places = checked_places(tensors, rows, divisions, source)
+    places = checked_places(tensors, members["tensors"], divisions, source)
     if index is None and -1 in places.division_of:
         key = tensors[places.division_of.index(-1)].key
         refuse(source, f"names no index, which would say where {key!r} is stored", "an index", None)
@@ -358,12 +357,9 @@ def _alike(rows: list[Any], source: str) -> list[TensorRef]:
     for row in rows:
         looks = (row.get("dtype"), row.get("kind"), *row["shape"])
         key = row.get("key")
-        if (
-            len(row) != 4 + ("division" in row) + ("first" in row)
-            or type(key) is not str
-            or type(looks[0]) is not str
-            or type(looks[1]) is not str
-        ):
+        others = len(row) - 4  # than the four members of most tensors
+        is_plain = not others or others == ("division" in row) + ("first" in row)
+        if not is_plain or type(key) is not str or type(looks[0]) is not str or type(looks[1]) is not str:
             tensors.append(_tensor(row, source))
             continue
         like = known.get(looks)

@@ -168,25 +168,27 @@ def _is_cut(cut: Any) -> bool:
 
 
 def checked_places(
-    tensors: Sequence[TensorRef], rows: Sequence[tuple[Any, Any]], divisions: Sequence[Division], source: str
+    tensors: Sequence[TensorRef], rows: Sequence[Mapping[str, Any]], divisions: Sequence[Division], source: str
 ) -> Places:
     """What a record says of each tensor as ``division`` and ``first``."""
+    given = [row.get("division", 0) for row in rows]
+    first_of = [row.get("first", 0) for row in rows]
+    if not {int, type(None)}.issuperset(map(type, given)) or not {int}.issuperset(map(type, first_of)):
+        refuse(source, "does not say how tensors are divided", "numbers", "others")
+    # Thousands of tensors are divided in a few ways, of which one each is looked at.
     dims = [max((cut.dim for cut in division.cuts), default=-1) for division in divisions]
-    right: set[tuple[int, int, int]] = set()
-    division_of, first_of = [], []
-    for ref, (division, first) in zip(tensors, rows, strict=True):
-        number = -1 if division is None else division
-        looks = (number, first, len(ref.shape))
-        if type(number) is not int or type(first) is not int:
-            refuse(source, f"does not say how {ref.key!r} is divided", "numbers", (division, first))
-        if looks not in right and 0 not in ref.shape:
-            if not -1 <= number < len(divisions) or (division is not None and number < 0):
-                refuse(source, f"has an unknown division for {ref.key!r}", f"below {len(divisions)}", division)
-            if not 0 <= first < MOST_RANKS:
-                refuse(source, f"has no valid first rank for {ref.key!r}", f"below {MOST_RANKS}", first)
-            if number >= 0 and dims[number] >= len(ref.shape):
-                refuse(source, f"divides {ref.key!r} along a dimension that it has not", len(ref.shape), dims[number])
-            right.add(looks)
-        division_of.append(number)
-        first_of.append(first)
-    return Places(divisions, division_of, first_of)
+    shapes = [tensor.shape for tensor in tensors]
+    for looks in set(zip(given, first_of, map(len, shapes), strict=True)):
+        division, first, ndim = looks
+        if division is not None and not 0 <= division < len(divisions):
+            what, expected, found = "has an unknown division for", f"below {len(divisions)}", division
+        elif not 0 <= first < MOST_RANKS:
+            what, expected, found = "has no valid first rank for", f"below {MOST_RANKS}", first
+        elif division is not None and dims[division] >= ndim:
+            what, expected, found = "cuts along a dimension that it has not:", f"below {ndim}", dims[division]
+        else:
+            continue
+        for ref, *other in zip(tensors, given, first_of, map(len, shapes), strict=True):
+            if tuple(other) == looks and 0 not in ref.shape:
+                refuse(source, f"{what} {ref.key!r}", expected, found)
+    return Places(divisions, [-1 if division is None else division for division in given], first_of)
