@@ -1,4 +1,4 @@
-"""Writes the golden checkpoints. It was run once, before version 1 was released; see README.md for why never again.
+"""Writes the golden checkpoints. It was run once per version, before its release; see README.md for why never again.
 
 python -m tests.golden.write <folder>
 """
@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import holdfast
-from tests.golden import contents
+from tests.golden import contents, divided
 
 
 def write_as_rank(rank: int, folder: Path, store: str) -> None:
@@ -24,13 +24,14 @@ def write_as_rank(rank: int, folder: Path, store: str) -> None:
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    holdfast.save(contents.everything(), folder / "version-1-one-rank", metadata=contents.METADATA, allow_pickle=True)
+    holdfast.save(contents.everything(), folder / "version-2-one-rank", metadata=contents.METADATA, allow_pickle=True)
     holdfast.save(
-        contents.in_many_files(), folder / "version-1-many-files", max_file_size=contents.MOST_BYTES_IN_A_FILE
+        contents.in_many_files(), folder / "version-2-many-files", max_file_size=contents.MOST_BYTES_IN_A_FILE
     )
+    divided.write(folder / "version-2-divided")
     with tempfile.TemporaryDirectory() as scratch:
         torch.multiprocessing.spawn(
-            write_as_rank, args=(folder / "version-1-four-ranks", f"{scratch}/store"), nprocs=contents.WORLD_SIZE
+            write_as_rank, args=(folder / "version-2-four-ranks", f"{scratch}/store"), nprocs=contents.WORLD_SIZE
         )
 
 

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast._base.boxes import Box, cut, place_of, volume
-from holdfast._base.tuning import SMALLEST_SHARE
+from holdfast._base.tuning import SMALLEST_SHARED_READ
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.source import ChunkPlace, ReadRequest, Source
@@ -199,7 +199,7 @@ def test_every_rank_gets_every_element_it_wants_from_whoever_reads_it(layout):
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_what_all_ranks_want_is_read_once_by_all_of_them_alike(size):
-    shape = (4 * size, SMALLEST_SHARE // 16)
+    shape = (4 * size, SMALLEST_SHARED_READ // 16)
     source = ArraySource({"w": np.random.rand(*shape).astype(np.float32)}, {"w": [Box((0, 0), shape)]}, False)
     whole = Box((0, 0), shape)
     outcomes, states = load_on(source, [[(0, whole, "dense")] for _ in range(size)], Buffers.within(None))

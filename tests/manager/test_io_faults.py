@@ -95,7 +95,9 @@ def test_the_same_at_a_url(number):
         files.rm(name, recursive=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"run_options": holdfast.RunOptions(read_only=True)}], ids=["training", "read-only"])
+@pytest.mark.parametrize(
+    "options", [{}, {"run_options": holdfast.RunOptions(read_only=True)}], ids=["training", "read-only"]
+)
 def test_a_step_that_another_user_may_not_read_is_not_passed_over(tmp_path, options):
     a_run(tmp_path, 1, 2)
     with unreadable(tmp_path, 2).on_disk():

@@ -285,7 +285,9 @@ def test_a_read_only_manager_restores_beside_the_job_that_trains(tmp_path):
         damage_data(tmp_path, 3)
         before = contents(tmp_path)
         state = state_of(0)
-        with holdfast.CheckpointManager(tmp_path, run_options=holdfast.RunOptions(read_only=True), keep_last=1) as manager:
+        with holdfast.CheckpointManager(
+            tmp_path, run_options=holdfast.RunOptions(read_only=True), keep_last=1
+        ) as manager:
             assert manager.run_id == training.run_id
             restored = manager.restore(state)
             assert (restored.step, restored.lost_steps, [info.step for info in restored.set_aside]) == (2, 1, [3])

@@ -52,7 +52,9 @@ def load(folder: Path) -> Any:
 
 
 def restore(folder: Path) -> Any:
-    return holdfast.CheckpointManager(folder / "run", timeout=TIMEOUT, run_options=holdfast.RunOptions(read_only=True)).restore(state_of(0.0))
+    return holdfast.CheckpointManager(
+        folder / "run", timeout=TIMEOUT, run_options=holdfast.RunOptions(read_only=True)
+    ).restore(state_of(0.0))
 
 
 def dcp_save(folder: Path) -> Any:

@@ -127,7 +127,7 @@ SHARED_PART_BYTES = 4 * MIB
 """What a rank that reads for others reads and sends at a time. Less would read more digest blocks twice, more would
 take more memory on those that receive it."""
 
-SMALLEST_SHARE = 4 * MIB
+SMALLEST_SHARED_READ = 4 * MIB
 """So many bytes that several ranks want are worth one more reader: each reads headers and digest blocks of its own."""
 
 SMALLEST_CUT = 256 * KIB

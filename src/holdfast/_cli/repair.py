@@ -15,7 +15,7 @@ from holdfast._cli.options import Json, Memory, Quiet
     "repair",
     examples=[
         Example("holdfast repair runs/a", "what is wrong in a run, and what could be done; changes nothing"),
-        Example("holdfast repair damaged", "a checkpoint whose columns are lost", status=1),
+        Example("holdfast repair damaged", "a checkpoint whose tables are lost", status=1),
         Example("holdfast repair damaged --apply", "do it"),
         Example("holdfast repair runs/a --sweep --apply", "also remove what killed saves have left"),
     ],
@@ -43,10 +43,11 @@ def repair(
 ) -> int:
     """Rebuild what is lost from data files, and sweep leftover files.
 
-    Without --apply it is a dry run. Of Holdfast's own format, the columns are rebuilt from the record and the headers
-    of data files, and a record from the headers alone, where all tensors are complete (other values are lost then). Of
-    a Hugging Face folder, the index is rebuilt and a killed save is finished. A checkpoint of DCP cannot be rebuilt
-    without its index; lost keys are listed. Nothing is destroyed: what is replaced is kept as NAME.before-repair.
+    Without --apply it is a dry run. Of Holdfast's own format, the tables of data files are rebuilt from the record and
+    the headers of these files, and a record from the data files alone, where all tensors are complete (other values are
+    lost then). Of a Hugging Face folder, the index is rebuilt and a killed save is finished. A checkpoint of DCP cannot
+    be rebuilt without its index; lost keys are listed. Nothing is destroyed: what is replaced is kept as
+    NAME.before-repair.
 
     The content of tensors is not checked here; holdfast verify does that. Exit status: 1 if something is wrong and was
     not repaired.

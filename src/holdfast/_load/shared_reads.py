@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast._base.boxes import Box, cut, overlap, overlaps, volume
-from holdfast._base.tuning import SHARED_PART_BYTES, SMALLEST_CUT, SMALLEST_SHARE
+from holdfast._base.tuning import SHARED_PART_BYTES, SMALLEST_CUT, SMALLEST_SHARED_READ
 from holdfast._formats.native.record import BLOCK_BYTES
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.source import ChunkPlace, Source
@@ -373,7 +373,7 @@ def _quotas(total: int, loads: Mapping[int, int]) -> list[tuple[int, int]]:
     >>> _quotas(100, {0: 5, 1: 0})
     [(1, 100)]
     """
-    order = sorted(loads, key=lambda rank: (loads[rank], rank))[: max(1, total // SMALLEST_SHARE)]
+    order = sorted(loads, key=lambda rank: (loads[rank], rank))[: max(1, total // SMALLEST_SHARED_READ)]
     level = 0
     for count in range(len(order), 0, -1):
         level = (total + sum(loads[rank] for rank in order[:count])) // count

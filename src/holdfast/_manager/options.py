@@ -125,8 +125,8 @@ class RunOptions:
     take_over: bool = False
     """Take the run from a job that is still alive on this machine. That one can no longer save."""
     read_only: bool = False
-    """Only look and restore, beside the job that trains or after it: for evaluations. Nothing is written, deleted or set
-    aside, and no signal is handled."""
+    """Only look and restore, beside the job that trains or after it: for evaluations. Nothing is written, deleted or
+    set aside, and no signal is handled."""
     parts: Sequence[str] | None = None
     """The names that every state to be saved must have at its top, no more and no fewer: a checkpoint of a set is the
     whole set."""
