@@ -94,5 +94,5 @@ def test_files_that_are_gone_are_not_listed(tmp_path: Path) -> None:
     names = [name for name, _ in checkpoint.files()]
     (tmp_path / "c" / names[-1]).unlink()
 
-    assert [name.partition("-")[0] for name in names] == ["holdfast.json", "index", "data"]
+    assert [name.partition("-")[0] for name in names] == ["holdfast.json", "data"]
     assert [name for name, _ in checkpoint.files()] == names[:-1]

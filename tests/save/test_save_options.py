@@ -21,6 +21,7 @@ import torch
 
 import holdfast
 from holdfast._save.options import SaveOptions
+from tests.native_files import table_begin
 from tests.save.random_states import difference
 from tests.torches import dtypes
 
@@ -173,9 +174,9 @@ def test_files_have_the_size_that_was_asked_for(tmp_path, limit):
     holdfast.save(state, tmp_path / "x", max_file_size=limit)
     files = list((tmp_path / "x").glob("data-*"))
     for file in files:
-        with open(file, "rb") as opened:
-            header = int.from_bytes(opened.read(8), "little") + 8
-        assert file.stat().st_size - header <= max(limit, 8)
+        content = file.read_bytes()
+        header = int.from_bytes(content[:8], "little") + 8
+        assert table_begin(content) - header <= max(limit, 8)
     total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.values())
     assert len(files) >= total / max(limit, 8)
     assert difference(holdfast.open(tmp_path / "x").read(), state) is None
@@ -203,7 +204,7 @@ def test_a_budget_too_small_for_any_buffer_is_refused(tmp_path):
 
 def test_many_tensors_are_few_files(tmp_path):
     holdfast.save({f"w{n}": torch.ones(2) for n in range(300)}, tmp_path / "x")
-    assert len(os.listdir(tmp_path / "x")) == 3
+    assert len(os.listdir(tmp_path / "x")) == 2
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])

@@ -47,7 +47,7 @@ def repair(
     the headers of these files, and a record from the data files alone, where all tensors are complete (other values are
     lost then). Of a Hugging Face folder, the index is rebuilt and a killed save is finished. A checkpoint of DCP cannot
     be rebuilt without its index; lost keys are listed. Nothing is destroyed: what is replaced is kept as
-    NAME.before-repair.
+    NAME.before-repair, and data files that are written again stay beside the new ones.
 
     The content of tensors is not checked here; holdfast verify does that. Exit status: 1 if something is wrong and was
     not repaired.

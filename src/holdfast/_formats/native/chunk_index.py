@@ -31,7 +31,7 @@ OnlyChunks = tuple[npt.NDArray[np.bool_], Numbers, Numbers]
 
 
 @dataclass(frozen=True)
-class IndexFiles:
+class IndexBytes:
     """How the parts of files are read that say where chunks are."""
 
     table: Callable[[int, str | None], bytearray]
@@ -63,7 +63,7 @@ class ChunkIndex(Protocol):
 class ColumnIndex:
     """The columns of version 1, which are read at once."""
 
-    def __init__(self, record: Record, stored: IndexFiles) -> None:
+    def __init__(self, record: Record, stored: IndexBytes) -> None:
         self._record = record
         self._stored = stored
 
@@ -117,7 +117,7 @@ class _Parts(NamedTuple):
 class TableIndex:
     """The tables of data files, each of which is read when something in its file is wanted, and kept."""
 
-    def __init__(self, record: Record, stored: IndexFiles) -> None:
+    def __init__(self, record: Record, stored: IndexBytes) -> None:
         self._record = record
         self._stored = stored
         self._tables: dict[int, FileTable] = {}

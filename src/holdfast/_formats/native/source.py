@@ -13,7 +13,7 @@ import numpy as np
 from holdfast._base.box_bytes import row_major_strides
 from holdfast._base.boxes import Box, overlap, volume
 from holdfast._formats.native.blocks import refuse
-from holdfast._formats.native.chunk_index import ChunkIndex, ColumnIndex, IndexFiles, TableIndex
+from holdfast._formats.native.chunk_index import ChunkIndex, ColumnIndex, IndexBytes, TableIndex
 from holdfast._formats.native.columns import Columns, StoredChunk, chunk_volumes
 from holdfast._formats.native.names import RECORD
 from holdfast._formats.native.read_plan import ByteRanges, Numbers, StridedCopy, cut_into_strided_copies, dense_ranges
@@ -99,7 +99,7 @@ class NativeSource(Source):
         self.identity = self.record.generation
         self._numbers = {ref.key: number for number, ref in enumerate(self.record.tensors)}
         self._checked_headers: set[int] = set()
-        stored = IndexFiles(self._read_table, self._read_index, store.path_of)
+        stored = IndexBytes(self._read_table, self._read_index, store.path_of)
         self.tables = TableIndex(self.record, stored) if self.record.has_tables else None
         """Of the data files; None in version 1, where there are none."""
         self._index: ChunkIndex = self.tables or ColumnIndex(self.record, stored)

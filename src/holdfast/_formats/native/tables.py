@@ -100,7 +100,7 @@ def check_table(data: bytes | bytearray, digest: str, source: str, key: str | No
     if found == digest:
         found = bytes(data[-CHECK_BYTES:]).hex()
     if found != digest:
-        refuse(source, "has a table that is not as it was written: its digest differs", digest, found, key)
+        refuse(source, "is damaged: its table is not as it was written, the digest differs", digest, found, key)
 
 
 def decode_table(

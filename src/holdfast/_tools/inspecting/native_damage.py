@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from holdfast._base.threads import work_through
 from holdfast._formats.native.blocks import count_blocks
-from holdfast._formats.native.chunk_index import IndexFiles, TableIndex
+from holdfast._formats.native.chunk_index import IndexBytes, TableIndex
 from holdfast._formats.native.columns import Columns, chunk_volumes, first_blocks
 from holdfast._formats.native.names import RECORD
 from holdfast._formats.native.read_plan import runs_of
@@ -100,7 +100,7 @@ class NativeCheck:
 
     def _columns_of_tables(self) -> Columns:
         """All that tables say which can be read; notes the others."""
-        tables = TableIndex(self._record, IndexFiles(self._table, self._read_index, self._source.store.path_of))
+        tables = TableIndex(self._record, IndexBytes(self._table, self._read_index, self._source.store.path_of))
         needed_by: dict[int, list[int]] = {}
         lost: set[int] = set()
         try:
