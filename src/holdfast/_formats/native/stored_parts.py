@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from holdfast._base.divisions import Cut, Division
+from holdfast._base.divisions import Cut, Division, DivisionNumbers
 from holdfast._base.json_objects import are_sizes
 from holdfast._base.json_parts import dumps
 from holdfast._formats.native.blocks import refuse
@@ -98,22 +98,20 @@ NO_PLACES = Places((), (), ())
 
 def places_of(parts: Sequence[StoredParts]) -> Places:
     """What a record says of where tensors are stored."""
-    numbers: dict[Division, int] = {}
-    known: dict[int, int] = {}  # a division may have a list of all ranks, and it takes long to look into it
+    numbers = DivisionNumbers()
     division_of, first_of = [], []
     for stored in parts:
         if isinstance(stored, PartsByList):
             division_of.append(-1)
             first_of.append(0)
             continue
-        number = known.get(id(stored.division))
-        if number is None:
-            if stored.division.copies:
-                raise ValueError(f"a stored division has each part once, and {stored.division} has copies")
-            number = known[id(stored.division)] = numbers.setdefault(stored.division, len(numbers))
-        division_of.append(number)
+        division_of.append(numbers.of(stored.division))
         first_of.append(stored.first)
-    return Places(list(numbers), division_of, first_of)
+    divisions = [division for division in numbers.known if division is not None]
+    for division in divisions:
+        if division.copies:
+            raise ValueError(f"a stored division has each part once, and {division} has copies")
+    return Places(divisions, division_of, first_of)
 
 
 def division_rows(divisions: Sequence[Division]) -> tuple[list[str], list[str]]:
