@@ -56,7 +56,7 @@ def save_state(
 
 
 class Committed(NamedTuple):
-    """What the coordinator tells the others in the end, if they know everything else."""
+    """What the coordinator sends the others in the end, where they know everything else."""
 
     storage_meta: StorageMeta | None
     version: str | None
@@ -75,7 +75,7 @@ class _Save:
         self.destination: str | None = None
         self.metadata: Metadata | None = None
         self.shared: SharedSave | None = None
-        """Set where this rank could do without being told a plan."""
+        """Set where this rank could compute the plan."""
         self.proposed: list[Any] = []
         """What the plans of the ranks consist of, until they are replaced by the common one."""
         self.used: list[Any] = []

@@ -58,7 +58,7 @@ class _Chunk(Protocol):
 def parts_of_shares(
     tensors: Sequence[TensorRef], shares: Mapping[int, Iterable[_Chunk]] | Sequence[Iterable[_Chunk]]
 ) -> list[StoredParts]:
-    """Where tensors are stored, given the chunks that each rank writes: by a rule if one rank writes the whole."""
+    """Where tensors are stored, given the chunks that each rank writes: by a rule if one rank writes all of it."""
     by_rank = shares.items() if isinstance(shares, Mapping) else enumerate(shares)
     found: list[StoredParts | None] = [None] * len(tensors)
     listed: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = {}
@@ -183,7 +183,7 @@ def checked_places(
         elif not 0 <= first < MOST_RANKS:
             what, expected, found = "has no valid first rank for", f"below {MOST_RANKS}", first
         elif division is not None and dims[division] >= ndim:
-            what, expected, found = "cuts along a dimension that it has not:", f"below {ndim}", dims[division]
+            what, expected, found = "cuts a dimension that does not exist, of", f"below {ndim}", dims[division]
         else:
             continue
         for ref, *other in zip(tensors, given, first_of, map(len, shapes), strict=True):

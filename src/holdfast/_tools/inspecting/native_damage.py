@@ -130,8 +130,8 @@ class NativeCheck:
         if self.has_digests and len(self._readable) < len(wanted):
             unknown = len(wanted) - len(self._readable)
             self.doubts.append(f"the data of {unknown} file(s), whose tables are lost, could not be compared")
-        whole = [number for number in range(len(self._record.tensors)) if number not in lost]
-        self._check_overlaps(whole, lambda number: tables.find([(number, None)]))
+        known = [number for number in range(len(self._record.tensors)) if number not in lost]
+        self._check_overlaps(known, lambda number: tables.find([(number, None)]))
         return tables.columns_of(self._readable)
 
     def _table(self, number: int, key: str | None) -> bytearray:
