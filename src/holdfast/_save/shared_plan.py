@@ -96,14 +96,15 @@ def share_out(
     choices = _balanced(kind_of, world_size)
     stored: list[StoredTensor] = []
     chunks: list[ChunkToWrite] = []
-    writes = np.zeros(world_size, np.bool_)
     for number, (ref, kind, choice) in enumerate(zip(refs, kind_of, choices, strict=True)):
         stored.append(StoredTensor(ref, kind.division, kind.firsts[choice]))
-        writes[kind.writers[kind.nbytes > 0, choice]] = True
         chunks += [
             ChunkToWrite(number, ref.key, ref.dtype, ref.shape, offsets, sizes)
             for offsets, sizes in kind.boxes_of(rank, choice)
         ]
+    writes = np.zeros(world_size, np.bool_)
+    for kind, choice in set(zip(kind_of, choices, strict=True)):  # once for all tensors that are stored alike
+        writes[kind.writers[kind.nbytes > 0, choice]] = True
     return SharedPlan(stored, chunks, ties, int(writes.sum()))
 
 
