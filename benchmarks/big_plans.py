@@ -1,4 +1,4 @@
-"""Plans for more ranks than this machine has room for: the root's part is done for real, the others are made up.
+"""Plans for more ranks than this machine can run: the root's part is done for real, the others are made up.
 
 Each contender plans once for the same layout: every tensor is cut over all ranks. What the ranks would send is made
 before, as bytes; what counts is the processor time from the bytes of all ranks to the bytes for all ranks.

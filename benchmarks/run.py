@@ -38,7 +38,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def measure_scale(suite: Suite) -> None:
-    """What many ranks cost: real ones, and more of them than there is room for."""
+    """What many ranks cost: real ones, and more of them than this machine can run."""
     measure_big_plans(suite)
     measure_exchanges(suite)
     measure_read_once(suite)

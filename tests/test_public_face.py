@@ -131,6 +131,26 @@ def test_the_page_about_the_api_names_nothing_that_is_not_there() -> None:
     assert [name for row in rows for name in re.findall(r"`(\w+)`", row) if name not in public] == []
 
 
+def keywords_of(name: str) -> set[str]:
+    if name == "SaveOptions":
+        return set(holdfast.SaveOptions.__annotations__)
+    parameters = inspect.signature(getattr(holdfast, name)).parameters.values()
+    return {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+
+def test_the_page_about_the_api_lists_the_keywords_of_calls_and_options() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    listed: dict[str, set[str]] = {}
+    for name, says in re.findall(r"\*\*`(\w+)`\*\*:(.*?)(?=\*\*|\n- |\n\n)", text, re.DOTALL):
+        listed[name] = set()
+        for word in re.findall(r"`(\w+)`", says):
+            listed[name] |= (
+                keywords_of(word) if word in {"save", "SaveOptions", "verify"} - keywords_of(name) else {word}
+            )
+    assert len(listed) == 19
+    assert listed == {name: keywords_of(name) for name in listed}
+
+
 def test_all_public_names_of_the_package_can_be_had() -> None:
     assert sorted(holdfast.__all__) == dir(holdfast)
     assert [name for name in holdfast.__all__ if not hasattr(holdfast, name)] == []

@@ -229,7 +229,8 @@ class ConnectionLostError(HoldfastError, RuntimeError):
 
 
 class MissingRanksError(ConnectionLostError):
-    """Ranks did not join a call that needs all of them, or died in it. Fields: ``ranks``, as the job counts them."""
+    """Ranks did not join a call that needs all of them, made no progress in it, or died. Fields: ``ranks``, as the job
+    counts them."""
 
     ranks: Sequence[int]
 

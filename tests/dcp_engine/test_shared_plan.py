@@ -15,7 +15,7 @@ from holdfast._dcp.replicas import fingerprint
 from holdfast._dcp.save_planner import DefaultSavePlanner
 from holdfast._dcp.shared_plan import ComputedPlan, Description, EntryKind, SharedLayout
 from holdfast._dcp.storage import WriteResult
-from holdfast._dcp.stored_columns import StoredColumns, places_of
+from holdfast._dcp.stored_columns import StoredColumns, planned_places
 from holdfast._dcp.writer import refuse_incomplete
 from holdfast._formats.dcp.index import decode_index, encode_index
 from holdfast._formats.dcp.metadata import (
@@ -185,7 +185,7 @@ def test_rules_lead_to_the_same_plans_and_the_same_index(state: tuple[int, list[
     expected.storage_data = {result.index: result.storage_data for part in results for result in part}
     refuse_incomplete(expected)
     metadata = Metadata(plan.describe())
-    metadata.leave_places(places_of(plan, [StoredColumns.of(part, plan.key_numbers) for part in results]))
+    metadata.leave_places(planned_places(plan, [StoredColumns.of(part, plan.key_numbers) for part in results]))
     encoded = encode_index(metadata)
     same(decode_index(encoded, source="rules"), decode_index(encode_index(expected), source="plans"))
     same(metadata, expected)
@@ -218,7 +218,7 @@ def test_an_item_that_was_not_written_is_named() -> None:
     results[1] = [result for result in results[1] if result.index.fqn != "k0"]
 
     with pytest.raises(IncompleteSaveError, match=r"1 planned item.*fqn='k0', offset=torch.Size\(\[2\]\)"):
-        places_of(plan, [StoredColumns.of(part, plan.key_numbers) for part in results])
+        planned_places(plan, [StoredColumns.of(part, plan.key_numbers) for part in results])
 
 
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=9), st.lists(st.integers(0, 2), min_size=2, max_size=9))

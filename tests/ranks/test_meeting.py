@@ -131,8 +131,8 @@ def test_whoever_makes_no_progress_is_named_after_the_timeout_and_what_is_known_
     verdict = first._look(2)
     assert verdict.missing == {
         1: "it was last seen in second: busy without progress, stopped or dead",
-        2: "it has not come back to Holdfast since first",
-        3: "it has not come to this call",
+        2: "it has not called Holdfast again since first",
+        3: "it has not joined this call",
     }
     assert watches[1]._look(2) == verdict  # which the others find
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from holdfast._ranks import private_group
 from holdfast._ranks.meeting import LinkedCollectives, meeting
 from holdfast._ranks.private_group import private_group_of
+from holdfast._ranks.transfers import Parcel
 from holdfast._ranks.trees import LARGEST_GROUP, groups_of, strides_of
 from holdfast.errors import CheckpointException, RankDisagreementError, RankLeftError
 from tests.many_ranks import run_forked
@@ -170,17 +172,12 @@ def pass_bytes_around() -> list[Any]:
     with group.round():
         group.combine(b"", b"".join)
         others = [rank for rank in group.neighbours if rank != group.rank]
-        places = {rank: [torch.zeros(1000 + n, dtype=torch.uint8) for n in range(3)] for rank in others}
-        waits = [group.receive(rank, place) for rank in others for place in places[rank]]
-        sent = {
-            (rank, n): torch.full((1000 + n,), group.rank * 10 + n, dtype=torch.uint8)
-            for rank in others
-            for n in range(3)
-        }
-        waits += [group.send(rank, content) for (rank, _), content in sent.items()]
-        for wait in waits:
-            wait()
-        return [(rank, [place.unique().tolist() for place in places[rank]]) for rank in others]
+        receives = [Parcel(rank, np.zeros(1000 + n, np.uint8)) for rank in others for n in range(3)]
+        sends = [Parcel(rank, np.full(1000 + n, group.rank * 10 + n, np.uint8)) for rank in others for n in range(3)]
+        group.exchange(sends, receives)
+        return [
+            (rank, [np.unique(content).tolist() for sender, content in receives if sender == rank]) for rank in others
+        ]
 
 
 def test_neighbours_send_each_other_bytes():

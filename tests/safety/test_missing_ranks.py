@@ -1,4 +1,4 @@
-"""A rank that does not come, hangs, is stopped or dies: all others raise before long and name it, and can go on.
+"""A rank that does not join, hangs, is stopped or dies: all others raise before long and name it, and can go on.
 
 The process group itself would wait for much longer than these tests may take.
 """
@@ -220,7 +220,7 @@ def test_a_rank_that_comes_late_is_waited_for(folder: Path):
 def test_before_the_ranks_ever_met(folder: Path):
     for error, _ in check("save", "never comes", "", 2, folder, met_before=False):
         assert "did not join holdfast.save to" in str(error)
-        assert "it has not come to this call" in str(error)
+        assert "it has not joined this call" in str(error)
 
 
 def test_where_a_rank_hangs_is_said(folder: Path):

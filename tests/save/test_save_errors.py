@@ -355,7 +355,7 @@ def test_a_rank_that_does_not_come_is_named(ranks: RankPool, tmp_path, calls_bef
     outcomes = ranks(3).run(all_but_one, str(tmp_path / "x"), calls_before, group_timeout=2)
     for missing, told in (outcomes[0], outcomes[2]):
         assert missing == [1]
-        assert "rank 1 (it has not come to this call)" in told
+        assert "rank 1 (it has not joined this call)" in told
     assert not (tmp_path / "x").exists()
 
 

@@ -133,7 +133,7 @@ class Division(NamedTuple):
 
 
 class DivisionNumbers:
-    """Different divisions, numbered in the order in which they come.
+    """Different divisions, numbered in the order in which they are first seen.
 
     Those of a mesh of thousands of ranks take long to compare, and most tensors have the very same one.
 

@@ -23,7 +23,7 @@ from holdfast._dcp.save_planner import DefaultSavePlanner
 from holdfast._dcp.shared_plan import OwnCopies
 from holdfast._dcp.shared_save import Offer, SharedSave, does_what_ours_do
 from holdfast._dcp.storage import StorageWriter, WriteResult
-from holdfast._dcp.stored_columns import StoredColumns, places_of
+from holdfast._dcp.stored_columns import StoredColumns, planned_places
 from holdfast._dcp.writer import _FileSystemWriter
 from holdfast._formats.dcp.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
 from holdfast._formats.dcp.plan import SavePlan
@@ -56,7 +56,7 @@ def save_state(
 
 
 class Committed(NamedTuple):
-    """What the coordinator tells the others in the end, if they know everything else."""
+    """What the coordinator sends the others in the end, where they know everything else."""
 
     storage_meta: StorageMeta | None
     version: str | None
@@ -75,7 +75,7 @@ class _Save:
         self.destination: str | None = None
         self.metadata: Metadata | None = None
         self.shared: SharedSave | None = None
-        """Set where this rank could do without being told a plan."""
+        """Set where this rank could compute the plan."""
         self.proposed: list[Any] = []
         """What the plans of the ranks consist of, until they are replaced by the common one."""
         self.used: list[Any] = []
@@ -154,7 +154,7 @@ class _Save:
         assert self.shared is not None
         assert self.shared.plan is not None
         metadata = self._describe_shares()
-        places = places_of(self.shared.plan, stored)
+        places = planned_places(self.shared.plan, stored)
         writer = cast(_FileSystemWriter, self.writer)
         writer.finish_shared_plan(metadata, places, [part.hosts() for part in stored])
         self.metadata = metadata

@@ -1,7 +1,7 @@
 """Plans that every rank computes for itself, where all ranks have described the same state.
 
 What a rank would send to the coordinator follows from the keys and from the rules by which tensors are divided. If all
-ranks have the same of both, each of them knows what all of them write, and nobody needs to be told.
+ranks have the same of both, each of them knows what all of them write, and no plan is sent.
 """
 
 from __future__ import annotations

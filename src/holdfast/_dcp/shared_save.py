@@ -1,4 +1,4 @@
-"""Saving by plans that every rank computes: when that is possible, and what the ranks tell each other.
+"""Saving by plans that every rank computes: when that is possible, and what the ranks exchange.
 
 It takes a planner and a writer that do what ours do. A class that has something else to say about plans is asked, as
 ever, and the objects that it knows travel.
@@ -25,7 +25,7 @@ class Offer(NamedTuple):
     """What a rank has to say before anybody plans; of several ranks together, what they agree on."""
 
     digest: bytes | None = None
-    """Of all that the ranks must have in common; None if there is something that only plans can tell."""
+    """Of all that the ranks must have in common; None if there is something that only plans can say."""
     copies: int = 0
     """0, added up over all ranks, if all copies are equal."""
     generation: str | None = None
@@ -108,7 +108,7 @@ class SharedSave:
         return self._copies
 
     def settle(self, copies: Sequence[OwnCopies]) -> Settled:
-        """On the coordinator, with the copies of all ranks, which differ: raise or warn, and say who writes his."""
+        """On the coordinator, with the copies of all ranks, where some differ: raise, or warn and choose writers."""
         assert self._layout is not None
         found = differing(
             (item, rank, digest) for rank, own in enumerate(copies) for item, digest in own.digests.items()

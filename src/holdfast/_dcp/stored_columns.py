@@ -41,7 +41,7 @@ class StoredColumns(NamedTuple):
         return dict.fromkeys(self.files, self.host)
 
 
-def places_of(plan: ComputedPlan, stored: Sequence[StoredColumns]) -> PlaceColumns:
+def planned_places(plan: ComputedPlan, stored: Sequence[StoredColumns]) -> PlaceColumns:
     """Where all items are. Raises if one was not written that the plan has, or one that it has not."""
     counts = [len(part.columns) for part in stored]
     every = np.concatenate([part.columns.astype(np.int64) for part in stored])

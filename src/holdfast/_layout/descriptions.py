@@ -71,7 +71,7 @@ class SavingRanks(NamedTuple):
 
     @property
     def everywhere(self) -> Division:
-        """The rule for what all of them have the whole of."""
+        """The rule for what each of them has completely."""
         return _EVERYWHERE if self.world_size == 1 else Division(copies=((self.world_size, 1),))
 
 

@@ -22,7 +22,7 @@ def dtensor_division(dtensor: DTensor, world_size: int, members: tuple[int, ...]
     """The rule by which a DTensor is divided over the ranks that save it.
 
     ``members`` are these ranks as the whole job counts them; None for all. The ranks of the rule are positions among
-    them. None if there is no rule: a rank would have several boxes, or somebody has a part who does not save.
+    them. None if there is no rule: a rank would have several boxes, or one that does not save has a part.
     """
     mesh, order = dtensor.device_mesh, given_shard_order(dtensor)
     known = _known.setdefault(mesh, {})

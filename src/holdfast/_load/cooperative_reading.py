@@ -3,7 +3,7 @@
 It goes in rounds. In each of them a rank sends the batch that it has read to those that want parts of it, and receives
 what others have read for it; the next batch is being read meanwhile. Every rank knows all rounds beforehand and goes
 through all of them whatever happens to it: after a failure it reads nothing more and sends zeros, so that nobody waits
-in vain, and the end of the step tells everybody.
+in vain, and all ranks learn of it at the end of the step.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Prepared:
     arrays: list[npt.NDArray[Any]]
     """One for each of its units."""
     buffer: Bytes | None
-    """What they lie in, if that is no memory of the state."""
+    """The buffer that has them; None if they were read into the state."""
     bytes_read: int = 0
 
 

@@ -110,11 +110,6 @@ class RankPlan:
         return sum(volume(region.box.sizes) for region in self.writes) + self.dense.elements
 
     @property
-    def regions_to_check(self) -> list[Region]:
-        """All that is stored and will be read."""
-        return [*self.regions, *(region for fill in self.dense.fills() for region in regions_of(fill))]
-
-    @property
     def stored_keys(self) -> list[str]:
         """All keys of the checkpoint."""
         return [leaf.key for leaf in self.root.leaves()]

@@ -156,12 +156,12 @@ def _is_dense(places: Sequence[Into]) -> bool:
 
 
 _DIGESTS, _RECORD = 16, 40
-"""Bytes: of a digest, and of what ranks tell each other first."""
+"""Bytes: of a digest, and of what ranks exchange first."""
 
 
 @dataclass(frozen=True)
 class _Exchange:
-    """How the ranks of a cell tell each other what they want."""
+    """How the ranks of a cell exchange what they want."""
 
     transfers: Transfers
     rank: int

@@ -25,7 +25,7 @@ _WORTH_IT = 1.05
 digest block more than it needs, or about as much as a request costs, so that small tensors are rather read by one."""
 
 _GAPS = 1.05
-"""So many times as many elements as are wanted may lie in a box that is read for several."""
+"""So many times as many elements as are wanted may be in a box that is read for several."""
 
 ALIGNMENT = 16
 """Where the elements of a part of a batch may begin, so that every library takes them as they are."""
@@ -150,7 +150,7 @@ class SharedBatch:
         return sorted({rank for unit in self.units for piece in unit.pieces for rank in piece.ranks})
 
     def places(self) -> list[tuple[int, int]]:
-        """Where the units lie, if they are all in one buffer."""
+        """Where the units are, if they are all in one buffer."""
         found, at = [], 0
         for unit in self.units:
             found.append((at, at + unit.nbytes))
@@ -316,7 +316,7 @@ def _bounds(boxes: Sequence[Box]) -> Box:
 
 
 def _span(box: Box, chunk: ChunkPlace) -> int:
-    """How many elements of a chunk lie from the first to the last one of a box: about what is read for it.
+    """How many elements of a chunk there are from the first to the last one of a box: about what is read for it.
 
     >>> _span(Box((0, 1), (2, 2)), ChunkPlace((0, 0), (2, 10), "file", 0, 20, None))
     12

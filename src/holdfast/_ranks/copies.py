@@ -1,8 +1,8 @@
 """Whether what several ranks hold is the same everywhere, found out with one number that the ranks add up.
 
 Every rank has a digest of each thing that others hold too. The lowest of its holders counts it as often as there are
-others, with the opposite sign. If all have the same digest, everything cancels out; if not, the sum is some other
-number, except once in 2**127 times.
+others, with the opposite sign. If all have the same digest, everything cancels out and the sum is 0. If not, it is some
+other number, as far as hashes of 128 bits are different.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What ranks say to each other: all of it is a question that goes up a tree of ranks, and an answer that comes down.
 
-So every exchange costs each rank a message to its leader and one from it, and nobody goes on before all have come.
+So every exchange costs each rank a message to its leader and one from it, and no rank goes on before all have asked.
 """
 
 from __future__ import annotations

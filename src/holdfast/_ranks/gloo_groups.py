@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 _HEADER = struct.Struct("<B?xxiIIQ")
 _FRAME = 512
 """Bytes. It makes no difference to gloo whether they are 50 or 500."""
-_ROOM = _FRAME - _HEADER.size
+_INLINE_BYTES = _FRAME - _HEADER.size
 
 _FRAMES, _TRANSFERS, _NOTHING = range(3)
 """Tags. Nobody ever sends with the last one, or with a higher one."""
@@ -63,11 +63,11 @@ class GlooGroup:
         box = bytearray(_FRAME)
         payload = frame.payload
         _HEADER.pack_into(box, 0, frame.status, frame.split, frame.only, frame.round, frame.exchange, len(payload))
-        box[_HEADER.size : _HEADER.size + min(len(payload), _ROOM)] = payload[:_ROOM]
+        box[_HEADER.size : _HEADER.size + min(len(payload), _INLINE_BYTES)] = payload[:_INLINE_BYTES]
         to = self.members.index(rank)
         works.append(self._backend.send([_over(box)], to, _FRAMES))
-        if len(payload) > _ROOM:
-            works.append(self._backend.send([_over(bytearray(payload[_ROOM:]))], to, _FRAMES))
+        if len(payload) > _INLINE_BYTES:
+            works.append(self._backend.send([_over(bytearray(payload[_INLINE_BYTES:]))], to, _FRAMES))
 
         def wait() -> None:
             for work in works:
@@ -84,9 +84,9 @@ class GlooGroup:
         def wait() -> Frame:
             work.wait(_FOR_EVER)
             status, split, only, round_number, exchange, size = _HEADER.unpack_from(box)
-            payload = bytes(memoryview(box)[_HEADER.size : _HEADER.size + min(size, _ROOM)])
-            if size > _ROOM:
-                rest = bytearray(size - _ROOM)
+            payload = bytes(memoryview(box)[_HEADER.size : _HEADER.size + min(size, _INLINE_BYTES)])
+            if size > _INLINE_BYTES:
+                rest = bytearray(size - _INLINE_BYTES)
                 self._backend.recv([_over(rest)], source, _FRAMES).wait(_FOR_EVER)
                 payload += rest
             return Frame(status, round_number, exchange, payload, split, only)

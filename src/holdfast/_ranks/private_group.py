@@ -282,29 +282,22 @@ class PrivateGroup(TreeConnection, Exchanges):
         first = self.rank // leaf * leaf
         return range(first, min(first + leaf, len(self.members)))
 
-    def send(self, rank: int, content: torch.Tensor) -> Callable[[], None]:
-        """Begin to send contiguous CPU memory to a neighbour. Returns what waits until the memory may change again.
-
-        The neighbour must receive as many bytes. Several may be on their way at a time; they arrive in the order in
-        which they were sent. Only after an exchange of the same round, which has connected the ranks.
-        """
-        gloo = self._leaf()
-        wait = self._begin(rank, lambda: gloo.send_bytes(rank, content))
-        return lambda: self._wait_for([rank], [wait])[0]
-
-    def receive(self, rank: int, place: torch.Tensor) -> Callable[[], None]:
-        """Begin to receive what a neighbour sends, into contiguous CPU memory. Returns what waits until it is there."""
-        gloo = self._leaf()
-        wait = self._begin(rank, lambda: gloo.receive_bytes(rank, place))
-        return lambda: self._wait_for([rank], [wait])[0]
-
     @interrupts_wait()
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
-        """See ``Transfers``: all at once, with neighbours."""
-        waits = [self.receive(rank, torch.from_numpy(content)) for rank, content in receives]
-        waits += [self.send(rank, torch.from_numpy(content)) for rank, content in sends]
-        for wait in waits:
-            wait()
+        """See ``Transfers``. Only after an exchange of messages in the same round, which has connected the ranks.
+
+        Several parcels for one rank arrive in the order in which they were sent.
+        """
+        if not sends and not receives:
+            return
+        gloo = self._leaf()
+        waits = [
+            (rank, self._begin(rank, partial(begin, rank, torch.from_numpy(content))))
+            for begin, parcels in ((gloo.receive_bytes, receives), (gloo.send_bytes, sends))
+            for rank, content in parcels
+        ]
+        for rank, wait in waits:
+            self._wait_for([rank], [wait])
 
     def _leaf(self) -> GlooGroup:
         self._refuse_if_over()

@@ -1,7 +1,7 @@
 """Who is where: every rank that is in a call for longer notes how far it is, so that no wait is without a name.
 
 The notes are in a store that all ranks reach. A rank that waits looks at the notes of those that it waits for. When one
-of them has made no progress for too long (it never came, hangs, was stopped), it writes a verdict, which all others
+of them has made no progress for too long (it never joined, hangs, was stopped), it writes a verdict, which all others
 find. Nothing of this happens in calls that take less than a moment, nor anything per message.
 """
 
@@ -32,7 +32,7 @@ _RANKS_PER_SECOND = 1000
 
 
 _PROGRESS = 1 << 20
-"""Bytes that a process reads and writes by the way, which are no sign of progress."""
+"""Bytes that a process reads and writes in passing, which are no sign of progress."""
 
 
 def bytes_of_process() -> int:
@@ -181,7 +181,7 @@ class Watch:
     call: int = 0
     exchange: int = 0
     waits_for: Sequence[int] = ()
-    """Set by who waits; those that may have come too, the next one first."""
+    """Set by who waits; those that may have joined too, the next one first."""
     name: str = ""
     timeout: float = 0.0
     progress: Progressing | None = None
@@ -311,7 +311,7 @@ class Watch:
                 self._seen.pop(rank, None)
                 continue
             if not self._has_roll() and rank != waits_for[0]:
-                continue  # it may have come, for all that is known
+                continue  # it may have joined: nobody can know without the notes
             sight = self._sight_of(note)
             seen = self._seen.get(rank)
             if seen is None or seen.sight != sight:
@@ -340,7 +340,7 @@ class Watch:
             return "nothing is known of it, since the process group's store is gone"
         elsewhere = self.roll().elsewhere(rank)
         if note is None:
-            return f"it has not come to this call{elsewhere}"
+            return f"it has not joined this call{elsewhere}"
         if note.call < self.call:
-            return f"it has not come back to Holdfast since {note.name}{elsewhere}"
+            return f"it has not called Holdfast again since {note.name}{elsewhere}"
         return f"it was last seen in {note.describe()}: busy without progress, stopped or dead{elsewhere}"

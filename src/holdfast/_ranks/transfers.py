@@ -1,4 +1,4 @@
-"""Bytes from rank to rank: memory that is filled on one rank with what lies in the memory of another.
+"""Bytes from rank to rank: memory of one rank is filled with what is in the memory of another.
 
 Everybody knows beforehand what comes from whom, so that nothing but the bytes is sent: no headers, nothing pickled.
 """
@@ -19,7 +19,7 @@ from holdfast.errors import ConnectionLostError
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _TAG = 0x484F
-"""Of messages over a group of the program, so that they do not get mixed up with messages of the program."""
+"""Of messages over a group of the program, to keep them apart from messages of the program."""
 
 
 class Parcel(NamedTuple):
@@ -74,7 +74,7 @@ class GroupTransfers:
         """Send all and receive all."""
         if not sends and not receives:
             return
-        # In one batch, and by ascending ranks on both sides: so do backends want it that know no tags.
+        # In one batch, and by ascending ranks on both sides: backends without tags match messages by their order.
         outgoing = [(dist.isend, rank, torch.from_numpy(content).to(self._device)) for rank, content in sends]
         incoming = [
             (dist.irecv, rank, torch.empty(content.nbytes, dtype=torch.uint8, device=self._device))

@@ -1,9 +1,7 @@
-"""Whether all ranks have the same to save: told by digests of a few bytes, joined on their way to all.
+"""Whether all ranks have the same to save: found out by digests of a few bytes, joined on their way to all.
 
 What must be the same is the tree, what the tensors are, and the rules by which they are divided. If it is, every rank
-knows what all others would say. Copies are compared on the same way. Each copy counts as a number made of its digest
-and of what it is a copy of; the first of several copies is taken away as often as there are others. So all of them add
-up to nothing if the copies of everything are equal, and only then, as far as digests can tell.
+knows what all others would say. Copies are compared along with it, by a sum (``holdfast._ranks.copies``).
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ import xxhash
 from holdfast._base.divisions import Division, DivisionNumbers
 from holdfast._base.json_parts import dumps
 from holdfast._layout.descriptions import TensorDescription
-
-_PRIME = (1 << 127) - 1
+from holdfast._ranks.copies import added_up, share_of_copy
 
 
 class Ballot(NamedTuple):
@@ -31,7 +28,7 @@ class Ballot(NamedTuple):
     own_tensors: int = 0
     """That each rank has of its own."""
     copies: int = 0
-    """What the copies of everything add up to: nothing if they are equal."""
+    """What the copies of everything add up to: 0 if they are equal."""
     generation: str = ""
     """The name of the save, which the coordinator gives it."""
 
@@ -44,7 +41,7 @@ class Ballot(NamedTuple):
 def joined(ballots: Sequence[Ballot]) -> Ballot:
     """Those of several ranks as one.
 
-    >>> joined([Ballot(b"x", True, copies=3, generation="a"), Ballot(b"x", True, copies=_PRIME - 3)]).is_unanimous
+    >>> joined([Ballot(b"x", True, copies=3, generation="a"), Ballot(b"x", True, copies=added_up([-3]))]).is_unanimous
     True
     >>> joined([Ballot(b"x", True), Ballot(b"y", True)]).is_unanimous
     False
@@ -54,7 +51,7 @@ def joined(ballots: Sequence[Ballot]) -> Ballot:
         first.digest,
         all(each.agree and each[:3] == first[:3] for each in ballots),
         first.own_tensors,
-        sum(each.copies for each in ballots) % _PRIME,
+        added_up(each.copies for each in ballots),
         "".join(each.generation for each in ballots),
     )
 
@@ -75,22 +72,22 @@ def digest_of_tree(tree: Any, kinds: Any) -> bytes:
 
 
 def sum_of_copies(descriptions: Iterable[TensorDescription], rank: int, world_size: int) -> int:
-    """What this rank's copies count, of tensors that are described alike on all ranks."""
-    total = 0
-    places: dict[int, tuple[int, int, int]] = {}
+    """What this rank adds to the sum of copies, of tensors that are described alike on all ranks."""
+    shares: list[int] = []
+    places: dict[int, tuple[int, int]] = {}
     for number, described in enumerate(descriptions):
         division = described.division
         if described.digests and division is not None:
             if id(division) not in places:
                 places[id(division)] = _place_of(rank, division, world_size)
-            part, copy, others = places[id(division)]
+            part, copy = places[id(division)]
             (digest,) = described.digests
-            counted = xxhash.xxh3_128_intdigest(b"%d %d %b" % (number, part, digest))
-            total += counted if copy else -others * counted
-    return total % _PRIME
+            copies = division.copy_count
+            shares.append(share_of_copy(f"{number} {part}", digest, copies=copies, is_first=copy == 0))
+    return added_up(shares)
 
 
-def _place_of(rank: int, division: Division, world_size: int) -> tuple[int, int, int]:
-    """Which part a rank has, the how many-th copy of it, and how many others there are."""
+def _place_of(rank: int, division: Division, world_size: int) -> tuple[int, int]:
+    """The number of the part that a rank has, and of its copy of that part."""
     parts, copies = np.nonzero(division.ranks_with(world_size=world_size) == rank)
-    return int(parts[0]), int(copies[0]), division.copy_count - 1
+    return int(parts[0]), int(copies[0])

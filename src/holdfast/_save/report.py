@@ -23,7 +23,7 @@ class SaveReport:
     """How many seconds each took, by rank: ``capture``, ``stage`` (the copy of a background save), ``plan``, ``write``;
     and ``commit``, which one rank does. Of many ranks only those that ``ranks`` lists."""
     ranks: Sequence[int] = ()
-    """The ranks that ``phases`` tells of: all, or the 20 slowest."""
+    """The ranks that ``phases`` has numbers of: all, or the 20 slowest if there are more."""
 
     @property
     def slowest_rank(self) -> int:

@@ -1,4 +1,4 @@
-"""``holdfast.save``: capture on every rank, agree, write on every rank, commit."""
+"""``holdfast.save``: capture on every rank, plan together, write on every rank, commit."""
 
 from __future__ import annotations
 

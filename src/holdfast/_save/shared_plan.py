@@ -2,7 +2,7 @@
 
 Every tensor follows a rule (``holdfast._base.divisions``) that all ranks know, so that nobody needs to ask what the
 others have. What only one rank has, that one writes. What several have is balanced by bytes: large parts are cut
-further, as many ranks as have them writing a share each; small ones are left whole and given, one after the other, to
+further, as many ranks as have them writing a share each; small ones are not cut, and given, one after the other, to
 those who have least to write. All of it is arithmetic with whole numbers in an order that is the same everywhere.
 
 That the shares tile every tensor needs no proof: they are the parts of a rule, which has no gaps, and each has one
@@ -59,7 +59,7 @@ def has_a_rule(description: TensorDescription) -> bool:
     division = description.division
     if division is None:
         return False
-    if description.rank is not None:  # of which somebody must have the whole
+    if description.rank is not None:  # somebody must have all of it
         return bool(description.boxes) or 0 in description.shape
     if description.from_first_rank:  # rather than of the first in a mesh, which may list its ranks in any order
         return not division.cuts and division.ranks is None
@@ -96,14 +96,15 @@ def share_out(
     choices = _balanced(kind_of, world_size)
     stored: list[StoredTensor] = []
     chunks: list[ChunkToWrite] = []
-    writes = np.zeros(world_size, np.bool_)
     for number, (ref, kind, choice) in enumerate(zip(refs, kind_of, choices, strict=True)):
         stored.append(StoredTensor(ref, kind.division, kind.firsts[choice]))
-        writes[kind.writers[kind.nbytes > 0, choice]] = True
         chunks += [
             ChunkToWrite(number, ref.key, ref.dtype, ref.shape, offsets, sizes)
             for offsets, sizes in kind.boxes_of(rank, choice)
         ]
+    writes = np.zeros(world_size, np.bool_)
+    for kind, choice in set(zip(kind_of, choices, strict=True)):  # once for all tensors that are stored alike
+        writes[kind.writers[kind.nbytes > 0, choice]] = True
     return SharedPlan(stored, chunks, ties, int(writes.sum()))
 
 

@@ -272,7 +272,7 @@ MOST_RANKS_TIMED = 20
 
 
 def busiest(ranks: Sequence[Mapping[str, float]], most: int = MOST_RANKS_TIMED) -> list[int]:
-    """The ranks to tell of, in their order: the slowest in each phase, and of the others those that were busy longest.
+    """The ranks to report, in their order: the slowest in each phase, and of the others those that were busy longest.
 
     >>> busiest([{"write": 1.0}, {"write": 3.0}, {"write": 2.0, "plan": 0.5}], 2), busiest([{}, {}])
     ([1, 2], [0, 1])

@@ -1,1 +1,1 @@
-"""Holdfast's own format, as docs/format.md describes it: record, columns, values, data files."""
+"""Holdfast's own format, as docs/format.md describes it: record, values, data files with their tables, index."""

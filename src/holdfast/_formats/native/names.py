@@ -39,12 +39,12 @@ def data_file(generation: str, rank: int, number: int) -> str:
 
 
 def index_file(generation: str) -> str:
-    """The name of the file with the columns."""
+    """The name of the index; in version 1, of the file with the columns."""
     return f"index-{generation}.safetensors"
 
 
 def generation_of(name: str) -> str | None:
-    """The generation that a file belongs to; None if it is not a data file or columns file.
+    """The generation that a file belongs to; None if it is neither a data file nor an index.
 
     >>> generation_of("index-00112233aabbccdd.safetensors")
     '00112233aabbccdd'

@@ -51,7 +51,7 @@ class TensorShapes:
 
 
 def starts_of(counts: Numbers) -> Numbers:
-    """Where the first of each begins, if so many of each come one behind the other, and where the last one ends.
+    """Where the first of each begins, if so many of each follow each other, and where the last one ends.
 
     >>> starts_of(np.array([2, 3])).tolist()
     [0, 2, 5]

@@ -31,7 +31,7 @@ class TablePlace:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of a checkpoint. It is also what ranks tell each other of a file that was written: of a fixed size."""
+    """A file of a checkpoint. It is also what a rank reports of a file that it has written, so its size is bounded."""
 
     name: str
     nbytes: int
@@ -77,13 +77,13 @@ def files_from(rows: Any, source: str, *, tables: tuple[int, int] | None) -> lis
 
 
 def index_from(row: Any, generation: str, source: str) -> StoredFile:
-    """The file with the columns, or the index."""
+    """The index; in version 1, the file with the columns."""
     file = _file(row, source)
     digest = row.get("xxh3_128")
     if file.name != index_file(generation):
-        refuse(source, "names another save's columns", index_file(generation), file.name)
+        refuse(source, "names the index of another save", index_file(generation), file.name)
     if not isinstance(digest, str):
-        refuse(source, "has no digest of the columns", "32 hexadecimal digits", digest)
+        refuse(source, "has no digest of the index", "32 hexadecimal digits", digest)
     return StoredFile(file.name, file.nbytes, digest)
 
 

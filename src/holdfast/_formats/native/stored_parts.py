@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from holdfast._base.divisions import Cut, Division
+from holdfast._base.divisions import Cut, Division, DivisionNumbers
 from holdfast._base.json_objects import are_sizes
 from holdfast._base.json_parts import dumps
 from holdfast._formats.native.blocks import refuse
@@ -58,7 +58,7 @@ class _Chunk(Protocol):
 def parts_of_shares(
     tensors: Sequence[TensorRef], shares: Mapping[int, Iterable[_Chunk]] | Sequence[Iterable[_Chunk]]
 ) -> list[StoredParts]:
-    """Where tensors are stored, given the chunks that each rank writes: by a rule if one rank writes the whole."""
+    """Where tensors are stored, given the chunks that each rank writes: by a rule if one rank writes all of it."""
     by_rank = shares.items() if isinstance(shares, Mapping) else enumerate(shares)
     found: list[StoredParts | None] = [None] * len(tensors)
     listed: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = {}
@@ -98,22 +98,20 @@ NO_PLACES = Places((), (), ())
 
 def places_of(parts: Sequence[StoredParts]) -> Places:
     """What a record says of where tensors are stored."""
-    numbers: dict[Division, int] = {}
-    known: dict[int, int] = {}  # a division may have a list of all ranks, and it takes long to look into it
+    numbers = DivisionNumbers()
     division_of, first_of = [], []
     for stored in parts:
         if isinstance(stored, PartsByList):
             division_of.append(-1)
             first_of.append(0)
             continue
-        number = known.get(id(stored.division))
-        if number is None:
-            if stored.division.copies:
-                raise ValueError(f"a stored division has each part once, and {stored.division} has copies")
-            number = known[id(stored.division)] = numbers.setdefault(stored.division, len(numbers))
-        division_of.append(number)
+        division_of.append(numbers.of(stored.division))
         first_of.append(stored.first)
-    return Places(list(numbers), division_of, first_of)
+    divisions = [division for division in numbers.known if division is not None]
+    for division in divisions:
+        if division.copies:
+            raise ValueError(f"a stored division has each part once, and {division} has copies")
+    return Places(divisions, division_of, first_of)
 
 
 def division_rows(divisions: Sequence[Division]) -> tuple[list[str], list[str]]:
@@ -185,7 +183,7 @@ def checked_places(
         elif not 0 <= first < MOST_RANKS:
             what, expected, found = "has no valid first rank for", f"below {MOST_RANKS}", first
         elif division is not None and dims[division] >= ndim:
-            what, expected, found = "cuts along a dimension that it has not:", f"below {ndim}", dims[division]
+            what, expected, found = "cuts a dimension that does not exist, of", f"below {ndim}", dims[division]
         else:
             continue
         for ref, *other in zip(tensors, given, first_of, map(len, shapes), strict=True):

@@ -85,14 +85,14 @@ class NativeCheck:
                 "holdfast-inspect",
             )
         for number in sorted(self._wrong):
-            self._tell_of_blocks(number)
+            self._report_blocks(number)
 
     def _columns(self) -> Columns | None:
         """Those of version 1, if they can be read."""
         try:
             columns = self._source.columns
         except (HoldfastError, OSError) as error:
-            self._tell_of_index(error, self._record.tensors)
+            self._report_index(error, self._record.tensors)
             self._check_sizes_only()
             return None
         self._check_overlaps(range(len(self._record.tensors)), lambda number: self._source.chunks(self._key(number)))
@@ -111,7 +111,7 @@ class NativeCheck:
         except (HoldfastError, OSError) as error:
             division_of = self._record.places.division_of
             without_rule = [ref for ref, number in zip(self._record.tensors, division_of, strict=True) if number < 0]
-            self._tell_of_index(error, without_rule)
+            self._report_index(error, without_rule)
             lost.update(number for number, division in enumerate(division_of) if division < 0)
             for number in set(range(len(self._record.tensors))) - lost:
                 if self._is_chosen(self._record.tensors[number].key):
@@ -122,7 +122,7 @@ class NativeCheck:
             try:
                 tables.table(file)
             except (HoldfastError, OSError) as error:
-                self._tell_of_table(file, needed_by.get(file, ()), error)
+                self._report_table(file, needed_by.get(file, ()), error)
                 lost.update(needed_by.get(file, ()))
             else:
                 self._readable.add(file)
@@ -130,8 +130,8 @@ class NativeCheck:
         if self.has_digests and len(self._readable) < len(wanted):
             unknown = len(wanted) - len(self._readable)
             self.doubts.append(f"the data of {unknown} file(s), whose tables are lost, could not be compared")
-        whole = [number for number in range(len(self._record.tensors)) if number not in lost]
-        self._check_overlaps(whole, lambda number: tables.find([(number, None)]))
+        known = [number for number in range(len(self._record.tensors)) if number not in lost]
+        self._check_overlaps(known, lambda number: tables.find([(number, None)]))
         return tables.columns_of(self._readable)
 
     def _table(self, number: int, key: str | None) -> bytearray:
@@ -147,7 +147,7 @@ class NativeCheck:
         assert self._record.index is not None
         return bytearray(self._source.store.read(self._record.index.name))
 
-    def _tell_of_table(self, number: int, tensors: Sequence[int], error: Exception) -> None:
+    def _report_table(self, number: int, tensors: Sequence[int], error: Exception) -> None:
         """Without it nobody knows where in its file something is stored, so that nothing of it can be read."""
         file = self._record.files[number]
         assert file.table is not None
@@ -184,7 +184,7 @@ class NativeCheck:
                 except HoldfastError as error:
                     self.damage.append(Damage.from_error(error, file, self._names(key)))
 
-    def _tell_of_index(self, error: Exception, tensors: Iterable[TensorRef]) -> None:
+    def _report_index(self, error: Exception, tensors: Iterable[TensorRef]) -> None:
         """Without it nobody knows where these tensors are stored, so that none of them can be read."""
         keys = (name for ref in tensors if self._is_chosen(ref.key) for name in self._names(ref.key))
         index = self._record.index
@@ -280,7 +280,7 @@ class NativeCheck:
                 )
             )
 
-    def _tell_of_blocks(self, number: int) -> None:
+    def _report_blocks(self, number: int) -> None:
         """One entry for all adjacent damaged blocks."""
         file, block_bytes = self._record.files[number], self._record.block_bytes
         for first, last in runs_of(self._wrong[number]):

@@ -57,7 +57,7 @@ class Parts:
 
 
 def header_in(store: Store, name: str, nbytes: int | None = None) -> Header:
-    """The header of a data file, which has ``nbytes`` if it is whole."""
+    """The header of a data file, which has ``nbytes`` if it is intact."""
     path = store.path_of(name)
     with store.reader(name) as reader:
         if reader.size < LENGTH_BYTES:

@@ -59,7 +59,7 @@ def problems_of_tables(store: Store, record: Record, digesting: Digesting) -> It
                 damaged.append(number)
     if damaged:
         yield _tables_from_headers(store, record, damaged, digesting, lacking=lacking)
-    if record.index is not None and not _is_whole(store, record):
+    if record.index is not None and not _is_intact(store, record):
         yield _index_from_tables(store, record, possible=not damaged and not lacking)
 
 
@@ -149,7 +149,7 @@ def _counts(record: Record, number: int) -> dict[str, str]:
     return {"files": str(ranks.count(ranks[number])), "ranks": str(len(set(ranks)))}
 
 
-def _is_whole(store: Store, record: Record) -> bool:
+def _is_intact(store: Store, record: Record) -> bool:
     """Whether the index can be read."""
     with closing(NativeSource(store, record=record)) as source:
         assert source.tables is not None
@@ -166,7 +166,7 @@ def _index_from_tables(store: Store, record: Record, *, possible: bool) -> Plann
     path = store.path_of(record.index.name)
     problem = "the index, which says which ranks have stored what, is missing or damaged"
     if not possible:
-        return Planned(path, problem, "it can be rebuilt once all data files are whole")
+        return Planned(path, problem, "it can be rebuilt once all data files are intact")
 
     def rebuild() -> None:
         put_in_place(store, record, repair_now("columns", "the record and the tables", "kept"), _parts(store, record))

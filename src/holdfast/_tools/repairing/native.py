@@ -1,4 +1,4 @@
-"""Repairs checkpoints of our own format: columns from the record and the data files, a record from the data files.
+"""Repairs checkpoints of our own format: tables (in version 1, columns) from record and data files, and lost records.
 
 Nothing is destroyed: what is replaced is kept beside it, under another name. The record is put in place by a commit
 that fails if somebody else has changed it meanwhile, so a repair that is killed leaves what was there before.

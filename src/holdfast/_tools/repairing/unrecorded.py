@@ -341,7 +341,7 @@ class UnrecordedSave:
             raise
 
     def _repair(self) -> Repair:
-        if self.columns is None and (self.tables is None or not self.tables.are_whole):
+        if self.columns is None and (self.tables is None or not self.tables.are_intact):
             return repair_now("record", "the data files", "computed")
         others = "the columns" if self.tables is None else "their tables"
         if self.digests_computed:

@@ -74,7 +74,7 @@ class UnrecordedTables:
         ]
 
     @property
-    def are_whole(self) -> bool:
+    def are_intact(self) -> bool:
         """Whether no table is damaged."""
         return None not in self.tables
 
@@ -112,7 +112,7 @@ class UnrecordedTables:
         ]
 
     def digests(self) -> Digests | None:
-        """Of all blocks of all files; None if not all tables are whole."""
+        """Of all blocks of all files; None if not all tables are intact."""
         known = [table.digests for table in self.tables if table is not None]
         return np.concatenate([np.zeros(0, np.uint32), *known]) if len(known) == len(self.tables) else None
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from holdfast._ranks.exchanges import Exchanges, Join, entries_of
+from holdfast._ranks.exchanges import Exchanges, Join, as_list, entries_of
 from holdfast._ranks.packing import pack, unpack
 from holdfast._ranks.trees import groups_of, strides_of
 from holdfast._save.common_ground import Ballot
@@ -74,7 +74,7 @@ class SimulatedLink(Exchanges):
             with self._work.of_others():
                 if join is None:  # every rank adds its own entry to the list
                     (entry, *_) = entries_of(payload)
-                    single = payload[: _LENGTH + len(entry)]
+                    single = as_list([entry])
                     said = [single * len(group.led_by(member)) for member in others]
                 else:
                     said = _agreeing(payload, len(others))
@@ -100,12 +100,8 @@ class SimulatedLink(Exchanges):
         return found
 
 
-_LENGTH = 8
-"""Bytes of the number in front of each entry of a list."""
-
-
 def _agreeing(payload: bytes, count: int) -> list[bytes]:
-    """What so many others say who have the same as this rank: copies of everything add up to nothing."""
+    """What so many others say who have the same as this rank: copies of everything add up to 0."""
     if count and payload:
         kind, value = unpack(payload)
         if isinstance(value, Ballot):
