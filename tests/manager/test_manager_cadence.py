@@ -299,4 +299,4 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path):
     assert (after.step, after.metrics) == (2, {"loss": 7.0})
     assert after.identity != before.identity
     assert is_state_of(restored_from(tmp_path)[1], 99)
-    assert len(list((tmp_path / "step-00000002").iterdir())) == 3
+    assert len(list((tmp_path / "step-00000002").iterdir())) == 2

@@ -152,7 +152,7 @@ def test_what_another_checkpoint_would_not_help_against_is_raised(tmp_path):
 def test_a_checkpoint_of_a_newer_version_is_not_taken_for_damage(tmp_path):
     a_run(tmp_path, 1, 2)
     record = file_of(tmp_path, 2, "holdfast.json")
-    body = record.read_bytes().replace(b'"version":[1,', b'"version":[9,').rpartition(b',"check":')[0]
+    body = record.read_bytes().replace(b'"version":[2,', b'"version":[9,').rpartition(b',"check":')[0]
     record.write_bytes(body + b',"check":"%s"}\n' % xxhash.xxh3_128_hexdigest(body).encode())
     with pytest.raises(UnsupportedVersionError):
         restored_from(tmp_path)

@@ -119,7 +119,7 @@ class Interrupted(LocalStore):
         super().delete(names)
 
 
-@pytest.mark.parametrize("before", ["list", "create data", "create index", "commit"])
+@pytest.mark.parametrize("before", ["list", "create data", "commit"])
 @pytest.mark.parametrize("with_old", [False, True], ids=["first", "overwrite"])
 def test_a_save_during_which_another_one_committed_leaves_that_one_whole(tmp_path, before, with_old):
     if with_old:

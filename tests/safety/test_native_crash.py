@@ -121,7 +121,7 @@ def test_a_kill_at_any_system_call_of_a_first_save_leaves_nothing_or_a_whole_che
 def test_a_kill_at_any_system_call_of_an_overwrite_leaves_the_old_or_the_new_checkpoint(ranks: RankPool, tmp_path, new):
     (moments,) = ranks(1).run(kill_everywhere, tmp_path, new, True, process_group=False)
     check(moments, [1, 2])
-    assert len(moments) >= 15
+    assert len(moments) >= 10
 
 
 def cut_the_power_everywhere(folder: Path, new: Callable[[Path], None], with_old: bool) -> tuple[set[Any], set[Any]]:
@@ -256,7 +256,7 @@ def save_to_a_full_disk(folder: Path, kind: str, rank: int) -> str:
     return "saved"
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("data", 0), ("data", 1), ("index", 0), (".holdfast.json", 0)])
+@pytest.mark.parametrize(("kind", "rank"), [("data", 0), ("data", 1), (".holdfast.json", 0)])
 def test_an_error_on_one_rank_leaves_the_old_checkpoint_and_no_trace(ranks: RankPool, tmp_path, kind, rank):
     save(1, tmp_path)
     put_foreign_files(tmp_path)

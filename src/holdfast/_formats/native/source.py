@@ -12,9 +12,11 @@ import numpy as np
 
 from holdfast._base.box_bytes import row_major_strides
 from holdfast._base.boxes import Box, overlap, volume
+from holdfast._base.tuning import READ_BYTES
 from holdfast._formats.native.blocks import refuse
 from holdfast._formats.native.chunk_index import ChunkIndex, ColumnIndex, IndexBytes, TableIndex
 from holdfast._formats.native.columns import Columns, StoredChunk, chunk_volumes
+from holdfast._formats.native.kept_readers import KeptReaders
 from holdfast._formats.native.names import RECORD
 from holdfast._formats.native.read_plan import ByteRanges, Numbers, StridedCopy, cut_into_strided_copies, dense_ranges
 from holdfast._formats.native.readable_files import ReadableFile
@@ -99,6 +101,7 @@ class NativeSource(Source):
         self.identity = self.record.generation
         self._numbers = {ref.key: number for number, ref in enumerate(self.record.tensors)}
         self._checked_headers: set[int] = set()
+        self._kept = KeptReaders()
         stored = IndexBytes(self._read_table, self._read_index, store.path_of)
         self.tables = TableIndex(self.record, stored) if self.record.has_tables else None
         """Of the data files; None in version 1, where there are none."""
@@ -167,6 +170,18 @@ class NativeSource(Source):
         shared: bool = False,
     ) -> int:
         """Fill the memory of all requests and of whole tensors."""
+        with self._kept.during_call():
+            return self._read_many(requests, wholes, memory, verify=verify, shared=shared)
+
+    def _read_many(
+        self,
+        requests: Sequence[ReadRequest],
+        wholes: WholeReads,
+        memory: int | None,
+        *,
+        verify: bool,
+        shared: bool,
+    ) -> int:
         shared = shared and self._mostly_whole(requests, wholes)
         alone, others = self._only_chunks(wholes)
         requests = [*requests, *others.requests(self.tensors)]
@@ -258,9 +273,12 @@ class NativeSource(Source):
     def _read_table(self, number: int, key: str | None) -> bytearray:
         file = self.record.files[number]
         assert file.table is not None
-        with self._opener(file, key)() as reader:
+        with ExitStack() as stack:
+            reader = stack.enter_context(self._opener(file, key)())
             data = bytearray(file.table.nbytes)
             reader.read_into(file.table.begin, data)
+            if self.store.read_bytes > READ_BYTES:
+                self._kept.keep(file.name, reader, stack)
         return data
 
     def _chunks(self, key: str) -> Sequence[StoredChunk]:
@@ -330,6 +348,10 @@ class NativeSource(Source):
 
         @contextmanager
         def opened() -> Iterator[Reader]:
+            kept = self._kept.find(file.name)
+            if kept is not None:
+                yield kept
+                return
             with ExitStack() as stack:
                 try:
                     reader = stack.enter_context(self.store.reader(file.name))
