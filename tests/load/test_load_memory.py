@@ -159,7 +159,7 @@ def test_a_load_that_writes_less_than_the_state_has_fails(tmp_path, monkeypatch,
     def less(regions, source, *, dense, **options):
         return whole(regions[:-1], source, dense=dense.without([1])[0] if dense.keys else dense, **options)
 
-    monkeypatch.setattr("holdfast._load.load.read_regions", less)
+    monkeypatch.setattr("holdfast._load.read_division.read_regions", less)
     state = {"a": torch.zeros(3), "b": torch.zeros(4)}
     if kind == "converted":
         state = {key: tensor.double() for key, tensor in state.items()}

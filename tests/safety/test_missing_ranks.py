@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import holdfast
 import holdfast._load.load
+import holdfast._load.read_division
 import holdfast._save.save
 import holdfast.dcp as dcp
 from holdfast._ranks.meeting import meeting
@@ -72,7 +73,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "write": (holdfast._save.save, "write_chunks"),
     "commit": (holdfast._save.save, "commit_checkpoint"),
     "open": (holdfast._load.load, "open_source"),
-    "read": (holdfast._load.load, "read_regions"),
+    "read": (holdfast._load.read_division, "read_regions"),
     "dcp plan": (dcp.DefaultSavePlanner, "create_local_plan"),
     "dcp write": (dcp.FileSystemWriter, "write_data"),
     "dcp read": (dcp.FileSystemReader, "read_data"),

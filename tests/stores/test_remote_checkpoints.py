@@ -76,7 +76,7 @@ def test_ranks_save_replace_and_load_by_url_alone(ranks, bucket, url):
     assert_all_loaded(ranks(1).run(load, bucket, url), 2)
     left = names(bucket, url)
     assert "holdfast.json" in left
-    assert len(left) == 2 + 3  # the record, the index, and a file of every rank: nothing is left of the first save
+    assert len(left) == 1 + 3  # the record, and a file of every rank: nothing is left of the first save
     assert bucket.unfinished_uploads() == []
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast._load import load as load_module
+from holdfast._load import read_division
 from holdfast._watching import calls as calls_module
 from holdfast.errors import StateMismatchError
 from holdfast.watching import Event, about, subscribe, trace_to
@@ -69,7 +69,7 @@ def test_a_subscriber_that_fails_leaves_the_load_alone(path: str, caplog: pytest
 
 def load_with_one_slow_rank(path: str, trace: str) -> tuple[list[Event], int]:
     events: list[Event] = []
-    read_regions, late = load_module.read_regions, 0.0
+    read_regions, late = read_division.read_regions, 0.0
 
     def read_slowly(*args: Any, **kwargs: Any) -> Any:
         nonlocal late
@@ -78,7 +78,7 @@ def load_with_one_slow_rank(path: str, trace: str) -> tuple[list[Event], int]:
 
     clock = SimpleNamespace(time=time.time, perf_counter=lambda: time.perf_counter() + late)
     with pytest.MonkeyPatch.context() as patch, subscribe(events.append), trace_to(trace):
-        patch.setattr(load_module, "read_regions", read_slowly)
+        patch.setattr(read_division, "read_regions", read_slowly)
         patch.setattr(calls_module, "time", clock)
         report = holdfast.load({"w": torch.zeros(1000)}, path)
     return events, report.slowest_rank
