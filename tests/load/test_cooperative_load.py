@@ -337,7 +337,34 @@ def test_a_group_without_some_of_the_ranks_is_refused_on_all_of_them(ranks, tmp_
     assert "rank [2]" in ranks(3).run(load_over_a_group_of_some, tmp_path / "c")[0]
 
 
+def load_with_a_group_on_one_rank(path: Path) -> str:
+    group = dist.new_group()
+    with pytest.raises(
+        holdfast.errors.RankDisagreementError, match="only some ranks were given a transfer_group"
+    ) as info:
+        holdfast.load(
+            laid_out("ddp", 1), path, share_reads="job", transfer_group=group if dist.get_rank() == 1 else None
+        )
+    return str(info.value)
+
+
+def test_a_group_that_only_one_rank_was_given_is_refused_on_all_of_them(ranks, tmp_path):
+    ranks(1).run(save_as, "ddp", 1, tmp_path / "c")
+    assert len(ranks(2).run(load_with_a_group_on_one_rank, tmp_path / "c")) == 2
+
+
 # --- memory ---
+
+
+def load_with_other_budgets(path: Path) -> None:
+    state = laid_out("ddp", 4, blank=True)
+    holdfast.load(state, path, share_reads="job", memory_budget="300KB" if dist.get_rank() else "64MB")
+    assert_bits(state, content(4))
+
+
+def test_ranks_with_different_budgets_send_parts_that_all_can_take(ranks, tmp_path):
+    ranks(1).run(save_as, "ddp", 4, tmp_path / "c")
+    ranks(2).run(load_with_other_budgets, tmp_path / "c")
 
 
 class CountingNumpy:

@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 
 from holdfast._base.boxes import Box, place_of
+from holdfast._base.tuning import MEMORY_BUDGET
 from holdfast._formats.source import Into, Source
 from holdfast._load.cooperative_reading import Buffers, CooperativeReading
 from holdfast._load.filling import (
@@ -26,6 +27,7 @@ from holdfast._load.options import LoadOptions, ShareReads
 from holdfast._load.shared_reads import SharedReads, Want, decode_wants, encode_wants, numbered, plan_shared_reads
 from holdfast._ranks.machines import machine_digest
 from holdfast._ranks.transfers import Bytes, Parcel, Transfers
+from holdfast.errors import RankDisagreementError
 
 if TYPE_CHECKING:
     from holdfast._load.planning import RankPlan
@@ -87,22 +89,52 @@ def divide_reading(
     mode: ShareReads = options.share_reads
     if mode == "auto":
         mode = "job" if is_far else "off"
-    # One that sees a store as a far one is enough: the others lose little.
-    modes = ranks.combine("share", lambda: frozenset({mode}), lambda found: frozenset().union(*found))
-    if modes == {"off"}:
+    own_terms = _Terms(
+        frozenset({mode}),
+        MEMORY_BUDGET if options.memory_budget is None else options.memory_budget,
+        frozenset({options.transfer_group is not None}),
+    )
+    terms = ranks.combine("share", lambda: own_terms, _Terms.of_all)
+    if terms.modes == {"off"}:
         return alone
     with ranks.step("share"):
+        if len(terms.has_group) > 1:
+            raise RankDisagreementError(
+                "only some ranks were given a transfer_group, and would wait for the others in vain. Give it to all "
+                "ranks that load, or to none.",
+                views={ranks.rank: f"transfer_group={'a group' if options.transfer_group is not None else None}"},
+            )
         own = _OwnWants(plan, source)
-        buffers = Buffers.within(options.memory_budget)
+        buffers = Buffers.within(terms.memory)
         transfers = ranks.transfers(options.transfer_group)
     with ranks.step("share"):
         exchange = _Exchange(transfers, ranks.rank, transfers.neighbours)
-        wants = exchange.wants(own.wants, source, on_one_machine="job" not in modes)
+        wants = exchange.wants(own.wants, source, on_one_machine="job" not in terms.modes)
         shared = plan_shared_reads(source, wants, ranks.rank, buffers.part)
     if shared.is_empty:
         return alone
     together = CooperativeReading(shared, source, ranks.rank, own.places, transfers, buffers, verify=options.verify)
     return own.divided(alone, shared, together)
+
+
+class _Terms(NamedTuple):
+    """What must be the same for all ranks that read for each other."""
+
+    modes: frozenset[ShareReads]
+    """One that sees a store as a far one is enough: the others lose little."""
+    memory: int
+    """The least that any of them may use: it decides how large the parts are that are sent."""
+    has_group: frozenset[bool]
+    """Whether ranks were given a group to send over."""
+
+    @classmethod
+    def of_all(cls, given: list[_Terms]) -> _Terms:
+        """Those that hold for all."""
+        return cls(
+            frozenset().union(*(each.modes for each in given)),
+            min(each.memory for each in given),
+            frozenset().union(*(each.has_group for each in given)),
+        )
 
 
 class _OwnWants:
