@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cached_property
@@ -314,12 +313,7 @@ class NativeSource(Source):
         """Raise if large tensors cannot be what the record says, before anyone takes memory for them."""
         kinds = {(id(ref.dtype), id(ref.shape)): ref for ref in self.record.tensors}  # mostly there are a few of them
         if self.tables is not None:
-            often = Counter((id(ref.dtype), id(ref.shape)) for ref in self.record.tensors)
-            claimed = sum(ref.nbytes * often[kind] for kind, ref in kinds.items())
-            there = sum(file.data_end for file in self.record.files)
-            if claimed > there:
-                path = self.store.path_of(RECORD)
-                refuse(path, "has tensors that are larger than all its files", f"{there} bytes at most", claimed)
+            self._refuse_more_than_files(max((ref.nbytes for ref in kinds.values()), default=0))
         if all(ref.nbytes < _LARGE for ref in kinds.values()):
             return
         for number, ref in enumerate(self.record.tensors):
@@ -331,6 +325,16 @@ class NativeSource(Source):
                     if found != file.nbytes:
                         path = self.store.path_of(file.name)
                         refuse(path, "does not have the size that was recorded", file.nbytes, found, ref.key)
+
+    def _refuse_more_than_files(self, largest: int) -> None:
+        """Raise if all tensors together, of which none has more bytes than that, do not fit into the files."""
+        there = sum(file.data_end for file in self.record.files)
+        if largest * len(self.record.tensors) <= there:
+            return
+        claimed = sum(ref.nbytes for ref in self.record.tensors)
+        if claimed > there:
+            path = self.store.path_of(RECORD)
+            refuse(path, "has tensors that are larger than all its files", f"{there} bytes at most", claimed)
 
     def _files_with(self, number: int) -> Iterable[int]:
         """The files that a tensor is in, or may be in."""

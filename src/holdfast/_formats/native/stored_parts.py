@@ -165,12 +165,18 @@ def _is_cut(cut: Any) -> bool:
     return are_sizes(cut) and len(cut) == 2 and cut[0] < 1 << 10 and 1 <= cut[1] <= MOST_PARTS
 
 
+def _divisions_in(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
+    """What stands in each row as ``division`` and as ``first``."""
+    if set(map(len, rows)) <= {4}:  # a tensor has four members that it cannot lack
+        return [0] * len(rows), [0] * len(rows)
+    return [row.get("division", 0) for row in rows], [row.get("first", 0) for row in rows]
+
+
 def checked_places(
     tensors: Sequence[TensorRef], rows: Sequence[Mapping[str, Any]], divisions: Sequence[Division], source: str
 ) -> Places:
     """What a record says of each tensor as ``division`` and ``first``."""
-    given = [row.get("division", 0) for row in rows]
-    first_of = [row.get("first", 0) for row in rows]
+    given, first_of = _divisions_in(rows)
     if not {int, type(None)}.issuperset(map(type, given)) or not {int}.issuperset(map(type, first_of)):
         refuse(source, "does not say how tensors are divided", "numbers", "others")
     # Thousands of tensors are divided in a few ways, of which one each is looked at.
