@@ -192,11 +192,15 @@ def test_ranks_are_counted_among_those_that_save(ranks: RankPool):
 
 def rule_of_a_flattened_view():
     mesh = init_device_mesh("cpu", (2,))
-    return dtensor_division(dtensor_of(torch.arange(24).view(3, 8), mesh, [Shard(1)]).view(-1), 2)
+    flattened = dtensor_of(torch.arange(24).view(3, 8), mesh, [Shard(1)]).view(-1)
+    return dtensor_division(flattened, 2), flattened.placements[0].is_replicate()
 
 
 def test_a_flattened_view_has_no_rule(ranks: RankPool):
-    assert ranks(2).run(rule_of_a_flattened_view) == [None, None]
+    rules = ranks(2).run(rule_of_a_flattened_view)
+    if rules[0][1]:
+        pytest.skip("the installed torch gathers what is flattened, and so needs no strided shards")
+    assert rules == [(None, False)] * 2
 
 
 def rules_as_every_rank(mesh_shape, names):
