@@ -187,6 +187,10 @@ TABLES: dict[str, Callable[[T], None]] = {
     "a chunk without elements": put("chunk_sizes", 0, 0),
     "a chunk that is too small": put("chunk_sizes", 0, 1),
     "a chunk larger than its part": put("chunk_sizes", 0, 3),
+    "a chunk that covers its part and more": lambda table: (
+        put("chunk_begin", 0, 4096)(table),
+        put("chunk_sizes", 0, 3)(table),
+    ),
     "a huge chunk": put("chunk_sizes", 0, 2**62 - 1),
     "sizes that overflow": lambda table: table["chunk_sizes"].fill(1 << 61),
     "a chunk less": resized("chunk_tensor", lambda column: column[:-1]),
@@ -247,6 +251,19 @@ def test_a_forged_index_is_refused(forgery, attack):
     for read in WAYS:
         error = outcome(read, forgery.folder)
         assert isinstance(error, DamagedCheckpointError), (read.__name__, error)
+
+
+def test_parts_that_overlap_are_refused_though_the_tables_agree(forgery):
+    """They have as many elements as the tensor, and would leave some of it as it was before."""
+    bias = forgery.tables[1]["chunk_tensor"].tolist().index(1)
+    assert (bias, forgery.tables[1]["chunk_offsets"][2]) == (1, 3)
+    forgery.tables[1]["chunk_offsets"][2] = 0
+    forgery.index["part_offsets"][1] = 0
+    forgery.write()
+    for read in WAYS:
+        error = outcome(read, forgery.folder)
+        assert isinstance(error, DamagedCheckpointError), (read.__name__, error)
+        assert "overlap" in str(error)
 
 
 def test_members_of_a_later_minor_version_are_passed_over(forgery):

@@ -16,7 +16,7 @@ from holdfast._base.boxes import Box, overlap
 from holdfast._base.divisions import Cut, Division
 from holdfast._formats.native import chunk_index
 from holdfast._formats.native.source import NativeSource
-from holdfast._formats.native.stored_parts import PartsByRule, StoredParts, listed_parts, places_of
+from holdfast._formats.native.stored_parts import WHOLE, PartsByRule, StoredParts, listed_parts, places_of
 from holdfast._formats.source import ReadRequest, WholeReads
 from holdfast._stores.local_store import LocalStore
 from tests.formats.native.divided import rows_of, write_divided
@@ -143,6 +143,20 @@ def test_of_very_many_ranks_one_table_is_read(monkeypatch):
     assert len(store.table_reads()) == 1
     assert {read.name.split("-")[2] for read in store.reads} == {"77"}
     assert requests[0].into.tolist() == [[308, 309, 310, 311]]
+
+
+def test_of_very_many_files_of_a_rank_those_with_the_tensor_are_looked_at():
+    store = CountingMemoryStore(uuid.uuid4().hex)
+    arrays = {f"w{number}": np.arange(50, dtype=np.uint8) for number in range(30)}
+    write_divided(store, arrays, dict.fromkeys(arrays, PartsByRule(WHOLE)), 1, max_file_size=100)
+    source = NativeSource(store)
+    assert len(source.record.files) == 15
+    store.reads.clear()
+    into = np.zeros(7, np.uint8)
+    source.read([ReadRequest("w11", (3,), (7,), into)])
+    assert into.tolist() == list(range(3, 10))
+    source.read_many([], WholeReads.into({"w10": np.zeros(50, np.uint8)}))
+    assert len(store.table_reads()) == 1
 
 
 def test_many_tables_are_read_by_several_threads(monkeypatch):
