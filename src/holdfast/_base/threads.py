@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeVar
 
+from holdfast._base.tuning import RANKS_OF_A_MACHINE
 from holdfast.errors import OtherProcessError
 
 R = TypeVar("R")
@@ -272,3 +273,19 @@ def count_processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def processors_of_a_rank(*, shared: bool) -> int:
+    """How many of them there are for this process, if other ranks of its machine are at work at the same time.
+
+    >>> processors_of_a_rank(shared=False) == count_processors()
+    True
+    """
+    processors = count_processors()
+    if not shared:
+        return processors
+    launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # which torchrun and others set
+    ranks = int(launched) if launched.isdecimal() and int(launched) else RANKS_OF_A_MACHINE
+    if processors * ranks <= (os.cpu_count() or 1):
+        return processors  # each rank has some of its own
+    return max(1, processors // ranks)

@@ -79,6 +79,9 @@ READERS = 4
 """Threads that read, at most. Processors limit what comes from the page cache, and the number of requests that are
 under way what comes from a disk, so some more than there are processors help."""
 
+RANKS_OF_A_MACHINE = 4
+"""That share its processors, if whoever started them does not say."""
+
 SEVERAL_READERS_FROM = 32 * MIB
 """Less is not worth starting threads for."""
 
