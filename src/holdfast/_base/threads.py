@@ -129,24 +129,39 @@ def share_work(tasks: Iterable[T], workers: Sequence[Callable[[Iterator[T]], R]]
     499500
     """
     shared = _SharedTasks(tasks)
-    pool = some_threads(len(workers) - 1, name) if len(workers) > 1 else None
-    if pool is None:
-        return [workers[0](shared)]
-    jobs: list[Future[R]] = []
-    with pool:
-        try:
-            for worker in workers[1:]:
-                jobs.append(pool.submit(shared.until_one_fails, worker))  # noqa: PERF401 (an interrupt finds all jobs)
-            first = shared.until_one_fails(workers[0])
-            while wait(jobs, SIGNALS_WITHIN).not_done:
-                pass
-        except BaseException as error:
-            shared.stop(error)  # a signal is nothing that the other threads notice
-        finally:
-            wait_for_all(jobs)
+    jobs: list[tuple[threading.Thread, Future[R]]] = []
+    try:
+        for number, worker in enumerate(workers[1:]):
+            job: Future[R] = Future()
+            thread = threading.Thread(target=_complete, args=(job, shared, worker), name=f"{name}_{number}")
+            jobs.append((thread, job))  # before it starts: an interrupt finds all jobs
+            try:
+                thread.start()
+            except RuntimeError:  # there are no more to be had
+                jobs.pop()
+                break
+        first = shared.until_one_fails(workers[0])
+        while wait([job for _, job in jobs], SIGNALS_WITHIN).not_done:
+            pass
+    except BaseException as error:
+        shared.stop(error)  # a signal is nothing that the other threads notice
+    finally:
+        begun = [(thread, job) for thread, job in jobs if not job.cancel()]
+        wait_for_all(job for _, job in begun)
+        for thread, _ in begun:
+            thread.join()
     if shared.error is not None:
         raise shared.error
-    return [first, *(job.result() for job in jobs)]
+    return [first, *(job.result() for _, job in jobs)]
+
+
+def _complete(job: Future[R], shared: _SharedTasks[T], worker: Callable[[Iterator[T]], R]) -> None:
+    if not job.set_running_or_notify_cancel():
+        return  # whoever started this was interrupted, and waits no more
+    try:
+        job.set_result(shared.until_one_fails(worker))
+    except BaseException as error:
+        job.set_exception(error)
 
 
 class _SharedTasks(Generic[T]):
