@@ -41,10 +41,19 @@ from holdfast._formats.dcp.metadata import (
 from holdfast._formats.dcp.plan import LoadItemType, LoadPlan, ReadItem
 from holdfast._formats.dcp.stored_chunks import archived_elements, check_envelope, sealed_elements
 from holdfast._formats.dcp.transforms import ReaderTransforms, TransformRegistry
-from holdfast._formats.ranged_files import Ranges, ReadStep, StreamRanges, carry_out, is_plain, opened_ranges
+from holdfast._formats.ranged_files import (
+    Ranges,
+    ReadStep,
+    StreamRanges,
+    carry_out,
+    is_plain,
+    opened_ranges,
+    useful_threads,
+)
 from holdfast._formats.tensor_places import turned
 from holdfast._stores.filesystem import AnyPath, FileSystemBase, ReaderView
 from holdfast._stores.local_filesystem import FileSystem
+from holdfast._stores.store import CachedReader
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 
 
@@ -156,12 +165,23 @@ class FileSystemReader(StorageReader):
         files = self._by_file_and_blob(wanted)
         stored = sum(blob.info.length for blobs in files.values() for blob in blobs)
         in_threads = self._reads_plain_files() and stored >= SEVERAL_READERS_FROM and may_be_filled_at_once(planner)
+        threads = useful_threads(cached=self._seem_cached(files)) if in_threads else 1
         with ExitStack() as open_files:
             try:
-                carry_out(self._steps(files, planner, progress, open_files), in_threads=in_threads)
+                carry_out(self._steps(files, planner, progress, open_files), threads=threads)
             except BaseException:
                 progress.clear_what_is_half_read()
                 raise
+
+    def _seem_cached(self, files: Mapping[str, Sequence[StoredItems]]) -> bool:
+        """Whether there is probably no disk to wait for: the first and the last item can be had without."""
+        names = list(files)
+        for name, at in {(names[0], 0), (names[-1], -1)}:
+            info = files[name][at].info
+            with self._opened(name, files[name]) as file:
+                if not (isinstance(file, CachedReader) and file.is_cached(info.offset, min(info.length, MERGE_GAP))):
+                    return False
+        return True
 
     def _steps(
         self,

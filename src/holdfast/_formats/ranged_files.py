@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
 from holdfast._base.crc import crc32
-from holdfast._base.threads import in_order
+from holdfast._base.threads import count_processors, in_order
 from holdfast._base.tuning import (
     CACHED_READ_BYTES,
     MEMORY_BUDGET,
@@ -141,9 +141,10 @@ class ReadStep(Protocol):
         """What follows, given what ``read`` returned. The steps are finished in their order, by one thread."""
 
 
-def carry_out(steps: Iterable[ReadStep], *, in_threads: bool) -> None:
-    """Take all steps. The first error is raised when nothing is being read any more."""
-    if not in_threads:
+def carry_out(steps: Iterable[ReadStep], *, threads: int) -> None:
+    """Take all steps, in some threads of which this is one. The first error is raised when nothing is being read any
+    more."""
+    if threads == 1:
         for step in steps:
             step.finish(step.read())
         return
@@ -156,7 +157,12 @@ def carry_out(steps: Iterable[ReadStep], *, in_threads: bool) -> None:
         with torch.inference_mode(inference):
             return step.read()
 
-    under_way = in_order(read, steps, threads=READERS, ahead=READS_UNDER_WAY, name="holdfast-read")
+    under_way = in_order(read, steps, threads=threads, ahead=READS_UNDER_WAY, name="holdfast-read", joins=True)
     with closing(under_way):
         for step, result in under_way:
             step.finish(result)
+
+
+def useful_threads(*, cached: bool) -> int:
+    """How many of them read best: as many as there are processors where a disk is not waited for, more where it is."""
+    return min(READERS, count_processors()) if cached else READERS
