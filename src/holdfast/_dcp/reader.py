@@ -48,12 +48,12 @@ from holdfast._formats.ranged_files import (
     carry_out,
     is_plain,
     opened_ranges,
+    seems_cached,
     useful_threads,
 )
 from holdfast._formats.tensor_places import turned
 from holdfast._stores.filesystem import AnyPath, FileSystemBase, ReaderView
 from holdfast._stores.local_filesystem import FileSystem
-from holdfast._stores.store import CachedReader
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 
 
@@ -164,8 +164,9 @@ class FileSystemReader(StorageReader):
     def _read_items(self, wanted: Sequence[ReadItem], planner: LoadPlanner, progress: ItemCount) -> None:
         files = self._by_file_and_blob(wanted)
         stored = sum(blob.info.length for blobs in files.values() for blob in blobs)
-        in_threads = self._reads_plain_files() and stored >= SEVERAL_READERS_FROM and may_be_filled_at_once(planner)
-        threads = useful_threads(cached=self._seem_cached(files)) if in_threads else 1
+        threads = 1
+        if self._reads_plain_files() and stored >= SEVERAL_READERS_FROM and may_be_filled_at_once(planner):
+            threads = useful_threads(stored, cached=self._seem_cached(files))
         with ExitStack() as open_files:
             try:
                 carry_out(self._steps(files, planner, progress, open_files), threads=threads)
@@ -177,9 +178,8 @@ class FileSystemReader(StorageReader):
         """Whether there is probably no disk to wait for: the first and the last item can be had without."""
         names = list(files)
         for name, at in {(names[0], 0), (names[-1], -1)}:
-            info = files[name][at].info
             with self._opened(name, files[name]) as file:
-                if not (isinstance(file, CachedReader) and file.is_cached(info.offset, min(info.length, MERGE_GAP))):
+                if not seems_cached(file, files[name][at].info.offset):
                     return False
         return True
 

@@ -13,15 +13,17 @@ from holdfast._base.tuning import (
     CACHED_READ_BYTES,
     MEMORY_BUDGET,
     MEMORY_OF_A_READER,
+    MERGE_GAP,
     READ_BYTES,
     READERS,
     READS_UNDER_WAY,
+    SEVERAL_READERS_FROM,
     SMALLEST_BUFFER,
 )
-from holdfast._stores.file_reader import open_file
+from holdfast._stores.file_reader import FileReader, open_file
 from holdfast._stores.filesystem import AnyPath, FileSystemBase
 from holdfast._stores.local_filesystem import FileSystem
-from holdfast._stores.store import fill_in_pieces, too_short
+from holdfast._stores.store import CachedReader, fill_in_pieces, too_short
 from holdfast._stores.store_files import StoreFiles
 from holdfast.errors import DamagedCheckpointError
 
@@ -65,6 +67,19 @@ def opened_ranges(fs: FileSystemBase, path: AnyPath, *, plainly: bool) -> Iterat
     else:
         with fs.create_stream(path, "rb") as stream:
             yield StreamRanges(stream, path)
+
+
+@contextmanager
+def ranges_behind(stream: Any, fs: FileSystemBase, path: AnyPath) -> Iterator[Ranges]:
+    """The bytes of an open stream. Where it is a file of the local disk, several threads may read them."""
+    if type(fs).create_stream is not _OPENED_BY_THE_SYSTEM:
+        yield StreamRanges(stream, path)
+        return
+    reader = FileReader(os.dup(stream.fileno()), str(path), os.fstat(stream.fileno()).st_size)
+    try:
+        yield reader
+    finally:
+        reader.close()
 
 
 class StreamRanges:
@@ -163,6 +178,14 @@ def carry_out(steps: Iterable[ReadStep], *, threads: int) -> None:
             step.finish(result)
 
 
-def useful_threads(*, cached: bool) -> int:
-    """How many of them read best: as many as there are processors where a disk is not waited for, more where it is."""
+def useful_threads(nbytes: int, *, cached: bool) -> int:
+    """How many of them read so much best: as many as there are processors where no disk is waited for, or else more."""
+    if nbytes < SEVERAL_READERS_FROM:
+        return 1
     return min(READERS, count_processors()) if cached else READERS
+
+
+def seems_cached(file: Ranges, begin: int) -> bool:
+    """Whether what is at some place of a file can be had without waiting, which others will be like."""
+    size = min(MERGE_GAP, file.size - begin)
+    return size > 0 and isinstance(file, CachedReader) and bool(file.is_cached(begin, size))
