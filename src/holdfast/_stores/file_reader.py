@@ -40,7 +40,8 @@ class FileReader(CachedReader, SharedReader, PiecewiseReader):
         self._direct: int | None = None
         self._may_be_direct = True
         self._takes_any_memory = True
-        """Whether its disk may write to where a tensor is. Many want memory that is aligned."""
+        """Whether its disk may write to where a tensor is. Many want memory that is aligned. That a process which is
+        forked meanwhile gets what was meant for us cannot happen: systems that know what is cached pin the memory."""
         self._opening = threading.Lock()
 
     def read_into(self, begin: int, buffer: Buffer) -> None:

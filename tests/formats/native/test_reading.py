@@ -513,3 +513,18 @@ def test_a_thread_too_many_leaves_when_there_is_nothing_to_wait_for(cached, stay
     job = reading._Job(opened, [file], [""], BLOCK, {}, fill_cache=False)
     assert job.read(todo, stays=stays) == (3 - left) * BLOCK
     assert len(list(todo)) == left
+
+
+@pytest.mark.parametrize(("cached", "shared", "expected"), [(True, False, 3), (True, True, 1), (False, True, READERS)])
+def test_what_is_cached_is_read_by_as_many_threads_as_there_are_processors(cached, shared, expected, monkeypatch):
+    """Others would wait for a disk; here they would take the processors from those that read, or from other ranks."""
+    monkeypatch.setattr(reading, "processors_of_a_rank", lambda *, shared: 1 if shared else 3)
+    file = readable_files.ReadableFile("file", 3 * BLOCK, lambda: contextlib.nullcontext(Zeros(cached)), None)
+    into = [np.empty(BLOCK, np.uint8) for _ in range(3)] * 2
+    rows = [(0, n % 3 * BLOCK, BLOCK, array.ctypes.data, 0) for n, array in enumerate(into)]
+    workers: list[int] = []
+    monkeypatch.setattr(reading, "share_work", lambda _, each, __: workers.append(len(each)) or [0])
+    monkeypatch.setattr(reading, "plan_reads", lambda *_: [read_plan.DirectRead(*row) for row in rows])
+    with sizes(threaded=True):
+        reading.read_all(read_plan.ByteRanges.of(rows), [], [""], [file], BLOCK, shared=shared)
+    assert workers == [expected]
