@@ -528,3 +528,24 @@ def test_what_is_cached_is_read_by_as_many_threads_as_there_are_processors(cache
     with sizes(threaded=True):
         reading.read_all(read_plan.ByteRanges.of(rows), [], [""], [file], BLOCK, shared=shared)
     assert workers == [expected]
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 30 * BLOCK), st.integers(1, 3 * BLOCK)), min_size=1, max_size=8),
+    gap=st.sampled_from([0, BLOCK, 2 * BLOCK, 2 * BLOCK + 1]),
+)
+def test_runs_of_blocks_are_those_that_ranges_touch_and_small_gaps_between_them(rows, gap):
+    rows = sorted(rows)
+    first, end = rows[0][0] // BLOCK, -(-max(begin + nbytes for begin, nbytes in rows) // BLOCK) * BLOCK
+    ranges = read_plan.ByteRanges.of([(0, begin, nbytes, 1, 0) for begin, nbytes in rows])
+    read = read_plan.BufferedRead(0, first, end, ranges, [])
+    touched = [
+        any(at // BLOCK <= block <= (at + n - 1) // BLOCK for at, n in rows) for block in range(first, end // BLOCK)
+    ]
+    expected = list(touched)
+    for low, high in read_plan.runs_of(~np.array(touched)):
+        if (high - low) * BLOCK < gap:
+            expected[low:high] = [True] * (high - low)
+    with mock.patch.object(read_plan, "MERGE_GAP", gap):
+        assert read.needed_runs(BLOCK) == read_plan.runs_of(np.array(expected))
+        assert read.needed_runs(BLOCK, without=[0]) == read_plan.runs_of(np.array([False, *expected[1:]]))

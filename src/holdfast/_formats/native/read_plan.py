@@ -215,17 +215,17 @@ class BufferedRead(NamedTuple):
 
         Small gaps are read too, rather than to begin anew. All ``without`` some blocks that are had from elsewhere.
         """
-        count = -(-self.end // block_bytes) - self.first_block
-        if not (without or self.copies):  # mostly
-            if count == 1:
-                return [(0, 1)]
-            begin, end = self.ranges.begin, self.ranges.begin + self.ranges.nbytes
-            after = begin[1:] // block_bytes - (np.maximum.accumulate(end)[:-1] - 1) // block_bytes
-            if int(after.max(initial=0)) * block_bytes < MERGE_GAP + block_bytes:
-                return [(0, count)]
-        needed = self._needed_blocks(block_bytes)
-        needed[list(without)] = False
-        return runs_of(needed)
+        if without or self.copies:
+            needed = self._needed_blocks(block_bytes)
+            needed[list(without)] = False
+            return runs_of(needed)
+        ends = self.ranges.begin + self.ranges.nbytes  # of ranges in the order of the file
+        first = self.ranges.begin // block_bytes - self.first_block
+        last = (np.maximum.accumulate(ends) - 1) // block_bytes - self.first_block
+        gaps = first[1:] - last[:-1] - 1
+        cuts = np.flatnonzero((gaps > 0) & (gaps * block_bytes >= MERGE_GAP))
+        begins, after = [int(first[0]), *first[cuts + 1].tolist()], [*(last[cuts] + 1).tolist(), int(last[-1]) + 1]
+        return list(zip(begins, after, strict=True))
 
     def _needed_blocks(self, block_bytes: int) -> npt.NDArray[np.bool_]:
         counts = np.zeros(-(-self.end // block_bytes) - self.first_block + 1, np.int32)
