@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
 
 from holdfast._base.boxes import Box, place_of
-from holdfast._base.tuning import MEMORY_BUDGET
+from holdfast._base.tuning import MEMORY_BUDGET, MOST_WANTED_BYTES
 from holdfast._formats.source import Into, Source
 from holdfast._load.cooperative_reading import Buffers, CooperativeReading
 from holdfast._load.filling import (
@@ -105,11 +105,15 @@ def divide_reading(
                 views={ranks.rank: f"transfer_group={'a group' if options.transfer_group is not None else None}"},
             )
         own = _OwnWants(plan, source)
-        buffers = Buffers.within(terms.memory)
         transfers = ranks.transfers(options.transfer_group)
+        message = encode_wants(own.wants)
+    everyone = _wants_of_all(ranks, message) if "job" in terms.modes else None
+    buffers = Buffers.within(terms.memory, passes_on=everyone is not None and len(transfers.strides) > 2)
     with ranks.step("share"):
-        exchange = _Exchange(transfers, ranks.rank, transfers.neighbours)
-        wants = exchange.wants(own.wants, source, on_one_machine="job" not in terms.modes)
+        if everyone is None:
+            exchange = _Exchange(transfers, ranks.rank, transfers.neighbours)
+            everyone = exchange.wants(message, on_one_machine="job" not in terms.modes)
+        wants = {of: own.wants if ranks.rank in of else decode_wants(each, source) for of, each in everyone.items()}
         shared = plan_shared_reads(source, wants, ranks.rank, buffers.part)
     if shared.is_empty:
         return alone
@@ -187,6 +191,30 @@ def _is_dense(places: Sequence[Into]) -> bool:
     return len(places) == 1 and isinstance(places[0], np.ndarray) and places[0].flags.c_contiguous
 
 
+Messages: TypeAlias = dict[tuple[int, ...], bytes]
+"""What ranks want, by the ranks that want just that."""
+
+
+def _wants_of_all(ranks: Collectives, message: bytes) -> Messages | None:
+    """What all ranks want. None if that is too much for one rank to know of all others."""
+    own = {xxhash.xxh3_128_digest(message): ([ranks.rank], message)}
+    joined = ranks.combine("share", lambda: own if len(message) <= MOST_WANTED_BYTES else None, _joined)
+    return None if joined is None else {tuple(same): each for same, each in joined.values()}
+
+
+_Lists: TypeAlias = dict[bytes, tuple[list[int], bytes]]
+
+
+def _joined(lists: list[_Lists | None]) -> _Lists | None:
+    """The lists of several ranks, each of them once, with the ranks that have it."""
+    found: _Lists = {}
+    for each in lists:
+        for digest, (ranks, message) in (each or {}).items():
+            found.setdefault(digest, ([], message))[0].extend(ranks)
+    too_much = sum(len(message) for _, message in found.values()) > MOST_WANTED_BYTES
+    return None if too_much or None in lists else found
+
+
 _DIGESTS, _RECORD = 16, 40
 """Bytes: of a digest, and of what ranks exchange first."""
 
@@ -199,12 +227,10 @@ class _Exchange:
     rank: int
     cell: Sequence[int]
 
-    def wants(
-        self, own: Sequence[Want], source: Source, *, on_one_machine: bool
-    ) -> dict[tuple[int, ...], Sequence[Want]]:
+    def wants(self, own: bytes, *, on_one_machine: bool) -> Messages:
         """What all want, by the ranks that want just that. Of those only one sends a list, to the ranks that differ."""
-        message = np.frombuffer(encode_wants(own), np.uint8).copy()
-        record = machine_digest() + xxhash.xxh3_128_digest(message.tobytes()) + message.nbytes.to_bytes(8, "little")
+        message = np.frombuffer(own, np.uint8).copy()
+        record = machine_digest() + xxhash.xxh3_128_digest(own) + message.nbytes.to_bytes(8, "little")
         records = self._gather(
             dict.fromkeys(self.cell, np.frombuffer(record, np.uint8).copy()), dict.fromkeys(self.cell, _RECORD)
         )
@@ -221,11 +247,7 @@ class _Exchange:
         outgoing = {rank: message for rank in members if self.rank == mine[0] and rank not in mine and message.nbytes}
         incoming = {group[0]: sizes[group[0]] for group in groups if group is not mine and sizes[group[0]]}
         lists = self._gather(outgoing, incoming)
-        dimensions = [len(ref.shape) for ref in numbered(source)]
-        return {
-            tuple(group): own if group is mine else decode_wants(lists.get(group[0], b""), dimensions)
-            for group in groups
-        }
+        return {tuple(group): own if group is mine else lists.get(group[0], b"") for group in groups}
 
     def _gather(self, outgoing: dict[int, Bytes], incoming: dict[int, int]) -> dict[int, bytes]:
         """Send to some and receive so many bytes of some."""
