@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
 import holdfast.dcp
-from holdfast._load import cooperative_reading, filling, read_division
+from holdfast._load import cooperative_reading, filling
 from holdfast._load.cooperative_reading import CooperativeReading
 from holdfast._load.filling import Converted
 from holdfast._load.read_division import ReadDivision
 from holdfast._ranks.private_group import PrivateGroup
+from holdfast._settings import override
 from tests.models import Net, ddp
 from tests.properties import examples
 from tests.rank_pool import RankPool
@@ -298,7 +299,7 @@ def test_disks_of_the_machine_are_read_directly_unless_asked_otherwise(ranks, tm
 
 def load_on_two_machines(path: Path, mode: Any) -> int:
     state = laid_out("ddp", 4, blank=True)
-    with patched(read_division, "machine_digest", lambda: bytes([dist.get_rank() // 2]) * 16):
+    with override(machine=f"machine-{dist.get_rank() // 2}"):
         report = holdfast.load(state, path, share_reads=mode)
     assert_bits(state, content(4))
     return report.bytes_read

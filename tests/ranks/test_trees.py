@@ -16,6 +16,7 @@ from holdfast._ranks.meeting import LinkedCollectives, meeting
 from holdfast._ranks.private_group import private_group_of
 from holdfast._ranks.transfers import Parcel
 from holdfast._ranks.trees import LARGEST_GROUP, groups_of, strides_of
+from holdfast._settings import override
 from holdfast.errors import CheckpointException, RankDisagreementError, RankLeftError
 from tests.many_ranks import run_forked
 
@@ -163,6 +164,20 @@ def test_of_many_failures_only_some_travel():
 def test_forty_ranks_are_two_groups_and_one_of_their_leaders():
     found = run_forked(40, exchange_everything, LARGEST_GROUP)
     assert [connections for _, connections in found] == [32, *[31] * 31, 8, *[7] * 7]
+
+
+def leaves_by_machine(names: list[str]) -> list[int]:
+    private_group.LARGEST_GROUP = 6
+    group = private_group_of(None, "machines")
+    with override(machine=names[group.rank]), group.round():
+        group.combine(b"", b"".join)
+        return [*group.neighbours]
+
+
+def test_the_ranks_of_a_machine_that_the_settings_name_are_a_group():
+    found = run_forked(12, leaves_by_machine, [f"machine-{rank // 4}" for rank in range(12)])
+    assert found == [[*range(rank // 4 * 4, rank // 4 * 4 + 4)] for rank in range(12)]
+    assert run_forked(12, leaves_by_machine, [""] * 12)[0] == [*range(6)]
 
 
 def pass_bytes_around() -> list[Any]:
