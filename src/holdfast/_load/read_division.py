@@ -79,23 +79,41 @@ class ReadDivision:
         return ReadResult(nbytes + read, received, elements + written)
 
 
+class ReadTerms(NamedTuple):
+    """What must be the same for all ranks that read for each other."""
+
+    modes: frozenset[ShareReads]
+    """One that sees a store as a far one is enough: the others lose little."""
+    memory: int
+    """The least that any of them may use: it decides how large the parts are that are sent."""
+    has_group: frozenset[bool]
+    """Whether ranks were given a group to send over."""
+
+    @classmethod
+    def of(cls, options: LoadOptions, *, is_far: bool) -> ReadTerms:
+        """Those of one rank. ``is_far`` if every read of it goes over a network."""
+        mode: ShareReads = options.share_reads
+        if mode == "auto":
+            mode = "job" if is_far else "off"
+        memory = MEMORY_BUDGET if options.memory_budget is None else options.memory_budget
+        return cls(frozenset({mode}), memory, frozenset({options.transfer_group is not None}))
+
+    @classmethod
+    def joined(cls, given: Sequence[ReadTerms]) -> ReadTerms:
+        """Those that hold for all."""
+        return cls(
+            frozenset().union(*(each.modes for each in given)),
+            min(each.memory for each in given),
+            frozenset().union(*(each.has_group for each in given)),
+        )
+
+
 def divide_reading(
-    ranks: Collectives, plan: RankPlan, source: Source, options: LoadOptions, *, is_far: bool
+    ranks: Collectives, plan: RankPlan, source: Source, options: LoadOptions, terms: ReadTerms
 ) -> ReadDivision:
-    """Find out together who reads what. ``is_far`` if every read of this rank goes over a network."""
+    """Find out together who reads what, on terms that hold for all ranks."""
     alone = ReadDivision(source, plan.regions, plan.dense)
-    if ranks.world_size == 1:
-        return alone
-    mode: ShareReads = options.share_reads
-    if mode == "auto":
-        mode = "job" if is_far else "off"
-    own_terms = _Terms(
-        frozenset({mode}),
-        MEMORY_BUDGET if options.memory_budget is None else options.memory_budget,
-        frozenset({options.transfer_group is not None}),
-    )
-    terms = ranks.combine("share", lambda: own_terms, _Terms.of_all)
-    if terms.modes == {"off"}:
+    if ranks.world_size == 1 or terms.modes == {"off"}:
         return alone
     with ranks.step("share"):
         if len(terms.has_group) > 1:
@@ -119,26 +137,6 @@ def divide_reading(
         return alone
     together = CooperativeReading(shared, source, ranks.rank, own.places, transfers, buffers, verify=options.verify)
     return own.divided(alone, shared, together)
-
-
-class _Terms(NamedTuple):
-    """What must be the same for all ranks that read for each other."""
-
-    modes: frozenset[ShareReads]
-    """One that sees a store as a far one is enough: the others lose little."""
-    memory: int
-    """The least that any of them may use: it decides how large the parts are that are sent."""
-    has_group: frozenset[bool]
-    """Whether ranks were given a group to send over."""
-
-    @classmethod
-    def of_all(cls, given: list[_Terms]) -> _Terms:
-        """Those that hold for all."""
-        return cls(
-            frozenset().union(*(each.modes for each in given)),
-            min(each.memory for each in given),
-            frozenset().union(*(each.has_group for each in given)),
-        )
 
 
 class _OwnWants:

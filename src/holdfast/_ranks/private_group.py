@@ -68,6 +68,8 @@ class PrivateGroup(TreeConnection, Exchanges):
         self._next_answer: Callable[[], Frame] | None = None
         self._question_sent: Callable[[], None] | None = None
         self._is_asked = False
+        self._asked_as = Status.IN_ROUND
+        """What the question was sent as that is to be answered."""
         self._join_error: Exception | None = None
         self._turn = threading.Lock()
         self._thread_in_round: int | None = None
@@ -132,15 +134,16 @@ class PrivateGroup(TreeConnection, Exchanges):
     # Questions and answers.
 
     @interrupts_wait()
-    def ask(self, payload: bytes, join: Join | None = None) -> bytes | None:
+    def ask(self, payload: bytes, join: Join | None = None, *, last: bool = False) -> bytes | None:
         """See ``Link``."""
         self._refuse_if_over()
         if self._is_asked:
             raise RuntimeError("a question was not answered, and here is the next one")
-        asked = self._ask(self._frame(Status.IN_ROUND, payload), join)
+        status = Status.FINISHED if last else Status.IN_ROUND
+        asked = self._ask(self._frame(status, payload), join)
         if asked is None:
             return None
-        if asked.status != Status.IN_ROUND:
+        if asked.status != status:
             self._answer(asked)
             self._react(asked)
         return asked.payload
@@ -155,7 +158,7 @@ class PrivateGroup(TreeConnection, Exchanges):
             whole = payload or b""
             if split and sum(1 for _ in entries_of(whole)) != len(self.members):
                 raise ValueError(f"there is not one payload for each of {len(self.members)} ranks")
-            frame = self._frame(Status.IN_ROUND, whole, split=split, only=-1 if only is None else only)
+            frame = self._frame(self._asked_as, whole, split=split, only=-1 if only is None else only)
         answer = self._answer(frame)
         self._react(answer)
         return answer.payload
@@ -164,7 +167,7 @@ class PrivateGroup(TreeConnection, Exchanges):
         """Collect the questions of those that this rank leads, and pass them on. What all ask, on rank 0."""
         self._connect()
         self._watch.exchange += 1
-        self._is_asked = True
+        self._is_asked, self._asked_as = True, Status(mine.status)
         question = self._frame(Status(mine.status), mine.payload)
         for tree, gloo in self._led:
             others = tree.members[1:]
@@ -239,7 +242,9 @@ class PrivateGroup(TreeConnection, Exchanges):
         return [answer] * len(tree.members)
 
     def _react(self, frame: Frame) -> None:
-        """Raise if the round is over."""
+        """Raise if the round is over before this rank is done."""
+        if frame.status == Status.FINISHED:
+            self._round_is_over = True
         if frame.status == Status.LEFT:
             self._round_is_over = True
             if self._join_error is not None:
