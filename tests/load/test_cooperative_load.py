@@ -467,6 +467,32 @@ def test_a_receiver_that_fails_goes_on_receiving_and_then_all_fail(ranks, tmp_pa
     assert all("on rank 2" in notes for notes in ranks(3).run(load_with_one_that_cannot_take_it, tmp_path / "c"))
 
 
+def load_with_one_that_fails_before_an_exchange(path: Path, where: str, rank: int) -> str:
+    before = getattr(CooperativeReading, where)
+    calls = []
+
+    def fails(self: Any, *args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError("no memory for a message")
+        return before(self, *args)
+
+    state = laid_out("ddp", 12, blank=True)
+    replacement = fails if dist.get_rank() == rank else before
+    with patched(CooperativeReading, where, replacement), pytest.raises(MemoryError) as info:
+        holdfast.load(state, path, share_reads="job", memory_budget="1MB")
+    holdfast.load(state, path, share_reads="job")  # the connection is as good as before
+    assert_bits(state, content(12))
+    return "".join(getattr(info.value, "__notes__", []))
+
+
+@pytest.mark.parametrize("where", ["_messages", "_inbox", "_memory_for", "_prepare", "_deliver"])
+def test_a_rank_that_fails_before_an_exchange_takes_part_in_it_and_then_all_fail(ranks, tmp_path, where):
+    ranks(1).run(save_as, "ddp", 12, tmp_path / "c")
+    found = ranks(3).run(load_with_one_that_fails_before_an_exchange, tmp_path / "c", where, 1, group_timeout=30)
+    assert all("on rank 1" in notes for notes in found)
+
+
 def load_interrupted(path: Path) -> str:
     before = CooperativeReading._prepare
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
 from holdfast._load import read_division
+from holdfast._load.cooperative_reading import CooperativeReading
 from holdfast._ranks import private_group
 from tests.many_ranks import run_forked
 from tests.sharding import dtensor_of
@@ -85,3 +86,29 @@ def test_where_lists_of_wants_are_too_long_each_group_reads_every_byte_once(tmp_
     found = run_forked(8, load_with_too_many_wants, tmp_path / "c")
     assert all(is_right for _, is_right in found)
     assert 3 * UNIQUE <= found[0][0] <= 3.1 * UNIQUE
+
+
+def load_with_one_that_cannot_pass_it_on(path: Path) -> tuple[str, bool]:
+    private_group.LARGEST_GROUP = 3
+    before = CooperativeReading._messages
+
+    def fails(self: Any, *args: Any) -> Any:
+        raise MemoryError("no memory for a message")
+
+    if dist.get_rank() == 3:  # the leader of a group, in which nobody reads
+        CooperativeReading._messages = fails
+    state, expected = laid_out("ddp", blank=True), laid_out("ddp")
+    try:
+        holdfast.load(state, path, share_reads="job")
+    except MemoryError as error:
+        notes = "".join(getattr(error, "__notes__", []))
+    CooperativeReading._messages = before
+    holdfast.load(state, path, share_reads="job")
+    return notes, all(torch.equal(state[key], expected[key]) for key in expected)
+
+
+def test_a_leader_that_fails_to_pass_it_on_sends_something_else_and_then_all_fail(tmp_path):
+    holdfast.save(content(), tmp_path / "c")
+    for notes, is_right in run_forked(8, load_with_one_that_cannot_pass_it_on, tmp_path / "c"):
+        assert "on rank 3" in notes
+        assert is_right
