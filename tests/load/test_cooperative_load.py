@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
 import holdfast.dcp
-from holdfast._load import cooperative_reading, filling
+from holdfast._load import cooperative_reading, filling, read_division
 from holdfast._load.cooperative_reading import CooperativeReading
 from holdfast._load.filling import Converted
 from holdfast._load.read_division import ReadDivision
@@ -541,6 +541,28 @@ def test_nobody_waits_for_a_reader_that_is_killed(many, tmp_path, batch_number):
     for rank in (0, 2, 3):
         assert outcomes[rank].error is None, outcomes[rank].error
         assert "rank 1" in outcomes[rank].value
+
+
+def load_with_another_plan_on_one_rank(path: Path) -> tuple[int, str]:
+    before = read_division.plan_shared_reads
+
+    def another(source: Any, wants: Any, rank: int, part: int) -> Any:
+        return before(source, wants, rank, part // 2 if rank == 2 else part)
+
+    state = laid_out("ddp", 4, blank=True)
+    with patched(read_division, "plan_shared_reads", another), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = holdfast.load(state, path, share_reads="job")
+    assert_bits(state, content(4))
+    return report.bytes_received, "".join(str(each.message) for each in caught)
+
+
+def test_ranks_that_come_to_different_plans_read_for_themselves_and_say_so(ranks, tmp_path):
+    ranks(1).run(save_as, "ddp", 4, tmp_path / "c")
+    for received, warning in ranks(3).run(load_with_another_plan_on_one_rank, tmp_path / "c"):
+        assert received == 0
+        assert "different plans" in warning
+        assert "rank(s) 0, 1; rank(s) 2" in warning
 
 
 def test_a_layout_with_nothing_to_share_is_read_directly(ranks, tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 
 from holdfast._base.boxes import Box, place_of
+from holdfast._base.notices import warn_caller
 from holdfast._base.tuning import MEMORY_BUDGET, MOST_WANTED_BYTES
 from holdfast._formats.source import Into, Source
 from holdfast._load.cooperative_reading import Buffers, CooperativeReading
@@ -115,28 +116,96 @@ def divide_reading(
     alone = ReadDivision(source, plan.regions, plan.dense)
     if ranks.world_size == 1 or terms.modes == {"off"}:
         return alone
-    with ranks.step("share"):
-        if len(terms.has_group) > 1:
+    sharing = _Sharing(ranks, plan, source, options, terms)
+    lists = ranks.combine("share", sharing.prepare, _joined)
+    views = ranks.combine("share", lambda: sharing.plan(lists), _joined_views)
+    if any(len(digests) > 1 for digests in views.values()):
+        warn_caller(_different_plans(views))
+        return alone
+    return sharing.divided(alone)
+
+
+class _Sharing:
+    """How one rank finds out who reads what for whom."""
+
+    def __init__(
+        self, ranks: Collectives, plan: RankPlan, source: Source, options: LoadOptions, terms: ReadTerms
+    ) -> None:
+        self._ranks = ranks
+        self._plan = plan
+        self._source = source
+        self._options = options
+        self._terms = terms
+
+    def prepare(self) -> _Lists | None:
+        """What this rank wants; None if nobody is to be told."""
+        group = self._options.transfer_group
+        if len(self._terms.has_group) > 1:
             raise RankDisagreementError(
                 "only some ranks were given a transfer_group, and would wait for the others in vain. Give it to all "
                 "ranks that load, or to none.",
-                views={ranks.rank: f"transfer_group={'a group' if options.transfer_group is not None else None}"},
+                views={self._ranks.rank: f"transfer_group={'a group' if group is not None else None}"},
             )
-        own = _OwnWants(plan, source)
-        transfers = ranks.transfers(options.transfer_group)
-        message = encode_wants(own.wants)
-    everyone = _wants_of_all(ranks, message) if "job" in terms.modes else None
-    buffers = Buffers.within(terms.memory, passes_on=everyone is not None and len(transfers.strides) > 2)
-    with ranks.step("share"):
-        if everyone is None:
-            exchange = _Exchange(transfers, ranks.rank, transfers.neighbours)
-            everyone = exchange.wants(message, on_one_machine="job" not in terms.modes)
-        wants = {of: own.wants if ranks.rank in of else decode_wants(each, source) for of, each in everyone.items()}
-        shared = plan_shared_reads(source, wants, ranks.rank, buffers.part)
-    if shared.is_empty:
-        return alone
-    together = CooperativeReading(shared, source, ranks.rank, own.places, transfers, buffers, verify=options.verify)
-    return own.divided(alone, shared, together)
+        self._own = _OwnWants(self._plan, self._source)
+        self._transfers = self._ranks.transfers(group)
+        self._message = encode_wants(self._own.wants)
+        if "job" not in self._terms.modes or len(self._message) > MOST_WANTED_BYTES:
+            return None
+        return {xxhash.xxh3_128_digest(self._message): ([self._ranks.rank], self._message)}
+
+    def plan(self, lists: _Lists | None) -> _Views:
+        """Plan with all ranks, or with those of this rank's group. Others have to come to the same plan."""
+        rank, transfers, source = self._ranks.rank, self._transfers, self._source
+        if lists is not None:
+            everyone: Messages = {tuple(same): message for same, message in lists.values()}
+        else:
+            exchange = _Exchange(transfers, rank, transfers.neighbours)
+            everyone = exchange.wants(self._message, on_one_machine="job" not in self._terms.modes)
+        self._buffers = Buffers.within(self._terms.memory, passes_on=lists is not None and len(transfers.strides) > 2)
+        wants = {of: self._own.wants if rank in of else decode_wants(each, source) for of, each in everyone.items()}
+        self._shared = plan_shared_reads(source, wants, rank, self._buffers.part)
+        terms = f"{self._buffers} {[*transfers.strides]}"
+        return {min(map(min, everyone)): {self._shared.digest(terms): [rank]}}
+
+    def divided(self, alone: ReadDivision) -> ReadDivision:
+        """What comes of the plan."""
+        if self._shared.is_empty:
+            return alone
+        together = CooperativeReading(
+            self._shared,
+            self._source,
+            self._ranks.rank,
+            self._own.places,
+            self._transfers,
+            self._buffers,
+            verify=self._options.verify,
+        )
+        return self._own.divided(alone, self._shared, together)
+
+
+_Views: TypeAlias = dict[int, dict[bytes, list[int]]]
+"""By the lowest of the ranks that read for each other: digests of their plans, and some ranks with each."""
+
+_MOST_NAMED = 4
+
+
+def _joined_views(given: Sequence[_Views]) -> _Views:
+    found: _Views = {}
+    for views in given:
+        for first, digests in views.items():
+            for digest, ranks in digests.items():
+                known = found.setdefault(first, {}).setdefault(digest, [])
+                known += ranks[: _MOST_NAMED - len(known)]
+    return found
+
+
+def _different_plans(views: _Views) -> str:
+    digests = next(digests for digests in views.values() if len(digests) > 1)
+    named = "; ".join(f"rank(s) {', '.join(map(str, ranks))}" for ranks in digests.values())
+    return (
+        f"ranks came to different plans of who reads what for whom ({named}, ...), so that each reads for itself, as "
+        "with share_reads='off'. They may see different files of the checkpoint. If they do not, please report it."
+    )
 
 
 class _OwnWants:
@@ -193,18 +262,12 @@ Messages: TypeAlias = dict[tuple[int, ...], bytes]
 """What ranks want, by the ranks that want just that."""
 
 
-def _wants_of_all(ranks: Collectives, message: bytes) -> Messages | None:
-    """What all ranks want. None if that is too much for one rank to know of all others."""
-    own = {xxhash.xxh3_128_digest(message): ([ranks.rank], message)}
-    joined = ranks.combine("share", lambda: own if len(message) <= MOST_WANTED_BYTES else None, _joined)
-    return None if joined is None else {tuple(same): each for same, each in joined.values()}
-
-
 _Lists: TypeAlias = dict[bytes, tuple[list[int], bytes]]
+"""What ranks want, by its digest, and the ranks that want just that."""
 
 
-def _joined(lists: list[_Lists | None]) -> _Lists | None:
-    """The lists of several ranks, each of them once, with the ranks that have it."""
+def _joined(lists: Sequence[_Lists | None]) -> _Lists | None:
+    """The lists of several ranks, each of them once. None if that is too much for one rank to know of all others."""
     found: _Lists = {}
     for each in lists:
         for digest, (ranks, message) in (each or {}).items():

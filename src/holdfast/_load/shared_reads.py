@@ -15,6 +15,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from holdfast._base.boxes import Box, cut, overlap, overlaps, volume
 from holdfast._base.tuning import SHARED_PART_BYTES, SMALLEST_CUT, SMALLEST_SHARED_READ
@@ -195,6 +196,14 @@ class SharedReads:
     def is_empty(self) -> bool:
         """Whether nobody reads anything for another one."""
         return not self.batches
+
+    def digest(self, terms: str) -> bytes:
+        """16 bytes that are the same for ranks with the same plan and the same terms."""
+        hashed = xxhash.xxh3_128(terms.encode())
+        for reader, batches in self.batches.items():
+            for batch in batches:
+                hashed.update(repr((reader, batch.units, batch.reads == batch.units)).encode())
+        return hashed.digest()
 
 
 def plan_shared_reads(
