@@ -14,7 +14,8 @@ from holdfast._settings import Settings, current, override
 BOOLS = [knob.name for knob in fields(Settings) if isinstance(getattr(Settings, knob.name), bool)]
 NUMBERS = [knob.name for knob in fields(Settings) if isinstance(getattr(Settings, knob.name), float)]
 TEXTS = [knob.name for knob in fields(Settings) if getattr(Settings, knob.name) == ""]
-FINDINGS = [knob.name for knob in fields(Settings) if knob.name not in [*BOOLS, *NUMBERS, *TEXTS]]
+CHOICES = {"page_cache": ["auto", "use", "avoid"]}
+FINDINGS = [knob.name for knob in fields(Settings) if knob.name not in [*BOOLS, *NUMBERS, *TEXTS, *CHOICES]]
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +32,7 @@ def test_by_default_pickles_are_refused_and_everything_is_checked():
         verify=True,
         keep_staging_memory=True,
         drain_seconds=600,
+        page_cache="auto",
     )
     assert current() == expected
 
@@ -107,6 +109,21 @@ def test_a_value_that_is_not_understood_is_an_error_that_says_what_is(monkeypatc
         current()
     assert repr(text) in str(error.value)
     assert ("true" if knob in BOOLS else "warn") in str(error.value)
+
+
+@pytest.mark.parametrize(("knob", "choice"), [(knob, choice) for knob in CHOICES for choice in CHOICES[knob]])
+def test_the_environment_sets_a_choice(monkeypatch, knob, choice):
+    monkeypatch.setenv(f"HOLDFAST_{knob.upper()}", f" {choice.upper()}\n")
+    assert getattr(current(), knob) == choice
+
+
+@pytest.mark.parametrize("knob", CHOICES)
+def test_a_choice_that_is_none_is_an_error_that_says_what_is(monkeypatch, knob):
+    with pytest.raises(ValueError, match=f"{knob}='warn' is not understood"), override(**{knob: "warn"}):
+        pass
+    monkeypatch.setenv(f"HOLDFAST_{knob.upper()}", "warn")
+    with pytest.raises(ValueError, match=CHOICES[knob][-1]):
+        current()
 
 
 def test_the_environment_is_read_each_time(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -679,11 +680,9 @@ def test_ranks_that_have_the_same_state_meet_four_times_in_a_load(ranks: RankPoo
 
 def save_or_load(place: str) -> tuple[str, list[str]]:
     state = {"a": torch.ones(2)}
+    call = partial(holdfast.save, overwrite=True) if dist.get_rank() % 2 else holdfast.load
     with pytest.raises(RankDisagreementError) as caught:
-        if dist.get_rank() % 2:
-            holdfast.save(state, place, overwrite=True)
-        else:
-            holdfast.load(state, place)
+        call(state, place)
     holdfast.load(state, place)
     return str(caught.value), state["a"].tolist()
 

@@ -17,10 +17,28 @@ SMALLEST_BUDGET = 256 * KIB
 # --- writing ---
 
 WRITE_BUFFER_BYTES = 8 * MIB
-"""A write. Disks reach their full speed from some 4 MiB on; a larger one would only delay the first."""
+"""A direct write, or a part of an object. Disks reach their full speed from some 4 MiB on; a larger one would only
+delay the first."""
+
+CACHED_WRITE_BYTES = MIB
+"""A write to the page cache: what was put together for it is still in the processor's cache when it is copied. Writes
+of 2 MiB and more have Linux look for pages of that size, which can take longer than all the rest."""
+
+WRITE_BACK_BYTES = 8 * MIB
+"""What the system is told at once to write from the page cache to the disk."""
+
+NOTED_WRITE_BYTES = 16 * MIB
+"""Files of so many bytes show how fast a disk is. Of smaller ones the calls cost more than the bytes."""
+
+TRY_AGAIN_AFTER = 50
+"""Files that are written to a disk in the faster way, before the slower one is tried again."""
+
+PAGE_CACHE_SHARE = 2
+"""The page cache must have room for so many times a file, of what memory is available, for the file to go there. Others
+write, too."""
 
 WRITERS = 2
-"""Writes under way at once. One leaves the disk idle between two writes; more than two gain nothing."""
+"""Direct writes under way at once. One leaves the disk idle between two writes; more than two gain nothing."""
 
 UPLOADS = 3
 """Parts of an object that are on their way to an object store at once, with another one being filled: what a half of
@@ -30,7 +48,7 @@ SMALLEST_BUFFER = 64 * KIB
 """However small the memory budget is: below that, calls cost more than the bytes."""
 
 DIRECT_FROM = MIB
-"""Smaller files are written and read faster through the page cache."""
+"""Smaller files are always written and read through the page cache."""
 
 DIRECT_ALIGNMENT = 4 * KIB
 """Of memory, positions and lengths of direct reads and writes. Disks with larger sectors refuse, and are served through
