@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast._base.boxes import Box, place_of, volume
+from holdfast._base.byte_counts import count_bytes
 from holdfast._base.threads import in_order
 from holdfast._base.tuning import MEMORY_BUDGET, MIB, SHARED_PART_BYTES
 from holdfast._formats.native.refs import TensorRef
@@ -171,6 +172,7 @@ class CooperativeReading:
             sends, receives = self._parcels(tasks, sending, receiving, known, reading)
             if sends or receives:
                 self.transfers.exchange(sends, receives)
+                count_bytes(sum(parcel.content.nbytes for parcel in receives))
             with self._noting():
                 for number in sending:
                     prepared = known.pop(number, None)

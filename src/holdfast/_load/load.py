@@ -14,6 +14,7 @@ from holdfast._background.futures import warn_of_unseen_failures
 from holdfast._background.queues import Claim, wait_for_conflicting_saves
 from holdfast._base.arguments import Size
 from holdfast._base.boxes import volume
+from holdfast._base.byte_counts import counting_bytes
 from holdfast._base.garbage import no_garbage_collection
 from holdfast._base.notices import add_note, warn_caller
 from holdfast._base.patterns import Pattern, Patterns, Rename
@@ -134,6 +135,7 @@ def load(
     asked = f"holdfast.load from {place}, verify={verify!r}, verify_first={verify_first!r}, share_reads={share_reads!r}"
     with (
         Call("load", place, rank=rank, world_size=world_size, started=started) as call,
+        counting_bytes(call.advance),
         meeting(asked, process_group, timeout=timeout, progress=call, compare_later=True) as ranks,
         ExitStack() as stack,
     ):
