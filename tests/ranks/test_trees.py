@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 from typing import Any
 
 import numpy as np
@@ -200,3 +202,33 @@ def test_neighbours_send_each_other_bytes():
         leaf = rank // 3 * 3
         others = [n for n in range(leaf, min(leaf + 3, 8)) if n != rank]
         assert found == [(n, [[n * 10], [n * 10 + 1], [n * 10 + 2]]) for n in others]
+
+
+def hang_up_after_another_one() -> bool:
+    """Rank 0 hangs up; then rank 2 does, which waits for rank 1."""
+    private_group.LARGEST_GROUP = 4
+    group = private_group_of(None, "hanging up")
+    with group.round():
+        group.combine(b"", b"".join)
+        ((_, gloo),) = group._groups or ()
+        if group.rank == 0:
+            gloo.hang_up()
+        torch.distributed.barrier()
+        ended = threading.Event()
+        if group.rank == 2:
+            wait = gloo.receive_bytes(1, torch.empty(10, dtype=torch.uint8))
+
+            def wait_and_say_so() -> None:
+                with contextlib.suppress(Exception):
+                    wait()
+                ended.set()
+
+            threading.Thread(target=wait_and_say_so, daemon=True).start()
+            gloo.hang_up()
+            ended.wait(20)
+        torch.distributed.barrier()
+        return ended.is_set()
+
+
+def test_who_hangs_up_is_woken_from_any_wait_though_another_one_has_hung_up_before():
+    assert run_forked(3, hang_up_after_another_one) == [False, False, True]

@@ -449,7 +449,7 @@ def _dealt_out(units: Iterable[Unit], quotas: Sequence[tuple[int, int]]) -> Iter
 def _cut_off(unit: Unit, nbytes: int) -> tuple[Unit, Unit | None]:
     """About so many bytes of a unit, and the rest, unless one of the two would not be worth a read of its own."""
     dim = next((dim for dim, size in enumerate(unit.box.sizes) if size > 1), None)
-    if unit.is_whole or unit.nbytes < 2 * SMALLEST_CUT or dim is None or nbytes >= unit.nbytes - SMALLEST_CUT:
+    if unit.nbytes < 2 * SMALLEST_CUT or dim is None or nbytes >= unit.nbytes - SMALLEST_CUT:
         return unit, None
     offsets, sizes = unit.box
     row = unit.nbytes // sizes[dim]
