@@ -3,7 +3,8 @@
 All work that is spread over threads is one of these: ``work_through`` does tasks in any order, ``share_work`` likewise
 with workers that keep something between tasks, ``map_in_threads`` returns results, and ``in_order`` hands them over one
 by one while those that follow are under way. The first failure stops the rest, and is raised when no thread works any
-more; so is what interrupts the calling thread. Where no thread can be started, the calling thread does all the work.
+more; so is what interrupts the calling thread. Context variables are those of the calling thread. Where no thread can
+be started, that one does all the work.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from holdfast.errors import OtherProcessError
@@ -135,7 +138,8 @@ def share_work(tasks: Iterable[T], workers: Sequence[Callable[[Iterator[T]], R]]
     with pool:
         try:
             for worker in workers[1:]:
-                jobs.append(pool.submit(shared.until_one_fails, worker))  # noqa: PERF401 (an interrupt finds all jobs)
+                work = partial(shared.until_one_fails, worker)
+                jobs.append(pool.submit(copy_context().run, work))  # an interrupt finds all jobs
             first = shared.until_one_fails(workers[0])
             while wait(jobs, SIGNALS_WITHIN).not_done:
                 pass
@@ -199,7 +203,7 @@ def in_order(
     with pool:
         try:
             for item in items:
-                jobs.append((item, pool.submit(function, item)))
+                jobs.append((item, pool.submit(copy_context().run, partial(function, item))))
                 if len(jobs) >= ahead:
                     yield jobs[0][0], jobs[0][1].result()
                     jobs.popleft()

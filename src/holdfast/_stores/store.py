@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from holdfast._base.byte_counts import count_bytes
 from holdfast._base.tuning import READ_BYTES
 from holdfast.errors import CommitConflictError, DamagedCheckpointError, HoldfastError, UnsafePathError
 
@@ -105,6 +106,7 @@ def fill_in_pieces(
         end = min(done + step, memory.nbytes)
         if not cached.read_cached(begin + done, memory[done:end]):
             break
+        count_bytes(end - done)
         yield done, end
         done = end
     if done < memory.nbytes:
@@ -112,6 +114,7 @@ def fill_in_pieces(
             reader.read_shared(begin + done, memory[done:])
         else:
             reader.read_into(begin + done, memory[done:])
+        count_bytes(memory.nbytes - done)
         yield done, memory.nbytes
 
 

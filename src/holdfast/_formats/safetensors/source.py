@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast._base.boxes import Box, overlaps, volume
+from holdfast._base.byte_counts import count_bytes
 from holdfast._base.tuning import SMALL_TENSOR
 from holdfast._formats.box_reads import ArrayPlace, ChunkRead, WantedRegion
 from holdfast._formats.hf_folder.commit import Folder
@@ -184,6 +185,7 @@ def _read_chunk(stream: Any, parts: Sequence[_Part], most: int) -> int:
     if len(parts) == 1 and nbytes <= SMALL_TENSOR and parts[0].region.sizes == chunk.sizes:
         stream.seek(chunk.position)
         data = stream.read(nbytes)
+        count_bytes(len(data))
         if len(data) == nbytes:  # or else the code below says what is wrong
             parts[0].into[...] = np.frombuffer(data, parts[0].into.dtype).reshape(chunk.sizes)
             return nbytes
