@@ -13,8 +13,9 @@ from holdfast._settings import Settings, current, override
 
 BOOLS = [knob.name for knob in fields(Settings) if isinstance(getattr(Settings, knob.name), bool)]
 NUMBERS = [knob.name for knob in fields(Settings) if isinstance(getattr(Settings, knob.name), float)]
+TEXTS = [knob.name for knob in fields(Settings) if getattr(Settings, knob.name) == ""]
 CHOICES = {"page_cache": ["auto", "use", "avoid"]}
-FINDINGS = [knob.name for knob in fields(Settings) if knob.name not in [*BOOLS, *NUMBERS, *CHOICES]]
+FINDINGS = [knob.name for knob in fields(Settings) if knob.name not in [*BOOLS, *NUMBERS, *TEXTS, *CHOICES]]
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +62,18 @@ def test_the_environment_sets_what_to_do_about_a_finding(monkeypatch, knob, text
 def test_the_environment_sets_a_number(monkeypatch, knob, text, value):
     monkeypatch.setenv(f"HOLDFAST_{knob.upper()}", text)
     assert getattr(current(), knob) == value
+
+
+@pytest.mark.parametrize("knob", TEXTS)
+def test_the_environment_sets_a_text(monkeypatch, knob):
+    monkeypatch.setenv(f"HOLDFAST_{knob.upper()}", " Rack 7/left\n")
+    assert getattr(current(), knob) == "Rack 7/left"
+
+
+@pytest.mark.parametrize("knob", TEXTS)
+def test_an_override_of_a_text_with_something_else_is_an_error(knob):
+    with pytest.raises(ValueError, match=f"{knob}=7 is not understood; use a str"), override(**{knob: 7}):
+        pass
 
 
 @pytest.mark.parametrize("knob", NUMBERS)

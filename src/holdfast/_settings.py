@@ -51,6 +51,10 @@ class Settings:
     """For how many seconds ranks wait for one that makes no progress, before they give up and name it. 0: as long as
     the process group waits, which is 30 minutes unless ``init_process_group`` was given another ``timeout``."""
 
+    machine: str = ""
+    """A name for the machine that this rank is on, the same for all of its ranks and for no others. By default the
+    system says which machine it is, and the launcher how many ranks each has (``LOCAL_WORLD_SIZE``)."""
+
     page_cache: PageCache = "auto"
     """Whether large files are written to disks through the page cache or past it. ``auto`` tries both and goes on with
     the faster one; files for which there is not enough memory go past it."""
@@ -67,6 +71,10 @@ def check(name: str, value: Any) -> None:
         # Neither a switch, which Python takes for a number, nor "not a number", which is below nothing.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
             raise ValueError(f"{name}={value!r} is not understood; use {_A_NUMBER}")
+        return
+    if default == "":
+        if not isinstance(value, str):
+            raise ValueError(f"{name}={value!r} is not understood; use a str")
         return
     accepted = (True, False) if isinstance(default, bool) else _choices(name)
     if value not in accepted:
@@ -90,6 +98,8 @@ def _parse(name: str, text: str, default: Any) -> Any:
     lowered = text.strip().lower()
     if isinstance(default, float):
         return _parse_number(name, text)
+    if default == "":
+        return text.strip()
     accepted: dict[str, Any] = {choice: choice for choice in _choices(name)}
     if isinstance(default, bool):
         accepted = {

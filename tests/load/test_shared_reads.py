@@ -23,6 +23,7 @@ from holdfast._load.cooperative_reading import Buffers, CooperativeReading, Deli
 from holdfast._load.filling import Converted
 from holdfast._load.shared_reads import Want, plan_shared_reads
 from holdfast._ranks.transfers import Parcel
+from holdfast._ranks.trees import groups_of, strides_of
 from tests.properties import examples
 
 
@@ -78,15 +79,24 @@ class ArraySource(Source):
 class Bus:
     """Queues between simulated ranks."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, largest: int = 32) -> None:
+        """``largest`` is the size of the groups of the tree of ranks."""
+        self.size = size
+        self.strides = strides_of(size, largest=largest)
         self.queues = {(a, b): queue.Queue[bytes]() for a in range(size) for b in range(size)}
+
+    def are_connected(self, one: int, other: int) -> bool:
+        return any(other in group.members for group in groups_of(one, self.size, self.strides))
 
     def of(self, rank: int) -> Any:
         bus = self
 
         class OfRank:
+            strides = bus.strides
+
             def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
                 for to, content in sends:
+                    assert bus.are_connected(rank, to)
                     bus.queues[rank, to].put(content.tobytes())
                 for sender, content in receives:
                     content[:] = np.frombuffer(bus.queues[sender, rank].get(timeout=20), np.uint8)
@@ -107,11 +117,11 @@ def place_for(box: Box, kind: str) -> tuple[Any, Any]:
 
 
 def load_on(
-    source: ArraySource, wanted: Sequence[Sequence[tuple[int, Box, str]]], buffers: Buffers
+    source: ArraySource, wanted: Sequence[Sequence[tuple[int, Box, str]]], buffers: Buffers, largest: int = 32
 ) -> tuple[list[Any], list[list[tuple[int, Box, Any]]]]:
     """Load on simulated ranks; the outcome and the filled memory of each."""
     keys = sorted(source.arrays)
-    bus = Bus(len(wanted))
+    bus = Bus(len(wanted), largest)
     states = [[(tensor, box, *place_for(box, kind)) for tensor, box, kind in of_rank] for of_rank in wanted]
     places: list[dict[tuple[int, Box], list[Any]]] = [{} for _ in wanted]
     for rank, state in enumerate(states):
@@ -154,7 +164,7 @@ def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[ArraySource, list[list[tuple[int, Box, str]]], Buffers]:
+def layouts(draw: st.DrawFn, most: int = 4) -> tuple[ArraySource, list[list[tuple[int, Box, str]]], Buffers]:
     arrays, chunks = {}, {}
     for number in range(draw(st.integers(1, 3))):
         shape = tuple(draw(st.lists(st.integers(1, 9), max_size=3)))
@@ -169,7 +179,7 @@ def layouts(draw: st.DrawFn) -> tuple[ArraySource, list[list[tuple[int, Box, str
             for number, key in enumerate(sorted(arrays))
             for _ in range(draw(st.integers(0, 2)))
         ]
-        for _ in range(draw(st.integers(2, 4)))
+        for _ in range(draw(st.integers(2, most)))
     ]
     part = draw(st.sampled_from([4, 16, 64, 4096]))
     return source, wanted, Buffers(part, draw(st.integers(1, 2)), draw(st.integers(1, 3)), 1 << 20)
@@ -195,6 +205,18 @@ def test_every_rank_gets_every_element_it_wants_from_whoever_reads_it(layout):
         assert outcome.elements == sum(volume(box.sizes) for _, box, _ in state)
     directly = sum(volume(box.sizes) for of_rank in wanted for _, box, _ in of_rank) * 4
     assert source.read_bytes <= 1.05 * directly
+
+
+@given(layouts(most=9), st.sampled_from([2, 3, 4]))
+@settings(max_examples=examples(150))
+def test_what_is_read_reaches_ranks_in_other_groups_of_the_tree(layout, largest):
+    source, wanted, buffers = layout
+    outcomes, states = load_on(source, wanted, buffers, largest)
+    keys = sorted(source.arrays)
+    for outcome, state in zip(outcomes, states, strict=True):
+        for tensor, box, memory in state:
+            np.testing.assert_array_equal(np.asarray(memory), source.arrays[keys[tensor]][place_of(*box)])
+        assert outcome.elements == sum(volume(box.sizes) for _, box, _ in state)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

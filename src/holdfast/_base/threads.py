@@ -3,7 +3,8 @@
 All work that is spread over threads is one of these: ``work_through`` does tasks in any order, ``share_work`` likewise
 with workers that keep something between tasks, ``map_in_threads`` returns results, and ``in_order`` hands them over one
 by one while those that follow are under way. The first failure stops the rest, and is raised when no thread works any
-more; so is what interrupts the calling thread. Where no thread can be started, the calling thread does all the work.
+more; so is what interrupts the calling thread. Context variables are those of the calling thread. Where no thread can
+be started, that one does all the work.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from holdfast._base.tuning import RANKS_OF_A_MACHINE
@@ -133,7 +136,8 @@ def share_work(tasks: Iterable[T], workers: Sequence[Callable[[Iterator[T]], R]]
     try:
         for number, worker in enumerate(workers[1:]):
             job: Future[R] = Future()
-            thread = threading.Thread(target=_complete, args=(job, shared, worker), name=f"{name}_{number}")
+            work = partial(copy_context().run, _complete, job, shared, worker)
+            thread = threading.Thread(target=work, name=f"{name}_{number}")
             jobs.append((thread, job))  # before it starts: an interrupt finds all jobs
             try:
                 thread.start()
@@ -267,7 +271,8 @@ class _OrderedCalls(Generic[T, R]):
         """Start threads, as many as there are to be had. Returns how many those are."""
         for number in range(count):
             # Nobody may close what it belongs to. Python shall end all the same.
-            thread = threading.Thread(target=self._work, name=f"{name}_{number}", daemon=True)
+            work = partial(copy_context().run, self._work)
+            thread = threading.Thread(target=work, name=f"{name}_{number}", daemon=True)
             self._threads.append(thread)
             try:
                 thread.start()

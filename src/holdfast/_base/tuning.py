@@ -148,8 +148,13 @@ SHARED_PART_BYTES = 4 * MIB
 """What a rank that reads for others reads and sends at a time. Less would read more digest blocks twice, more would
 take more memory on those that receive it."""
 
-SMALLEST_SHARED_READ = 4 * MIB
-"""So many bytes that several ranks want are worth one more reader: each reads headers and digest blocks of its own."""
+SMALLEST_SHARED_READ = 8 * MIB
+"""So many bytes that several ranks want are worth one more reader: each reads digest blocks that another one reads too,
+which is a hundredth of that."""
+
+MOST_WANTED_BYTES = 32 * MIB
+"""Of lists of what ranks want, those that are the same counted once: with more, ranks read for those of their group
+only. It is some 300 ranks that all want other parts of 2,000 tensors; more would plan for longer than they read."""
 
 SMALLEST_CUT = 256 * KIB
 """Where a tensor is cut, a digest block is read by two ranks. So neither part is smaller than that."""

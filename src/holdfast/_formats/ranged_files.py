@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
+from holdfast._base.byte_counts import count_bytes
 from holdfast._base.crc import crc32
 from holdfast._base.threads import count_processors, in_order
 from holdfast._base.tuning import (
@@ -113,6 +114,7 @@ def read_with_crc(file: Ranges, begin: int, memory: memoryview, crc: int = 0) ->
     """Fill memory, and sum up what was read. ``crc`` is that of all that was read before."""
     for low, high in fill_in_pieces(file, begin, memory, CACHED_READ_BYTES):
         crc = crc32(memory[low:high], crc)
+        count_bytes(high - low)
     return crc
 
 

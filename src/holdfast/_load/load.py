@@ -14,6 +14,7 @@ from holdfast._background.futures import warn_of_unseen_failures
 from holdfast._background.queues import Claim, wait_for_conflicting_saves
 from holdfast._base.arguments import Size
 from holdfast._base.boxes import volume
+from holdfast._base.byte_counts import counting_bytes
 from holdfast._base.garbage import no_garbage_collection
 from holdfast._base.notices import add_note, warn_caller
 from holdfast._base.patterns import Pattern, Patterns, Rename
@@ -104,10 +105,9 @@ def load(
         memory_budget: bytes that each rank may allocate beside the state, for buffers and conversions: 256 KiB at
             least, 64 MiB by default. More does not make it faster.
         share_reads: for whom each stored byte is read once. The rank that reads it checks its digest, and sends it to
-            the others that need it. "job": for groups of at most 32 neighbouring ranks, or for all with
-            ``transfer_group``. "machine": for the ranks of each machine, in such groups. "off": every rank reads what
-            it needs. "auto" is "job" for object stores and network file systems, and "off" for disks of the machine,
-            where the page cache has what another rank has read.
+            the others that need it. "job": for all ranks. "machine": for the ranks of each machine, or each 32 of them.
+            "off": every rank reads what it needs. "auto" is "job" for object stores and network file systems, and
+            "off" for disks of the machine, where the page cache has what another rank has read.
         transfer_group: a process group of all ranks that load, with a faster backend than the ranks' own connection,
             to send those bytes over.
         process_group: the ranks that load. All by default.
@@ -135,6 +135,7 @@ def load(
     asked = f"holdfast.load from {place}, verify={verify!r}, verify_first={verify_first!r}, share_reads={share_reads!r}"
     with (
         Call("load", place, rank=rank, world_size=world_size, started=started) as call,
+        counting_bytes(call.advance),
         meeting(asked, process_group, timeout=timeout, progress=call, compare_later=True) as ranks,
         ExitStack() as stack,
     ):

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from holdfast._base.boxes import Box, cut, overlap, overlaps, volume
 from holdfast._base.tuning import SHARED_PART_BYTES, SMALLEST_CUT, SMALLEST_SHARED_READ
@@ -44,16 +47,16 @@ class Want(NamedTuple):
 def encode_wants(wants: Sequence[Want]) -> bytes:
     """What a rank wants, as a message.
 
-    >>> wants = [Want(1, Box((0, 2), (3, 4)), True), Want(2, Box((), ()), False)]
-    >>> decode_wants(encode_wants(wants), [0, 2, 0]) == wants
+    >>> encode_wants([Want(1, Box((7,), (3,)), True)]) == np.array([1, 1, 7, 3], "<i8").tobytes()
     True
     """
     numbers = [number for want in wants for number in (want.tensor, want.is_dense, *want.box.offsets, *want.box.sizes)]
     return np.array(numbers, "<i8").tobytes()
 
 
-def decode_wants(message: bytes, dimensions: Sequence[int]) -> list[Want]:
-    """The wants of a message, given how many dimensions each tensor has."""
+def decode_wants(message: bytes, source: Source) -> list[Want]:
+    """The wants of a message, given the tensors that they are of."""
+    dimensions = [len(ref.shape) for ref in numbered(source)]
     numbers: list[int] = np.frombuffer(message, "<i8").tolist()
     found, at = [], 0
     while at < len(numbers):
@@ -114,15 +117,15 @@ class Unit:
 
 
 class Span(NamedTuple):
-    """A piece in a message."""
+    """A box of a unit in a message, and the pieces that are taken from it."""
 
     unit: int
     """Its position in the batch."""
     tensor: int
-    want: Box
     box: Box
     begin: int
     end: int
+    pieces: Sequence[Piece]
 
 
 @dataclass(frozen=True)
@@ -136,26 +139,39 @@ class SharedBatch:
     """What it is a part of, if that was read at once to where its reader wants it."""
 
     def message_for(self, rank: int) -> list[Span]:
-        """What a rank gets of it, one after the other."""
-        found, at = [], 0
+        """What a rank gets of it, one after the other. It is not more than all of it."""
+        found: list[Span] = []
+        at = 0
         for number, unit in enumerate(self.units):
+            by_box: dict[Box, list[Piece]] = defaultdict(list)
             for piece in unit.wanted_by(rank):
-                end = at + volume(piece.box.sizes) * unit.itemsize
-                found.append(Span(number, unit.tensor, piece.want, piece.box, at, end))
+                by_box[piece.box].append(piece)
+            if len(by_box) > 1 and sum(volume(box.sizes) for box in by_box) > volume(unit.box.sizes):
+                by_box = {unit.box: [piece for same in by_box.values() for piece in same]}
+            for box, pieces in by_box.items():
+                end = at + volume(box.sizes) * unit.itemsize
+                found.append(Span(number, unit.tensor, box, at, end, pieces))
                 at = aligned(end)
         return found
 
-    def receivers(self) -> list[int]:
+    @cached_property
+    def receivers(self) -> Sequence[int]:
         """The ranks that want something of it."""
         return sorted({rank for unit in self.units for piece in unit.pieces for rank in piece.ranks})
 
-    def places(self) -> list[tuple[int, int]]:
+    @cached_property
+    def places(self) -> Sequence[tuple[int, int]]:
         """Where the units are, if they are all in one buffer."""
         found, at = [], 0
         for unit in self.units:
             found.append((at, at + unit.nbytes))
             at = aligned(at + unit.nbytes)
         return found
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in one buffer."""
+        return self.places[-1][1]
 
 
 def aligned(position: int) -> int:
@@ -180,6 +196,14 @@ class SharedReads:
     def is_empty(self) -> bool:
         """Whether nobody reads anything for another one."""
         return not self.batches
+
+    def digest(self, terms: str) -> bytes:
+        """16 bytes that are the same for ranks with the same plan and the same terms."""
+        hashed = xxhash.xxh3_128(terms.encode())
+        for reader, batches in self.batches.items():
+            for batch in batches:
+                hashed.update(repr((reader, batch.units, batch.reads == batch.units)).encode())
+        return hashed.digest()
 
 
 def plan_shared_reads(
@@ -357,12 +381,32 @@ def _assigned(units: Sequence[Unit], loads: dict[int, int]) -> dict[int, list[Un
             loads[reader] += unit.nbytes
         else:
             by_readers[unit.readers].append(unit)
+    few = [readers for readers, group in by_readers.items() if sum(u.nbytes for u in group) < SMALLEST_SHARED_READ]
+    for readers, group in _joined_groups({readers: by_readers.pop(readers) for readers in few}):
+        reader = min(readers, key=lambda rank: (loads[rank], rank))
+        runs[reader] += group
+        loads[reader] += sum(unit.nbytes for unit in group)
     for readers, group in sorted(by_readers.items(), key=lambda item: (len(item[0]), item[0])):
         quotas = _quotas(sum(unit.nbytes for unit in group), {rank: loads[rank] for rank in readers})
         for reader, part in _dealt_out(group, quotas):
             runs[reader].append(part)
             loads[reader] += part.nbytes
     return {reader: sorted(run, key=lambda unit: (unit.place, unit.tensor, unit.box)) for reader, run in runs.items()}
+
+
+def _joined_groups(groups: Mapping[tuple[int, ...], Sequence[Unit]]) -> Iterator[tuple[tuple[int, ...], list[Unit]]]:
+    """Small units that ranks in common may read, together: each rank would read a digest block more than it needs."""
+    readers: set[int] = set()
+    together: list[Unit] = []
+    for unit in sorted(chain(*groups.values()), key=lambda unit: (unit.place, unit.tensor, unit.box)):
+        common = readers.intersection(unit.readers)
+        if together and (not common or sum(each.nbytes for each in together) >= SMALLEST_SHARED_READ):
+            yield tuple(sorted(readers)), together
+            common, together = set(), []
+        readers = common or set(unit.readers)
+        together.append(unit)
+    if together:
+        yield tuple(sorted(readers)), together
 
 
 def _quotas(total: int, loads: Mapping[int, int]) -> list[tuple[int, int]]:
@@ -405,7 +449,7 @@ def _dealt_out(units: Iterable[Unit], quotas: Sequence[tuple[int, int]]) -> Iter
 def _cut_off(unit: Unit, nbytes: int) -> tuple[Unit, Unit | None]:
     """About so many bytes of a unit, and the rest, unless one of the two would not be worth a read of its own."""
     dim = next((dim for dim, size in enumerate(unit.box.sizes) if size > 1), None)
-    if unit.is_whole or unit.nbytes < 2 * SMALLEST_CUT or dim is None or nbytes >= unit.nbytes - SMALLEST_CUT:
+    if unit.nbytes < 2 * SMALLEST_CUT or dim is None or nbytes >= unit.nbytes - SMALLEST_CUT:
         return unit, None
     offsets, sizes = unit.box
     row = unit.nbytes // sizes[dim]

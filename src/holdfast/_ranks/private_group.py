@@ -282,10 +282,15 @@ class PrivateGroup(TreeConnection, Exchanges):
 
     @property
     def neighbours(self) -> range:
-        """The ranks that this one can send bytes to, and itself: those of its group at the lowest level of the tree."""
-        leaf = strides_of(len(self.members), self._leaf_size, self._largest)[1]
+        """The ranks that can all send each other bytes: those of a group at the lowest level of the tree."""
+        leaf = self.strides[1]
         first = self.rank // leaf * leaf
         return range(first, min(first + leaf, len(self.members)))
+
+    @property
+    def strides(self) -> Sequence[int]:
+        """The tree. Only after an exchange of messages, before which it may not be known."""
+        return strides_of(len(self.members), self._leaf_size, self._largest)
 
     @interrupts_wait()
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
@@ -295,20 +300,21 @@ class PrivateGroup(TreeConnection, Exchanges):
         """
         if not sends and not receives:
             return
-        gloo = self._leaf()
+        self._refuse_if_over()
         waits = [
-            (rank, self._begin(rank, partial(begin, rank, torch.from_numpy(content))))
-            for begin, parcels in ((gloo.receive_bytes, receives), (gloo.send_bytes, sends))
+            (rank, self._begin(rank, partial(begin, self._group_with(rank), rank, torch.from_numpy(content))))
+            for begin, parcels in ((GlooGroup.receive_bytes, receives), (GlooGroup.send_bytes, sends))
             for rank, content in parcels
         ]
         for rank, wait in waits:
             self._wait_for([rank], [wait])
 
-    def _leaf(self) -> GlooGroup:
-        self._refuse_if_over()
-        if not self._groups or self._groups[0][0].level:
-            raise RuntimeError("there is no neighbour to send to, or no exchange has connected this rank to it yet")
-        return self._groups[0][1]
+    def _group_with(self, rank: int) -> GlooGroup:
+        """The only group that another rank and this one are both in."""
+        for tree, gloo in self._groups or ():
+            if rank in tree.members:
+                return gloo
+        raise RuntimeError(f"rank {rank} is no neighbour of {self.rank}, or no exchange has connected them yet")
 
 
 _groups: dict[tuple[int, str, str], PrivateGroup] = {}

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from holdfast._base.byte_counts import count_bytes
 from holdfast._base.threads import processors_of_a_rank, share_work
 from holdfast._base.tuning import (
     CACHED_READ_BYTES,
@@ -64,6 +65,7 @@ def read_with_digests(
     found: list[int] = []
     for low, high in fill(begin, into, step, shared=shared):
         found += long_digests(into, low, high, block_bytes)
+        count_bytes(high - low)
     return as_digests(found)
 
 
@@ -230,8 +232,8 @@ class _Job:
     ) -> None:
         """Read whole blocks and check them, if there is something to compare them with."""
         if self.files[number].digests is None:
-            for _ in file.fill(begin, into, CACHED_READ_BYTES, shared=self.fill_cache):
-                pass
+            for low, high in file.fill(begin, into, CACHED_READ_BYTES, shared=self.fill_cache):
+                count_bytes(high - low)
             return
         found = read_with_digests(file.fill, begin, into, self.block_bytes, shared=self.fill_cache)
         self._check(number, begin, found, keys)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast._base.boxes import Box, overlaps, volume
+from holdfast._base.byte_counts import count_bytes
 from holdfast._base.threads import work_through
 from holdfast._base.tuning import SEVERAL_READERS_FROM, SMALL_TENSOR
 from holdfast._formats.box_reads import ArrayPlace, ByteRange, ChunkRead, WantedRegion
@@ -215,6 +216,7 @@ def _read_small(stream: Any, parts: Sequence[_Part]) -> bool:
         return False
     stream.seek(chunk.position)
     data = stream.read(into.nbytes)
+    count_bytes(len(data))
     if len(data) != into.nbytes:
         return False
     into[...] = np.frombuffer(data, into.dtype).reshape(chunk.sizes)

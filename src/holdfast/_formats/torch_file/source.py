@@ -16,6 +16,7 @@ import torch
 
 from holdfast._base.box_bytes import boxes_of_run
 from holdfast._base.boxes import Box, cut, volume
+from holdfast._base.byte_counts import count_bytes
 from holdfast._base.threads import map_in_threads
 from holdfast._base.tuning import READ_BYTES, STREAM_BYTES
 from holdfast._formats.archives.zip_layout import LOCAL_MAGIC, ZipEntry, damaged
@@ -349,5 +350,6 @@ def _digest(file: Ranges) -> str:
     for begin in range(0, file.size, STREAM_BYTES):
         piece = memory[: file.size - begin]
         file.read_into(begin, piece)
+        count_bytes(piece.nbytes)
         digest.update(piece)
     return digest.hexdigest()
