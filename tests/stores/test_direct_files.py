@@ -353,6 +353,61 @@ def test_what_is_cached_is_known_and_large_reads_leave_no_more_of_it(direct_disk
         assert content == READ_FROM
 
 
+@settings(max_examples=examples(60))
+@given(part=ranges, cached=st.lists(ranges, max_size=2), step=st.sampled_from([4096, 12_000, 1 << 19, 5 * MIB]))
+def test_pieces_are_whole_steps_that_follow_each_other_whatever_is_cached(large_file, part, cached, step):
+    """As the blocks that digests are of need it."""
+    drop_from_cache(large_file)
+    with large_file.open("rb") as stream:
+        for begin, size in cached:
+            os.pread(stream.fileno(), size, begin)
+    begin, size = part
+    memory = bytearray(min(size, len(READ_FROM) - begin))
+    reached = 0
+    with reader_of(large_file) as reader:
+        for low, high in reader.read_in_pieces(begin, memory, step):
+            assert low == reached
+            assert high % step == 0 or high == len(memory)
+            assert memory[low:high] == READ_FROM[begin + low : begin + high]
+            reached = high
+    assert reached == len(memory)
+
+
+def test_what_is_aligned_is_read_to_where_it_goes_without_a_copy(direct_disk, monkeypatch):
+    path = direct_disk / "large"
+    path.write_bytes(READ_FROM)
+    drop_from_cache(path)
+    monkeypatch.setattr(file_reader, "_aligned_buffer", lambda _: pytest.fail("it was read somewhere else"))
+    memory = direct_access.aligned_memory(2 * READ_BYTES)
+    with reader_of(path) as reader:
+        reader.read_into(DIRECT_ALIGNMENT, memory)
+    assert memory[:] == READ_FROM[DIRECT_ALIGNMENT : DIRECT_ALIGNMENT + 2 * READ_BYTES]
+    assert not is_cached(path)
+
+
+def test_a_disk_that_refuses_memory_is_still_read_past_the_cache(direct_disk, monkeypatch):
+    path = direct_disk / "large"
+    path.write_bytes(READ_FROM)
+    drop_from_cache(path)
+    direct: set[int] = set()
+    monkeypatch.setattr(file_reader, "open_directly", noting(file_reader.open_directly, direct))
+    memory = np.zeros(2 * READ_BYTES, np.uint8)
+    original, refused = os.preadv, []
+
+    def preadv(descriptor: int, buffers: Any, position: int) -> int:
+        if descriptor in direct and np.shares_memory(np.frombuffer(buffers[0], np.uint8), memory):
+            refused.append(position)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return original(descriptor, buffers, position)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with reader_of(path) as reader:
+        reader.read_into(0, memory)
+    assert memory.tobytes() == READ_FROM[: 2 * READ_BYTES]
+    assert refused == [0], "it is asked once"
+    assert not is_cached(path)
+
+
 def test_a_reader_stays_with_the_file_it_opened(direct_disk):
     """Its path is looked up a second time for direct reads, and may lead to another file by then."""
     path, other = direct_disk / "large", direct_disk / "other"

@@ -94,8 +94,11 @@ being written."""
 # --- reading ---
 
 READERS = 4
-"""Threads that read, at most. Processors limit what comes from the page cache, and the number of requests that are
-under way what comes from a disk, so some more than there are processors help."""
+"""Threads that read, at most. What comes from the page cache is read by no more than there are processors; with what
+comes from a disk, more requests under way help."""
+
+RANKS_OF_A_MACHINE = 4
+"""That share its processors, if whoever started them does not say."""
 
 SEVERAL_READERS_FROM = 32 * MIB
 """Less is not worth starting threads for."""
