@@ -124,17 +124,17 @@ def test_whoever_makes_no_progress_is_named_after_the_timeout_and_what_is_known_
     note(busy, 2, 1, "second", [])
     note(elsewhere, 1, 5, "first", [])
     note(first, 2, 2, "second", [1, 2, 3])
-    assert first._look(2) is None
+    assert first._look((0, 2)) is None
     clock.now = 9.9
-    assert first._look(2) is None
+    assert first._look((0, 2)) is None
     clock.now = 10.0
-    verdict = first._look(2)
+    verdict = first._look((0, 2))
     assert verdict.missing == {
         1: "it was last seen in second: busy without progress, stopped or dead",
         2: "it has not called Holdfast again since first",
         3: "it has not joined this call",
     }
-    assert watches[1]._look(2) == verdict  # which the others find
+    assert watches[1]._look((0, 2)) == verdict  # which the others find
 
 
 def test_progress_starts_the_time_anew(clock):
@@ -146,10 +146,10 @@ def test_progress_starts_the_time_anew(clock):
         clock.now = seconds
         call.advance(1000)
         note(busy, 1, 1, "call", [])
-        assert first._look(1) is None
+        assert first._look((0, 1)) is None
     clock.now += 10
     note(busy, 1, 1, "call", [])  # it is alive, which is not enough
-    assert "last seen in call, 7.0 KB done" in first._look(1).missing[1]
+    assert "last seen in call, 7.0 KB done" in first._look((0, 1)).missing[1]
 
 
 @pytest.mark.skipif(not bytes_of_process(), reason="the system does not count what a process reads")
@@ -161,10 +161,10 @@ def test_what_counts_no_bytes_makes_progress_by_what_its_process_reads(clock, tm
     for seconds in range(0, 50, 8):
         clock.now = seconds
         note(busy, 1, 1, "call", [])
-        assert first._look(1) is None
+        assert first._look((0, 1)) is None
         (tmp_path / "large").read_bytes()
     clock.now += 10
-    assert first._look(1) is not None
+    assert first._look((0, 1)) is not None
 
 
 def test_a_rank_that_waits_itself_is_not_to_blame_as_long_as_it_is_alive(clock):
@@ -174,9 +174,9 @@ def test_a_rank_that_waits_itself_is_not_to_blame_as_long_as_it_is_alive(clock):
     for seconds in range(0, 50, 8):
         clock.now = seconds
         note(leader, 1, 2, "call", [3])
-        assert first._look(1) is None
+        assert first._look((0, 1)) is None
     clock.now += 10
-    assert list(first._look(1).missing) == [1]
+    assert list(first._look((0, 1)).missing) == [1]
 
 
 def test_a_rank_that_has_come_is_not_to_blame_when_it_is_not_its_turn_yet(clock):
@@ -184,9 +184,9 @@ def test_a_rank_that_has_come_is_not_to_blame_when_it_is_not_its_turn_yet(clock)
     leader, come, missing = (watch_over(rank, store) for rank in range(3))
     note(leader, 1, 2, "call", [2, 1])
     note(come, 1, 2, "call", [0])
-    assert leader._look(1) is None
+    assert leader._look((0, 1)) is None
     clock.now = 10.0
-    assert list(leader._look(1).missing) == [2]
+    assert list(leader._look((0, 1)).missing) == [2]
     assert missing.waits_for == ()
 
 
@@ -198,9 +198,9 @@ class GoneStore:
 def test_a_rank_is_named_also_if_the_store_is_gone(clock):
     watch = watch_over(0, GoneStore())
     watch.call, watch.exchange, watch.waits_for = 1, 1, [2, 1]
-    assert watch._look(1) is None
+    assert watch._look((0, 1)) is None
     clock.now = 10.0
-    assert watch._look(1).missing == {2: "nothing is known of it, since the process group's store is gone"}
+    assert watch._look((0, 1)).missing == {2: "nothing is known of it, since the process group's store is gone"}
 
 
 def be_late_in_a_step() -> Any:

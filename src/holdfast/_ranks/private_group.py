@@ -36,7 +36,7 @@ from holdfast._ranks.gloo_groups import Frame, GlooGroup
 from holdfast._ranks.interrupts import interrupts_wait
 from holdfast._ranks.roll_call import Progressing, Verdict
 from holdfast._ranks.transfers import Parcel
-from holdfast._ranks.tree_connection import Status, TreeConnection
+from holdfast._ranks.tree_connection import BeginAgain, Status, TreeConnection
 from holdfast._ranks.trees import LARGEST_GROUP, TreeGroup, strides_of
 from holdfast.errors import CheckpointException, RankLeftError
 
@@ -68,6 +68,7 @@ class PrivateGroup(TreeConnection, Exchanges):
         self._next_answer: Callable[[], Frame] | None = None
         self._question_sent: Callable[[], None] | None = None
         self._is_asked = False
+        self._question: tuple[Frame, Join | None] | None = None
         self._join_error: Exception | None = None
         self._turn = threading.Lock()
         self._thread_in_round: int | None = None
@@ -86,20 +87,21 @@ class PrivateGroup(TreeConnection, Exchanges):
                 f"{name} is called within another call to Holdfast of the same ranks, such as by a state_dict() that "
                 "is being saved. Call it before or afterwards."
             )
+        patience = self._patience(timeout)
         with self._turn:
             self._thread_in_round = threading.get_ident()
             try:
-                with self._only_round(name, timeout, progress):
+                with self._only_round(name, patience, progress):
                     yield self
             finally:
                 self._thread_in_round = None
 
     @contextmanager
-    def _only_round(self, name: str, timeout: float | None, progress: Progressing | None) -> Iterator[None]:
-        self._round_is_over = self._is_asked = False
+    def _only_round(self, name: str, patience: float, progress: Progressing | None) -> Iterator[None]:
+        self._round_is_over = self._is_asked = self._has_met = False
         self._verdict = self._ended_by = self._join_error = None
         self._next_answer = self._question_sent = None
-        self._watch.begin(name, self._patience(timeout), progress)
+        self._watch.begin(name, patience, progress)
         try:
             try:
                 yield
@@ -137,13 +139,22 @@ class PrivateGroup(TreeConnection, Exchanges):
         self._refuse_if_over()
         if self._is_asked:
             raise RuntimeError("a question was not answered, and here is the next one")
-        asked = self._ask(self._frame(Status.IN_ROUND, payload), join)
-        if asked is None:
-            return None
-        if asked.status != Status.IN_ROUND:
-            self._answer(asked)
-            self._react(asked)
-        return asked.payload
+        self._question = self._frame(Status.IN_ROUND, payload), join
+        return self._asked()
+
+    def _asked(self) -> bytes | None:
+        """Ask the question that is to be answered next, again if it is the first one and others were ahead."""
+        assert self._question is not None
+        while True:
+            with suppress(BeginAgain):
+                asked = self._ask(*self._question)
+                if asked is None:
+                    return None
+                if asked.status != Status.IN_ROUND:
+                    self._answer(asked)
+                    self._react(asked)
+                self._has_met = True
+                return asked.payload
 
     @interrupts_wait()
     def answer(self, payload: bytes | None, *, only: int | None = None, split: bool = False) -> bytes:
@@ -156,12 +167,17 @@ class PrivateGroup(TreeConnection, Exchanges):
             if split and sum(1 for _ in entries_of(whole)) != len(self.members):
                 raise ValueError(f"there is not one payload for each of {len(self.members)} ranks")
             frame = self._frame(Status.IN_ROUND, whole, split=split, only=-1 if only is None else only)
-        answer = self._answer(frame)
-        self._react(answer)
-        return answer.payload
+        while True:
+            with suppress(BeginAgain):
+                answer = self._answer(frame)
+                self._react(answer)
+                self._has_met, self._question = True, None
+                return answer.payload
+            self._asked()
 
     def _ask(self, mine: Frame, join: Join | None) -> Frame | None:
         """Collect the questions of those that this rank leads, and pass them on. What all ask, on rank 0."""
+        self._is_asked = False
         self._connect()
         self._watch.exchange += 1
         self._is_asked = True
@@ -267,11 +283,15 @@ class PrivateGroup(TreeConnection, Exchanges):
             # The call is over either way. The next one will say that the connection is lost.
             own = json.dumps([self.rank]).encode() if status == Status.LEFT else b""
             if self._is_asked:  # something has interrupted it between a question and its answer
-                answer = self._answer(self._frame(Status.LEFT, own) if self.rank == 0 else None)
-                if answer.status != Status.IN_ROUND:
+                with suppress(BeginAgain):
+                    answer = self._answer(self._frame(Status.LEFT, own) if self.rank == 0 else None)
+                    if answer.status != Status.IN_ROUND:
+                        return
+            while True:
+                with suppress(BeginAgain):
+                    asked = self._ask(self._frame(status, own), None)
+                    self._answer(asked)
                     return
-            asked = self._ask(self._frame(status, own), None)
-            self._answer(asked)
 
     # Bytes from one rank to another.
 

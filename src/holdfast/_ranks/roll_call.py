@@ -64,11 +64,17 @@ class Verdict:
     """What they did not do."""
     is_final: bool = False
     """Whether they have died, so that no later call can have them."""
+    epoch: int = 0
+    """The connection that ends with it. They are counted, and each has one verdict at most."""
+    call: int = 0
+    """The call that it is about, counted from the first one of the connection."""
+    name: str = ""
+    """What was called."""
 
     def packed(self) -> bytes:
         """As bytes."""
         entries = [[rank, text] for rank, text in self.missing.items()]
-        return json.dumps([entries, self.reason, self.is_final]).encode()
+        return json.dumps([entries, self.reason, self.is_final, self.epoch, self.call, self.name]).encode()
 
     @classmethod
     def unpacked(cls, data: bytes) -> Verdict:
@@ -77,13 +83,28 @@ class Verdict:
         >>> Verdict.unpacked(Verdict({3: "it is stopped"}, "did not join").packed()).missing
         {3: 'it is stopped'}
         """
-        entries, reason, is_final = json.loads(data)
-        return cls(dict(entries), reason, is_final)
+        entries, *rest = json.loads(data)
+        return cls(dict(entries), *rest)
+
+
+def verdict_in(store: Store, epoch: int) -> Verdict | None:
+    """The verdict that has ended a connection, if there is one."""
+    key = _verdict_key(epoch)
+    return Verdict.unpacked(store.get(key)) if store.check([key]) else None
+
+
+def _verdict_key(epoch: int) -> str:
+    return f"verdict/{epoch}"
+
+
+Place = tuple[int, int]
+"""Of a call: the connection, and the number of the call on it."""
 
 
 class RankNote(NamedTuple):
-    """Where a rank is. Calls and exchanges are counted."""
+    """Where a rank is. Connections, calls on them and exchanges in these are counted."""
 
+    epoch: int
     call: int
     exchange: int
     name: str
@@ -93,6 +114,11 @@ class RankNote(NamedTuple):
     """The ranks that it waits for, the next one first; none while it works."""
     beat: int
     """Grows as long as the process is alive."""
+
+    @property
+    def place(self) -> Place:
+        """Of its call."""
+        return self.epoch, self.call
 
     def describe(self) -> str:
         """For people."""
@@ -140,14 +166,13 @@ class RollCall:
                     return f"; it waits for other ranks in {what}: {note.describe()}"
         return ""
 
-    def verdict_on(self, call: int) -> Verdict | None:
-        """The verdict on a call, if there is one."""
-        key = f"verdict/{call}"
-        return Verdict.unpacked(self._store.get(key)) if self._store.check([key]) else None
+    def verdict_on(self, epoch: int) -> Verdict | None:
+        """The verdict that has ended a connection, if there is one."""
+        return verdict_in(self._store, epoch)
 
-    def pass_verdict(self, call: int, verdict: Verdict) -> Verdict:
+    def pass_verdict(self, verdict: Verdict) -> Verdict:
         """Have a verdict hold for all ranks, or the one that another rank was faster with."""
-        return Verdict.unpacked(self._store.compare_set(f"verdict/{call}", "", verdict.packed().decode()))
+        return Verdict.unpacked(self._store.compare_set(_verdict_key(verdict.epoch), "", verdict.packed().decode()))
 
 
 def _note_in(store: Store, rank: int) -> RankNote | None:
@@ -178,6 +203,8 @@ class Watch:
     """Called when the call cannot go on."""
     open_roll: Callable[[], RollCall] | None = None
     """Opens the roll when it is first needed, in a call that takes longer."""
+    epoch: int = 0
+    """The connection that the calls are made on."""
     call: int = 0
     exchange: int = 0
     waits_for: Sequence[int] = ()
@@ -185,10 +212,14 @@ class Watch:
     name: str = ""
     timeout: float = 0.0
     progress: Progressing | None = None
+    has_looked: bool = False
+    """Whether this rank was in the call when there was no verdict on it yet."""
+    is_outside: bool = False
+    """Whether this rank has no connection and does not know which one the others are on, so that it judges nobody."""
     _beat: int = 0
     _bytes_before: int | None = None
     _seen: dict[int, _Seen] = field(default_factory=dict)
-    _seen_at: tuple[int, int] = (0, 0)
+    _seen_at: tuple[Place, int] = ((0, 0), 0)
     _active: bool = False
     _closed: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -201,6 +232,7 @@ class Watch:
         self.call += 1
         self.exchange = 0
         self.waits_for = ()
+        self.has_looked = False
         self.name, self.timeout, self.progress = name, timeout, progress
         self._bytes_before = None
         with self._changed:
@@ -209,6 +241,22 @@ class Watch:
                 self._thread = threading.Thread(target=self._run, name="holdfast-roll-call", daemon=True)
                 self._thread.start()
             self._changed.notify()
+
+    @property
+    def place(self) -> Place:
+        """Of the call."""
+        return self.epoch, self.call
+
+    def move_to(self, epoch: int) -> None:
+        """The call goes on over another connection, as its first call: all ranks count from there."""
+        with self._changed:
+            self.epoch, self.call, self.exchange = epoch, 1, 0
+            self.has_looked = False
+            self._changed.notify()
+
+    def verdict(self, missing: Mapping[int, str], reason: str, *, is_final: bool = False) -> Verdict:
+        """A verdict on this call."""
+        return Verdict(missing, reason, is_final, self.epoch, self.call, self.name)
 
     def end(self) -> None:
         """The call is over."""
@@ -254,32 +302,38 @@ class Watch:
                     self._changed.wait()
                 if self._closed:
                     return
-                call = self.call
-                if self._changed.wait_for(partial(self._is_over, call), self.tick()):
+                place = self.place
+                if self._changed.wait_for(partial(self._is_over, place), self.tick()):
                     continue
-            verdict = self._look(call)
-            if verdict is not None and not self._is_over(call):
+            verdict = self._look(place)
+            if verdict is not None and not self._is_over(place):
                 self.on_verdict(verdict)
                 with self._changed:
-                    self._changed.wait_for(partial(self._is_over, call))
+                    self._changed.wait_for(partial(self._is_over, place))
 
-    def _is_over(self, call: int) -> bool:
-        return self._closed or not self._active or self.call != call
+    def _is_over(self, place: Place) -> bool:
+        return self._closed or not self._active or self.place != place
 
-    def _look(self, call: int) -> Verdict | None:
+    def _look(self, place: Place) -> Verdict | None:
         try:
             roll = self.roll()
             roll.publish(self.own_note())
-            known = roll.verdict_on(call)
+            if self.is_outside:
+                return None
+            known = roll.verdict_on(place[0])
             if known is not None:
                 return known
         except Exception:
             self._do_without_the_roll()
+        with self._changed:
+            if self.is_outside or self._is_over(place):
+                return None
+            self.has_looked = True
         own = self._judge()
-        if own is None:
+        if own is None or own.epoch != place[0]:
             return None
         with suppress(Exception):
-            return self.roll().pass_verdict(call, own)
+            return self.roll().pass_verdict(own)
         return own
 
     def own_note(self) -> RankNote:
@@ -292,11 +346,13 @@ class Watch:
             if self._bytes_before is None:
                 self._bytes_before = now
             nbytes = now - self._bytes_before
-        return RankNote(self.call, self.exchange, self.name, phase, nbytes, list(self.waits_for), self._beat)
+        return RankNote(
+            self.epoch, self.call, self.exchange, self.name, phase, nbytes, list(self.waits_for), self._beat
+        )
 
     def _judge(self) -> Verdict | None:
         """Who of those that are waited for has made no progress for too long."""
-        at, waits_for, now = (self.call, self.exchange), self.waits_for, time.monotonic()
+        at, waits_for, now = (self.place, self.exchange), self.waits_for, time.monotonic()
         if at != self._seen_at:
             self._seen, self._seen_at = {}, at
         self._seen = {rank: seen for rank, seen in self._seen.items() if rank in waits_for}
@@ -320,11 +376,13 @@ class Watch:
                 missing[rank] = self._described(rank, note)
         if not missing:
             return None
-        return Verdict(missing, f"did not join {self.name} within {self.timeout:g} s, or made no progress for so long")
+        return self.verdict(
+            missing, f"did not join {self.name} within {self.timeout:g} s, or made no progress for so long"
+        )
 
     def _has_come(self, note: RankNote, rank: int) -> bool:
         """Whether a rank waits for this one, whose turn it has not been yet."""
-        is_here = (note.call, note.exchange) == (self.call, self.exchange)
+        is_here = (note.place, note.exchange) == (self.place, self.exchange)
         return is_here and list(note.waits_for[:1]) == [self.rank] and list(self.waits_for[:1]) != [rank]
 
     def _sight_of(self, note: RankNote | None) -> Any:
@@ -332,7 +390,7 @@ class Watch:
         if note is None:
             return None
         waits_for_others = bool(note.waits_for) and list(note.waits_for[:1]) != [self.rank]
-        return note if waits_for_others and note.call == self.call else note._replace(beat=0, waits_for=())
+        return note if waits_for_others and note.place == self.place else note._replace(beat=0, waits_for=())
 
     def _described(self, rank: int, note: RankNote | None) -> str:
         """What is known of a rank that is missing."""
@@ -341,6 +399,6 @@ class Watch:
         elsewhere = self.roll().elsewhere(rank)
         if note is None:
             return f"it has not joined this call{elsewhere}"
-        if note.call < self.call:
+        if note.place < self.place:
             return f"it has not called Holdfast again since {note.name}{elsewhere}"
         return f"it was last seen in {note.describe()}: busy without progress, stopped or dead{elsewhere}"
