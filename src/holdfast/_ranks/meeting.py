@@ -183,9 +183,12 @@ def meeting(
 
 @contextmanager
 def drop_in_meeting(
-    verb: str, process_group: dist.ProcessGroup | None, *, alone: bool, coordinator_rank: int = 0
+    verb: str, process_group: dist.ProcessGroup | None, *, alone: bool, place: object = None, coordinator_rank: int = 0
 ) -> Iterator[Collectives]:
     """The ranks of a call of ``holdfast.dcp``. What fails in a step stays a ``CheckpointException``.
+
+    ``place`` is said of ranks that are missing, and tells calls apart. It is not compared: ranks may have different
+    paths to the same folder.
 
     They meet as all others do, so that whoever is missing is named. Where that is not possible, the messages go over
     the program's own process group: in a call within another one, and with groups that have no store.
@@ -195,7 +198,7 @@ def drop_in_meeting(
     if link is None or link.is_in_round_here():
         yield ranks
         return
-    with link.round(verb):
+    with link.round(verb if place is None else f"{verb} ({place})"):
         linked = LinkedCollectives(link, coordinator_rank)
         linked.group = process_group
         refuse_different_calls(linked, verb)
