@@ -122,7 +122,8 @@ class LinkedCollectives(Collectives):
     def transfers(self, group: dist.ProcessGroup | None = None) -> Transfers:
         """A way to send bytes to other ranks: over the ranks' own connection, or over a group of the program."""
         if group is not None:
-            return GroupTransfers(group, self._link.members)
+            link = self._link
+            return GroupTransfers(group, link.members, link.wait_elsewhere if isinstance(link, PrivateGroup) else None)
         if not isinstance(self._link, Transfers):
             raise TypeError(f"a {type(self._link).__name__} carries messages, and no bytes of tensors")
         return self._link

@@ -59,9 +59,14 @@ class PrivateGroup(TreeConnection, Exchanges):
         *,
         other_names: Sequence[str] = (),
         largest: int | None = None,
+        in_background: bool = False,
     ) -> None:
-        """``timeout`` is for calls that have none of their own; ``other_names`` are those of the ranks' other links."""
-        super().__init__(rank, members, store, name, other_names, LARGEST_GROUP if largest is None else largest)
+        """``timeout`` is for calls that have none of their own; ``other_names`` are those of the ranks' other links.
+
+        In the background the process goes on with other things, whose bytes say nothing about a call.
+        """
+        largest = LARGEST_GROUP if largest is None else largest
+        super().__init__(rank, members, store, name, other_names, largest, shows_signs=not in_background)
         self.timeout = timeout
         # Weak, because the store may be a server: it must end with the group that it belongs to.
         self._origin = weakref.ref(store)
@@ -316,8 +321,35 @@ class PrivateGroup(TreeConnection, Exchanges):
             for begin, parcels in ((gloo.receive_bytes, receives), (gloo.send_bytes, sends))
             for rank, content in parcels
         ]
-        for rank, wait in waits:
-            self._wait_for([rank], [wait])
+        try:
+            for rank, wait in waits:
+                self._wait_for([rank], [wait])
+                self._watch.transfers += 1
+        except Exception:
+            # The others of them may be under way: gloo goes on to fill their memory, and to read from it, until all
+            # ranks have left this connection, which they have when there is another one.
+            self._kept_memory.append(waits)
+            raise
+
+    @interrupts_wait()
+    def wait_elsewhere(self, work: Callable[[Callable[[Sequence[int]], None]], None]) -> None:
+        """Do what waits for ranks of this group by other means, in a thread that may go on for longer than this.
+
+        ``work`` gets a function by which it says whom it waits for: all of them at once, if there are several. What it
+        needs must belong to it: if this raises, nobody knows when the thread ends.
+        """
+        self._refuse_if_over()
+        goes_on = self._goes_on()
+
+        def waits_for(ranks: Sequence[int]) -> None:
+            if goes_on():
+                self._watch.transfers += 1
+                self._watch.waits_at_once, self._watch.waits_for = len(ranks) > 1, ranks
+
+        try:
+            self._in_background(partial(work, waits_for), (), elsewhere=True)
+        finally:
+            self._watch.waits_at_once = False
 
     def _leaf(self) -> GlooGroup:
         self._refuse_if_over()
@@ -343,7 +375,13 @@ def private_group_of(group: dist.ProcessGroup | None, purpose: str = "background
             members = tuple(dist.get_process_group_ranks(group))
             name, *others = (f"holdfast/{group.group_name}/{each}" for each in dict.fromkeys((purpose, *_PURPOSES)))
             _groups[key] = PrivateGroup(
-                dist.get_rank(group), members, store, name, timeout_of(group), other_names=others
+                dist.get_rank(group),
+                members,
+                store,
+                name,
+                timeout_of(group),
+                other_names=others,
+                in_background=purpose == "background",
             )
         return _groups[key]
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from holdfast._compat.groups import connection_of_its_own
+from holdfast._ranks.signs_of_progress import SignsOfProgress
 from holdfast._watching.progress import size as named_size
 
 _PATIENCE = timedelta(seconds=5)
@@ -31,21 +32,8 @@ _RANKS_PER_SECOND = 1000
 """How many ranks may look at the store each second."""
 
 
-_PROGRESS = 1 << 20
-"""Bytes that a process reads and writes in passing, which are no sign of progress."""
-
-
-def bytes_of_process() -> int:
-    """What this process has read and written so far, where the system says: the progress of what counts none itself.
-
-    In steps that no log and no message between ranks makes in a while.
-    """
-    try:
-        with open("/proc/self/io", "rb") as counters:
-            lines = dict(line.split(b":") for line in counters.read().splitlines())
-        return (int(lines[b"rchar"]) + int(lines[b"wchar"])) // _PROGRESS * _PROGRESS
-    except (OSError, KeyError, ValueError):
-        return 0
+_SIGNS_COUNT_FOR = 10
+"""Timeouts in which the bytes of a process pass for progress if nothing else does. They may be of something else."""
 
 
 class Progressing(Protocol):
@@ -110,6 +98,11 @@ class RankNote(NamedTuple):
     name: str
     phase: str
     nbytes: int
+    """What the call has done."""
+    transfers: int
+    """How many parcels it has sent and received."""
+    signs: int
+    """Bytes that its process has moved."""
     waits_for: Sequence[int]
     """The ranks that it waits for, the next one first; none while it works."""
     beat: int
@@ -209,17 +202,25 @@ class Watch:
     exchange: int = 0
     waits_for: Sequence[int] = ()
     """Set by who waits; those that may have joined too, the next one first."""
+    waits_at_once: bool = False
+    """Whether there is no next one, so that two ranks may wait for each other as long as a third one is missing."""
     name: str = ""
     timeout: float = 0.0
     progress: Progressing | None = None
+    transfers: int = 0
+    """Counted by who exchanges bytes: what arrives is progress, and the wait for the next is a new one."""
+    shows_signs: bool = True
+    """Whether the bytes that the process moves are a sign that it gets on with the call."""
     has_looked: bool = False
     """Whether this rank was in the call when there was no verdict on it yet."""
     is_outside: bool = False
     """Whether this rank has no connection and does not know which one the others are on, so that it judges nobody."""
     _beat: int = 0
-    _bytes_before: int | None = None
+    _signs: SignsOfProgress = field(default_factory=SignsOfProgress)
+    _last_sign: int = 0
+    _last_progress: tuple[Any, float] = (None, 0.0)
     _seen: dict[int, _Seen] = field(default_factory=dict)
-    _seen_at: tuple[Place, int] = ((0, 0), 0)
+    _seen_at: tuple[Place, int, int] = ((0, 0), 0, 0)
     _active: bool = False
     _closed: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -230,11 +231,10 @@ class Watch:
     def begin(self, name: str, timeout: float, progress: Progressing | None) -> None:
         """A call begins."""
         self.call += 1
-        self.exchange = 0
+        self.exchange = self.transfers = 0
         self.waits_for = ()
         self.has_looked = False
         self.name, self.timeout, self.progress = name, timeout, progress
-        self._bytes_before = None
         with self._changed:
             self._active = True
             if self._thread is None and self.size > 1:
@@ -326,7 +326,7 @@ class Watch:
         except Exception:
             self._do_without_the_roll()
         with self._changed:
-            if self.is_outside or self._is_over(place):
+            if self.is_outside or self.place != place:
                 return None
             self.has_looked = True
         own = self._judge()
@@ -341,18 +341,22 @@ class Watch:
         self._beat += 1
         progress = self.progress
         phase, nbytes = ("", 0) if progress is None else (progress.current_phase, progress.done_bytes)
-        if not nbytes:
-            now = bytes_of_process()
-            if self._bytes_before is None:
-                self._bytes_before = now
-            nbytes = now - self._bytes_before
-        return RankNote(
-            self.epoch, self.call, self.exchange, self.name, phase, nbytes, list(self.waits_for), self._beat
-        )
+        note = RankNote(self.epoch, self.call, self.exchange, self.name, phase, nbytes, self.transfers, 0, (), 0)
+        signs = self._signs_beside(note) if self.shows_signs else 0
+        return note._replace(signs=signs, waits_for=list(self.waits_for), beat=self._beat)
+
+    def _signs_beside(self, progress: RankNote) -> int:
+        """Bytes of the process, for as long as they may pass for progress of a call that shows none itself."""
+        now = time.monotonic()
+        if self._last_progress[0] != progress:
+            self._last_progress = progress, now
+        if now - self._last_progress[1] < _SIGNS_COUNT_FOR * self.timeout:
+            self._last_sign = self._signs.look()
+        return self._last_sign
 
     def _judge(self) -> Verdict | None:
         """Who of those that are waited for has made no progress for too long."""
-        at, waits_for, now = (self.place, self.exchange), self.waits_for, time.monotonic()
+        at, waits_for, now = (self.place, self.exchange, self.transfers), self.waits_for, time.monotonic()
         if at != self._seen_at:
             self._seen, self._seen_at = {}, at
         self._seen = {rank: seen for rank, seen in self._seen.items() if rank in waits_for}
@@ -389,7 +393,7 @@ class Watch:
         """What changes while a rank makes progress, or waits for others itself."""
         if note is None:
             return None
-        waits_for_others = bool(note.waits_for) and list(note.waits_for[:1]) != [self.rank]
+        waits_for_others = bool(note.waits_for) and (self.waits_at_once or list(note.waits_for[:1]) != [self.rank])
         return note if waits_for_others and note.place == self.place else note._replace(beat=0, waits_for=())
 
     def _described(self, rank: int, note: RankNote | None) -> str:

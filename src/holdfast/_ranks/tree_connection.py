@@ -61,15 +61,26 @@ class TreeConnection:
     """The connection of one rank. Ranks here are positions in ``members``, the global ranks."""
 
     def __init__(
-        self, rank: int, members: tuple[int, ...], store: Store, name: str, other_names: Sequence[str], largest: int
+        self,
+        rank: int,
+        members: tuple[int, ...],
+        store: Store,
+        name: str,
+        other_names: Sequence[str],
+        largest: int,
+        *,
+        shows_signs: bool = True,
     ) -> None:
-        """``name`` is what the connection is called in the store; ``other_names`` are those of the ranks' others."""
+        """``name`` is what the connection is called in the store; ``other_names`` are those of the ranks' others.
+
+        With ``shows_signs`` all bytes that the process moves in a call are signs that it gets on.
+        """
         self.rank = rank
         self.members = members
         self._largest = largest
         self._leaf_size: int | None = None
         self._store: Store | None = None
-        self._watch = Watch(rank, len(members), _weakly(self._give_up), is_outside=True)
+        self._watch = Watch(rank, len(members), _weakly(self._give_up), is_outside=True, shows_signs=shows_signs)
         if len(members) > 1:
             # A connection to the store of its own: while gloo waits there for others, nobody else could use it.
             own = connection_of_its_own(store)
@@ -91,6 +102,8 @@ class TreeConnection:
         self._changing = threading.Lock()
         self._kept: list[Any] = []
         """Messages that others may still fetch."""
+        self._kept_memory: list[Any] = []
+        """Memory that may still be written to, by connections that have ended in the middle of something."""
         self._round_is_over = True
 
     def close(self) -> None:
@@ -100,7 +113,7 @@ class TreeConnection:
             gloo.close()
         self._forget_groups()
         self._store = None
-        self._kept = []
+        self._kept = self._kept_memory = []
 
     def _forget_groups(self) -> None:
         self._groups, self._top, self._led = None, None, []
@@ -125,6 +138,7 @@ class TreeConnection:
             work = partial(self._connected, tree, self._watch.epoch, self._goes_on())
             groups.append((tree, self._in_background(work, tree.members)))
         self._groups = groups
+        self._kept_memory = []
         self._led = [(tree, gloo) for tree, gloo in groups if tree.leader == self.rank]
         self._top = groups[-1] if groups and groups[-1][0].leader != self.rank else None
 
@@ -190,10 +204,13 @@ class TreeConnection:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
-    def _in_background(self, work: Callable[[], T], ranks: Sequence[int], patience: float | None = None) -> T:
+    def _in_background(
+        self, work: Callable[[], T], ranks: Sequence[int], patience: float | None = None, *, elsewhere: bool = False
+    ) -> T:
         """Do in a thread what cannot be interrupted, and wait for it or for a verdict.
 
-        With ``patience``, in seconds, no other rank is waited for, but the store.
+        With ``patience``, in seconds, no other rank is waited for, but the store. What fails ``elsewhere`` does not
+        mean that this connection is lost.
         """
         outcome: list[T] = []
         failure: list[Exception] = []
@@ -223,6 +240,8 @@ class TreeConnection:
             self._watch.waits_for = ()
         if self._verdict is not None:
             self._fail(self._verdict)
+        if failure and elsewhere:
+            raise failure[0]
         if failure:
             self._lost(failure[0], None)
         return outcome[0]
