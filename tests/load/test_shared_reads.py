@@ -15,13 +15,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast._base.boxes import Box, cut, place_of, volume
-from holdfast._base.tuning import SMALLEST_SHARED_READ
+from holdfast._base.tuning import SHARED_PART_BYTES, SMALLEST_SHARED_READ
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.source import ChunkPlace, ReadRequest, Source
 from holdfast._load.cooperative_reading import Buffers, CooperativeReading, Delivered
 from holdfast._load.filling import Converted
-from holdfast._load.shared_reads import Want, plan_shared_reads
+from holdfast._load.shared_reads import SharedReads, plan_shared_reads
+from holdfast._load.shared_wants import Want, encode_wants
 from holdfast._ranks.transfers import Parcel
 from holdfast._ranks.trees import groups_of, strides_of
 from tests.properties import examples
@@ -104,6 +105,13 @@ class Bus:
         return OfRank()
 
 
+def planned(
+    source: Source, wants: Mapping[tuple[int, ...], Sequence[Want]], rank: int, part: int = SHARED_PART_BYTES
+) -> SharedReads:
+    messages = {ranks: encode_wants(wanted) for ranks, wanted in wants.items()}
+    return plan_shared_reads(source, messages, rank, part)
+
+
 def place_for(box: Box, kind: str) -> tuple[Any, Any]:
     """Memory for a box, and what is read into."""
     if kind == "dense":
@@ -136,7 +144,7 @@ def load_on(
     }
 
     def one(rank: int) -> Any:
-        plan = plan_shared_reads(source, wants, rank, buffers.part)
+        plan = planned(source, wants, rank, buffers.part)
         done = Delivered()
         try:
             if not plan.is_empty:
@@ -236,7 +244,7 @@ def test_small_tensors_are_read_by_one_rank_and_sent_together():
     arrays = {f"t{number:03}": np.full(7, number, np.float32) for number in range(50)}
     source = ArraySource(arrays, {key: [Box((0,), (7,))] for key in arrays}, False)
     wants = {(0, 1, 2): [Want(number, Box((0,), (7,)), True) for number in range(50)]}
-    (batches,) = plan_shared_reads(source, wants, 0).batches.values()
+    (batches,) = planned(source, wants, 0).batches.values()
     assert [len(batch.units) for batch in batches] == [50]
 
 
@@ -244,7 +252,7 @@ def test_ranks_that_want_different_things_read_them_themselves():
     shape = (8, 1 << 20)
     source = ArraySource({"w": np.zeros(shape, np.float32)}, {"w": [Box((0, 0), shape)]}, False)
     wants = {(rank,): [Want(0, Box((4 * rank, 0), (4, 1 << 20)), True)] for rank in range(2)}
-    assert plan_shared_reads(source, wants, 0).is_empty
+    assert planned(source, wants, 0).is_empty
 
 
 def test_columns_of_one_chunk_are_read_as_rows_by_one_and_sent_to_those_who_want_them():
@@ -264,7 +272,7 @@ def test_who_reads_much_alone_reads_less_for_others():
     whole = Box((0, 0), shape)
     source = ArraySource(arrays, {key: [whole] for key in arrays}, False)
     wants = {(0,): [Want(0, whole, True), Want(1, whole, True)], (1, 2): [Want(0, whole, True)]}
-    batches = plan_shared_reads(source, wants, 0).batches
+    batches = planned(source, wants, 0).batches
     read = {rank: sum(unit.nbytes for batch in of_rank for unit in batch.units) for rank, of_rank in batches.items()}
     assert read == {1: 32 << 20, 2: 32 << 20}
 
@@ -284,7 +292,7 @@ def test_a_chunk_with_one_digest_that_nobody_has_memory_for_is_not_shared():
     shape = (64, 1 << 15)
     whole = Box((0, 0), shape)
     source = ArraySource({"w": np.zeros(shape, np.float32)}, {"w": [whole]}, True)
-    assert plan_shared_reads(source, {(0, 1): [Want(0, whole, False)]}, 0, 1 << 20).is_empty
+    assert planned(source, {(0, 1): [Want(0, whole, False)]}, 0, 1 << 20).is_empty
 
 
 def test_after_damage_all_rounds_are_gone_through_and_the_reader_raises():

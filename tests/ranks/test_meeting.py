@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from holdfast._ranks import roll_call
 from holdfast._ranks.meeting import meeting
 from holdfast._ranks.private_group import private_group_of
-from holdfast._ranks.roll_call import RollCall, Watch, bytes_of_process
+from holdfast._ranks.roll_call import RollCall, Watch
 from holdfast._watching.calls import Call
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, MissingRanksError, RankDisagreementError
 from tests.rank_pool import RankPool
@@ -124,17 +125,17 @@ def test_whoever_makes_no_progress_is_named_after_the_timeout_and_what_is_known_
     note(busy, 2, 1, "second", [])
     note(elsewhere, 1, 5, "first", [])
     note(first, 2, 2, "second", [1, 2, 3])
-    assert first._look(2) is None
+    assert first._look((0, 2)) is None
     clock.now = 9.9
-    assert first._look(2) is None
+    assert first._look((0, 2)) is None
     clock.now = 10.0
-    verdict = first._look(2)
+    verdict = first._look((0, 2))
     assert verdict.missing == {
         1: "it was last seen in second: busy without progress, stopped or dead",
         2: "it has not called Holdfast again since first",
         3: "it has not joined this call",
     }
-    assert watches[1]._look(2) == verdict  # which the others find
+    assert watches[1]._look((0, 2)) == verdict  # which the others find
 
 
 def test_progress_starts_the_time_anew(clock):
@@ -146,25 +147,65 @@ def test_progress_starts_the_time_anew(clock):
         clock.now = seconds
         call.advance(1000)
         note(busy, 1, 1, "call", [])
-        assert first._look(1) is None
+        assert first._look((0, 1)) is None
     clock.now += 10
     note(busy, 1, 1, "call", [])  # it is alive, which is not enough
-    assert "last seen in call, 7.0 KB done" in first._look(1).missing[1]
+    assert "last seen in call, 7.0 KB done" in first._look((0, 1)).missing[1]
 
 
-@pytest.mark.skipif(not bytes_of_process(), reason="the system does not count what a process reads")
-def test_what_counts_no_bytes_makes_progress_by_what_its_process_reads(clock, tmp_path):
+def test_bytes_of_the_process_pass_for_progress_but_not_for_ever(clock, monkeypatch):
     store = dist.HashStore()
     first, busy = (watch_over(rank, store) for rank in range(2))
-    (tmp_path / "large").write_bytes(bytes(4 << 20))
+    busy.progress = call = Call("save", "x")
+    call.advance(1000)
+    moved = count(1)
+    monkeypatch.setattr(busy._signs, "look", lambda: next(moved) << 20)
     note(first, 1, 2, "call", [1])
-    for seconds in range(0, 50, 8):
+    for seconds in range(0, 100, 8):  # ten timeouts
         clock.now = seconds
         note(busy, 1, 1, "call", [])
-        assert first._look(1) is None
-        (tmp_path / "large").read_bytes()
+        assert first._look((0, 1)) is None
+    clock.now += 8
+    note(busy, 1, 1, "call", [])
+    assert first._look((0, 1)) is None
+    clock.now += 8
+    note(busy, 1, 1, "call", [])
+    assert "last seen in call, 1.0 KB done" in first._look((0, 1)).missing[1]  # and not what its process has moved
+
+
+def test_bytes_of_a_process_that_saves_in_the_background_say_nothing(monkeypatch):
+    watch = watch_over(0, dist.HashStore())
+    watch.shows_signs = False
+    monkeypatch.setattr(watch._signs, "look", pytest.fail)
+    assert watch.own_note().signs == 0
+
+
+def test_what_arrives_is_progress_of_those_that_send_it(clock):
+    store = dist.HashStore()
+    first, other = (watch_over(rank, store) for rank in range(2))
+    note(first, 1, 1, "call", [1])
+    note(other, 1, 1, "call", [])
+    for seconds in range(0, 50, 8):
+        clock.now = seconds
+        assert first._look((0, 1)) is None
+        first.transfers += 1
+    clock.now += 8
+    assert first._look((0, 1)) is None
     clock.now += 10
-    assert first._look(1) is not None
+    assert list(first._look((0, 1)).missing) == [1]
+
+
+def test_ranks_that_wait_for_each_other_and_a_third_one_at_once_name_only_that(clock):
+    store = dist.HashStore()
+    first, second, third = (watch_over(rank, store) for rank in range(3))
+    first.waits_at_once = True
+    note(third, 1, 1, "call", [])
+    for seconds in (0, 8, 16):
+        clock.now = seconds
+        note(first, 1, 1, "call", [1, 2])
+        note(second, 1, 1, "call", [0, 2])
+        found = first._look((0, 1))
+    assert list(found.missing) == [2]
 
 
 def test_a_rank_that_waits_itself_is_not_to_blame_as_long_as_it_is_alive(clock):
@@ -174,9 +215,9 @@ def test_a_rank_that_waits_itself_is_not_to_blame_as_long_as_it_is_alive(clock):
     for seconds in range(0, 50, 8):
         clock.now = seconds
         note(leader, 1, 2, "call", [3])
-        assert first._look(1) is None
+        assert first._look((0, 1)) is None
     clock.now += 10
-    assert list(first._look(1).missing) == [1]
+    assert list(first._look((0, 1)).missing) == [1]
 
 
 def test_a_rank_that_has_come_is_not_to_blame_when_it_is_not_its_turn_yet(clock):
@@ -184,9 +225,9 @@ def test_a_rank_that_has_come_is_not_to_blame_when_it_is_not_its_turn_yet(clock)
     leader, come, missing = (watch_over(rank, store) for rank in range(3))
     note(leader, 1, 2, "call", [2, 1])
     note(come, 1, 2, "call", [0])
-    assert leader._look(1) is None
+    assert leader._look((0, 1)) is None
     clock.now = 10.0
-    assert list(leader._look(1).missing) == [2]
+    assert list(leader._look((0, 1)).missing) == [2]
     assert missing.waits_for == ()
 
 
@@ -198,9 +239,9 @@ class GoneStore:
 def test_a_rank_is_named_also_if_the_store_is_gone(clock):
     watch = watch_over(0, GoneStore())
     watch.call, watch.exchange, watch.waits_for = 1, 1, [2, 1]
-    assert watch._look(1) is None
+    assert watch._look((0, 1)) is None
     clock.now = 10.0
-    assert watch._look(1).missing == {2: "nothing is known of it, since the process group's store is gone"}
+    assert watch._look((0, 1)).missing == {2: "nothing is known of it, since the process group's store is gone"}
 
 
 def be_late_in_a_step() -> Any:

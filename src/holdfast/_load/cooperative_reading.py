@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,7 +24,9 @@ from holdfast._base.threads import in_order
 from holdfast._base.tuning import MEMORY_BUDGET, MIB, SHARED_PART_BYTES
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.source import DiscardingArray, Into, ReadRequest, Source
-from holdfast._load.shared_reads import Piece, SharedBatch, SharedReads, Span, Unit, numbered
+from holdfast._load.shared_reads import SharedBatch, SharedReads, Span
+from holdfast._load.shared_units import Piece, Unit
+from holdfast._load.shared_wants import numbered
 from holdfast._ranks.interrupts import interrupts_wait
 from holdfast._ranks.transfers import Parcel, Transfers
 from holdfast._ranks.tree_routes import Route, route_of
@@ -120,7 +123,7 @@ class CooperativeReading:
 
     def run(self) -> Delivered:
         """Go through all rounds, then raise what went wrong in one of them."""
-        own = self.plan.batches.get(self.rank, [])
+        own = map(copy, self.plan.batches.get(self.rank, []))
         reading = in_order(
             self._prepare, own, threads=self.buffers.ahead, ahead=self.buffers.ahead, name="holdfast-shared-read"
         )
@@ -138,7 +141,7 @@ class CooperativeReading:
 
     def check(self) -> None:
         """Only compare with their digests what this rank would read for all."""
-        for batch in self.plan.batches.get(self.rank, []):
+        for batch in map(copy, self.plan.batches.get(self.rank, [])):
             nowhere = [DiscardingArray(unit.box.sizes, self._carrier(unit)) for unit in batch.reads]
             self._read(batch.reads, nowhere)
 
@@ -159,7 +162,7 @@ class CooperativeReading:
                         batch = self.plan.batches[reader][number]
                         route = route_of(self.rank, reader, batch.receivers, self._strides, turn)
                         if route is not None:
-                            tasks.append(_Task(batch, route))
+                            tasks.append(_Task(copy(batch), route))  # of which nothing is kept after the round
                 if tasks:
                     yield tasks
 

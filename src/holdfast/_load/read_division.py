@@ -25,7 +25,8 @@ from holdfast._load.filling import (
     regions_of,
 )
 from holdfast._load.options import LoadOptions, ShareReads
-from holdfast._load.shared_reads import SharedReads, Want, decode_wants, encode_wants, numbered, plan_shared_reads
+from holdfast._load.shared_reads import SharedReads, plan_shared_reads
+from holdfast._load.shared_wants import Want, encode_wants, numbered
 from holdfast._ranks.machines import machine_digest
 from holdfast._ranks.transfers import Bytes, Parcel, Transfers
 from holdfast.errors import RankDisagreementError
@@ -162,8 +163,7 @@ class _Sharing:
             exchange = _Exchange(transfers, rank, transfers.neighbours)
             everyone = exchange.wants(self._message, on_one_machine="job" not in self._terms.modes)
         self._buffers = Buffers.within(self._terms.memory, passes_on=lists is not None and len(transfers.strides) > 2)
-        wants = {of: self._own.wants if rank in of else decode_wants(each, source) for of, each in everyone.items()}
-        self._shared = plan_shared_reads(source, wants, rank, self._buffers.part)
+        self._shared = plan_shared_reads(source, everyone, rank, self._buffers.part)
         terms = f"{self._buffers} {[*transfers.strides]}"
         return {min(map(min, everyone)): {self._shared.digest(terms): [rank]}}
 

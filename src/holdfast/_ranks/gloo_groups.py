@@ -111,19 +111,18 @@ class GlooGroup:
     def hang_up(self) -> None:
         """Close the connections, and have whoever waits for a message raise, here and at the other ends.
 
-        Gloo closes all connections of a group when somebody has waited too long: not if the one that is waited for has
-        hung up before, so that each of them is tried.
+        Gloo closes all connections of a group when somebody has waited too long on one of them. That must be one that
+        is still open: a rank that has hung up itself cannot be waited for.
         """
         backend = self._backend
         if backend is None:
             return
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1  # each has connections of its own
-        for other, member in enumerate(self.members):
+        for other in [each for each, rank in enumerate(self.members) if rank != self._rank]:
             for tag in range(_NOTHING, _NOTHING + interfaces):
-                if member != self._rank:
-                    with suppress(Exception):
-                        place = torch.empty(1, dtype=torch.uint8, device="cpu")
-                        backend.recv([place], other, tag).wait(timedelta(milliseconds=1))
+                with suppress(Exception):
+                    place = torch.empty(1, dtype=torch.uint8, device="cpu")
+                    backend.recv([place], other, tag).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """End the connection."""

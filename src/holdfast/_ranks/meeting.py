@@ -148,7 +148,8 @@ class LinkedCollectives(Collectives):
     def transfers(self, group: dist.ProcessGroup | None = None) -> Transfers:
         """A way to send bytes to other ranks: over the ranks' own connection, or over a group of the program."""
         if group is not None:
-            return GroupTransfers(group, self._link.members)
+            link = self._link
+            return GroupTransfers(group, link.members, link.wait_elsewhere if isinstance(link, PrivateGroup) else None)
         if not isinstance(self._link, Transfers):
             raise TypeError(f"a {type(self._link).__name__} carries messages, and no bytes of tensors")
         return self._link
@@ -230,9 +231,12 @@ def meeting(
 
 @contextmanager
 def drop_in_meeting(
-    verb: str, process_group: dist.ProcessGroup | None, *, alone: bool, coordinator_rank: int = 0
+    verb: str, process_group: dist.ProcessGroup | None, *, alone: bool, place: object = None, coordinator_rank: int = 0
 ) -> Iterator[Collectives]:
     """The ranks of a call of ``holdfast.dcp``. What fails in a step stays a ``CheckpointException``.
+
+    ``place`` is said of ranks that are missing, and tells calls apart. It is not compared: ranks may have different
+    paths to the same folder.
 
     They meet as all others do, so that whoever is missing is named. Where that is not possible, the messages go over
     the program's own process group: in a call within another one, and with groups that have no store.
@@ -242,7 +246,7 @@ def drop_in_meeting(
     if link is None or link.is_in_round_here():
         yield ranks
         return
-    with link.round(verb):
+    with link.round(verb if place is None else f"{verb} ({place})"):
         linked = LinkedCollectives(link, coordinator_rank)
         linked.group = process_group
         refuse_different_calls(linked, verb)

@@ -36,7 +36,7 @@ from holdfast._ranks.gloo_groups import Frame, GlooGroup
 from holdfast._ranks.interrupts import interrupts_wait
 from holdfast._ranks.roll_call import Progressing, Verdict
 from holdfast._ranks.transfers import Parcel
-from holdfast._ranks.tree_connection import Status, TreeConnection
+from holdfast._ranks.tree_connection import BeginAgain, Status, TreeConnection
 from holdfast._ranks.trees import LARGEST_GROUP, TreeGroup, strides_of
 from holdfast.errors import CheckpointException, RankLeftError
 
@@ -59,9 +59,14 @@ class PrivateGroup(TreeConnection, Exchanges):
         *,
         other_names: Sequence[str] = (),
         largest: int | None = None,
+        in_background: bool = False,
     ) -> None:
-        """``timeout`` is for calls that have none of their own; ``other_names`` are those of the ranks' other links."""
-        super().__init__(rank, members, store, name, other_names, LARGEST_GROUP if largest is None else largest)
+        """``timeout`` is for calls that have none of their own; ``other_names`` are those of the ranks' other links.
+
+        In the background the process goes on with other things, whose bytes say nothing about a call.
+        """
+        largest = LARGEST_GROUP if largest is None else largest
+        super().__init__(rank, members, store, name, other_names, largest, shows_signs=not in_background)
         self.timeout = timeout
         # Weak, because the store may be a server: it must end with the group that it belongs to.
         self._origin = weakref.ref(store)
@@ -70,6 +75,7 @@ class PrivateGroup(TreeConnection, Exchanges):
         self._is_asked = False
         self._asked_as = Status.IN_ROUND
         """What the question was sent as that is to be answered."""
+        self._question: tuple[Frame, Join | None] | None = None
         self._join_error: Exception | None = None
         self._turn = threading.Lock()
         self._thread_in_round: int | None = None
@@ -88,20 +94,21 @@ class PrivateGroup(TreeConnection, Exchanges):
                 f"{name} is called within another call to Holdfast of the same ranks, such as by a state_dict() that "
                 "is being saved. Call it before or afterwards."
             )
+        patience = self._patience(timeout)
         with self._turn:
             self._thread_in_round = threading.get_ident()
             try:
-                with self._only_round(name, timeout, progress):
+                with self._only_round(name, patience, progress):
                     yield self
             finally:
                 self._thread_in_round = None
 
     @contextmanager
-    def _only_round(self, name: str, timeout: float | None, progress: Progressing | None) -> Iterator[None]:
-        self._round_is_over = self._is_asked = False
+    def _only_round(self, name: str, patience: float, progress: Progressing | None) -> Iterator[None]:
+        self._round_is_over = self._is_asked = self._has_met = False
         self._verdict = self._ended_by = self._join_error = None
         self._next_answer = self._question_sent = None
-        self._watch.begin(name, self._patience(timeout), progress)
+        self._watch.begin(name, patience, progress)
         try:
             try:
                 yield
@@ -139,14 +146,22 @@ class PrivateGroup(TreeConnection, Exchanges):
         self._refuse_if_over()
         if self._is_asked:
             raise RuntimeError("a question was not answered, and here is the next one")
-        status = Status.FINISHED if last else Status.IN_ROUND
-        asked = self._ask(self._frame(status, payload), join)
-        if asked is None:
-            return None
-        if asked.status != status:
-            self._answer(asked)
-            self._react(asked)
-        return asked.payload
+        self._question = self._frame(Status.FINISHED if last else Status.IN_ROUND, payload), join
+        return self._asked()
+
+    def _asked(self) -> bytes | None:
+        """Ask the question that is to be answered next, again if it is the first one and others were ahead."""
+        assert self._question is not None
+        while True:
+            with suppress(BeginAgain):
+                asked = self._ask(*self._question)
+                if asked is None:
+                    return None
+                if asked.status != self._asked_as:
+                    self._answer(asked)
+                    self._react(asked)
+                self._has_met = True
+                return asked.payload
 
     @interrupts_wait()
     def answer(self, payload: bytes | None, *, only: int | None = None, split: bool = False) -> bytes:
@@ -159,12 +174,17 @@ class PrivateGroup(TreeConnection, Exchanges):
             if split and sum(1 for _ in entries_of(whole)) != len(self.members):
                 raise ValueError(f"there is not one payload for each of {len(self.members)} ranks")
             frame = self._frame(self._asked_as, whole, split=split, only=-1 if only is None else only)
-        answer = self._answer(frame)
-        self._react(answer)
-        return answer.payload
+        while True:
+            with suppress(BeginAgain):
+                answer = self._answer(frame)
+                self._react(answer)
+                self._has_met, self._question = True, None
+                return answer.payload
+            self._asked()
 
     def _ask(self, mine: Frame, join: Join | None) -> Frame | None:
         """Collect the questions of those that this rank leads, and pass them on. What all ask, on rank 0."""
+        self._is_asked = False
         self._connect()
         self._watch.exchange += 1
         self._is_asked, self._asked_as = True, Status(mine.status)
@@ -272,11 +292,15 @@ class PrivateGroup(TreeConnection, Exchanges):
             # The call is over either way. The next one will say that the connection is lost.
             own = json.dumps([self.rank]).encode() if status == Status.LEFT else b""
             if self._is_asked:  # something has interrupted it between a question and its answer
-                answer = self._answer(self._frame(Status.LEFT, own) if self.rank == 0 else None)
-                if answer.status != Status.IN_ROUND:
+                with suppress(BeginAgain):
+                    answer = self._answer(self._frame(Status.LEFT, own) if self.rank == 0 else None)
+                    if answer.status != Status.IN_ROUND:
+                        return
+            while True:
+                with suppress(BeginAgain):
+                    asked = self._ask(self._frame(status, own), None)
+                    self._answer(asked)
                     return
-            asked = self._ask(self._frame(status, own), None)
-            self._answer(asked)
 
     # Bytes from one rank to another.
 
@@ -306,8 +330,35 @@ class PrivateGroup(TreeConnection, Exchanges):
             for begin, parcels in ((GlooGroup.receive_bytes, receives), (GlooGroup.send_bytes, sends))
             for rank, content in parcels
         ]
-        for rank, wait in waits:
-            self._wait_for([rank], [wait])
+        try:
+            for rank, wait in waits:
+                self._wait_for([rank], [wait])
+                self._watch.transfers += 1
+        except Exception:
+            # The others of them may be under way: gloo goes on to fill their memory, and to read from it, until all
+            # ranks have left this connection, which they have when there is another one.
+            self._kept_memory.append(waits)
+            raise
+
+    @interrupts_wait()
+    def wait_elsewhere(self, work: Callable[[Callable[[Sequence[int]], None]], None]) -> None:
+        """Do what waits for ranks of this group by other means, in a thread that may go on for longer than this.
+
+        ``work`` gets a function by which it says whom it waits for: all of them at once, if there are several. What it
+        needs must belong to it: if this raises, nobody knows when the thread ends.
+        """
+        self._refuse_if_over()
+        goes_on = self._goes_on()
+
+        def waits_for(ranks: Sequence[int]) -> None:
+            if goes_on():
+                self._watch.transfers += 1
+                self._watch.waits_at_once, self._watch.waits_for = len(ranks) > 1, ranks
+
+        try:
+            self._in_background(partial(work, waits_for), (), elsewhere=True)
+        finally:
+            self._watch.waits_at_once = False
 
     def _group_with(self, rank: int) -> GlooGroup:
         """The only group that another rank and this one are both in."""
@@ -334,7 +385,13 @@ def private_group_of(group: dist.ProcessGroup | None, purpose: str = "background
             members = tuple(dist.get_process_group_ranks(group))
             name, *others = (f"holdfast/{group.group_name}/{each}" for each in dict.fromkeys((purpose, *_PURPOSES)))
             _groups[key] = PrivateGroup(
-                dist.get_rank(group), members, store, name, timeout_of(group), other_names=others
+                dist.get_rank(group),
+                members,
+                store,
+                name,
+                timeout_of(group),
+                other_names=others,
+                in_background=purpose == "background",
             )
         return _groups[key]
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from holdfast._compat.groups import connection_of_its_own
+from holdfast._ranks.signs_of_progress import SignsOfProgress
 from holdfast._watching.progress import size as named_size
 
 _PATIENCE = timedelta(seconds=5)
@@ -31,21 +32,8 @@ _RANKS_PER_SECOND = 1000
 """How many ranks may look at the store each second."""
 
 
-_PROGRESS = 1 << 20
-"""Bytes that a process reads and writes in passing, which are no sign of progress."""
-
-
-def bytes_of_process() -> int:
-    """What this process has read and written so far, where the system says: the progress of what counts none itself.
-
-    In steps that no log and no message between ranks makes in a while.
-    """
-    try:
-        with open("/proc/self/io", "rb") as counters:
-            lines = dict(line.split(b":") for line in counters.read().splitlines())
-        return (int(lines[b"rchar"]) + int(lines[b"wchar"])) // _PROGRESS * _PROGRESS
-    except (OSError, KeyError, ValueError):
-        return 0
+_SIGNS_COUNT_FOR = 10
+"""Timeouts in which the bytes of a process pass for progress if nothing else does. They may be of something else."""
 
 
 class Progressing(Protocol):
@@ -64,11 +52,17 @@ class Verdict:
     """What they did not do."""
     is_final: bool = False
     """Whether they have died, so that no later call can have them."""
+    epoch: int = 0
+    """The connection that ends with it. They are counted, and each has one verdict at most."""
+    call: int = 0
+    """The call that it is about, counted from the first one of the connection."""
+    name: str = ""
+    """What was called."""
 
     def packed(self) -> bytes:
         """As bytes."""
         entries = [[rank, text] for rank, text in self.missing.items()]
-        return json.dumps([entries, self.reason, self.is_final]).encode()
+        return json.dumps([entries, self.reason, self.is_final, self.epoch, self.call, self.name]).encode()
 
     @classmethod
     def unpacked(cls, data: bytes) -> Verdict:
@@ -77,22 +71,47 @@ class Verdict:
         >>> Verdict.unpacked(Verdict({3: "it is stopped"}, "did not join").packed()).missing
         {3: 'it is stopped'}
         """
-        entries, reason, is_final = json.loads(data)
-        return cls(dict(entries), reason, is_final)
+        entries, *rest = json.loads(data)
+        return cls(dict(entries), *rest)
+
+
+def verdict_in(store: Store, epoch: int) -> Verdict | None:
+    """The verdict that has ended a connection, if there is one."""
+    key = _verdict_key(epoch)
+    return Verdict.unpacked(store.get(key)) if store.check([key]) else None
+
+
+def _verdict_key(epoch: int) -> str:
+    return f"verdict/{epoch}"
+
+
+Place = tuple[int, int]
+"""Of a call: the connection, and the number of the call on it."""
 
 
 class RankNote(NamedTuple):
-    """Where a rank is. Calls and exchanges are counted."""
+    """Where a rank is. Connections, calls on them and exchanges in these are counted."""
 
+    epoch: int
     call: int
     exchange: int
     name: str
     phase: str
     nbytes: int
+    """What the call has done."""
+    transfers: int
+    """How many parcels it has sent and received."""
+    signs: int
+    """Bytes that its process has moved."""
     waits_for: Sequence[int]
     """The ranks that it waits for, the next one first; none while it works."""
     beat: int
     """Grows as long as the process is alive."""
+
+    @property
+    def place(self) -> Place:
+        """Of its call."""
+        return self.epoch, self.call
 
     def describe(self) -> str:
         """For people."""
@@ -140,14 +159,13 @@ class RollCall:
                     return f"; it waits for other ranks in {what}: {note.describe()}"
         return ""
 
-    def verdict_on(self, call: int) -> Verdict | None:
-        """The verdict on a call, if there is one."""
-        key = f"verdict/{call}"
-        return Verdict.unpacked(self._store.get(key)) if self._store.check([key]) else None
+    def verdict_on(self, epoch: int) -> Verdict | None:
+        """The verdict that has ended a connection, if there is one."""
+        return verdict_in(self._store, epoch)
 
-    def pass_verdict(self, call: int, verdict: Verdict) -> Verdict:
+    def pass_verdict(self, verdict: Verdict) -> Verdict:
         """Have a verdict hold for all ranks, or the one that another rank was faster with."""
-        return Verdict.unpacked(self._store.compare_set(f"verdict/{call}", "", verdict.packed().decode()))
+        return Verdict.unpacked(self._store.compare_set(_verdict_key(verdict.epoch), "", verdict.packed().decode()))
 
 
 def _note_in(store: Store, rank: int) -> RankNote | None:
@@ -178,17 +196,31 @@ class Watch:
     """Called when the call cannot go on."""
     open_roll: Callable[[], RollCall] | None = None
     """Opens the roll when it is first needed, in a call that takes longer."""
+    epoch: int = 0
+    """The connection that the calls are made on."""
     call: int = 0
     exchange: int = 0
     waits_for: Sequence[int] = ()
     """Set by who waits; those that may have joined too, the next one first."""
+    waits_at_once: bool = False
+    """Whether there is no next one, so that two ranks may wait for each other as long as a third one is missing."""
     name: str = ""
     timeout: float = 0.0
     progress: Progressing | None = None
+    transfers: int = 0
+    """Counted by who exchanges bytes: what arrives is progress, and the wait for the next is a new one."""
+    shows_signs: bool = True
+    """Whether the bytes that the process moves are a sign that it gets on with the call."""
+    has_looked: bool = False
+    """Whether this rank was in the call when there was no verdict on it yet."""
+    is_outside: bool = False
+    """Whether this rank has no connection and does not know which one the others are on, so that it judges nobody."""
     _beat: int = 0
-    _bytes_before: int | None = None
+    _signs: SignsOfProgress = field(default_factory=SignsOfProgress)
+    _last_sign: int = 0
+    _last_progress: tuple[Any, float] = (None, 0.0)
     _seen: dict[int, _Seen] = field(default_factory=dict)
-    _seen_at: tuple[int, int] = (0, 0)
+    _seen_at: tuple[Place, int, int] = ((0, 0), 0, 0)
     _active: bool = False
     _closed: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -199,16 +231,32 @@ class Watch:
     def begin(self, name: str, timeout: float, progress: Progressing | None) -> None:
         """A call begins."""
         self.call += 1
-        self.exchange = 0
+        self.exchange = self.transfers = 0
         self.waits_for = ()
+        self.has_looked = False
         self.name, self.timeout, self.progress = name, timeout, progress
-        self._bytes_before = None
         with self._changed:
             self._active = True
             if self._thread is None and self.size > 1:
                 self._thread = threading.Thread(target=self._run, name="holdfast-roll-call", daemon=True)
                 self._thread.start()
             self._changed.notify()
+
+    @property
+    def place(self) -> Place:
+        """Of the call."""
+        return self.epoch, self.call
+
+    def move_to(self, epoch: int) -> None:
+        """The call goes on over another connection, as its first call: all ranks count from there."""
+        with self._changed:
+            self.epoch, self.call, self.exchange = epoch, 1, 0
+            self.has_looked = False
+            self._changed.notify()
+
+    def verdict(self, missing: Mapping[int, str], reason: str, *, is_final: bool = False) -> Verdict:
+        """A verdict on this call."""
+        return Verdict(missing, reason, is_final, self.epoch, self.call, self.name)
 
     def end(self) -> None:
         """The call is over."""
@@ -254,32 +302,38 @@ class Watch:
                     self._changed.wait()
                 if self._closed:
                     return
-                call = self.call
-                if self._changed.wait_for(partial(self._is_over, call), self.tick()):
+                place = self.place
+                if self._changed.wait_for(partial(self._is_over, place), self.tick()):
                     continue
-            verdict = self._look(call)
-            if verdict is not None and not self._is_over(call):
+            verdict = self._look(place)
+            if verdict is not None and not self._is_over(place):
                 self.on_verdict(verdict)
                 with self._changed:
-                    self._changed.wait_for(partial(self._is_over, call))
+                    self._changed.wait_for(partial(self._is_over, place))
 
-    def _is_over(self, call: int) -> bool:
-        return self._closed or not self._active or self.call != call
+    def _is_over(self, place: Place) -> bool:
+        return self._closed or not self._active or self.place != place
 
-    def _look(self, call: int) -> Verdict | None:
+    def _look(self, place: Place) -> Verdict | None:
         try:
             roll = self.roll()
             roll.publish(self.own_note())
-            known = roll.verdict_on(call)
+            if self.is_outside:
+                return None
+            known = roll.verdict_on(place[0])
             if known is not None:
                 return known
         except Exception:
             self._do_without_the_roll()
+        with self._changed:
+            if self.is_outside or self.place != place:
+                return None
+            self.has_looked = True
         own = self._judge()
-        if own is None:
+        if own is None or own.epoch != place[0]:
             return None
         with suppress(Exception):
-            return self.roll().pass_verdict(call, own)
+            return self.roll().pass_verdict(own)
         return own
 
     def own_note(self) -> RankNote:
@@ -287,16 +341,22 @@ class Watch:
         self._beat += 1
         progress = self.progress
         phase, nbytes = ("", 0) if progress is None else (progress.current_phase, progress.done_bytes)
-        if not nbytes:
-            now = bytes_of_process()
-            if self._bytes_before is None:
-                self._bytes_before = now
-            nbytes = now - self._bytes_before
-        return RankNote(self.call, self.exchange, self.name, phase, nbytes, list(self.waits_for), self._beat)
+        note = RankNote(self.epoch, self.call, self.exchange, self.name, phase, nbytes, self.transfers, 0, (), 0)
+        signs = self._signs_beside(note) if self.shows_signs else 0
+        return note._replace(signs=signs, waits_for=list(self.waits_for), beat=self._beat)
+
+    def _signs_beside(self, progress: RankNote) -> int:
+        """Bytes of the process, for as long as they may pass for progress of a call that shows none itself."""
+        now = time.monotonic()
+        if self._last_progress[0] != progress:
+            self._last_progress = progress, now
+        if now - self._last_progress[1] < _SIGNS_COUNT_FOR * self.timeout:
+            self._last_sign = self._signs.look()
+        return self._last_sign
 
     def _judge(self) -> Verdict | None:
         """Who of those that are waited for has made no progress for too long."""
-        at, waits_for, now = (self.call, self.exchange), self.waits_for, time.monotonic()
+        at, waits_for, now = (self.place, self.exchange, self.transfers), self.waits_for, time.monotonic()
         if at != self._seen_at:
             self._seen, self._seen_at = {}, at
         self._seen = {rank: seen for rank, seen in self._seen.items() if rank in waits_for}
@@ -320,19 +380,21 @@ class Watch:
                 missing[rank] = self._described(rank, note)
         if not missing:
             return None
-        return Verdict(missing, f"did not join {self.name} within {self.timeout:g} s, or made no progress for so long")
+        return self.verdict(
+            missing, f"did not join {self.name} within {self.timeout:g} s, or made no progress for so long"
+        )
 
     def _has_come(self, note: RankNote, rank: int) -> bool:
         """Whether a rank waits for this one, whose turn it has not been yet."""
-        is_here = (note.call, note.exchange) == (self.call, self.exchange)
+        is_here = (note.place, note.exchange) == (self.place, self.exchange)
         return is_here and list(note.waits_for[:1]) == [self.rank] and list(self.waits_for[:1]) != [rank]
 
     def _sight_of(self, note: RankNote | None) -> Any:
         """What changes while a rank makes progress, or waits for others itself."""
         if note is None:
             return None
-        waits_for_others = bool(note.waits_for) and list(note.waits_for[:1]) != [self.rank]
-        return note if waits_for_others and note.call == self.call else note._replace(beat=0, waits_for=())
+        waits_for_others = bool(note.waits_for) and (self.waits_at_once or list(note.waits_for[:1]) != [self.rank])
+        return note if waits_for_others and note.place == self.place else note._replace(beat=0, waits_for=())
 
     def _described(self, rank: int, note: RankNote | None) -> str:
         """What is known of a rank that is missing."""
@@ -341,6 +403,6 @@ class Watch:
         elsewhere = self.roll().elsewhere(rank)
         if note is None:
             return f"it has not joined this call{elsewhere}"
-        if note.call < self.call:
+        if note.place < self.place:
             return f"it has not called Holdfast again since {note.name}{elsewhere}"
         return f"it was last seen in {note.describe()}: busy without progress, stopped or dead{elsewhere}"

@@ -58,7 +58,8 @@ def load(
         >>> state
         {'weights': tensor([1., 1., 1., 1.]), 'step': 7}
     """
-    with drop_in_meeting("holdfast.dcp.load", process_group, alone=_runs_alone(no_dist, "load")) as ranks:
+    alone = _runs_alone(no_dist, "load")
+    with drop_in_meeting("holdfast.dcp.load", process_group, alone=alone, place=checkpoint_id) as ranks:
         _perform_load(ranks, state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, planner=planner)
 
 
@@ -133,7 +134,8 @@ def _load_state_dict_from_keys(
     A key may be a full one or the beginning of a path: ``"model"`` loads all of the model. One that selects nothing is
     an error.
     """
-    with drop_in_meeting("holdfast.dcp.load", process_group, alone=_runs_alone(False, "load")) as ranks:
+    alone = _runs_alone(False, "load")
+    with drop_in_meeting("holdfast.dcp.load", process_group, alone=alone, place=checkpoint_id) as ranks:
         reader = ranks.own_error_first("plan", lambda: _storage_setup(storage_reader, checkpoint_id, reader=True))
         state: dict[str, Any] = {}
         load_state(state, cast(StorageReader, reader), EmptyStateDictLoadPlanner(keys), ranks)

@@ -123,7 +123,9 @@ def _save(
     warn_of_unseen_failures()
     wait_for_conflicting_saves(target.claim())
     alone = _runs_alone(no_dist, "save")
-    with drop_in_meeting("holdfast.dcp.save", process_group, alone=alone, coordinator_rank=coordinator_rank) as ranks:
+    with drop_in_meeting(
+        "holdfast.dcp.save", process_group, alone=alone, place=target.claim(), coordinator_rank=coordinator_rank
+    ) as ranks:
         return _perform_save(ranks, state_dict, **target._asdict())
 
 
