@@ -103,6 +103,13 @@ class _CountingReader(_CountingReaderWithoutCache):
             self._note(begin, buffer)
         return found
 
+    def read_in_pieces(
+        self, begin: int, memory: Buffer, step: int, *, shared: bool = False
+    ) -> Iterator[tuple[int, int]]:
+        self._note(begin, memory, shared=shared)
+        pieces: Iterator[tuple[int, int]] = self._reader.read_in_pieces(begin, memory, step, shared=shared)
+        return pieces
+
 
 def bytes_in(reads: Sequence[Read]) -> int:
     """All bytes that were read, each as often as it was."""

@@ -177,6 +177,8 @@ class FileSystemReader(StorageReader):
     def _seem_cached(self, files: Mapping[str, Sequence[StoredItems]]) -> bool:
         """Whether there is probably no disk to wait for: the first and the last item can be had without."""
         names = list(files)
+        if not names:
+            return True
         for name, at in {(names[0], 0), (names[-1], -1)}:
             with self._opened(name, files[name]) as file:
                 if not seems_cached(file, files[name][at].info.offset):
