@@ -125,7 +125,9 @@ def meet_a_fault(verb_name: str, fault: str, place: str, culprit: int, folder: P
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if met_before:
         holdfast.save(state_of(), folder / "before", timeout=60)
-        holdfast.async_save(state_of(), folder / "before", overwrite=True, timeout=60).result()
+        # Its process is started once, which takes longer on a busy machine than a rank may be without progress here.
+        writer = "process" if verb is async_save_in_process else "thread"
+        holdfast.async_save(state_of(), folder / "before", overwrite=True, timeout=60, writer=writer).result()
     began = time.monotonic()
     error: Any = None
     try:
