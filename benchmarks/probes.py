@@ -16,9 +16,11 @@ import torch
 
 from benchmarks.scales import MIB
 from benchmarks.states import State
+from holdfast._stores.direct_files import begin_to_write_back
 
 WRITE_BYTES = 8 * MIB
 READ_BYTES = 4 * MIB
+CACHED_WRITE_BYTES = MIB
 ALIGNMENT = 4096
 
 Task = Callable[[], None]
@@ -44,6 +46,27 @@ def write_directly(path: Path, size: int, writers: int) -> None:
                 raise OSError(f"{path} took fewer bytes than it was given")
 
         _run([_bound(write, begin) for begin in range(0, size, WRITE_BYTES)], writers)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def write_cached(path: Path, size: int) -> None:
+    """A durable file through the page cache, whose content the system is told early to write to the disk."""
+    size = _aligned(size)
+    memory = memoryview(_random_memory())[:CACHED_WRITE_BYTES]
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        told = 0
+        for begin in range(0, size, CACHED_WRITE_BYTES):
+            end = begin + os.pwrite(descriptor, memory[: size - begin], begin)
+            if end - told >= WRITE_BYTES:
+                begin_to_write_back(descriptor, told, end - told)
+                told = end
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

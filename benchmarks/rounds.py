@@ -48,6 +48,8 @@ class Measure:
     nbytes: int
     samples: dict[str, list[float]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    cpu: dict[str, list[float]] = field(default_factory=dict)
+    """The seconds of user and system time of all threads of this process, for each sample, where that is known."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,15 @@ def take_turn(turn: Turn, result: Measure) -> None:
     try:
         with _deadline(LONGEST_TURN):
             turn.before()
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             own = turn.timed()
-            seconds = time.perf_counter() - began
+            seconds, used = time.perf_counter() - began, time.process_time() - used
             turn.after()
     except Exception as error:
         result.failed[turn.name] = f"failed: {one_line(error)}"
     else:
         result.samples[turn.name].append(seconds if own is None else own)
+        result.cpu.setdefault(turn.name, []).append(used)
 
 
 def one_line(error: BaseException) -> str:

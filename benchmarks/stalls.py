@@ -56,6 +56,27 @@ def _measure_calls(suite: Suite, folder: Path) -> None:
         "time inside the call of a background save", training.nbytes(), turns, suite.allowance(0.1)
     )
 
+    behind = [
+        Turn(name, timed=_behind(begin, training, folder), after=lambda: remove(folder))
+        for name, begin in _contenders(training).items()
+        if name in (OURS, STOCK)
+    ]
+    suite.measures["stalls behind"] = measure(
+        "processor time behind the call of a background save", training.nbytes(), behind, suite.allowance(0.03)
+    )
+
+
+def _behind(begin: Begin, training: _Training, folder: Path) -> Callable[[], float]:
+    """The processor time of this process from the end of the call to the end of the save."""
+
+    def used() -> float:
+        wait = begin(training.state, folder)
+        began = time.process_time()
+        wait()
+        return time.process_time() - began
+
+    return used
+
 
 def _call_of(begin: Begin, training: _Training, folder: Path) -> Callable[[], float]:
     def timed() -> float:

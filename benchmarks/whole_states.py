@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import holdfast
 from benchmarks import page_cache, probes
 from benchmarks.contenders import (
     LOADING_PEERS,
@@ -28,6 +29,7 @@ from holdfast._base.tuning import READERS
 
 MEMORY_COPY = "probe: memory copy"
 DIRECT_WRITES = {f"probe: direct write, {count} at once": count for count in (1, 2)}
+CACHED_WRITE = "probe: cached write, early write-back"
 CACHED_READ = "probe: cached read"
 DIRECT_READS = {f"probe: direct read, {count} at once": count for count in (4, 8)}
 BUFFERED_READ = "probe: buffered read"
@@ -51,6 +53,7 @@ def measure_transformer(suite: Suite) -> None:
     run.save((OURS, OURS_DCP, STOCK, *STOCK_VARIANTS, *PEERS), share=0.22, with_probes=True)
     run.keep_only((OURS, STOCK, *PEERS))
     run.load_cold((OURS, STOCK, *LOADING_PEERS), share=0.18)
+    run.verify(share=0.03)
     run.load_warm((OURS, OURS_FROM_STOCK, OURS_DCP_FROM_STOCK, STOCK, *LOADING_PEERS), share=0.11)
     run.remove()
 
@@ -134,6 +137,18 @@ class _Run:
         turns.append(_probe(BUFFERED_READ, buffered, _bound(page_cache.drop, file)))
         self._measure("cold", "load from the disk", names, turns, share)
 
+    def verify(self, *, share: float) -> None:
+        """All digests compared with what is on the disk."""
+        folder, file = self._folder(OURS), self._probe_file
+        turns = (
+            [Turn(OURS, _bound(holdfast.verify, folder), _bound(page_cache.drop, folder))]
+            if OURS in self._saved
+            else []
+        )
+        for name, readers in DIRECT_READS.items():
+            turns.append(_probe(name, _bound(probes.read_directly, file, readers), _bound(page_cache.drop, file)))
+        self._measure("verify", "verify from the disk", (OURS,), turns, share)
+
     def load_warm(self, names: Sequence[str], *, share: float, with_probes: bool = True) -> None:
         """From the page cache, into which everything is read before."""
         turns = [self._load_turn(name, page_cache.fill) for name in self._loadable(names)]
@@ -170,10 +185,11 @@ class _Run:
             remove(file.parent)
             file.parent.mkdir()
 
-        return [
+        direct = [
             _probe(name, _bound(probes.write_directly, file, self._nbytes, writers), begin_anew)
             for name, writers in DIRECT_WRITES.items()
         ]
+        return [*direct, _probe(CACHED_WRITE, _bound(probes.write_cached, file, self._nbytes), begin_anew)]
 
     def _load_turn(self, name: str, prepare: Callable[[Path], None]) -> Turn:
         way = _way(name)

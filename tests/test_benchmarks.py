@@ -23,7 +23,7 @@ from benchmarks.document import DOCUMENTS, PLOT, ROOT, write_documents
 from benchmarks.rank_turns import Taken, add_both
 from benchmarks.report import machine, on_terminal
 from benchmarks.rounds import Allowance, Measure, Turn, measure
-from benchmarks.rows import NOT_MEASURED, exchange, fill_in, speed
+from benchmarks.rows import NOT_MEASURED, cpu_per_gb, exchange, fill_in, speed
 from benchmarks.run import PARTS, main
 from benchmarks.scales import FULL
 from benchmarks.states import bytes_of, differing_key, few_bytes, room_for, shapes_of
@@ -214,6 +214,17 @@ def test_a_turn_of_several_processes_lasts_until_the_last_one_is_done_and_their_
     assert measures["k"].samples == {"a": [5, 2], "b": []}
     assert measures["k CPU"].samples == {"a": [0.75, 2], "b": []}
     assert measures["k"].failed == {"b": "failed: OSError: x"}
+
+
+def test_processor_time_is_that_of_all_threads_for_each_gigabyte() -> None:
+    result = measure("m", 500_000_000, [Turn("a", lambda: None), returning("b", 7.0)], Allowance(0, 2, 2, 2))
+    assert {name: len(used) for name, used in result.cpu.items()} == {"a": 2, "b": 2}
+
+    found = Measure("m", 500_000_000, {OURS: [9.0], STOCK: [9.0]}, {}, {OURS: [0.1, 0.2, 0.1], STOCK: [0.5]})
+    row = cpu_per_gb("s", "t", "k", at_most=0.2)({"k": found}, {})
+    assert (row.value, row.reached, row.other) == ("0.20 s", True, f"{STOCK} 1.00 s")
+    assert cpu_per_gb("s", "t", "k", at_most=0.2, in_samples=True)({"k": found}, {}).value == "18.00 s"
+    assert cpu_per_gb("s", "t", "k", at_most=0.2)({}, {}).value == NOT_MEASURED
 
 
 def test_an_exchange_counts_by_its_slowest_and_by_processor_time_where_the_disk_is_the_limit() -> None:

@@ -13,7 +13,9 @@ from holdfast._settings import Settings, current, override
 
 BOOLS = [knob.name for knob in fields(Settings) if isinstance(getattr(Settings, knob.name), bool)]
 NUMBERS = [knob.name for knob in fields(Settings) if isinstance(getattr(Settings, knob.name), float)]
-FINDINGS = [knob.name for knob in fields(Settings) if knob.name not in [*BOOLS, *NUMBERS]]
+TEXTS = [knob.name for knob in fields(Settings) if getattr(Settings, knob.name) == ""]
+CHOICES = {"page_cache": ["auto", "use", "avoid"]}
+FINDINGS = [knob.name for knob in fields(Settings) if knob.name not in [*BOOLS, *NUMBERS, *TEXTS, *CHOICES]]
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +32,7 @@ def test_by_default_pickles_are_refused_and_everything_is_checked():
         verify=True,
         keep_staging_memory=True,
         drain_seconds=600,
+        page_cache="auto",
     )
     assert current() == expected
 
@@ -59,6 +62,18 @@ def test_the_environment_sets_what_to_do_about_a_finding(monkeypatch, knob, text
 def test_the_environment_sets_a_number(monkeypatch, knob, text, value):
     monkeypatch.setenv(f"HOLDFAST_{knob.upper()}", text)
     assert getattr(current(), knob) == value
+
+
+@pytest.mark.parametrize("knob", TEXTS)
+def test_the_environment_sets_a_text(monkeypatch, knob):
+    monkeypatch.setenv(f"HOLDFAST_{knob.upper()}", " Rack 7/left\n")
+    assert getattr(current(), knob) == "Rack 7/left"
+
+
+@pytest.mark.parametrize("knob", TEXTS)
+def test_an_override_of_a_text_with_something_else_is_an_error(knob):
+    with pytest.raises(ValueError, match=f"{knob}=7 is not understood; use a str"), override(**{knob: 7}):
+        pass
 
 
 @pytest.mark.parametrize("knob", NUMBERS)
@@ -94,6 +109,21 @@ def test_a_value_that_is_not_understood_is_an_error_that_says_what_is(monkeypatc
         current()
     assert repr(text) in str(error.value)
     assert ("true" if knob in BOOLS else "warn") in str(error.value)
+
+
+@pytest.mark.parametrize(("knob", "choice"), [(knob, choice) for knob in CHOICES for choice in CHOICES[knob]])
+def test_the_environment_sets_a_choice(monkeypatch, knob, choice):
+    monkeypatch.setenv(f"HOLDFAST_{knob.upper()}", f" {choice.upper()}\n")
+    assert getattr(current(), knob) == choice
+
+
+@pytest.mark.parametrize("knob", CHOICES)
+def test_a_choice_that_is_none_is_an_error_that_says_what_is(monkeypatch, knob):
+    with pytest.raises(ValueError, match=f"{knob}='warn' is not understood"), override(**{knob: "warn"}):
+        pass
+    monkeypatch.setenv(f"HOLDFAST_{knob.upper()}", "warn")
+    with pytest.raises(ValueError, match=CHOICES[knob][-1]):
+        current()
 
 
 def test_the_environment_is_read_each_time(monkeypatch):

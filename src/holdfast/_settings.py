@@ -15,6 +15,9 @@ from typing import Any, Literal, get_args
 OnFinding = Literal["error", "warn", "ignore"]
 """What to do about something that may be wrong. All arguments, knobs and environment variables use these words."""
 
+PageCache = Literal["auto", "use", "avoid"]
+"""How large files are written to disks."""
+
 _PREFIX = "HOLDFAST_"
 _A_NUMBER = "a number of seconds that is not negative, such as 600 or inf"
 
@@ -48,6 +51,14 @@ class Settings:
     """For how many seconds ranks wait for one that makes no progress, before they give up and name it. 0: as long as
     the process group waits, which is 30 minutes unless ``init_process_group`` was given another ``timeout``."""
 
+    machine: str = ""
+    """A name for the machine that this rank is on, the same for all of its ranks and for no others. By default the
+    system says which machine it is, and the launcher how many ranks each has (``LOCAL_WORLD_SIZE``)."""
+
+    page_cache: PageCache = "auto"
+    """Whether large files are written to disks through the page cache or past it. ``auto`` tries both and goes on with
+    the faster one; files for which there is not enough memory go past it."""
+
     def __post_init__(self) -> None:
         for knob in fields(self):
             check(knob.name, getattr(self, knob.name))
@@ -61,9 +72,17 @@ def check(name: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
             raise ValueError(f"{name}={value!r} is not understood; use {_A_NUMBER}")
         return
-    accepted = (True, False) if isinstance(default, bool) else get_args(OnFinding)
+    if default == "":
+        if not isinstance(value, str):
+            raise ValueError(f"{name}={value!r} is not understood; use a str")
+        return
+    accepted = (True, False) if isinstance(default, bool) else _choices(name)
     if value not in accepted:
         raise ValueError(f"{name}={value!r} is not understood; use one of {list(accepted)}")
+
+
+def _choices(name: str) -> tuple[str, ...]:
+    return get_args(PageCache if name == "page_cache" else OnFinding)
 
 
 def _from_environment() -> Settings:
@@ -79,6 +98,9 @@ def _parse(name: str, text: str, default: Any) -> Any:
     lowered = text.strip().lower()
     if isinstance(default, float):
         return _parse_number(name, text)
+    if default == "":
+        return text.strip()
+    accepted: dict[str, Any] = {choice: choice for choice in _choices(name)}
     if isinstance(default, bool):
         accepted = {
             "1": True,
@@ -90,8 +112,6 @@ def _parse(name: str, text: str, default: Any) -> Any:
             "no": False,
             "off": False,
         }
-    else:
-        accepted = {choice: choice for choice in get_args(OnFinding)}
     if lowered not in accepted:
         raise ValueError(f"{_PREFIX}{name.upper()}={text!r} is not understood; use one of {sorted(accepted)}")
     return accepted[lowered]

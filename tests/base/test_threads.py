@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from contextlib import closing
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from holdfast._base import threads
 from holdfast._base.threads import in_order, map_in_threads, share_work, some_threads, work_through
 
 PATIENCE = 60
@@ -119,7 +121,8 @@ def test_an_interrupt_stops_all_and_is_raised_when_nobody_works_any_more(where):
     assert still_at_work == [False]
 
 
-def test_results_come_in_order_and_no_further_ahead_than_allowed():
+@pytest.mark.parametrize("joins", [False, True])
+def test_results_come_in_order_and_no_further_ahead_than_allowed(joins):
     under_way: set[int] = set()
     asked: list[threading.Thread] = []
 
@@ -131,7 +134,7 @@ def test_results_come_in_order_and_no_further_ahead_than_allowed():
             yield number
 
     results = []
-    for item, result in in_order(lambda number: number * 2, items(), threads=2, ahead=3, name="test"):
+    for item, result in in_order(lambda number: number * 2, items(), threads=2, ahead=3, name="test", joins=joins):
         results.append((item, result))
         under_way.discard(item)
     assert results == [(number, number * 2) for number in range(20)]
@@ -159,7 +162,8 @@ def test_closing_waits_for_what_is_under_way_and_gives_up_the_rest():
     timer.join()
 
 
-def test_what_waits_for_its_predecessor_is_not_left_waiting():
+@pytest.mark.parametrize("joins", [False, True])
+def test_what_waits_for_its_predecessor_is_not_left_waiting(joins):
     """As the parts of a tensor do that is read from front to back."""
     done = [threading.Event() for _ in range(50)]
 
@@ -173,13 +177,65 @@ def test_what_waits_for_its_predecessor_is_not_left_waiting():
     for taken in range(1, 22):
         for event in done:
             event.clear()
-        results = in_order(work, range(50), threads=3, ahead=6, name="test")
+        results = in_order(work, range(50), threads=3, ahead=6, name="test", joins=joins)
         with closing(results):
             try:
                 for _ in range(taken):
                     next(results)
             except OSError:
                 assert taken == 21
+
+
+def test_who_joins_works_while_the_others_do():
+    both = threading.Barrier(2, timeout=PATIENCE)
+    seen = []
+
+    def work(number: int) -> None:
+        both.wait()
+        seen.append(threading.current_thread())
+
+    assert [number for number, _ in in_order(work, range(8), threads=2, ahead=4, name="test", joins=True)] == [
+        *range(8)
+    ]
+    assert len(set(seen)) == 2
+    assert seen.count(threading.current_thread()) == 4
+
+
+def test_an_interrupt_of_who_joins_is_raised_when_nobody_works_any_more():
+    both, release, ended = threading.Barrier(2, timeout=PATIENCE), threading.Event(), threading.Event()
+
+    def work(number: int) -> None:
+        both.wait()
+        if threading.current_thread() is threading.main_thread():
+            release.set()
+            raise KeyboardInterrupt
+        assert release.wait(PATIENCE)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        list(in_order(work, range(8), threads=2, ahead=4, name="test", joins=True))
+    assert ended.is_set()
+
+
+@pytest.mark.parametrize(
+    ("launched", "processors", "expected"),
+    [("8", 96, 12), ("8", 2, 1), ("1", 2, 2), (None, 16, 4), ("", 2, 1), ("0", 8, 2), ("eight", 8, 2)],
+)
+def test_ranks_of_a_machine_divide_its_processors(monkeypatch, launched, processors, expected):
+    monkeypatch.setattr(threads, "count_processors", lambda: processors)
+    monkeypatch.setattr(os, "cpu_count", lambda: processors)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if launched is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", launched)
+    assert threads.processors_of_a_rank(shared=True) == expected
+    assert threads.processors_of_a_rank(shared=False) == processors
+
+
+def test_a_rank_that_has_processors_of_its_own_uses_them_all(monkeypatch):
+    monkeypatch.setattr(threads, "count_processors", lambda: 12)
+    monkeypatch.setattr(os, "cpu_count", lambda: 96)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert threads.processors_of_a_rank(shared=True) == 12
 
 
 def test_a_pool_has_all_its_threads():

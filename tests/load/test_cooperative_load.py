@@ -30,6 +30,7 @@ from holdfast._load.cooperative_reading import CooperativeReading
 from holdfast._load.filling import Converted
 from holdfast._load.read_division import ReadDivision
 from holdfast._ranks.private_group import PrivateGroup
+from holdfast._settings import override
 from tests.models import Net, ddp
 from tests.properties import examples
 from tests.rank_pool import RankPool
@@ -298,7 +299,7 @@ def test_disks_of_the_machine_are_read_directly_unless_asked_otherwise(ranks, tm
 
 def load_on_two_machines(path: Path, mode: Any) -> int:
     state = laid_out("ddp", 4, blank=True)
-    with patched(read_division, "machine_digest", lambda: bytes([dist.get_rank() // 2]) * 16):
+    with override(machine=f"machine-{dist.get_rank() // 2}"):
         report = holdfast.load(state, path, share_reads=mode)
     assert_bits(state, content(4))
     return report.bytes_read
@@ -466,6 +467,32 @@ def test_a_receiver_that_fails_goes_on_receiving_and_then_all_fail(ranks, tmp_pa
     assert all("on rank 2" in notes for notes in ranks(3).run(load_with_one_that_cannot_take_it, tmp_path / "c"))
 
 
+def load_with_one_that_fails_before_an_exchange(path: Path, where: str, rank: int) -> str:
+    before = getattr(CooperativeReading, where)
+    calls = []
+
+    def fails(self: Any, *args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError("no memory for a message")
+        return before(self, *args)
+
+    state = laid_out("ddp", 12, blank=True)
+    replacement = fails if dist.get_rank() == rank else before
+    with patched(CooperativeReading, where, replacement), pytest.raises(MemoryError) as info:
+        holdfast.load(state, path, share_reads="job", memory_budget="1MB")
+    holdfast.load(state, path, share_reads="job")  # the connection is as good as before
+    assert_bits(state, content(12))
+    return "".join(getattr(info.value, "__notes__", []))
+
+
+@pytest.mark.parametrize("where", ["_messages", "_inbox", "_memory_for", "_prepare", "_deliver"])
+def test_a_rank_that_fails_before_an_exchange_takes_part_in_it_and_then_all_fail(ranks, tmp_path, where):
+    ranks(1).run(save_as, "ddp", 12, tmp_path / "c")
+    found = ranks(3).run(load_with_one_that_fails_before_an_exchange, tmp_path / "c", where, 1, group_timeout=30)
+    assert all("on rank 1" in notes for notes in found)
+
+
 def load_interrupted(path: Path) -> str:
     before = CooperativeReading._prepare
 
@@ -514,6 +541,28 @@ def test_nobody_waits_for_a_reader_that_is_killed(many, tmp_path, batch_number):
     for rank in (0, 2, 3):
         assert outcomes[rank].error is None, outcomes[rank].error
         assert "rank 1" in outcomes[rank].value
+
+
+def load_with_another_plan_on_one_rank(path: Path) -> tuple[int, str]:
+    before = read_division.plan_shared_reads
+
+    def another(source: Any, wants: Any, rank: int, part: int) -> Any:
+        return before(source, wants, rank, part // 2 if rank == 2 else part)
+
+    state = laid_out("ddp", 4, blank=True)
+    with patched(read_division, "plan_shared_reads", another), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = holdfast.load(state, path, share_reads="job")
+    assert_bits(state, content(4))
+    return report.bytes_received, "".join(str(each.message) for each in caught)
+
+
+def test_ranks_that_come_to_different_plans_read_for_themselves_and_say_so(ranks, tmp_path):
+    ranks(1).run(save_as, "ddp", 4, tmp_path / "c")
+    for received, warning in ranks(3).run(load_with_another_plan_on_one_rank, tmp_path / "c"):
+        assert received == 0
+        assert "different plans" in warning
+        assert "rank(s) 0, 1; rank(s) 2" in warning
 
 
 def test_a_layout_with_nothing_to_share_is_read_directly(ranks, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
 import holdfast.dcp
+from holdfast._ranks.private_group import private_group_of
 from holdfast.errors import RankDisagreementError
 from tests.exact import assert_same
 from tests.models import ddp, fsdp1, fsdp2, plain, tensor_parallel
@@ -663,3 +665,31 @@ def test_ranks_that_verify_differently_are_reported(ranks: RankPool, tmp_path):
     for message in ranks(3).run(verify_on_one_rank, str(tmp_path / "saved")):
         assert "verify_first=True" in message
         assert "verify_first=False" in message
+
+
+def load_and_count_exchanges(place: str) -> tuple[int, list[str]]:
+    state = {"a": sharded(torch.zeros(8, 4)), "step": 0}
+    report = holdfast.load(state, place)
+    return private_group_of(None, "calls")._watch.exchange, list(report.read)
+
+
+def test_ranks_that_have_the_same_state_meet_four_times_in_a_load(ranks: RankPool, tmp_path):
+    holdfast.save({"a": torch.rand(8, 4), "step": 3}, tmp_path / "saved")
+    assert ranks(4).run(load_and_count_exchanges, str(tmp_path / "saved")) == [(4, ["a", "step"])] * 4
+
+
+def save_or_load(place: str) -> tuple[str, list[str]]:
+    state = {"a": torch.ones(2)}
+    call = partial(holdfast.save, overwrite=True) if dist.get_rank() % 2 else holdfast.load
+    with pytest.raises(RankDisagreementError) as caught:
+        call(state, place)
+    holdfast.load(state, place)
+    return str(caught.value), state["a"].tolist()
+
+
+def test_ranks_of_which_some_save_and_some_load_know_it_and_go_on(ranks: RankPool, tmp_path):
+    holdfast.save({"a": torch.zeros(2)}, tmp_path / "saved")
+    for message, values in ranks(4).run(save_or_load, str(tmp_path / "saved")):
+        assert "holdfast.load from" in message
+        assert "holdfast.save to" in message
+        assert values == [0, 0]

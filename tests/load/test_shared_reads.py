@@ -15,14 +15,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast._base.boxes import Box, cut, place_of, volume
-from holdfast._base.tuning import SMALLEST_SHARED_READ
+from holdfast._base.tuning import SHARED_PART_BYTES, SMALLEST_SHARED_READ
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.source import ChunkPlace, ReadRequest, Source
 from holdfast._load.cooperative_reading import Buffers, CooperativeReading, Delivered
 from holdfast._load.filling import Converted
-from holdfast._load.shared_reads import Want, plan_shared_reads
+from holdfast._load.shared_reads import SharedReads, plan_shared_reads
+from holdfast._load.shared_wants import Want, encode_wants
 from holdfast._ranks.transfers import Parcel
+from holdfast._ranks.trees import groups_of, strides_of
 from tests.properties import examples
 
 
@@ -78,20 +80,36 @@ class ArraySource(Source):
 class Bus:
     """Queues between simulated ranks."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, largest: int = 32) -> None:
+        """``largest`` is the size of the groups of the tree of ranks."""
+        self.size = size
+        self.strides = strides_of(size, largest=largest)
         self.queues = {(a, b): queue.Queue[bytes]() for a in range(size) for b in range(size)}
+
+    def are_connected(self, one: int, other: int) -> bool:
+        return any(other in group.members for group in groups_of(one, self.size, self.strides))
 
     def of(self, rank: int) -> Any:
         bus = self
 
         class OfRank:
+            strides = bus.strides
+
             def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
                 for to, content in sends:
+                    assert bus.are_connected(rank, to)
                     bus.queues[rank, to].put(content.tobytes())
                 for sender, content in receives:
                     content[:] = np.frombuffer(bus.queues[sender, rank].get(timeout=20), np.uint8)
 
         return OfRank()
+
+
+def planned(
+    source: Source, wants: Mapping[tuple[int, ...], Sequence[Want]], rank: int, part: int = SHARED_PART_BYTES
+) -> SharedReads:
+    messages = {ranks: encode_wants(wanted) for ranks, wanted in wants.items()}
+    return plan_shared_reads(source, messages, rank, part)
 
 
 def place_for(box: Box, kind: str) -> tuple[Any, Any]:
@@ -107,11 +125,11 @@ def place_for(box: Box, kind: str) -> tuple[Any, Any]:
 
 
 def load_on(
-    source: ArraySource, wanted: Sequence[Sequence[tuple[int, Box, str]]], buffers: Buffers
+    source: ArraySource, wanted: Sequence[Sequence[tuple[int, Box, str]]], buffers: Buffers, largest: int = 32
 ) -> tuple[list[Any], list[list[tuple[int, Box, Any]]]]:
     """Load on simulated ranks; the outcome and the filled memory of each."""
     keys = sorted(source.arrays)
-    bus = Bus(len(wanted))
+    bus = Bus(len(wanted), largest)
     states = [[(tensor, box, *place_for(box, kind)) for tensor, box, kind in of_rank] for of_rank in wanted]
     places: list[dict[tuple[int, Box], list[Any]]] = [{} for _ in wanted]
     for rank, state in enumerate(states):
@@ -126,7 +144,7 @@ def load_on(
     }
 
     def one(rank: int) -> Any:
-        plan = plan_shared_reads(source, wants, rank, buffers.part)
+        plan = planned(source, wants, rank, buffers.part)
         done = Delivered()
         try:
             if not plan.is_empty:
@@ -154,7 +172,7 @@ def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[ArraySource, list[list[tuple[int, Box, str]]], Buffers]:
+def layouts(draw: st.DrawFn, most: int = 4) -> tuple[ArraySource, list[list[tuple[int, Box, str]]], Buffers]:
     arrays, chunks = {}, {}
     for number in range(draw(st.integers(1, 3))):
         shape = tuple(draw(st.lists(st.integers(1, 9), max_size=3)))
@@ -169,7 +187,7 @@ def layouts(draw: st.DrawFn) -> tuple[ArraySource, list[list[tuple[int, Box, str
             for number, key in enumerate(sorted(arrays))
             for _ in range(draw(st.integers(0, 2)))
         ]
-        for _ in range(draw(st.integers(2, 4)))
+        for _ in range(draw(st.integers(2, most)))
     ]
     part = draw(st.sampled_from([4, 16, 64, 4096]))
     return source, wanted, Buffers(part, draw(st.integers(1, 2)), draw(st.integers(1, 3)), 1 << 20)
@@ -197,6 +215,18 @@ def test_every_rank_gets_every_element_it_wants_from_whoever_reads_it(layout):
     assert source.read_bytes <= 1.05 * directly
 
 
+@given(layouts(most=9), st.sampled_from([2, 3, 4]))
+@settings(max_examples=examples(150))
+def test_what_is_read_reaches_ranks_in_other_groups_of_the_tree(layout, largest):
+    source, wanted, buffers = layout
+    outcomes, states = load_on(source, wanted, buffers, largest)
+    keys = sorted(source.arrays)
+    for outcome, state in zip(outcomes, states, strict=True):
+        for tensor, box, memory in state:
+            np.testing.assert_array_equal(np.asarray(memory), source.arrays[keys[tensor]][place_of(*box)])
+        assert outcome.elements == sum(volume(box.sizes) for _, box, _ in state)
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_what_all_ranks_want_is_read_once_by_all_of_them_alike(size):
     shape = (4 * size, SMALLEST_SHARED_READ // 16)
@@ -214,7 +244,7 @@ def test_small_tensors_are_read_by_one_rank_and_sent_together():
     arrays = {f"t{number:03}": np.full(7, number, np.float32) for number in range(50)}
     source = ArraySource(arrays, {key: [Box((0,), (7,))] for key in arrays}, False)
     wants = {(0, 1, 2): [Want(number, Box((0,), (7,)), True) for number in range(50)]}
-    (batches,) = plan_shared_reads(source, wants, 0).batches.values()
+    (batches,) = planned(source, wants, 0).batches.values()
     assert [len(batch.units) for batch in batches] == [50]
 
 
@@ -222,7 +252,7 @@ def test_ranks_that_want_different_things_read_them_themselves():
     shape = (8, 1 << 20)
     source = ArraySource({"w": np.zeros(shape, np.float32)}, {"w": [Box((0, 0), shape)]}, False)
     wants = {(rank,): [Want(0, Box((4 * rank, 0), (4, 1 << 20)), True)] for rank in range(2)}
-    assert plan_shared_reads(source, wants, 0).is_empty
+    assert planned(source, wants, 0).is_empty
 
 
 def test_columns_of_one_chunk_are_read_as_rows_by_one_and_sent_to_those_who_want_them():
@@ -242,7 +272,7 @@ def test_who_reads_much_alone_reads_less_for_others():
     whole = Box((0, 0), shape)
     source = ArraySource(arrays, {key: [whole] for key in arrays}, False)
     wants = {(0,): [Want(0, whole, True), Want(1, whole, True)], (1, 2): [Want(0, whole, True)]}
-    batches = plan_shared_reads(source, wants, 0).batches
+    batches = planned(source, wants, 0).batches
     read = {rank: sum(unit.nbytes for batch in of_rank for unit in batch.units) for rank, of_rank in batches.items()}
     assert read == {1: 32 << 20, 2: 32 << 20}
 
@@ -262,7 +292,7 @@ def test_a_chunk_with_one_digest_that_nobody_has_memory_for_is_not_shared():
     shape = (64, 1 << 15)
     whole = Box((0, 0), shape)
     source = ArraySource({"w": np.zeros(shape, np.float32)}, {"w": [whole]}, True)
-    assert plan_shared_reads(source, {(0, 1): [Want(0, whole, False)]}, 0, 1 << 20).is_empty
+    assert planned(source, {(0, 1): [Want(0, whole, False)]}, 0, 1 << 20).is_empty
 
 
 def test_after_damage_all_rounds_are_gone_through_and_the_reader_raises():

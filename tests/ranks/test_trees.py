@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from holdfast._ranks.meeting import LinkedCollectives, meeting
 from holdfast._ranks.private_group import private_group_of
 from holdfast._ranks.transfers import Parcel
 from holdfast._ranks.trees import LARGEST_GROUP, groups_of, strides_of
+from holdfast._settings import override
 from holdfast.errors import CheckpointException, RankDisagreementError, RankLeftError
 from tests.many_ranks import run_forked
 
@@ -165,6 +168,20 @@ def test_forty_ranks_are_two_groups_and_one_of_their_leaders():
     assert [connections for _, connections in found] == [32, *[31] * 31, 8, *[7] * 7]
 
 
+def leaves_by_machine(names: list[str]) -> list[int]:
+    private_group.LARGEST_GROUP = 6
+    group = private_group_of(None, "machines")
+    with override(machine=names[group.rank]), group.round():
+        group.combine(b"", b"".join)
+        return [*group.neighbours]
+
+
+def test_the_ranks_of_a_machine_that_the_settings_name_are_a_group():
+    found = run_forked(12, leaves_by_machine, [f"machine-{rank // 4}" for rank in range(12)])
+    assert found == [[*range(rank // 4 * 4, rank // 4 * 4 + 4)] for rank in range(12)]
+    assert run_forked(12, leaves_by_machine, [""] * 12)[0] == [*range(6)]
+
+
 def pass_bytes_around() -> list[Any]:
     """Every rank sends to every neighbour, several at a time."""
     private_group.LARGEST_GROUP = 3
@@ -185,3 +202,33 @@ def test_neighbours_send_each_other_bytes():
         leaf = rank // 3 * 3
         others = [n for n in range(leaf, min(leaf + 3, 8)) if n != rank]
         assert found == [(n, [[n * 10], [n * 10 + 1], [n * 10 + 2]]) for n in others]
+
+
+def hang_up_after_another_one() -> bool:
+    """Rank 0 hangs up; then rank 2 does, which waits for rank 1."""
+    private_group.LARGEST_GROUP = 4
+    group = private_group_of(None, "hanging up")
+    with group.round():
+        group.combine(b"", b"".join)
+        ((_, gloo),) = group._groups or ()
+        if group.rank == 0:
+            gloo.hang_up()
+        torch.distributed.barrier()
+        ended = threading.Event()
+        if group.rank == 2:
+            wait = gloo.receive_bytes(1, torch.empty(10, dtype=torch.uint8))
+
+            def wait_and_say_so() -> None:
+                with contextlib.suppress(Exception):
+                    wait()
+                ended.set()
+
+            threading.Thread(target=wait_and_say_so, daemon=True).start()
+            gloo.hang_up()
+            ended.wait(20)
+        torch.distributed.barrier()
+        return ended.is_set()
+
+
+def test_who_hangs_up_is_woken_from_any_wait_though_another_one_has_hung_up_before():
+    assert run_forked(3, hang_up_after_another_one) == [False, False, True]

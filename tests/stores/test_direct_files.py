@@ -26,11 +26,12 @@ from holdfast._base.tuning import (
     WRITE_BUFFER_BYTES,
     WRITERS,
 )
+from holdfast._settings import override
 from holdfast._stores import direct_files as direct_access
-from holdfast._stores import direct_files as direct_file
-from holdfast._stores import file_reader
-from holdfast._stores.direct_files import DirectFile, count_cached_pages
+from holdfast._stores import file_reader, large_files
+from holdfast._stores.direct_files import count_cached_pages
 from holdfast._stores.file_reader import open_file
+from holdfast._stores.large_files import LargeFile
 from holdfast._stores.local_store import LocalStore
 from holdfast.errors import DamagedCheckpointError
 from tests.properties import examples
@@ -42,6 +43,11 @@ near_edges = st.builds(
     lambda edge, times, more: max(0, edge * times + more), edges, st.integers(0, 3), st.integers(-2, 2)
 )
 sizes = near_edges.filter(lambda size: size <= 20 * MIB) | st.integers(0, 3 * MIB)
+
+
+@pytest.fixture(autouse=True)
+def past_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_PAGE_CACHE", "avoid")
 
 
 def some_bytes(size: int) -> bytes:
@@ -85,7 +91,7 @@ def refuses_directness(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         monkeypatch.setattr(direct_access, "_O_DIRECT", 0)
         return
     direct: set[int] = set()
-    for module in (direct_file, file_reader):
+    for module in (large_files, file_reader):
         monkeypatch.setattr(module, "open_directly", noting(module.open_directly, direct))
     for call in ("pwrite", "preadv"):
         monkeypatch.setattr(os, call, refusing(getattr(os, call), direct))
@@ -114,11 +120,17 @@ def refusing(function: Callable[..., int], descriptors: set[int]) -> Callable[..
 
 
 @settings(max_examples=examples(30))
-@given(size=sizes, cuts=st.lists(st.floats(0, 1), max_size=4), through_buffers=st.booleans(), memory=st.none() | sizes)
-def test_a_file_of_any_size_written_in_any_parts_has_just_these_bytes(size, cuts, through_buffers, memory):
+@given(
+    size=sizes,
+    cuts=st.lists(st.floats(0, 1), max_size=4),
+    through_buffers=st.booleans(),
+    memory=st.none() | sizes,
+    page_cache=st.sampled_from(["use", "avoid"]),
+)
+def test_a_file_of_any_size_written_in_any_parts_has_just_these_bytes(size, cuts, through_buffers, memory, page_cache):
     content = some_bytes(size)
     bounds = [0, *sorted(int(cut * size) for cut in cuts), size]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, override(page_cache=page_cache):
         store = LocalStore(folder)
         with store.create("file", size, memory) as sink:
             for begin, end in pairwise(bounds):
@@ -190,13 +202,13 @@ def test_a_write_that_fails_in_the_background_names_the_file_and_leaves_nothing(
 def test_an_interrupt_does_not_overtake_a_write(tmp_path, monkeypatch):
     """It would be of a descriptor that is closed by then, and may already be that of another file."""
     finishing, closed, overtaken = threading.Event(), threading.Event(), threading.Event()
-    finish, write_all, close = DirectFile.finish, DirectFile._write_all, os.close
+    finish, write_all, close = LargeFile.finish, LargeFile._write_all, os.close
 
-    def finish_and_tell(self: DirectFile) -> None:
+    def finish_and_tell(self: LargeFile) -> None:
         finishing.set()
         finish(self)
 
-    def write_and_interrupt(self: DirectFile, *args: Any) -> None:
+    def write_and_interrupt(self: LargeFile, *args: Any) -> None:
         finishing.wait(60)
         for _ in range(3):
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -209,8 +221,8 @@ def test_an_interrupt_does_not_overtake_a_write(tmp_path, monkeypatch):
         close(descriptor)
 
     store, open_before = LocalStore(tmp_path), len(os.listdir("/dev/fd"))
-    monkeypatch.setattr(DirectFile, "finish", finish_and_tell)
-    monkeypatch.setattr(DirectFile, "_write_all", write_and_interrupt)
+    monkeypatch.setattr(LargeFile, "finish", finish_and_tell)
+    monkeypatch.setattr(LargeFile, "_write_all", write_and_interrupt)
     monkeypatch.setattr(os, "close", close_and_tell)
     with pytest.raises(KeyboardInterrupt):
         store.put("data", bytes(DIRECT_FROM))
@@ -226,7 +238,7 @@ def test_a_file_that_failed_says_so_as_often_as_it_is_asked(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "pwrite", fail)
     with (tmp_path / "file").open("wb") as stream:
-        file = DirectFile(stream.fileno(), stream.name, 20 * WRITE_BUFFER_BYTES)
+        file = LargeFile(stream.fileno(), stream.name, 20 * WRITE_BUFFER_BYTES)
         for _ in range(3 * WRITERS):
             with pytest.raises(OSError, match=os.strerror(errno.EIO)):
                 file.write(memoryview(bytes(10 * WRITE_BUFFER_BYTES)))
@@ -235,7 +247,7 @@ def test_a_file_that_failed_says_so_as_often_as_it_is_asked(tmp_path, monkeypatc
 
 def test_space_is_found_missing_before_anything_is_written(tmp_path, monkeypatch):
     written: list[int] = []
-    monkeypatch.setattr(direct_file, "reserve", no_space)
+    monkeypatch.setattr(large_files, "reserve", no_space)
     monkeypatch.setattr(os, "pwrite", lambda *_: written.append(1))
     with pytest.raises(OSError, match=str(tmp_path / "file")) as raised:
         LocalStore(tmp_path).put("file", bytes(2 * WRITE_BUFFER_BYTES))
@@ -248,14 +260,18 @@ def no_space(_descriptor: int, _size: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@given(size=st.integers(1, 1 << 40), memory=st.integers(0, 1 << 30))
-def test_buffers_keep_to_the_memory_that_they_are_given(size, memory):
+@given(size=st.integers(1, 1 << 40), memory=st.integers(0, 1 << 30), page_cache=st.sampled_from(["use", "avoid"]))
+def test_buffers_keep_to_the_memory_that_they_are_given(size, memory, page_cache):
     """Unless it is less than the smallest buffers take."""
-    with tempfile.TemporaryFile() as stream, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct_file, "reserve", lambda *_: None)
-        file = DirectFile(stream.fileno(), "nowhere", size, memory)
+    with (
+        tempfile.NamedTemporaryFile() as stream,
+        pytest.MonkeyPatch.context() as patch,
+        override(page_cache=page_cache),
+    ):
+        patch.setattr(large_files, "reserve", lambda *_: None)
+        file = LargeFile(stream.fileno(), stream.name, size, memory)
         file.close()
-    assert file.buffer_bytes * (WRITERS + 1) <= max(memory, (WRITERS + 1) * SMALLEST_BUFFER)
+    assert file.buffer_bytes * file.buffer_count <= max(memory, file.buffer_count * SMALLEST_BUFFER)
     assert file.buffer_bytes % DIRECT_ALIGNMENT == 0
 
 
@@ -335,6 +351,61 @@ def test_what_is_cached_is_known_and_large_reads_leave_no_more_of_it(direct_disk
         content[:] = bytes(len(content))
         assert reader.read_cached(0, content)
         assert content == READ_FROM
+
+
+@settings(max_examples=examples(60))
+@given(part=ranges, cached=st.lists(ranges, max_size=2), step=st.sampled_from([4096, 12_000, 1 << 19, 5 * MIB]))
+def test_pieces_are_whole_steps_that_follow_each_other_whatever_is_cached(large_file, part, cached, step):
+    """As the blocks that digests are of need it."""
+    drop_from_cache(large_file)
+    with large_file.open("rb") as stream:
+        for begin, size in cached:
+            os.pread(stream.fileno(), size, begin)
+    begin, size = part
+    memory = bytearray(min(size, len(READ_FROM) - begin))
+    reached = 0
+    with reader_of(large_file) as reader:
+        for low, high in reader.read_in_pieces(begin, memory, step):
+            assert low == reached
+            assert high % step == 0 or high == len(memory)
+            assert memory[low:high] == READ_FROM[begin + low : begin + high]
+            reached = high
+    assert reached == len(memory)
+
+
+def test_what_is_aligned_is_read_to_where_it_goes_without_a_copy(direct_disk, monkeypatch):
+    path = direct_disk / "large"
+    path.write_bytes(READ_FROM)
+    drop_from_cache(path)
+    monkeypatch.setattr(file_reader, "_aligned_buffer", lambda _: pytest.fail("it was read somewhere else"))
+    memory = direct_access.aligned_memory(2 * READ_BYTES)
+    with reader_of(path) as reader:
+        reader.read_into(DIRECT_ALIGNMENT, memory)
+    assert memory[:] == READ_FROM[DIRECT_ALIGNMENT : DIRECT_ALIGNMENT + 2 * READ_BYTES]
+    assert not is_cached(path)
+
+
+def test_a_disk_that_refuses_memory_is_still_read_past_the_cache(direct_disk, monkeypatch):
+    path = direct_disk / "large"
+    path.write_bytes(READ_FROM)
+    drop_from_cache(path)
+    direct: set[int] = set()
+    monkeypatch.setattr(file_reader, "open_directly", noting(file_reader.open_directly, direct))
+    memory = np.zeros(2 * READ_BYTES, np.uint8)
+    original, refused = os.preadv, []
+
+    def preadv(descriptor: int, buffers: Any, position: int) -> int:
+        if descriptor in direct and np.shares_memory(np.frombuffer(buffers[0], np.uint8), memory):
+            refused.append(position)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return original(descriptor, buffers, position)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with reader_of(path) as reader:
+        reader.read_into(0, memory)
+    assert memory.tobytes() == READ_FROM[: 2 * READ_BYTES]
+    assert refused == [0], "it is asked once"
+    assert not is_cached(path)
 
 
 def test_a_reader_stays_with_the_file_it_opened(direct_disk):

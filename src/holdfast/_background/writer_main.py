@@ -48,7 +48,7 @@ class _RemoteLink(Exchanges):
         self.rank = rank
         self.members = members
 
-    def ask(self, payload: bytes, join: Join | None = None) -> bytes | None:
+    def ask(self, payload: bytes, join: Join | None = None, *, last: bool = False) -> bytes | None:
         return cast("bytes | None", self._pass_on(Exchange("ask", payload, {}, joins=join is not None), join))
 
     def answer(self, payload: bytes | None, *, only: int | None = None, split: bool = False) -> bytes:

@@ -311,6 +311,20 @@ def _first_meeting(low: _Ints, high: _Ints) -> tuple[int, int] | None:
     return None
 
 
+def meeting_pairs(t_low: _Ints, t_high: _Ints, s_low: _Ints, s_high: _Ints) -> tuple[_Ints, _Ints]:
+    """Which targets and sources share cells, of boxes in columns with a row for each dimension: positions of both.
+
+    >>> from_0, to_8 = np.array([[0, 4]]), np.array([[4, 8]])
+    >>> [positions.tolist() for positions in meeting_pairs(from_0, to_8, np.array([[3]]), np.array([[5]]))]
+    [[0, 1], [0, 0]]
+    """
+    if not t_low.shape[1] or not s_low.shape[1]:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    found = list(_Tree(s_low, s_high).meetings(t_low, t_high))
+    targets, sources = (np.concatenate(column) for column in zip(*found, strict=True))
+    return targets, sources
+
+
 def _overlaps_of_many(targets: Sequence[BoxLike], sources: Sequence[BoxLike]) -> list[Overlap]:
     t_low, t_high, t_positions = _edges(targets)
     s_low, s_high, s_positions = _edges(sources)

@@ -3,7 +3,8 @@
 All work that is spread over threads is one of these: ``work_through`` does tasks in any order, ``share_work`` likewise
 with workers that keep something between tasks, ``map_in_threads`` returns results, and ``in_order`` hands them over one
 by one while those that follow are under way. The first failure stops the rest, and is raised when no thread works any
-more; so is what interrupts the calling thread. Where no thread can be started, the calling thread does all the work.
+more; so is what interrupts the calling thread. Context variables are those of the calling thread. Where no thread can
+be started, that one does all the work.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
+from functools import partial
 from typing import Any, Generic, TypeVar
 
+from holdfast._base.tuning import RANKS_OF_A_MACHINE
 from holdfast.errors import OtherProcessError
 
 R = TypeVar("R")
@@ -128,24 +132,40 @@ def share_work(tasks: Iterable[T], workers: Sequence[Callable[[Iterator[T]], R]]
     499500
     """
     shared = _SharedTasks(tasks)
-    pool = some_threads(len(workers) - 1, name) if len(workers) > 1 else None
-    if pool is None:
-        return [workers[0](shared)]
-    jobs: list[Future[R]] = []
-    with pool:
-        try:
-            for worker in workers[1:]:
-                jobs.append(pool.submit(shared.until_one_fails, worker))  # noqa: PERF401 (an interrupt finds all jobs)
-            first = shared.until_one_fails(workers[0])
-            while wait(jobs, SIGNALS_WITHIN).not_done:
-                pass
-        except BaseException as error:
-            shared.stop(error)  # a signal is nothing that the other threads notice
-        finally:
-            wait_for_all(jobs)
+    jobs: list[tuple[threading.Thread, Future[R]]] = []
+    try:
+        for number, worker in enumerate(workers[1:]):
+            job: Future[R] = Future()
+            work = partial(copy_context().run, _complete, job, shared, worker)
+            thread = threading.Thread(target=work, name=f"{name}_{number}")
+            jobs.append((thread, job))  # before it starts: an interrupt finds all jobs
+            try:
+                thread.start()
+            except RuntimeError:  # there are no more to be had
+                jobs.pop()
+                break
+        first = shared.until_one_fails(workers[0])
+        while wait([job for _, job in jobs], SIGNALS_WITHIN).not_done:
+            pass
+    except BaseException as error:
+        shared.stop(error)  # a signal is nothing that the other threads notice
+    finally:
+        begun = [(thread, job) for thread, job in jobs if not job.cancel()]
+        wait_for_all(job for _, job in begun)
+        for thread, _ in begun:
+            thread.join()
     if shared.error is not None:
         raise shared.error
-    return [first, *(job.result() for job in jobs)]
+    return [first, *(job.result() for _, job in jobs)]
+
+
+def _complete(job: Future[R], shared: _SharedTasks[T], worker: Callable[[Iterator[T]], R]) -> None:
+    if not job.set_running_or_notify_cancel():
+        return  # whoever started this was interrupted, and waits no more
+    try:
+        job.set_result(shared.until_one_fails(worker))
+    except BaseException as error:
+        job.set_exception(error)
 
 
 class _SharedTasks(Generic[T]):
@@ -179,35 +199,143 @@ class _SharedTasks(Generic[T]):
 
 
 def in_order(
-    function: Callable[[T], R], items: Iterable[T], *, threads: int, ahead: int, name: str
+    function: Callable[[T], R], items: Iterable[T], *, threads: int, ahead: int, name: str, joins: bool = False
 ) -> Generator[tuple[T, R], None, None]:
     """All items, each with what a function returned for it, which some threads call.
 
     ``ahead`` of them at most are under way or wait to be taken. The items are asked for by the thread that takes the
-    results. They are begun in their order and given up from the last one on: a call may wait for those before it.
+    results. With ``joins`` it is one of the threads, and calls the function itself rather than to wait for others: for
+    results that nobody is in a hurry for. The items are begun in their order, so a call may wait for those before it.
     Close this when you stop before the end; that returns when no thread works any more.
 
     >>> [length for _, length in in_order(len, ["a", "bcd"], threads=2, ahead=4, name="example")]
     [1, 3]
     """
-    pool = some_threads(threads, name) if threads > 1 else None
-    if pool is None:
-        for item in items:
-            yield item, function(item)
-        return
-    jobs: deque[tuple[T, Future[R]]] = deque()
-    with pool:
+    calls = _OrderedCalls(function)
+    under_way: deque[_Call[T, R]] = deque()
+    source = iter(items)
+    try:
+        helpers = calls.start(threads - joins if threads > 1 else 0, name)
+        more = True
+        while more or under_way:
+            while more and len(under_way) < (ahead if helpers else 1):
+                try:
+                    under_way.append(_Call(next(source)))
+                except StopIteration:
+                    more = False
+                else:
+                    calls.put(under_way[-1])
+            if under_way:
+                calls.finish(under_way[0], joins=joins or not helpers)
+                yield under_way[0].item, under_way[0].outcome()
+                under_way.popleft()
+    finally:
+        calls.stop()
+
+
+class _Call(Generic[T, R]):
+    """Of a function, with an item."""
+
+    def __init__(self, item: T) -> None:
+        self.item = item
+        self.has_ended = False
+        self._result: R | None = None
+        self.error: BaseException | None = None
+
+    def make(self, function: Callable[[T], R]) -> None:
         try:
-            for item in items:
-                jobs.append((item, pool.submit(function, item)))
-                if len(jobs) >= ahead:
-                    yield jobs[0][0], jobs[0][1].result()
-                    jobs.popleft()
-            while jobs:
-                yield jobs[0][0], jobs[0][1].result()
-                jobs.popleft()
-        finally:
-            wait_for_all([job for _, job in reversed(jobs) if not job.cancel()])
+            self._result = function(self.item)
+        except BaseException as error:
+            self.error = error
+
+    def outcome(self) -> R:
+        if self.error is not None:
+            raise self.error
+        return self._result  # type: ignore[return-value]
+
+
+class _OrderedCalls(Generic[T, R]):
+    """Calls that threads begin in their order. None of them is woken for a call as long as it has others to make."""
+
+    def __init__(self, function: Callable[[T], R]) -> None:
+        self._function = function
+        self._lock = threading.Lock()
+        self._more = threading.Condition(self._lock)
+        self._ended = threading.Condition(self._lock)
+        self._todo: deque[_Call[T, R]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._at_work = 0
+        self._stopped = False
+
+    def start(self, count: int, name: str) -> int:
+        """Start threads, as many as there are to be had. Returns how many those are."""
+        for number in range(count):
+            # Nobody may close what it belongs to. Python shall end all the same.
+            work = partial(copy_context().run, self._work)
+            thread = threading.Thread(target=work, name=f"{name}_{number}", daemon=True)
+            self._threads.append(thread)
+            try:
+                thread.start()
+            except RuntimeError:
+                self._threads.pop()
+                break
+        return len(self._threads)
+
+    def put(self, call: _Call[T, R]) -> None:
+        """One more to make."""
+        with self._lock:
+            self._todo.append(call)
+            self._more.notify()
+
+    def finish(self, call: _Call[T, R], *, joins: bool) -> None:
+        """Return when a call has ended. Who ``joins`` makes calls until then."""
+        while not call.has_ended:
+            own = None
+            with self._lock:
+                if joins and self._todo:
+                    own = self._todo.popleft()
+                elif not call.has_ended:
+                    self._ended.wait(SIGNALS_WITHIN)
+            if own is not None:
+                own.make(self._function)
+                own.has_ended = True
+                if own.error is not None and not isinstance(own.error, Exception):
+                    raise own.error  # an interrupt
+
+    def stop(self) -> None:
+        """Make no more calls, and return when none is being made. What interrupts this is raised then."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                with self._lock:
+                    self._todo.clear()
+                    self._stopped = True
+                    self._more.notify_all()
+                    while self._at_work:
+                        self._ended.wait(SIGNALS_WITHIN)
+                break
+            except BaseException as error:  # a handler of signals can raise anything
+                interrupt = error
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        if interrupt is not None:
+            raise interrupt
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                while not (self._todo or self._stopped):
+                    self._more.wait()
+                if self._stopped:
+                    return
+                call = self._todo.popleft()
+                self._at_work += 1
+            call.make(self._function)
+            with self._lock:
+                call.has_ended = True
+                self._at_work -= 1
+                self._ended.notify_all()
 
 
 def some_threads(count: int, name: str) -> ThreadPoolExecutor | None:
@@ -272,3 +400,19 @@ def count_processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def processors_of_a_rank(*, shared: bool) -> int:
+    """How many of them there are for this process, if other ranks of its machine are at work at the same time.
+
+    >>> processors_of_a_rank(shared=False) == count_processors()
+    True
+    """
+    processors = count_processors()
+    if not shared:
+        return processors
+    launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # which torchrun and others set
+    ranks = int(launched) if launched.isdecimal() and int(launched) else RANKS_OF_A_MACHINE
+    if processors * ranks <= (os.cpu_count() or 1):
+        return processors  # each rank has some of its own
+    return max(1, processors // ranks)

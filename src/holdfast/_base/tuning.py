@@ -17,10 +17,28 @@ SMALLEST_BUDGET = 256 * KIB
 # --- writing ---
 
 WRITE_BUFFER_BYTES = 8 * MIB
-"""A write. Disks reach their full speed from some 4 MiB on; a larger one would only delay the first."""
+"""A direct write, or a part of an object. Disks reach their full speed from some 4 MiB on; a larger one would only
+delay the first."""
+
+CACHED_WRITE_BYTES = MIB
+"""A write to the page cache: what was put together for it is still in the processor's cache when it is copied. Writes
+of 2 MiB and more have Linux look for pages of that size, which can take longer than all the rest."""
+
+WRITE_BACK_BYTES = 8 * MIB
+"""What the system is told at once to write from the page cache to the disk."""
+
+NOTED_WRITE_BYTES = 16 * MIB
+"""Files of so many bytes show how fast a disk is. Of smaller ones the calls cost more than the bytes."""
+
+TRY_AGAIN_AFTER = 50
+"""Files that are written to a disk in the faster way, before the slower one is tried again."""
+
+PAGE_CACHE_SHARE = 2
+"""The page cache must have room for so many times a file, of what memory is available, for the file to go there. Others
+write, too."""
 
 WRITERS = 2
-"""Writes under way at once. One leaves the disk idle between two writes; more than two gain nothing."""
+"""Direct writes under way at once. One leaves the disk idle between two writes; more than two gain nothing."""
 
 UPLOADS = 3
 """Parts of an object that are on their way to an object store at once, with another one being filled: what a half of
@@ -30,7 +48,7 @@ SMALLEST_BUFFER = 64 * KIB
 """However small the memory budget is: below that, calls cost more than the bytes."""
 
 DIRECT_FROM = MIB
-"""Smaller files are written and read faster through the page cache."""
+"""Smaller files are always written and read through the page cache."""
 
 DIRECT_ALIGNMENT = 4 * KIB
 """Of memory, positions and lengths of direct reads and writes. Disks with larger sectors refuse, and are served through
@@ -76,8 +94,11 @@ being written."""
 # --- reading ---
 
 READERS = 4
-"""Threads that read, at most. Processors limit what comes from the page cache, and the number of requests that are
-under way what comes from a disk, so some more than there are processors help."""
+"""Threads that read, at most. What comes from the page cache is read by no more than there are processors; with what
+comes from a disk, more requests under way help."""
+
+RANKS_OF_A_MACHINE = 4
+"""That share its processors, if whoever started them does not say."""
 
 SEVERAL_READERS_FROM = 32 * MIB
 """Less is not worth starting threads for."""
@@ -127,8 +148,13 @@ SHARED_PART_BYTES = 4 * MIB
 """What a rank that reads for others reads and sends at a time. Less would read more digest blocks twice, more would
 take more memory on those that receive it."""
 
-SMALLEST_SHARED_READ = 4 * MIB
-"""So many bytes that several ranks want are worth one more reader: each reads headers and digest blocks of its own."""
+SMALLEST_SHARED_READ = 8 * MIB
+"""So many bytes that several ranks want are worth one more reader: each reads digest blocks that another one reads too,
+which is a hundredth of that."""
+
+MOST_WANTED_BYTES = 32 * MIB
+"""Of lists of what ranks want, those that are the same counted once: with more, ranks read for those of their group
+only. It is some 300 ranks that all want other parts of 2,000 tensors; more would plan for longer than they read."""
 
 SMALLEST_CUT = 256 * KIB
 """Where a tensor is cut, a digest block is read by two ranks. So neither part is smaller than that."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from holdfast._base.byte_counts import count_bytes
 from holdfast._base.crc import combined
 from holdfast._base.garbage import no_garbage_collection
 from holdfast._dcp.destinations import Destination
@@ -55,6 +56,7 @@ class Batch:
         """All blobs."""
         content = bytearray(self.end - self.begin)
         self._file.read_into(self.begin, content)
+        count_bytes(len(content))
         return content
 
     def finish(self, content: bytearray) -> None:

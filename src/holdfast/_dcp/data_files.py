@@ -23,21 +23,21 @@ from holdfast._formats.dcp.metadata import _StorageInfo
 from holdfast._formats.dcp.plan import WriteItem, WriteItemType, written_bytes
 from holdfast._formats.dcp.transforms import WriterTransforms
 from holdfast._layout.owners import balanced_owners
-from holdfast._stores.direct_files import DirectFile
 from holdfast._stores.durable_files import flush_to_disk
 from holdfast._stores.filesystem import AnyPath
+from holdfast._stores.large_files import LargeFile
 from holdfast._stores.os_errors import naming
 
-# A stream into a large new file of the local disk, which is written past the page cache while it is being filled.
+# A stream into a large new file of the local disk.
 
 
 @contextmanager
-def direct_stream(path: AnyPath, expected: int, memory: int) -> Iterator[DirectStream]:
+def large_stream(path: AnyPath, expected: int, memory: int) -> Iterator[LargeStream]:
     """Make or replace a file of about the ``expected`` size, with at most so much memory for what is on its way."""
     name = os.fspath(path)
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        stream = DirectStream(descriptor, name, expected, memory)
+        stream = LargeStream(descriptor, name, expected, memory)
         try:
             yield stream
             stream.complete()
@@ -47,14 +47,14 @@ def direct_stream(path: AnyPath, expected: int, memory: int) -> Iterator[DirectS
         os.close(descriptor)
 
 
-class DirectStream:
+class LargeStream:
     """Takes bytes from front to back."""
 
     def __init__(self, descriptor: int, path: str, expected: int, memory: int) -> None:
         self._descriptor = descriptor
         self._path = path
         with naming(path):
-            self._file = DirectFile(descriptor, path, expected, memory)
+            self._file = LargeFile(descriptor, path, expected, memory)
         self._is_complete = False
 
     def write(self, data: Any, /) -> int:

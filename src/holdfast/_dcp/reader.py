@@ -41,7 +41,16 @@ from holdfast._formats.dcp.metadata import (
 from holdfast._formats.dcp.plan import LoadItemType, LoadPlan, ReadItem
 from holdfast._formats.dcp.stored_chunks import archived_elements, check_envelope, sealed_elements
 from holdfast._formats.dcp.transforms import ReaderTransforms, TransformRegistry
-from holdfast._formats.ranged_files import Ranges, ReadStep, StreamRanges, carry_out, is_plain, opened_ranges
+from holdfast._formats.ranged_files import (
+    Ranges,
+    ReadStep,
+    StreamRanges,
+    carry_out,
+    is_plain,
+    opened_ranges,
+    seems_cached,
+    useful_threads,
+)
 from holdfast._formats.tensor_places import turned
 from holdfast._stores.filesystem import AnyPath, FileSystemBase, ReaderView
 from holdfast._stores.local_filesystem import FileSystem
@@ -155,13 +164,24 @@ class FileSystemReader(StorageReader):
     def _read_items(self, wanted: Sequence[ReadItem], planner: LoadPlanner, progress: ItemCount) -> None:
         files = self._by_file_and_blob(wanted)
         stored = sum(blob.info.length for blobs in files.values() for blob in blobs)
-        in_threads = self._reads_plain_files() and stored >= SEVERAL_READERS_FROM and may_be_filled_at_once(planner)
+        threads = 1
+        if self._reads_plain_files() and stored >= SEVERAL_READERS_FROM and may_be_filled_at_once(planner):
+            threads = useful_threads(stored, cached=self._seem_cached(files))
         with ExitStack() as open_files:
             try:
-                carry_out(self._steps(files, planner, progress, open_files), in_threads=in_threads)
+                carry_out(self._steps(files, planner, progress, open_files), threads=threads)
             except BaseException:
                 progress.clear_what_is_half_read()
                 raise
+
+    def _seem_cached(self, files: Mapping[str, Sequence[StoredItems]]) -> bool:
+        """Whether there is probably no disk to wait for: the first and the last item can be had without."""
+        names = list(files)
+        for name, at in {(names[0], 0), (names[-1], -1)}:
+            with self._opened(name, files[name]) as file:
+                if not seems_cached(file, files[name][at].info.offset):
+                    return False
+        return True
 
     def _steps(
         self,

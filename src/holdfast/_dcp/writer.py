@@ -25,7 +25,7 @@ from holdfast._base.commits import Commit
 from holdfast._base.notices import warn_caller
 from holdfast._base.threads import map_in_threads
 from holdfast._base.tuning import DIRECT_FROM, MEMORY_BUDGET
-from holdfast._dcp.data_files import DataFile, ValueNeedingPickle, direct_stream, split_by_size_and_type, write_file
+from holdfast._dcp.data_files import DataFile, ValueNeedingPickle, large_stream, split_by_size_and_type, write_file
 from holdfast._dcp.planner import SavePlanner
 from holdfast._dcp.storage import StorageWriter, WriteResult
 from holdfast._formats.dcp import names as layout
@@ -322,7 +322,7 @@ class _FileSystemWriter(StorageWriter):
         expected = file.expected_size()
         if expected >= DIRECT_FROM and is_plain(self.fs):
             memory = self._memory_budget // self.thread_count
-            create_stream = lambda path, mode: direct_stream(path, expected, memory)  # noqa: E731 - as the other one
+            create_stream = lambda path, mode: large_stream(path, expected, memory)  # noqa: E731 - as the other one
         return write_file(
             create_stream,
             file,

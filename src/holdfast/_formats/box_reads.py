@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from holdfast._base.box_bytes import boxes_of_run, is_one_run, position_of, readable_parts, row_major_strides, span_of
 from holdfast._base.boxes import Box, overlap, place_of
+from holdfast._base.byte_counts import count_bytes
 from holdfast._base.tuning import MERGE_GAP, READ_BYTES
 from holdfast._formats.ranged_files import Ranges, read_with_crc
 
@@ -108,6 +109,7 @@ class ChunkRead:
             crc = read_with_crc(self._file, self._position + run.begin, memory, crc)
         else:
             self._file.read_into(self._position + run.begin, memory)
+            count_bytes(memory.nbytes)
         if buffer is not None:
             self._hand_out(run, buffer)
         return crc

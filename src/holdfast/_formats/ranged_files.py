@@ -8,20 +8,22 @@ from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
 from holdfast._base.crc import crc32
-from holdfast._base.threads import in_order
+from holdfast._base.threads import count_processors, in_order
 from holdfast._base.tuning import (
     CACHED_READ_BYTES,
     MEMORY_BUDGET,
     MEMORY_OF_A_READER,
+    MERGE_GAP,
     READ_BYTES,
     READERS,
     READS_UNDER_WAY,
+    SEVERAL_READERS_FROM,
     SMALLEST_BUFFER,
 )
-from holdfast._stores.file_reader import open_file
+from holdfast._stores.file_reader import FileReader, open_file
 from holdfast._stores.filesystem import AnyPath, FileSystemBase
 from holdfast._stores.local_filesystem import FileSystem
-from holdfast._stores.store import fill_in_pieces, too_short
+from holdfast._stores.store import CachedReader, fill_in_pieces, too_short
 from holdfast._stores.store_files import StoreFiles
 from holdfast.errors import DamagedCheckpointError
 
@@ -65,6 +67,19 @@ def opened_ranges(fs: FileSystemBase, path: AnyPath, *, plainly: bool) -> Iterat
     else:
         with fs.create_stream(path, "rb") as stream:
             yield StreamRanges(stream, path)
+
+
+@contextmanager
+def ranges_behind(stream: Any, fs: FileSystemBase, path: AnyPath) -> Iterator[Ranges]:
+    """The bytes of an open stream. Where it is a file of the local disk, several threads may read them."""
+    if type(fs).create_stream is not _OPENED_BY_THE_SYSTEM:
+        yield StreamRanges(stream, path)
+        return
+    reader = FileReader(os.dup(stream.fileno()), str(path), os.fstat(stream.fileno()).st_size)
+    try:
+        yield reader
+    finally:
+        reader.close()
 
 
 class StreamRanges:
@@ -141,9 +156,10 @@ class ReadStep(Protocol):
         """What follows, given what ``read`` returned. The steps are finished in their order, by one thread."""
 
 
-def carry_out(steps: Iterable[ReadStep], *, in_threads: bool) -> None:
-    """Take all steps. The first error is raised when nothing is being read any more."""
-    if not in_threads:
+def carry_out(steps: Iterable[ReadStep], *, threads: int) -> None:
+    """Take all steps, in some threads of which this is one. The first error is raised when nothing is being read any
+    more."""
+    if threads == 1:
         for step in steps:
             step.finish(step.read())
         return
@@ -156,7 +172,20 @@ def carry_out(steps: Iterable[ReadStep], *, in_threads: bool) -> None:
         with torch.inference_mode(inference):
             return step.read()
 
-    under_way = in_order(read, steps, threads=READERS, ahead=READS_UNDER_WAY, name="holdfast-read")
+    under_way = in_order(read, steps, threads=threads, ahead=READS_UNDER_WAY, name="holdfast-read", joins=True)
     with closing(under_way):
         for step, result in under_way:
             step.finish(result)
+
+
+def useful_threads(nbytes: int, *, cached: bool) -> int:
+    """How many of them read so much best: as many as there are processors where no disk is waited for, or else more."""
+    if nbytes < SEVERAL_READERS_FROM:
+        return 1
+    return min(READERS, count_processors()) if cached else READERS
+
+
+def seems_cached(file: Ranges, begin: int) -> bool:
+    """Whether what is at some place of a file can be had without waiting, which others will be like."""
+    size = min(MERGE_GAP, file.size - begin)
+    return size > 0 and isinstance(file, CachedReader) and bool(file.is_cached(begin, size))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import xxhash
@@ -12,6 +11,7 @@ import xxhash
 from holdfast._formats.source import Source
 from holdfast._load.options import LoadOptions
 from holdfast._load.planning import RankPlan
+from holdfast._load.read_division import ReadTerms
 from holdfast._load.report import LoadReport
 from holdfast._load.targets import held_elements
 from holdfast._state.mismatches import Mismatches
@@ -32,13 +32,63 @@ ADVICE = {
 
 def refuse_different_checkpoints(ranks: Collectives, source: Source) -> None:
     """Raise if the ranks have not opened the same save."""
-    views = ranks.different_views(f"{source.format} {source.identity}")
+    views = ranks.different_views(opened(source))
     if views:
         raise RankDisagreementError(
             f"the ranks look at different checkpoints: {views}. Wait until a running save has finished and all ranks "
             "see the same files, then load again.",
             views=views,
         )
+
+
+def opened(source: Source) -> str:
+    """Which save was opened."""
+    return f"{source.format} {source.identity}"
+
+
+class LoadTerms(NamedTuple):
+    """What ranks find out when they open a checkpoint, and what must be the same for those that read together."""
+
+    opened: str
+    """Which save was opened; nothing if that is not the same for all."""
+    reading: ReadTerms
+
+    @property
+    def same_checkpoint(self) -> bool:
+        """Whether all ranks have opened the same save."""
+        return self.opened != ""
+
+    @classmethod
+    def of(cls, source: Source, reading: ReadTerms) -> LoadTerms:
+        """Those of one rank."""
+        return cls(opened(source), reading)
+
+    @classmethod
+    def joined(cls, given: Sequence[LoadTerms]) -> LoadTerms:
+        """Those of several ranks."""
+        same = len({each.opened for each in given}) == 1
+        return cls(given[0].opened if same else "", ReadTerms.joined([each.reading for each in given]))
+
+
+class Accord(NamedTuple):
+    """Whether ranks have found the same, by digests, so that it need not travel; nothing if they have not."""
+
+    on_proposal: bytes
+    on_keys: bytes
+    """On what becomes of which keys."""
+
+    @classmethod
+    def of(cls, plan: RankPlan, proposal: Proposal) -> Accord:
+        """That of one rank with itself."""
+        found = plan.found
+        transformed = [transform.key for transform in found.transforms]
+        keys = [list(found.read), found.renamed, found.cast, transformed, list(found.missing), found.untouched]
+        return cls(*(xxhash.xxh3_128_digest(repr(each).encode()) for each in (proposal, keys)))
+
+    @classmethod
+    def joined(cls, given: Sequence[Accord]) -> Accord:
+        """That of several ranks."""
+        return cls(*(each[0] if len(set(each)) == 1 else b"" for each in zip(*given, strict=True)))
 
 
 class LoadAgreement(NamedTuple):
@@ -51,32 +101,35 @@ class LoadAgreement(NamedTuple):
     """Stored keys of parts that no rank has in its state."""
     settled: frozenset[str] = frozenset()
     """Keys that are loaded under another name of their tensor, as those ranks say that have elements of it."""
+    same_keys: bool = False
+    """Whether all ranks do the same with the same keys."""
 
 
 def agree(ranks: Collectives, plan: RankPlan, options: LoadOptions) -> LoadAgreement:
     """Put together what the ranks found."""
-    proposal = _sent_once(ranks, _Proposal.of(plan, options))
-
-    def decide(proposals: list[_Proposal | None]) -> LoadAgreement:
-        known = [proposal for proposal in proposals if proposal is not None]
-        whole = Mismatches()
-        for proposal in known:
-            whole.add(proposal.problems)
-        settled = _settled(known)
-        whole.missing = [key for key in whole.missing if key not in settled]
-        unexpected = _common([proposal.unexpected for proposal in known])
-        whole.unexpected = [key for key in unexpected if not options.may_be_unexpected(key)]
-        if not any(proposal.has_loads for proposal in known) and any(proposal.has_other_keys for proposal in known):
-            whole.kinds.setdefault(
-                "", "gets nothing from this checkpoint: none of its keys is stored there, or was asked for"
-            )
-        return LoadAgreement(whole, unexpected, _common([proposal.not_requested for proposal in known]), settled)
-
-    return ranks.all_reduce("agree", lambda: proposal, decide)
+    proposal = _sent_once(ranks, Proposal.of(plan, options))
+    return ranks.all_reduce("agree", lambda: proposal, lambda proposals: decided(proposals, options))
 
 
-class _Proposal(NamedTuple):
-    """What one rank sends the others about its plan."""
+def decided(proposals: Sequence[Proposal | None], options: LoadOptions) -> LoadAgreement:
+    """What follows from what the ranks found; None stands for what another one has found as well."""
+    known = [proposal for proposal in proposals if proposal is not None]
+    whole = Mismatches()
+    for proposal in known:
+        whole.add(proposal.problems)
+    settled = _settled(known)
+    whole.missing = [key for key in whole.missing if key not in settled]
+    unexpected = _common([proposal.unexpected for proposal in known])
+    whole.unexpected = [key for key in unexpected if not options.may_be_unexpected(key)]
+    if not any(proposal.has_loads for proposal in known) and any(proposal.has_other_keys for proposal in known):
+        whole.kinds.setdefault(
+            "", "gets nothing from this checkpoint: none of its keys is stored there, or was asked for"
+        )
+    return LoadAgreement(whole, unexpected, _common([proposal.not_requested for proposal in known]), settled)
+
+
+class Proposal(NamedTuple):
+    """What one rank has to say about its plan."""
 
     problems: Mismatches
     unexpected: Sequence[str]
@@ -91,7 +144,8 @@ class _Proposal(NamedTuple):
     """Keys of tensors that are not stored, whether they may be missing or not, and of which it has elements."""
 
     @classmethod
-    def of(cls, plan: RankPlan, options: LoadOptions) -> _Proposal:
+    def of(cls, plan: RankPlan, options: LoadOptions) -> Proposal:
+        """What is to be said about a plan."""
         found = plan.found
         missing = [key for key in found.missing if not options.may_be_missing(key)]
         problems = Mismatches(
@@ -114,40 +168,33 @@ class _Proposal(NamedTuple):
         )
 
 
-def _settled(proposals: Sequence[_Proposal]) -> frozenset[str]:
+def _settled(proposals: Sequence[Proposal]) -> frozenset[str]:
     """A rank without elements of a tensor cannot see which names it has, and goes by what the others say."""
     settled = {key for proposal in proposals for key in proposal.settled}
     return frozenset(settled.difference(*(proposal.missing for proposal in proposals)))
 
 
-class Numbers(NamedTuple):
-    """What a load did on one rank."""
+class RankReport(NamedTuple):
+    """What a load did on one rank, or on several that are joined."""
 
-    bytes_read: int
-    bytes_received: int
-    elements: int
-    reading: float
-    """Seconds, without those for which the rank waited for others."""
-    seconds: float
-    """All in all."""
+    report: LoadReport
+    slowest: tuple[float, int]
+    """The longest reading in seconds, without those for which the rank waited for others, and minus that rank."""
 
-
-def reported(ranks: Collectives, lists: LoadReport, own: Numbers) -> LoadReport:
-    """The report of all ranks, given the keys and the numbers of each."""
-    keys = _sent_once(ranks, lists)
-
-    def merge(parts: list[tuple[LoadReport | None, Numbers]]) -> LoadReport:
-        numbers = [own for _, own in parts]
+    @classmethod
+    def joined(cls, given: Sequence[RankReport]) -> RankReport:
+        """Those of several ranks as one."""
+        reports = [each.report for each in given]
+        slowest = max(each.slowest for each in given)
         report = LoadReport.merged(
-            [report for report, _ in parts if report is not None],
-            bytes_read=sum(own.bytes_read for own in numbers),
-            bytes_received=sum(own.bytes_received for own in numbers),
-            elements=sum(own.elements for own in numbers),
-            seconds=max(own.seconds for own in numbers),
+            reports,
+            bytes_read=sum(report.bytes_read for report in reports),
+            bytes_received=sum(report.bytes_received for report in reports),
+            elements=sum(report.elements for report in reports),
+            seconds=max(report.seconds for report in reports),
+            slowest_rank=-slowest[1],
         )
-        return replace(report, slowest_rank=max(range(len(numbers)), key=lambda rank: numbers[rank].reading))
-
-    return ranks.all_reduce("report", lambda: (keys, own), merge)
+        return cls(report, slowest)
 
 
 def _sent_once(ranks: Collectives, thing: T) -> T | None:

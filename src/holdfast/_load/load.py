@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from holdfast._background.copy_jobs import finish_copies
@@ -14,18 +14,29 @@ from holdfast._background.futures import warn_of_unseen_failures
 from holdfast._background.queues import Claim, wait_for_conflicting_saves
 from holdfast._base.arguments import Size
 from holdfast._base.boxes import volume
+from holdfast._base.byte_counts import counting_bytes
 from holdfast._base.garbage import no_garbage_collection
 from holdfast._base.notices import add_note, warn_caller
 from holdfast._base.patterns import Pattern, Patterns, Rename
 from holdfast._formats.native.record import repairs_in
 from holdfast._formats.source import Source
-from holdfast._load.agreement import ADVICE, LoadAgreement, Numbers, agree, refuse_different_checkpoints, reported
+from holdfast._load.agreement import (
+    ADVICE,
+    Accord,
+    LoadAgreement,
+    LoadTerms,
+    Proposal,
+    RankReport,
+    agree,
+    decided,
+    refuse_different_checkpoints,
+)
 from holdfast._load.filling import put
 from holdfast._load.opening import open_source
 from holdfast._load.options import LoadOptions, ShareReads, Transforms
 from holdfast._load.planning import RankPlan, plan_load
-from holdfast._load.read_division import ReadDivision, ReadResult, divide_reading
-from holdfast._load.report import LoadReport
+from holdfast._load.read_division import ReadDivision, ReadResult, ReadTerms, divide_reading
+from holdfast._load.report import KEY_LISTS, LoadReport
 from holdfast._ranks.meeting import meeting, own_place
 from holdfast._settings import OnFinding
 from holdfast._stores.network_disks import is_far
@@ -94,10 +105,9 @@ def load(
         memory_budget: bytes that each rank may allocate beside the state, for buffers and conversions: 256 KiB at
             least, 64 MiB by default. More does not make it faster.
         share_reads: for whom each stored byte is read once. The rank that reads it checks its digest, and sends it to
-            the others that need it. "job": for groups of at most 32 neighbouring ranks, or for all with
-            ``transfer_group``. "machine": for the ranks of each machine, in such groups. "off": every rank reads what
-            it needs. "auto" is "job" for object stores and network file systems, and "off" for disks of the machine,
-            where the page cache has what another rank has read.
+            the others that need it. "job": for all ranks. "machine": for the ranks of each machine, or each 32 of them.
+            "off": every rank reads what it needs. "auto" is "job" for object stores and network file systems, and
+            "off" for disks of the machine, where the page cache has what another rank has read.
         transfer_group: a process group of all ranks that load, with a faster backend than the ranks' own connection,
             to send those bytes over.
         process_group: the ranks that load. All by default.
@@ -125,37 +135,42 @@ def load(
     asked = f"holdfast.load from {place}, verify={verify!r}, verify_first={verify_first!r}, share_reads={share_reads!r}"
     with (
         Call("load", place, rank=rank, world_size=world_size, started=started) as call,
-        meeting(asked, process_group, timeout=timeout, progress=call) as ranks,
+        counting_bytes(call.advance),
+        meeting(asked, process_group, timeout=timeout, progress=call, compare_later=True) as ranks,
+        ExitStack() as stack,
     ):
-        with ranks.step("options"):
-            options = LoadOptions.of(
-                strict=strict,
-                allow_missing=allow_missing,
-                allow_unexpected=allow_unexpected,
-                include=include,
-                exclude=exclude,
-                rename=rename,
-                cast=cast,
-                transform=transform,
-                verify=verify,
-                verify_first=verify_first,
-                memory_budget=memory_budget,
-                optimizer_mismatch=optimizer_mismatch,
-                share_reads=share_reads,
-                transfer_group=transfer_group,
-            )
-        with ExitStack() as stack:
-            with call.phase("plan"), no_garbage_collection():
-                with ranks.step("open"):
-                    source = stack.enter_context(open_source(path, allow_pickle=allow_pickle))
-                refuse_different_checkpoints(ranks, source)
-                run = _Load(ranks, options, source, call)
-                plan = run.match(state)
-                agreement = run.agree(plan)
-                division = divide_reading(ranks, plan, source, options, is_far=is_far(path))
-            reading, read = run.read(plan, division)
-            run.apply(plan)
-            report = run.report(plan, agreement, reading, read, started)
+        with call.phase("plan"), no_garbage_collection():
+            opened: list[_Load] = []
+
+            def look() -> LoadTerms:
+                options = LoadOptions.of(
+                    strict=strict,
+                    allow_missing=allow_missing,
+                    allow_unexpected=allow_unexpected,
+                    include=include,
+                    exclude=exclude,
+                    rename=rename,
+                    cast=cast,
+                    transform=transform,
+                    verify=verify,
+                    verify_first=verify_first,
+                    memory_budget=memory_budget,
+                    optimizer_mismatch=optimizer_mismatch,
+                    share_reads=share_reads,
+                    transfer_group=transfer_group,
+                )
+                source = stack.enter_context(open_source(path, allow_pickle=allow_pickle))
+                opened.append(_Load(ranks, options, source, call))
+                return LoadTerms.of(source, ReadTerms.of(options, is_far=is_far(path)))
+
+            terms = ranks.combine("open", look, LoadTerms.joined)
+            run = opened[0]
+            if not terms.same_checkpoint:
+                refuse_different_checkpoints(ranks, run.source)
+            plan, agreement = run.match(state)
+            division = divide_reading(ranks, plan, run.source, run.options, terms.reading)
+        reading, read = run.read(plan, division)
+        report = run.apply(plan, agreement, reading, read, started)
         call.nbytes, call.slowest_rank = report.bytes_read, report.slowest_rank
         call.detail["keys"] = len(report.read)
     return report
@@ -170,21 +185,26 @@ class _Load:
     source: Source
     call: Call
 
-    def match(self, state: Any) -> RankPlan:
-        """Find out what is to be read into this rank's state. Nothing is changed."""
-        with self.ranks.step("plan"):
-            return plan_load(state, self.source, self.options, rank=self.ranks.rank, world_size=self.ranks.world_size)
+    def match(self, state: Any) -> tuple[RankPlan, LoadAgreement]:
+        """Find out what is to be read into the state. Nothing is changed; what does not fit is raised on all ranks."""
+        planned: list[tuple[RankPlan, Proposal]] = []
 
-    def agree(self, plan: RankPlan) -> LoadAgreement:
-        """Raise on all ranks all that does not fit on any of them."""
-        agreement = agree(self.ranks, plan, self.options)
+        def propose() -> Accord:
+            plan = plan_load(state, self.source, self.options, rank=self.ranks.rank, world_size=self.ranks.world_size)
+            proposal = Proposal.of(plan, self.options)
+            planned.append((plan, proposal))
+            return Accord.of(plan, proposal)
+
+        accord = self.ranks.combine("plan", propose, Accord.joined)
+        ((plan, proposal),) = planned
+        agreement = decided([proposal], self.options) if accord.on_proposal else agree(self.ranks, plan, self.options)
         agreement.problems.raise_if_any(self.source.location, ADVICE)
         for key, adapter in plan.found.adapters:
             for warning in adapter.warnings():
                 warn_caller(f"'{key}': {warning}. It is loaded all the same, as optimizer_mismatch='warn' wants it.")
         for key in sorted(agreement.settled & set(plan.found.missing)):
             plan.found.settle(key)
-        return agreement
+        return plan, agreement._replace(same_keys=bool(accord.on_keys))
 
     def read(self, plan: RankPlan, division: ReadDivision) -> tuple[Phase, ReadResult]:
         """Read what this rank needs, straight into the tensors where that is possible; returns how that went."""
@@ -209,17 +229,38 @@ class _Load:
                 )
         return reading, read
 
-    def apply(self, plan: RankPlan) -> None:
-        """Replace values, and let live objects take over what was read."""
-        with _remark(_PARTLY_LOADED), self.ranks.step("apply"), self.call.phase("apply"):
-            plan.outcome.finish()
-
-    def report(
+    def apply(
         self, plan: RankPlan, agreement: LoadAgreement, reading: Phase, read: ReadResult, started: float
     ) -> LoadReport:
-        """What was done by all ranks together."""
+        """Replace values, let live objects take over what was read, and put together what all ranks did."""
+        keys = self._keys(plan, agreement)
+
+        def finish() -> RankReport:
+            with self.call.phase("apply"):
+                plan.outcome.finish()
+            # What all ranks know of each other need not travel.
+            own = LoadReport(keys.path, keys.format, keys.identity, []) if agreement.same_keys else keys
+            own = replace(
+                own,
+                **self._remarks(plan),
+                bytes_read=read.bytes_read,
+                bytes_received=read.bytes_received,
+                elements=plan.elements,
+                seconds=time.perf_counter() - started,
+                world_size=self.ranks.world_size,
+            )
+            return RankReport(own, (reading.seconds, -self.ranks.rank))
+
+        with _remark(_PARTLY_LOADED):
+            report = self.ranks.combine("apply", finish, RankReport.joined, last=True).report
+        if agreement.same_keys:
+            report = replace(report, **{name: getattr(keys, name) for name in KEY_LISTS})
+        return report
+
+    def _keys(self, plan: RankPlan, agreement: LoadAgreement) -> LoadReport:
+        """What becomes of the keys of this rank's state."""
         found = plan.found
-        own = LoadReport(
+        return LoadReport(
             path=self.source.location,
             format=self.source.format,
             identity=self.source.identity,
@@ -231,21 +272,23 @@ class _Load:
             unexpected=agreement.unexpected,
             untouched=found.untouched,
             not_requested=agreement.not_requested,
-            notes=[
+        )
+
+    def _remarks(self, plan: RankPlan) -> dict[str, Any]:
+        """What is to be said of the objects that were loaded."""
+        adapters = plan.found.adapters
+        return {
+            "notes": [
                 *map(str, repairs_in(self.source.provenance)),
-                *found.notes,
-                *(note for _, adapter in found.adapters for note in adapter.notes()),
+                *plan.found.notes,
+                *(note for _, adapter in adapters for note in adapter.notes()),
             ],
-            changed_settings={
+            "changed_settings": {
                 f"{key}.{name}" if key else name: change
-                for key, adapter in found.adapters
+                for key, adapter in adapters
                 for name, change in adapter.changes().items()
             },
-            world_size=self.ranks.world_size,
-        )
-        seconds = time.perf_counter() - started
-        numbers = Numbers(read.bytes_read, read.bytes_received, plan.elements, reading.seconds, seconds)
-        return reported(self.ranks, own, numbers)
+        }
 
 
 _PARTLY_LOADED = "The state is partly loaded now and must not be used."

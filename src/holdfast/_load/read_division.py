@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
 
 from holdfast._base.boxes import Box, place_of
-from holdfast._base.tuning import MEMORY_BUDGET
+from holdfast._base.notices import warn_caller
+from holdfast._base.tuning import MEMORY_BUDGET, MOST_WANTED_BYTES
 from holdfast._formats.source import Into, Source
 from holdfast._load.cooperative_reading import Buffers, CooperativeReading
 from holdfast._load.filling import (
@@ -24,7 +25,8 @@ from holdfast._load.filling import (
     regions_of,
 )
 from holdfast._load.options import LoadOptions, ShareReads
-from holdfast._load.shared_reads import SharedReads, Want, decode_wants, encode_wants, numbered, plan_shared_reads
+from holdfast._load.shared_reads import SharedReads, plan_shared_reads
+from holdfast._load.shared_wants import Want, encode_wants, numbered
 from holdfast._ranks.machines import machine_digest
 from holdfast._ranks.transfers import Bytes, Parcel, Transfers
 from holdfast.errors import RankDisagreementError
@@ -79,45 +81,7 @@ class ReadDivision:
         return ReadResult(nbytes + read, received, elements + written)
 
 
-def divide_reading(
-    ranks: Collectives, plan: RankPlan, source: Source, options: LoadOptions, *, is_far: bool
-) -> ReadDivision:
-    """Find out together who reads what. ``is_far`` if every read of this rank goes over a network."""
-    alone = ReadDivision(source, plan.regions, plan.dense)
-    if ranks.world_size == 1:
-        return alone
-    mode: ShareReads = options.share_reads
-    if mode == "auto":
-        mode = "job" if is_far else "off"
-    own_terms = _Terms(
-        frozenset({mode}),
-        MEMORY_BUDGET if options.memory_budget is None else options.memory_budget,
-        frozenset({options.transfer_group is not None}),
-    )
-    terms = ranks.combine("share", lambda: own_terms, _Terms.of_all)
-    if terms.modes == {"off"}:
-        return alone
-    with ranks.step("share"):
-        if len(terms.has_group) > 1:
-            raise RankDisagreementError(
-                "only some ranks were given a transfer_group, and would wait for the others in vain. Give it to all "
-                "ranks that load, or to none.",
-                views={ranks.rank: f"transfer_group={'a group' if options.transfer_group is not None else None}"},
-            )
-        own = _OwnWants(plan, source)
-        buffers = Buffers.within(terms.memory)
-        transfers = ranks.transfers(options.transfer_group)
-    with ranks.step("share"):
-        exchange = _Exchange(transfers, ranks.rank, transfers.neighbours)
-        wants = exchange.wants(own.wants, source, on_one_machine="job" not in terms.modes)
-        shared = plan_shared_reads(source, wants, ranks.rank, buffers.part)
-    if shared.is_empty:
-        return alone
-    together = CooperativeReading(shared, source, ranks.rank, own.places, transfers, buffers, verify=options.verify)
-    return own.divided(alone, shared, together)
-
-
-class _Terms(NamedTuple):
+class ReadTerms(NamedTuple):
     """What must be the same for all ranks that read for each other."""
 
     modes: frozenset[ShareReads]
@@ -128,13 +92,120 @@ class _Terms(NamedTuple):
     """Whether ranks were given a group to send over."""
 
     @classmethod
-    def of_all(cls, given: list[_Terms]) -> _Terms:
+    def of(cls, options: LoadOptions, *, is_far: bool) -> ReadTerms:
+        """Those of one rank. ``is_far`` if every read of it goes over a network."""
+        mode: ShareReads = options.share_reads
+        if mode == "auto":
+            mode = "job" if is_far else "off"
+        memory = MEMORY_BUDGET if options.memory_budget is None else options.memory_budget
+        return cls(frozenset({mode}), memory, frozenset({options.transfer_group is not None}))
+
+    @classmethod
+    def joined(cls, given: Sequence[ReadTerms]) -> ReadTerms:
         """Those that hold for all."""
         return cls(
             frozenset().union(*(each.modes for each in given)),
             min(each.memory for each in given),
             frozenset().union(*(each.has_group for each in given)),
         )
+
+
+def divide_reading(
+    ranks: Collectives, plan: RankPlan, source: Source, options: LoadOptions, terms: ReadTerms
+) -> ReadDivision:
+    """Find out together who reads what, on terms that hold for all ranks."""
+    alone = ReadDivision(source, plan.regions, plan.dense)
+    if ranks.world_size == 1 or terms.modes == {"off"}:
+        return alone
+    sharing = _Sharing(ranks, plan, source, options, terms)
+    lists = ranks.combine("share", sharing.prepare, _joined)
+    views = ranks.combine("share", lambda: sharing.plan(lists), _joined_views)
+    if any(len(digests) > 1 for digests in views.values()):
+        warn_caller(_different_plans(views))
+        return alone
+    return sharing.divided(alone)
+
+
+class _Sharing:
+    """How one rank finds out who reads what for whom."""
+
+    def __init__(
+        self, ranks: Collectives, plan: RankPlan, source: Source, options: LoadOptions, terms: ReadTerms
+    ) -> None:
+        self._ranks = ranks
+        self._plan = plan
+        self._source = source
+        self._options = options
+        self._terms = terms
+
+    def prepare(self) -> _Lists | None:
+        """What this rank wants; None if nobody is to be told."""
+        group = self._options.transfer_group
+        if len(self._terms.has_group) > 1:
+            raise RankDisagreementError(
+                "only some ranks were given a transfer_group, and would wait for the others in vain. Give it to all "
+                "ranks that load, or to none.",
+                views={self._ranks.rank: f"transfer_group={'a group' if group is not None else None}"},
+            )
+        self._own = _OwnWants(self._plan, self._source)
+        self._transfers = self._ranks.transfers(group)
+        self._message = encode_wants(self._own.wants)
+        if "job" not in self._terms.modes or len(self._message) > MOST_WANTED_BYTES:
+            return None
+        return {xxhash.xxh3_128_digest(self._message): ([self._ranks.rank], self._message)}
+
+    def plan(self, lists: _Lists | None) -> _Views:
+        """Plan with all ranks, or with those of this rank's group. Others have to come to the same plan."""
+        rank, transfers, source = self._ranks.rank, self._transfers, self._source
+        if lists is not None:
+            everyone: Messages = {tuple(same): message for same, message in lists.values()}
+        else:
+            exchange = _Exchange(transfers, rank, transfers.neighbours)
+            everyone = exchange.wants(self._message, on_one_machine="job" not in self._terms.modes)
+        self._buffers = Buffers.within(self._terms.memory, passes_on=lists is not None and len(transfers.strides) > 2)
+        self._shared = plan_shared_reads(source, everyone, rank, self._buffers.part)
+        terms = f"{self._buffers} {[*transfers.strides]}"
+        return {min(map(min, everyone)): {self._shared.digest(terms): [rank]}}
+
+    def divided(self, alone: ReadDivision) -> ReadDivision:
+        """What comes of the plan."""
+        if self._shared.is_empty:
+            return alone
+        together = CooperativeReading(
+            self._shared,
+            self._source,
+            self._ranks.rank,
+            self._own.places,
+            self._transfers,
+            self._buffers,
+            verify=self._options.verify,
+        )
+        return self._own.divided(alone, self._shared, together)
+
+
+_Views: TypeAlias = dict[int, dict[bytes, list[int]]]
+"""By the lowest of the ranks that read for each other: digests of their plans, and some ranks with each."""
+
+_MOST_NAMED = 4
+
+
+def _joined_views(given: Sequence[_Views]) -> _Views:
+    found: _Views = {}
+    for views in given:
+        for first, digests in views.items():
+            for digest, ranks in digests.items():
+                known = found.setdefault(first, {}).setdefault(digest, [])
+                known += ranks[: _MOST_NAMED - len(known)]
+    return found
+
+
+def _different_plans(views: _Views) -> str:
+    digests = next(digests for digests in views.values() if len(digests) > 1)
+    named = "; ".join(f"rank(s) {', '.join(map(str, ranks))}" for ranks in digests.values())
+    return (
+        f"ranks came to different plans of who reads what for whom ({named}, ...), so that each reads for itself, as "
+        "with share_reads='off'. They may see different files of the checkpoint. If they do not, please report it."
+    )
 
 
 class _OwnWants:
@@ -187,6 +258,24 @@ def _is_dense(places: Sequence[Into]) -> bool:
     return len(places) == 1 and isinstance(places[0], np.ndarray) and places[0].flags.c_contiguous
 
 
+Messages: TypeAlias = dict[tuple[int, ...], bytes]
+"""What ranks want, by the ranks that want just that."""
+
+
+_Lists: TypeAlias = dict[bytes, tuple[list[int], bytes]]
+"""What ranks want, by its digest, and the ranks that want just that."""
+
+
+def _joined(lists: Sequence[_Lists | None]) -> _Lists | None:
+    """The lists of several ranks, each of them once. None if that is too much for one rank to know of all others."""
+    found: _Lists = {}
+    for each in lists:
+        for digest, (ranks, message) in (each or {}).items():
+            found.setdefault(digest, ([], message))[0].extend(ranks)
+    too_much = sum(len(message) for _, message in found.values()) > MOST_WANTED_BYTES
+    return None if too_much or None in lists else found
+
+
 _DIGESTS, _RECORD = 16, 40
 """Bytes: of a digest, and of what ranks exchange first."""
 
@@ -199,12 +288,10 @@ class _Exchange:
     rank: int
     cell: Sequence[int]
 
-    def wants(
-        self, own: Sequence[Want], source: Source, *, on_one_machine: bool
-    ) -> dict[tuple[int, ...], Sequence[Want]]:
+    def wants(self, own: bytes, *, on_one_machine: bool) -> Messages:
         """What all want, by the ranks that want just that. Of those only one sends a list, to the ranks that differ."""
-        message = np.frombuffer(encode_wants(own), np.uint8).copy()
-        record = machine_digest() + xxhash.xxh3_128_digest(message.tobytes()) + message.nbytes.to_bytes(8, "little")
+        message = np.frombuffer(own, np.uint8).copy()
+        record = machine_digest() + xxhash.xxh3_128_digest(own) + message.nbytes.to_bytes(8, "little")
         records = self._gather(
             dict.fromkeys(self.cell, np.frombuffer(record, np.uint8).copy()), dict.fromkeys(self.cell, _RECORD)
         )
@@ -221,11 +308,7 @@ class _Exchange:
         outgoing = {rank: message for rank in members if self.rank == mine[0] and rank not in mine and message.nbytes}
         incoming = {group[0]: sizes[group[0]] for group in groups if group is not mine and sizes[group[0]]}
         lists = self._gather(outgoing, incoming)
-        dimensions = [len(ref.shape) for ref in numbered(source)]
-        return {
-            tuple(group): own if group is mine else decode_wants(lists.get(group[0], b""), dimensions)
-            for group in groups
-        }
+        return {tuple(group): own if group is mine else lists.get(group[0], b"") for group in groups}
 
     def _gather(self, outgoing: dict[int, Bytes], incoming: dict[int, int]) -> dict[int, bytes]:
         """Send to some and receive so many bytes of some."""

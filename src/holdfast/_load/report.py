@@ -12,6 +12,13 @@ from holdfast._watching.progress import size
 _MOST_SHOWN = 5
 
 
+KEY_LISTS = (
+    *("read", "renamed", "cast", "transformed", "missing"),
+    *("unexpected", "untouched", "not_requested"),
+)
+"""What of a report says what became of which keys."""
+
+
 @dataclass(frozen=True)
 class LoadReport:
     """What a load did, over all ranks together."""
@@ -65,9 +72,10 @@ class LoadReport:
 
         if len(reports) == 1:
             return replace(reports[0], **numbers)
-        lists = ("read", "transformed", "missing", "unexpected", "untouched", "not_requested", "notes")
-        changes: dict[str, Any] = {name: every(name) for name in lists}
-        changes |= {name: joined(name) for name in ("renamed", "cast", "changed_settings")}
+        changes: dict[str, Any] = {
+            name: joined(name) if isinstance(getattr(reports[0], name), Mapping) else every(name)
+            for name in (*KEY_LISTS, "notes", "changed_settings")
+        }
         return replace(reports[0], **changes, **numbers)
 
     def _repr_html_(self) -> str:

@@ -8,154 +8,102 @@ to the others in batches of bounded size. What nobody else wants is left to the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
-from holdfast._base.boxes import Box, cut, overlap, overlaps, volume
+from holdfast._base.boxes import Box, cut, volume
 from holdfast._base.tuning import SHARED_PART_BYTES, SMALLEST_CUT, SMALLEST_SHARED_READ
-from holdfast._formats.native.record import BLOCK_BYTES
-from holdfast._formats.native.refs import TensorRef
-from holdfast._formats.source import ChunkPlace, Source
-
-_WORTH_IT = 1.05
-"""So many times as much must be read if every rank reads for itself, before they read for each other. Each reads a
-digest block more than it needs, or about as much as a request costs, so that small tensors are rather read by one."""
-
-_GAPS = 1.05
-"""So many times as many elements as are wanted may be in a box that is read for several."""
+from holdfast._formats.source import Source
+from holdfast._load.shared_units import Piece, Unit, UnitTable
+from holdfast._load.shared_wants import RankSets
 
 ALIGNMENT = 16
 """Where the elements of a part of a batch may begin, so that every library takes them as they are."""
 
 
-class Want(NamedTuple):
-    """A box of a stored tensor that a rank has memory for."""
-
-    tensor: int
-    """The number of the tensor in the checkpoint."""
-    box: Box
-    is_dense: bool
-    """Whether there is just one place for it, which takes the stored bytes as they are and is contiguous."""
-
-
-def encode_wants(wants: Sequence[Want]) -> bytes:
-    """What a rank wants, as a message.
-
-    >>> wants = [Want(1, Box((0, 2), (3, 4)), True), Want(2, Box((), ()), False)]
-    >>> decode_wants(encode_wants(wants), [0, 2, 0]) == wants
-    True
-    """
-    numbers = [number for want in wants for number in (want.tensor, want.is_dense, *want.box.offsets, *want.box.sizes)]
-    return np.array(numbers, "<i8").tobytes()
-
-
-def decode_wants(message: bytes, dimensions: Sequence[int]) -> list[Want]:
-    """The wants of a message, given how many dimensions each tensor has."""
-    numbers: list[int] = np.frombuffer(message, "<i8").tolist()
-    found, at = [], 0
-    while at < len(numbers):
-        tensor, is_dense = numbers[at : at + 2]
-        ndim = dimensions[tensor]
-        middle, end = at + 2 + ndim, at + 2 + 2 * ndim
-        found.append(Want(tensor, Box(tuple(numbers[at + 2 : middle]), tuple(numbers[middle:end])), bool(is_dense)))
-        at = end
-    return found
-
-
-def numbered(source: Source) -> list[TensorRef]:
-    """All tensors of a checkpoint, in an order that is the same on all ranks."""
-    return [source.tensors[key] for key in sorted(source.tensors)]
-
-
-class Piece(NamedTuple):
-    """A box that some ranks want, of a larger one that each of them has memory for."""
-
-    want: Box
-    box: Box
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A stored box that several ranks want, or parts of it."""
-
-    tensor: int
-    box: Box
-    itemsize: int
-    pieces: tuple[Piece, ...]
-    place: tuple[str, int]
-    """The file, and about where in it."""
-    readers: tuple[int, ...]
-    """Who may read it."""
-    is_whole: bool = False
-    """Whether it must be read at once, to be compared with its digest. If it is more than goes into a batch, the reader
-    has memory for it."""
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it has."""
-        return volume(self.box.sizes) * self.itemsize
-
-    def part(self, box: Box) -> Unit:
-        """What of it is in a box."""
-        pieces = []
-        for piece in self.pieces:
-            common = overlap(*box, *piece.box)
-            if common is not None:
-                pieces.append(Piece(piece.want, Box(*common), piece.ranks))
-        return Unit(self.tensor, box, self.itemsize, tuple(pieces), self.place, self.readers)
-
-    def wanted_by(self, rank: int) -> Iterator[Piece]:
-        """The pieces that a rank wants."""
-        return (piece for piece in self.pieces if rank in piece.ranks)
-
-
 class Span(NamedTuple):
-    """A piece in a message."""
+    """A box of a unit in a message, and the pieces that are taken from it."""
 
     unit: int
     """Its position in the batch."""
     tensor: int
-    want: Box
     box: Box
     begin: int
     end: int
+    pieces: Sequence[Piece]
+
+
+class Row(NamedTuple):
+    """A unit, or a box of it."""
+
+    unit: int
+    box: Box | None = None
 
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """Units that one rank reads together, and sends from there."""
+    """Units that one rank reads together, and sends from there. They are made when they are needed."""
 
-    units: tuple[Unit, ...]
-    reads: tuple[Unit, ...]
-    """What is read before: mostly the same."""
-    whole: Unit | None = None
-    """What it is a part of, if that was read at once to where its reader wants it."""
+    table: UnitTable
+    rows: Sequence[Row]
+    receivers: Sequence[int]
+    """The ranks that want something of it."""
+    is_part: bool = False
+    """Whether it is a part of a unit that its reader reads at once, to where it wants it."""
+    is_first: bool = True
+    """Whether it is the first such part, before which that is read."""
+
+    @cached_property
+    def units(self) -> Sequence[Unit]:
+        """What it has."""
+        return [self.table.unit(*row) for row in self.rows]
+
+    @cached_property
+    def whole(self) -> Unit | None:
+        """What it is a part of, if that was read at once to where its reader wants it."""
+        return self.table.unit(self.rows[0].unit) if self.is_part else None
+
+    @property
+    def reads(self) -> Sequence[Unit]:
+        """What is read before: mostly the same."""
+        if self.whole is None:
+            return self.units
+        return [self.whole] if self.is_first else []
 
     def message_for(self, rank: int) -> list[Span]:
-        """What a rank gets of it, one after the other."""
-        found, at = [], 0
+        """What a rank gets of it, one after the other. It is not more than all of it."""
+        found: list[Span] = []
+        at = 0
         for number, unit in enumerate(self.units):
+            by_box: dict[Box, list[Piece]] = defaultdict(list)
             for piece in unit.wanted_by(rank):
-                end = at + volume(piece.box.sizes) * unit.itemsize
-                found.append(Span(number, unit.tensor, piece.want, piece.box, at, end))
+                by_box[piece.box].append(piece)
+            if len(by_box) > 1 and sum(volume(box.sizes) for box in by_box) > volume(unit.box.sizes):
+                by_box = {unit.box: [piece for same in by_box.values() for piece in same]}
+            for box, pieces in by_box.items():
+                end = at + volume(box.sizes) * unit.itemsize
+                found.append(Span(number, unit.tensor, box, at, end, pieces))
                 at = aligned(end)
         return found
 
-    def receivers(self) -> list[int]:
-        """The ranks that want something of it."""
-        return sorted({rank for unit in self.units for piece in unit.pieces for rank in piece.ranks})
-
-    def places(self) -> list[tuple[int, int]]:
+    @cached_property
+    def places(self) -> Sequence[tuple[int, int]]:
         """Where the units are, if they are all in one buffer."""
         found, at = [], 0
         for unit in self.units:
             found.append((at, at + unit.nbytes))
             at = aligned(at + unit.nbytes)
         return found
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in one buffer."""
+        return self.places[-1][1]
 
 
 def aligned(position: int) -> int:
@@ -175,194 +123,85 @@ class SharedReads:
     """By the rank that reads."""
     alone: dict[tuple[int, Box], list[Box]] = field(default_factory=dict)
     """What is left to this rank, of those of its wants of which not all is left to it: tensor and box, and parts."""
+    units: bytes = b""
+    """A digest of what is read for several."""
 
     @property
     def is_empty(self) -> bool:
         """Whether nobody reads anything for another one."""
         return not self.batches
 
+    def digest(self, terms: str) -> bytes:
+        """16 bytes that are the same for ranks with the same plan and the same terms."""
+        hashed = xxhash.xxh3_128(terms.encode() + self.units)
+        for reader, batches in self.batches.items():
+            rows = [(batch.rows, batch.receivers, batch.is_part, batch.is_first) for batch in batches]
+            hashed.update(repr((reader, rows)).encode())
+        return hashed.digest()
+
 
 def plan_shared_reads(
-    source: Source, wants: Mapping[tuple[int, ...], Sequence[Want]], rank: int, part: int = SHARED_PART_BYTES
+    source: Source, messages: Mapping[tuple[int, ...], bytes], rank: int, part: int = SHARED_PART_BYTES
 ) -> SharedReads:
     """The plan of all ranks, which each of them computes alike, with what is left to this ``rank``.
 
-    ``wants`` has what ranks want, by the ranks that want just that. ``part`` is the most that a batch has.
+    ``messages`` are the wants of ranks, by the ranks that want just that. ``part`` is the most that a batch has.
     """
-    finder = _UnitFinder(source, wants, rank, part)
-    runs = _assigned(finder.units, finder.loads)
-    batches = {reader: _batches(runs[reader], part) for reader in sorted(runs) if runs[reader]}
-    return SharedReads(batches, finder.alone)
-
-
-class _Holders(NamedTuple):
-    ranks: tuple[int, ...]
-    dense: frozenset[int]
-    """Those of them for which it is a single contiguous place."""
-
-
-class _UnitFinder:
-    """Finds out what is worth being read for others."""
-
-    def __init__(self, source: Source, wants: Mapping[tuple[int, ...], Sequence[Want]], rank: int, part: int) -> None:
-        self._source = source
-        self._rank = rank
-        self._part = part
-        self.units: list[Unit] = []
-        self.loads: dict[int, int] = {rank: 0 for ranks in wants for rank in ranks}
-        """How many bytes each rank reads for itself alone."""
-        self.alone: dict[tuple[int, Box], list[Box]] = {}
-        refs = numbered(source)
-        for tensor, boxes in sorted(_holders(wants).items()):
-            ref = refs[tensor]
-            self._find(tensor, ref.key, ref.dtype.itemsize, ref.shape, boxes)
-
-    def _find(
-        self, tensor: int, key: str, itemsize: int, shape: Sequence[int], holders: Mapping[Box, _Holders]
-    ) -> None:
-        boxes = sorted(holders)
-        everyone = {rank for box in boxes for rank in holders[box].ranks}
-        chunks = [] if len(everyone) == 1 else [*self._source.chunk_places(key)]
-        if sum(volume(chunk.sizes) for chunk in chunks) != volume(shape):  # nothing to share, or stored in odd ways
-            for box in boxes:
-                self._leave(holders[box].ranks, volume(box.sizes) * itemsize)
-            return
-        met: dict[int, list[tuple[Box, Box]]] = defaultdict(list)
-        for found in overlaps(chunks, boxes):
-            met[found.target].append((boxes[found.source], Box(found.start, found.lengths)))
-        own = {box: list[Box]() for box in boxes if self._rank in holders[box].ranks}
-        is_shared = set[Box]()
-        for number in sorted(met):
-            chunk = chunks[number]
-            pieces = [Piece(want, box, holders[want].ranks) for want, box in met[number]]
-            units = self._units_of(tensor, itemsize, chunk, pieces, holders)
-            shared = {(piece.want, piece.box) for unit in units for piece in unit.pieces}
-            self.units += units
-            for piece in pieces:
-                if (piece.want, piece.box) in shared:
-                    is_shared.add(piece.want)
-                else:
-                    self._leave(piece.ranks, volume(piece.box.sizes) * itemsize)
-                    if piece.want in own:
-                        own[piece.want].append(piece.box)
-        self.alone.update({(tensor, box): left for box, left in own.items() if box in is_shared})
-
-    def _leave(self, ranks: Iterable[int], nbytes: int) -> None:
-        for rank in ranks:
-            self.loads[rank] += nbytes
-
-    def _units_of(
-        self,
-        tensor: int,
-        itemsize: int,
-        chunk: ChunkPlace,
-        pieces: Sequence[Piece],
-        holders: Mapping[Box, _Holders],
-    ) -> list[Unit]:
-        """The parts of a chunk that are read for several ranks; none if each reads what it needs."""
-        ranks = tuple(sorted({rank for piece in pieces for rank in piece.ranks}))
-        if len(ranks) == 1:
-            return []
-        distinct = sum(volume(box.sizes) for box in {piece.box for piece in pieces})
-        bounds = _bounds([piece.box for piece in pieces])
-        if volume(bounds.sizes) > _GAPS * distinct:
-            by_box: dict[Box, list[Piece]] = defaultdict(list)
-            for piece in pieces:
-                by_box[piece.box].append(piece)
-            groups = [
-                (box, same) for box, same in by_box.items() if len({r for piece in same for r in piece.ranks}) > 1
-            ]
-        else:
-            direct = sum((_span(piece.box, chunk) * itemsize + BLOCK_BYTES) * len(piece.ranks) for piece in pieces)
-            is_worth_it = direct > _WORTH_IT * volume(bounds.sizes) * itemsize
-            groups = [(bounds, list(pieces))] if is_worth_it else []
-        found = []
-        for box, group in groups:
-            readers = tuple(sorted({rank for piece in group for rank in piece.ranks}))
-            is_whole = not self._source.checks_parts and tuple(box) == (chunk.offsets, chunk.sizes)
-            if is_whole and volume(box.sizes) * itemsize > self._part:
-                readers = _dense_readers(box, group, holders)
-                if not readers:
-                    continue
-            place = chunk.file, chunk.begin or 0
-            found.append(Unit(tensor, box, itemsize, tuple(group), place, readers, is_whole))
-        return found
-
-
-def _holders(wants: Mapping[tuple[int, ...], Sequence[Want]]) -> dict[int, dict[Box, _Holders]]:
-    """For every tensor, the boxes that are wanted of it, and who wants them."""
-    found: dict[int, dict[Box, _Holders]] = defaultdict(dict)
-    for ranks, wanted in wants.items():
-        for tensor, box, is_dense in wanted:
-            dense = frozenset(ranks) if is_dense else frozenset()
-            before = found[tensor].get(box)
-            if before is not None:
-                dense |= before.dense
-            found[tensor][box] = _Holders(ranks if before is None else tuple(sorted({*before.ranks, *ranks})), dense)
-    return found
-
-
-def _bounds(boxes: Sequence[Box]) -> Box:
-    """The smallest box around some boxes.
-
-    >>> _bounds([Box((0, 2), (1, 2)), Box((1, 3), (1, 2))])
-    Box(offsets=(0, 2), sizes=(2, 3))
-    """
-    if len(boxes) == 1:
-        return boxes[0]
-    low = tuple(map(min, zip(*(box.offsets for box in boxes), strict=True)))
-    high = map(max, zip(*([a + n for a, n in zip(*box, strict=True)] for box in boxes), strict=True))
-    return Box(low, tuple(end - begin for begin, end in zip(low, high, strict=True)))
-
-
-def _span(box: Box, chunk: ChunkPlace) -> int:
-    """How many elements of a chunk there are from the first to the last one of a box: about what is read for it.
-
-    >>> _span(Box((0, 1), (2, 2)), ChunkPlace((0, 0), (2, 10), "file", 0, 20, None))
-    12
-    """
-    first = last = 0
-    for at, size, origin, whole in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True):
-        first = first * whole + at - origin
-        last = last * whole + at - origin + size - 1
-    return last - first + 1
-
-
-def _dense_readers(box: Box, pieces: Iterable[Piece], holders: Mapping[Box, _Holders]) -> tuple[int, ...]:
-    """The ranks that can take a box where they have memory for it, in one piece."""
-    return tuple(
-        sorted(
-            {
-                rank
-                for piece in pieces
-                if piece.box == box and _span(box, ChunkPlace(*piece.want, "", 0, 0, None)) == volume(box.sizes)
-                for rank in holders[piece.want].dense
-            }
-        )
-    )
+    table = UnitTable(source, messages, rank, part)
+    runs = _assigned(table)
+    batches = {reader: _batches(table, runs[reader], part) for reader in sorted(runs)}
+    return SharedReads(batches, table.alone, table.digest())
 
 
 # Who reads what: neighbours in the files stay together, and all ranks read about as much, what they read for themselves
-# alone included.
+# alone included. Units are numbers here, in the order of the files.
 
 
-def _assigned(units: Sequence[Unit], loads: dict[int, int]) -> dict[int, list[Unit]]:
+def _assigned(table: UnitTable) -> dict[int, list[Row]]:
     """What each rank reads for several."""
-    runs: dict[int, list[Unit]] = defaultdict(list)
-    by_readers: dict[tuple[int, ...], list[Unit]] = defaultdict(list)
-    for unit in sorted(units, key=lambda unit: (unit.place, unit.tensor, unit.box)):
-        if unit.is_whole:
-            reader = min(unit.readers, key=lambda rank: (loads[rank], rank))
-            runs[reader].append(unit)
-            loads[reader] += unit.nbytes
-        else:
-            by_readers[unit.readers].append(unit)
-    for readers, group in sorted(by_readers.items(), key=lambda item: (len(item[0]), item[0])):
-        quotas = _quotas(sum(unit.nbytes for unit in group), {rank: loads[rank] for rank in readers})
-        for reader, part in _dealt_out(group, quotas):
-            runs[reader].append(part)
-            loads[reader] += part.nbytes
-    return {reader: sorted(run, key=lambda unit: (unit.place, unit.tensor, unit.box)) for reader, run in runs.items()}
+    loads, sizes, sets = table.loads, table.nbytes.tolist(), table.sets
+    runs: dict[int, list[Row]] = defaultdict(list)
+    for unit in np.flatnonzero(table.is_whole).tolist():
+        reader = _least_loaded(sets.ranks[table.readers[unit]], loads)
+        runs[reader].append(Row(unit))
+        loads[reader] += sizes[unit]
+    divided = np.flatnonzero(~table.is_whole)
+    totals = np.zeros(len(sets.ranks), np.int64)
+    np.add.at(totals, table.readers[divided], table.nbytes[divided])
+    is_small = totals[table.readers[divided]] < SMALLEST_SHARED_READ
+    for readers, units in _joined_groups(table, divided[is_small].tolist(), sets):
+        reader = _least_loaded(readers, loads)
+        runs[reader] += map(Row, units)
+        loads[reader] += sum(sizes[unit] for unit in units)
+    large = [number for number in np.unique(table.readers[divided]).tolist() if totals[number] >= SMALLEST_SHARED_READ]
+    for number in sorted(large, key=lambda number: (len(sets.ranks[number]), sets.ranks[number])):
+        quotas = _quotas(int(totals[number]), {rank: loads[rank] for rank in sets.ranks[number]})
+        for reader, row, nbytes in _dealt_out(table, divided[table.readers[divided] == number].tolist(), quotas):
+            runs[reader].append(row)
+            loads[reader] += nbytes
+    return {reader: sorted(run, key=lambda row: (row.unit, row.box or ())) for reader, run in runs.items()}
+
+
+def _least_loaded(readers: Sequence[int], loads: Mapping[int, int]) -> int:
+    return min(readers, key=lambda rank: (loads[rank], rank))
+
+
+def _joined_groups(table: UnitTable, units: Sequence[int], sets: RankSets) -> Iterator[tuple[Sequence[int], list[int]]]:
+    """Small units that ranks in common may read, together: each rank would read a digest block more than it needs."""
+    readers: frozenset[int] = frozenset()
+    last, size = -1, 0
+    together: list[int] = []
+    for unit in units:
+        number = int(table.readers[unit])
+        common = readers if number == last else readers.intersection(sets.ranks[number])
+        if together and (not common or size >= SMALLEST_SHARED_READ):
+            yield sorted(readers), together
+            common, together, size = frozenset(), [], 0
+        readers, last = common or frozenset(sets.ranks[number]), number
+        together.append(unit)
+        size += int(table.nbytes[unit])
+    if together:
+        yield sorted(readers), together
 
 
 def _quotas(total: int, loads: Mapping[int, int]) -> list[tuple[int, int]]:
@@ -386,65 +225,91 @@ def _quotas(total: int, loads: Mapping[int, int]) -> list[tuple[int, int]]:
     return quotas
 
 
-def _dealt_out(units: Iterable[Unit], quotas: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Unit]]:
+def _dealt_out(
+    table: UnitTable, units: Sequence[int], quotas: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, Row, int]]:
     """Give each rank as many bytes as are its quota, in the order of the units, cutting large ones along their rows."""
     ranks = iter(quotas)
     reader, left = next(ranks)
-    for unit in units:
-        rest: Unit | None = unit
+    for unit, nbytes in zip(units, table.nbytes[units].tolist(), strict=True):
+        if left <= 0:
+            reader, left = next(ranks, (reader, nbytes))
+        if nbytes < 2 * SMALLEST_CUT or left >= nbytes - SMALLEST_CUT:  # as most are
+            left -= nbytes
+            yield reader, Row(unit), nbytes
+            continue
+        rest: Box | None = table.box(unit)
+        element = nbytes // volume(table.box(unit).sizes)
         while rest is not None:
             if left <= 0:
-                reader, left = next(ranks, (reader, rest.nbytes))
-            head, rest = _cut_off(rest, left)
-            left -= head.nbytes
-            yield reader, head
-            if rest is not None:
-                left = 0
+                reader, left = next(ranks, (reader, nbytes))
+            head, rest = _cut_off(rest, left, element)
+            taken = volume(head.sizes) * element
+            left = 0 if rest is not None else left - taken
+            yield reader, Row(unit, head if taken < nbytes else None), taken
 
 
-def _cut_off(unit: Unit, nbytes: int) -> tuple[Unit, Unit | None]:
-    """About so many bytes of a unit, and the rest, unless one of the two would not be worth a read of its own."""
-    dim = next((dim for dim, size in enumerate(unit.box.sizes) if size > 1), None)
-    if unit.is_whole or unit.nbytes < 2 * SMALLEST_CUT or dim is None or nbytes >= unit.nbytes - SMALLEST_CUT:
-        return unit, None
-    offsets, sizes = unit.box
-    row = unit.nbytes // sizes[dim]
-    rows = max(nbytes, SMALLEST_CUT) // row
+def _cut_off(box: Box, nbytes: int, itemsize: int) -> tuple[Box, Box | None]:
+    """About so many bytes of a box, and the rest, unless one of the two would not be worth a read of its own."""
+    offsets, sizes = box
+    size = volume(sizes) * itemsize
+    dim = next((dim for dim, count in enumerate(sizes) if count > 1), None)
+    if size < 2 * SMALLEST_CUT or dim is None or nbytes >= size - SMALLEST_CUT:
+        return box, None
+    rows = max(nbytes, SMALLEST_CUT) // (size // sizes[dim])
     if not 0 < rows < sizes[dim]:
-        return unit, None
+        return box, None
     head = Box(offsets, (*sizes[:dim], rows, *sizes[dim + 1 :]))
     tail = Box(
         (*offsets[:dim], offsets[dim] + rows, *offsets[dim + 1 :]), (*sizes[:dim], sizes[dim] - rows, *sizes[dim + 1 :])
     )
-    return unit.part(head), unit.part(tail)
+    return head, tail
 
 
-def _batches(run: Sequence[Unit], part: int) -> list[SharedBatch]:
+def _batches(table: UnitTable, run: Sequence[Row], part: int) -> list[SharedBatch]:
     """What a rank reads for others, put together and cut so that no batch has more than ``part`` bytes."""
     found: list[SharedBatch] = []
-    together: list[Unit] = []
+    together: list[Row] = []
+    wanted: list[int] = []
     size = 0
 
     def close() -> None:
         nonlocal size
         if together:
-            found.append(SharedBatch(tuple(together), tuple(together)))
+            receivers = table.sets.ranks[table.sets.union(np.array(sorted(set(wanted)), np.int64))]
+            found.append(SharedBatch(table, tuple(together), receivers))
             together.clear()
+            wanted.clear()
             size = 0
 
-    for unit in run:
-        if unit.is_whole and unit.nbytes > part:
-            close()
-            parts = [unit.part(box) for box in cut(unit.box, max(1, part // unit.itemsize))]
-            found += [SharedBatch((each,), () if number else (unit,), unit) for number, each in enumerate(parts)]
-            continue
-        for box in cut(unit.box, max(1, part // unit.itemsize)):
-            piece = unit if box == unit.box else unit.part(box)
-            if not piece.pieces:
-                continue
-            if size + piece.nbytes > part:
+    def add(row: Row, nbytes: int) -> None:
+        nonlocal size
+        receivers = table.receivers(*row)
+        if receivers is not None:
+            if size + nbytes > part:
                 close()
-            together.append(piece)
-            size = aligned(size + piece.nbytes)
+            together.append(row)
+            wanted.append(receivers)
+            size = aligned(size + nbytes)
+
+    for row in run:
+        nbytes = int(table.nbytes[row.unit])
+        if row.box is None and nbytes <= part:
+            add(row, nbytes)
+            continue
+        whole = table.box(row.unit)
+        itemsize = nbytes // volume(whole.sizes)
+        if table.is_whole[row.unit]:
+            close()
+            for number, box in enumerate(cut(whole, max(1, part // itemsize))):
+                receivers = table.receivers(row.unit, box)
+                assert receivers is not None
+                of_part = [Row(row.unit, box)]
+                found.append(
+                    SharedBatch(table, of_part, table.sets.ranks[receivers], is_part=True, is_first=not number)
+                )
+            continue
+        for box in cut(row.box or whole, max(1, part // itemsize)):
+            add(Row(row.unit, box), volume(box.sizes) * itemsize)
     close()
     return found

@@ -24,10 +24,11 @@ class Link(Protocol):
     members: tuple[int, ...]
     """The global ranks of the group."""
 
-    def ask(self, payload: bytes, join: Join | None = None) -> bytes | None:
+    def ask(self, payload: bytes, join: Join | None = None, *, last: bool = False) -> bytes | None:
         """Send what this rank has up the tree, joined on the way (put together as it is, without ``join``).
 
-        Rank 0 gets what all have, the others get None. Each of them has to ``answer`` next.
+        Rank 0 gets what all have, the others get None. Each of them has to ``answer`` next. If this is the ``last``
+        exchange, the round is over with its answer.
         """
         ...
 
@@ -46,7 +47,7 @@ class Exchanges:
     rank: int
     members: tuple[int, ...]
 
-    def ask(self, payload: bytes, join: Join | None = None) -> bytes | None:
+    def ask(self, payload: bytes, join: Join | None = None, *, last: bool = False) -> bytes | None:
         """See ``Link``."""
         raise NotImplementedError
 
@@ -55,9 +56,9 @@ class Exchanges:
         raise NotImplementedError
 
     @interrupts_wait()
-    def combine(self, payload: bytes, join: Join) -> bytes:
+    def combine(self, payload: bytes, join: Join, *, last: bool = False) -> bytes:
         """What all ranks gave, joined, on every rank."""
-        return self.answer(self.ask(payload, join))
+        return self.answer(self.ask(payload, join, last=last))
 
     @interrupts_wait()
     def gather(self, payload: bytes, root: int) -> list[bytes] | None:

@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
@@ -14,7 +15,7 @@ import xxhash
 
 from holdfast._base.notices import add_note
 from holdfast._ranks.differences import named_ranks
-from holdfast._ranks.exchanges import Exchanges, as_list, entries_of
+from holdfast._ranks.exchanges import Exchanges, Join, as_list, entries_of
 from holdfast._ranks.private_group import PrivateGroup, private_group_of
 from holdfast._ranks.roll_call import Progressing
 from holdfast._ranks.shared_steps import Attempt, Collectives, join_failures, pack_attempt, unpack_message
@@ -32,13 +33,26 @@ class LinkedCollectives(Collectives):
 
     def __init__(self, link: Exchanges, coordinator_rank: int = 0) -> None:
         super().__init__(None, False, coordinator_rank)
-        self._link = link
+        self._connection = link
+        self._unconfirmed: str | None = None
         self.use_dist = True
         self.rank = link.rank
         self.world_size = len(link.members)
         self.coordinator_rank = coordinator_rank
         self.is_coordinator = self.rank == coordinator_rank
         self.global_coordinator_rank = link.members[coordinator_rank]
+
+    def compare_later(self, call: str) -> None:
+        """Have the next exchange find out whether all ranks are in the same call, along with what else it is for."""
+        self._unconfirmed = call
+
+    @property
+    def _link(self) -> Exchanges:
+        """The connection, between ranks that are in the same call."""
+        if self._unconfirmed is not None:
+            call, self._unconfirmed = self._unconfirmed, None
+            refuse_different_calls(self, call)
+        return self._connection
 
     def get_rank(self) -> int:
         """The rank in the group."""
@@ -77,13 +91,15 @@ class LinkedCollectives(Collectives):
 
     def different_views(self, view: str) -> dict[int, str]:
         """What each rank sees, if that is not the same everywhere; nothing if it is. Of very many ranks, some."""
-        digest = xxhash.xxh3_128_digest(view.encode())
-        if self._link.combine(digest, _the_same):
+        if self._link.combine(_digest(view), _the_same):
             return {}
+        return self._views(view)
+
+    def _views(self, view: str) -> dict[int, str]:
         own = json.dumps([[self.rank, view]]).encode()
         return dict(json.loads(self._link.combine(own, _some_views)))
 
-    def combine(self, step: str, map_fun: Callable[[], T], join: Callable[[list[T]], T]) -> T:
+    def combine(self, step: str, map_fun: Callable[[], T], join: Callable[[list[T]], T], *, last: bool = False) -> T:
         """Run ``map_fun`` everywhere, join what neighbours have, and theirs in turn, and give all ranks the result."""
         mine = Attempt(map_fun)
 
@@ -94,11 +110,21 @@ class LinkedCollectives(Collectives):
                 return join_failures(failed)
             return pack_attempt(Attempt(lambda: join([value for value, _ in opened])), self.rank)
 
-        joined = self._link.combine(pack_attempt(mine, self.rank), join_messages)
+        joined = self._combined(pack_attempt(mine, self.rank), join_messages, last=last)
         return cast(T, self._conclude(step, [mine], {self.coordinator_rank: joined})[0])
 
+    def _combined(self, message: bytes, join: Join, *, last: bool = False) -> bytes:
+        call, self._unconfirmed = self._unconfirmed, None
+        if call is None:
+            return self._connection.combine(message, join, last=last)
+        # Ranks that are in other calls send something else, which begins with the digest of that call, too.
+        joined = self._connection.combine(_digest(call) + message, partial(_joined_if_same, join), last=last)
+        if not joined:
+            refuse_different(self._views(call))
+        return joined[_DIGEST:]
+
     def _all_failures(self, message: bytes) -> bytes:
-        return self._link.combine(message, join_failures)
+        return self._combined(message, join_failures)
 
     def _decided_for_all(
         self, message: bytes, function: Callable[[list[Any]], bytes]
@@ -133,6 +159,22 @@ _MOST_VIEWS = 32
 """How many ranks are shown when they see different things."""
 
 
+_DIGEST = 16
+"""Bytes."""
+
+
+def _digest(text: str) -> bytes:
+    return xxhash.xxh3_128_digest(text.encode())
+
+
+def _joined_if_same(join: Join, messages: list[bytes]) -> bytes:
+    """What messages of ranks that are in the same call have behind its digest, joined. Nothing if they are not."""
+    first = messages[0][:_DIGEST]
+    if not first or any(message[:_DIGEST] != first for message in messages):
+        return b""
+    return first + join([message[_DIGEST:] for message in messages])
+
+
 def _the_same(digests: list[bytes]) -> bytes:
     """The digest that all have, or nothing."""
     return digests[0] if len(set(digests)) == 1 else b""
@@ -163,12 +205,14 @@ def meeting(
     *,
     timeout: float | None = None,
     progress: Progressing | None = None,
+    compare_later: bool = False,
 ) -> Iterator[Collectives]:
     """The ranks of a process group (all by default), or this process alone if there is no group.
 
     ``call`` says what is called, with all that must be the same on all ranks. If a step fails on some rank, all ranks
     leave the ``with`` block with that rank's exception. If one is missing, or makes no ``progress`` for ``timeout``
-    seconds, all others leave it with an error that names it.
+    seconds, all others leave it with an error that names it. With ``compare_later`` their first exchange finds out
+    whether they are in the same call: for those that call nothing of the program before, which may wait for others.
     """
     if not (dist.is_available() and dist.is_initialized()):
         with causes_instead_of_steps(alone=True):
@@ -178,7 +222,10 @@ def meeting(
     link = private_group_of(process_group, "calls")
     with causes_instead_of_steps(alone=False), link.round(call, timeout=timeout, progress=progress):
         ranks = LinkedCollectives(link)
-        refuse_different_calls(ranks, call)
+        if compare_later:
+            ranks.compare_later(call)
+        else:
+            refuse_different_calls(ranks, call)
         yield ranks
 
 
@@ -233,11 +280,16 @@ def refuse_different_calls(ranks: Collectives, call: str) -> None:
     """Raise if the ranks are not in the same call."""
     views = ranks.different_views(call)
     if views:
-        raise RankDisagreementError(
-            f"the ranks are in different calls: {views}. All ranks of a group must call the same, with the same "
-            "arguments, in the same order.",
-            views=views,
-        )
+        refuse_different(views)
+
+
+def refuse_different(views: dict[int, str]) -> NoReturn:
+    """Raise for ranks that are in these calls."""
+    raise RankDisagreementError(
+        f"the ranks are in different calls: {views}. All ranks of a group must call the same, with the same "
+        "arguments, in the same order.",
+        views=views,
+    )
 
 
 @contextmanager

@@ -73,6 +73,8 @@ class PrivateGroup(TreeConnection, Exchanges):
         self._next_answer: Callable[[], Frame] | None = None
         self._question_sent: Callable[[], None] | None = None
         self._is_asked = False
+        self._asked_as = Status.IN_ROUND
+        """What the question was sent as that is to be answered."""
         self._question: tuple[Frame, Join | None] | None = None
         self._join_error: Exception | None = None
         self._turn = threading.Lock()
@@ -139,12 +141,12 @@ class PrivateGroup(TreeConnection, Exchanges):
     # Questions and answers.
 
     @interrupts_wait()
-    def ask(self, payload: bytes, join: Join | None = None) -> bytes | None:
+    def ask(self, payload: bytes, join: Join | None = None, *, last: bool = False) -> bytes | None:
         """See ``Link``."""
         self._refuse_if_over()
         if self._is_asked:
             raise RuntimeError("a question was not answered, and here is the next one")
-        self._question = self._frame(Status.IN_ROUND, payload), join
+        self._question = self._frame(Status.FINISHED if last else Status.IN_ROUND, payload), join
         return self._asked()
 
     def _asked(self) -> bytes | None:
@@ -155,7 +157,7 @@ class PrivateGroup(TreeConnection, Exchanges):
                 asked = self._ask(*self._question)
                 if asked is None:
                     return None
-                if asked.status != Status.IN_ROUND:
+                if asked.status != self._asked_as:
                     self._answer(asked)
                     self._react(asked)
                 self._has_met = True
@@ -171,7 +173,7 @@ class PrivateGroup(TreeConnection, Exchanges):
             whole = payload or b""
             if split and sum(1 for _ in entries_of(whole)) != len(self.members):
                 raise ValueError(f"there is not one payload for each of {len(self.members)} ranks")
-            frame = self._frame(Status.IN_ROUND, whole, split=split, only=-1 if only is None else only)
+            frame = self._frame(self._asked_as, whole, split=split, only=-1 if only is None else only)
         while True:
             with suppress(BeginAgain):
                 answer = self._answer(frame)
@@ -185,7 +187,7 @@ class PrivateGroup(TreeConnection, Exchanges):
         self._is_asked = False
         self._connect()
         self._watch.exchange += 1
-        self._is_asked = True
+        self._is_asked, self._asked_as = True, Status(mine.status)
         question = self._frame(Status(mine.status), mine.payload)
         for tree, gloo in self._led:
             others = tree.members[1:]
@@ -260,7 +262,9 @@ class PrivateGroup(TreeConnection, Exchanges):
         return [answer] * len(tree.members)
 
     def _react(self, frame: Frame) -> None:
-        """Raise if the round is over."""
+        """Raise if the round is over before this rank is done."""
+        if frame.status == Status.FINISHED:
+            self._round_is_over = True
         if frame.status == Status.LEFT:
             self._round_is_over = True
             if self._join_error is not None:
@@ -302,10 +306,15 @@ class PrivateGroup(TreeConnection, Exchanges):
 
     @property
     def neighbours(self) -> range:
-        """The ranks that this one can send bytes to, and itself: those of its group at the lowest level of the tree."""
-        leaf = strides_of(len(self.members), self._leaf_size, self._largest)[1]
+        """The ranks that can all send each other bytes: those of a group at the lowest level of the tree."""
+        leaf = self.strides[1]
         first = self.rank // leaf * leaf
         return range(first, min(first + leaf, len(self.members)))
+
+    @property
+    def strides(self) -> Sequence[int]:
+        """The tree. Only after an exchange of messages, before which it may not be known."""
+        return strides_of(len(self.members), self._leaf_size, self._largest)
 
     @interrupts_wait()
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
@@ -315,10 +324,10 @@ class PrivateGroup(TreeConnection, Exchanges):
         """
         if not sends and not receives:
             return
-        gloo = self._leaf()
+        self._refuse_if_over()
         waits = [
-            (rank, self._begin(rank, partial(begin, rank, torch.from_numpy(content))))
-            for begin, parcels in ((gloo.receive_bytes, receives), (gloo.send_bytes, sends))
+            (rank, self._begin(rank, partial(begin, self._group_with(rank), rank, torch.from_numpy(content))))
+            for begin, parcels in ((GlooGroup.receive_bytes, receives), (GlooGroup.send_bytes, sends))
             for rank, content in parcels
         ]
         try:
@@ -351,11 +360,12 @@ class PrivateGroup(TreeConnection, Exchanges):
         finally:
             self._watch.waits_at_once = False
 
-    def _leaf(self) -> GlooGroup:
-        self._refuse_if_over()
-        if not self._groups or self._groups[0][0].level:
-            raise RuntimeError("there is no neighbour to send to, or no exchange has connected this rank to it yet")
-        return self._groups[0][1]
+    def _group_with(self, rank: int) -> GlooGroup:
+        """The only group that another rank and this one are both in."""
+        for tree, gloo in self._groups or ():
+            if rank in tree.members:
+                return gloo
+        raise RuntimeError(f"rank {rank} is no neighbour of {self.rank}, or no exchange has connected them yet")
 
 
 _groups: dict[tuple[int, str, str], PrivateGroup] = {}

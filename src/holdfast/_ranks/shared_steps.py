@@ -278,11 +278,11 @@ class Collectives:
         )
         return cast(R, self._conclude(step, [mine, decided], {self.coordinator_rank: reply})[0])
 
-    def combine(self, step: str, map_fun: Callable[[], T], join: Callable[[list[T]], T]) -> T:
+    def combine(self, step: str, map_fun: Callable[[], T], join: Callable[[list[T]], T], *, last: bool = False) -> T:
         """Run ``map_fun`` everywhere, join what neighbours have, and theirs in turn, and give all ranks the result.
 
         ``join`` gets values in the order of the ranks, and may be given its own results: how often it is called, and
-        where, is left to the connection.
+        where, is left to the connection. After the ``last`` exchange of a call the ranks need not meet again to leave.
         """
         return self.all_reduce(step, map_fun, join)
 

@@ -35,11 +35,18 @@ class Transfers(Protocol):
 
     @property
     def neighbours(self) -> range:
-        """The ranks that can send each other bytes, this one among them."""
+        """The ranks that can all send each other bytes, this one among them."""
+        ...
+
+    @property
+    def strides(self) -> Sequence[int]:
+        """The tree of groups (see ``trees``) in each of which any two ranks can send each other bytes."""
         ...
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
-        """Send all and receive all; each rank has at most one parcel for each other one, which expects it.
+        """Send all and receive all; whoever has a parcel for another one is expected to, in the same order.
+
+        Over a group of the program there is at most one parcel from each rank for each other one.
 
         Returns when none of the memory is used any more. If it raises, which ends the call for all ranks, the memory
         stays alive for as long as something may still be written to it.
@@ -85,6 +92,11 @@ class GroupTransfers:
     def neighbours(self) -> range:
         """All ranks of the call."""
         return range(len(self._members))
+
+    @property
+    def strides(self) -> Sequence[int]:
+        """One group of all."""
+        return 1, len(self._members)
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Send all and receive all."""

@@ -20,9 +20,11 @@ from typing import Any, NoReturn, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from holdfast import _settings as settings
 from holdfast._compat.groups import connection_of_its_own
 from holdfast._ranks.epochs import look_out
 from holdfast._ranks.gloo_groups import Frame, GlooGroup
+from holdfast._ranks.machines import ranks_per_machine
 from holdfast._ranks.roll_call import RollCall, Verdict, Watch
 from holdfast._ranks.trees import TreeGroup, groups_of, strides_of
 from holdfast.errors import ConnectionLostError, MissingRanksError
@@ -163,15 +165,25 @@ class TreeConnection:
         return lambda: self._store is not None and self._verdict is None and watch.place == place
 
     def _find_leaf_size(self) -> int | None:
-        """How many neighbouring ranks share a machine, as rank 0 knows it from its launcher."""
+        """How many neighbouring ranks share a machine, as rank 0 knows it from the settings or from its launcher."""
         if len(self.members) > self._largest and self._leaf_size is None:
             assert self._store is not None
             key = "leaf"
+            machine = settings.current().machine
+            if 0 < self.rank <= self._largest:
+                self._store.set(f"machine/{self.rank}", machine)
             if self.rank == 0:
-                self._store.set(key, os.environ.get("LOCAL_WORLD_SIZE", "") if self._is_whole_job() else "")
+                given = os.environ.get("LOCAL_WORLD_SIZE", "") if self._is_whole_job() else ""
+                self._store.set(key, str(self._ranks_here(machine)) if machine else given)
             text = self._in_background(partial(self._get, key, self._goes_on()), [0])
             self._leaf_size = int(text) if text.isdigit() else 0
         return self._leaf_size
+
+    def _ranks_here(self, machine: str) -> int:
+        """How many of the first ranks are on the machine of rank 0, which was given its name."""
+        others, goes_on = range(1, self._largest + 1), self._goes_on()
+        found = self._in_background(lambda: [self._get(f"machine/{rank}", goes_on) for rank in others], others)
+        return ranks_per_machine([machine, *found])
 
     def _is_whole_job(self) -> bool:
         return self.members == tuple(range(len(self.members)))

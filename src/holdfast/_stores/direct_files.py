@@ -1,4 +1,4 @@
-"""Files that are read and written past the page cache."""
+"""What files need that are read and written past the page cache, and what Linux says of those that are not."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ import ctypes
 import errno
 import mmap
 import os
-import queue
 import sys
-from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
-
-from holdfast._base.threads import some_threads, wait_for_all
-from holdfast._base.tuning import DIRECT_ALIGNMENT, SMALLEST_BUFFER, WRITE_BUFFER_BYTES, WRITERS
-from holdfast._stores.os_errors import some
+from holdfast._base.tuning import DIRECT_ALIGNMENT
 
 # Descriptors that go past the page cache, and the aligned memory that they want.
 
@@ -108,126 +102,3 @@ _syscall = (
     if sys.platform == "linux"
     else None
 )
-
-
-# A large new file, written past the page cache while its next bytes are being prepared.
-#
-# The page cache would copy everything once more and take memory from programs that need it; on many disks it also
-# makes a durable write several times slower. File systems that do not take direct writes get ordinary ones.
-
-
-class DirectFile:
-    """Takes the bytes of a file from front to back, in buffers that are written while the next one is filled."""
-
-    def __init__(self, descriptor: int, path: str, size: int, memory: int | None = None) -> None:
-        self._descriptor = descriptor
-        reserve(descriptor, size)
-        count = WRITERS + 1
-        limit = WRITE_BUFFER_BYTES if memory is None else max(SMALLEST_BUFFER, min(WRITE_BUFFER_BYTES, memory // count))
-        self.buffer_bytes = rounded_up(min(limit - limit % SMALLEST_BUFFER, size), SMALLEST_BUFFER)
-        self._free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
-        for _ in range(min(count, -(-size // self.buffer_bytes))):
-            self._free.put(aligned_memory(self.buffer_bytes))
-        self._buffer: mmap.mmap | None = None
-        self._filled = 0
-        self._position = 0
-        self._error: BaseException | None = None
-        self._pool = some_threads(WRITERS, "holdfast-write")
-        self._writes: list[Future[None]] = []
-        """Those that may be under way: as many as there are buffers at most."""
-        self._direct = open_directly(path, descriptor, os.O_WRONLY)
-
-    def buffer(self) -> memoryview:
-        """Memory for the next bytes: what is free of the buffer that is being filled. Waits until there is some."""
-        if self._buffer is None:
-            self._raise_error()
-            self._buffer = self._free.get()
-            self._filled = 0
-            self._raise_error()
-        return memoryview(self._buffer)[self._filled :]
-
-    def advance(self, count: int) -> None:
-        """So many bytes of the buffer are filled, and are the next ones of the file."""
-        assert self._buffer is not None
-        self._filled += count
-        if self._filled == len(self._buffer):
-            self._send()
-
-    def write(self, view: memoryview) -> None:
-        """Take all of it: it may be changed afterwards."""
-        taken = 0
-        while taken < view.nbytes:
-            buffer = self.buffer()
-            count = min(buffer.nbytes, view.nbytes - taken)
-            # numpy lets other threads run while it copies.
-            np.frombuffer(buffer, np.uint8)[:count] = np.frombuffer(view, np.uint8)[taken : taken + count]
-            self.advance(count)
-            taken += count
-
-    def finish(self) -> None:
-        """Wait until everything is written, and give the file its size."""
-        if self._buffer is not None and self._filled:
-            self._send()
-        self.close()
-        self._raise_error()
-        os.ftruncate(self._descriptor, self._position)
-
-    def close(self) -> None:
-        """Wait until no write is under way."""
-        try:
-            wait_for_all(self._writes)
-        finally:
-            if self._pool is not None:
-                self._pool.shutdown(wait=True)
-            if self._direct is not None:
-                os.close(self._direct)
-                self._direct = None
-
-    def _send(self) -> None:
-        """Have the buffer written, and the next one taken. Only the last one of a file is not full."""
-        buffer, count = self._buffer, self._filled
-        assert buffer is not None
-        self._buffer = None
-        if self._pool is None:
-            self._write(buffer, count, self._position)
-        else:
-            self._writes = [write for write in self._writes if not write.done()]
-            self._writes.append(self._pool.submit(self._write, buffer, count, self._position))
-        self._position += count
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _write(self, buffer: mmap.mmap, count: int, position: int) -> None:
-        try:
-            if self._error is None:
-                self._write_all(buffer, count, position)
-        except BaseException as error:  # raised for whoever asks for the next buffer
-            self._error = error
-        finally:
-            self._free.put(buffer)
-
-    def _write_all(self, buffer: mmap.mmap, count: int, position: int) -> None:
-        padded = rounded_up(count)
-        if padded > count:
-            buffer[count:padded] = bytes(padded - count)
-        view = memoryview(buffer)
-        written = self._write_directly(view[:padded], position)
-        if written < count:
-            begin = written
-            while written < count:
-                written += some(os.pwrite(self._descriptor, view[written:count], position + written))
-            begin_to_write_back(self._descriptor, position + begin, count - begin)
-
-    def _write_directly(self, view: memoryview, position: int) -> int:
-        """Write as much as can be written directly."""
-        written = 0
-        while self._direct is not None and written < view.nbytes and written % DIRECT_ALIGNMENT == 0:
-            try:
-                written += some(os.pwrite(self._direct, view[written:], position + written))
-            except OSError as error:
-                if error.errno not in CANNOT_BE_DIRECT:
-                    raise
-                break
-        return written

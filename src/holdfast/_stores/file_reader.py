@@ -12,6 +12,7 @@ import mmap
 import os
 import stat
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -24,10 +25,12 @@ from holdfast._stores.direct_files import (
     rounded_up,
 )
 from holdfast._stores.os_errors import naming
-from holdfast._stores.store import Buffer, CachedReader, SharedReader, too_short
+from holdfast._stores.store import Buffer, CachedReader, PiecewiseReader, SharedReader, too_short
+
+_LOOKED_AT = 16 * mmap.PAGESIZE
 
 
-class FileReader(CachedReader, SharedReader):
+class FileReader(CachedReader, SharedReader, PiecewiseReader):
     """Reads at any place, without a position that threads would share."""
 
     def __init__(self, descriptor: int, path: str, size: int) -> None:
@@ -36,16 +39,36 @@ class FileReader(CachedReader, SharedReader):
         self._path = path
         self._direct: int | None = None
         self._may_be_direct = True
+        self._takes_any_memory = True
+        """Whether its disk may write to where a tensor is. Many want memory that is aligned. That a process which is
+        forked meanwhile gets what was meant for us cannot happen: systems that know what is cached pin the memory."""
         self._opening = threading.Lock()
 
     def read_into(self, begin: int, buffer: Buffer) -> None:
         """Fill the buffer, from the page cache or past it."""
-        view = self._checked(begin, buffer)
+        for _ in self.read_in_pieces(begin, buffer, READ_BYTES):
+            pass
+
+    def read_in_pieces(
+        self, begin: int, memory: Buffer, step: int, *, shared: bool = False
+    ) -> Iterator[tuple[int, int]]:
+        """Fill memory, from the page cache in steps or past it. Yields from where to where it has just been filled."""
+        view = self._checked(begin, memory)
+        at_once = max(READ_BYTES // step, 1) * step
         with naming(self._path):
-            for at in range(0, view.nbytes, READ_BYTES):
-                part = view[at : at + READ_BYTES]
-                done = self._read_directly(begin + at, part) if part.nbytes >= DIRECT_FROM else 0
-                self._read_through_cache(begin + at, part, done)
+            for at in range(0, view.nbytes, at_once):
+                end = min(at + at_once, view.nbytes)
+                if not shared and end - at >= DIRECT_FROM and self._seems_cached(begin + at, end - at) is False:
+                    self._read_past_cache(begin + at, view[at:end])
+                    yield at, end
+                    continue
+                for low in range(at, end, step):
+                    high = min(low + step, end)
+                    part = view[low:high]
+                    count = os.preadv(self.descriptor, (part,), begin + low)
+                    if count < high - low:
+                        self._read_through_cache(begin + low, part, count)
+                    yield low, high
 
     def read_cached(self, begin: int, buffer: Buffer) -> bool:
         """Fill the buffer from the page cache. False if not all of it is there, or nobody knows."""
@@ -90,16 +113,32 @@ class FileReader(CachedReader, SharedReader):
         found = count_cached_pages(self.descriptor, begin, size)
         return None if found is None else found >= (begin + size - 1) // mmap.PAGESIZE - begin // mmap.PAGESIZE + 1
 
-    def _read_directly(self, begin: int, view: memoryview) -> int:
-        """Read past the page cache, through aligned memory. Returns how many bytes came before something did not suit.
+    def _seems_cached(self, begin: int, size: int) -> bool | None:
+        """Whether both ends of a part of the file are in the page cache: to look at all of it takes a tenth of the time
+        that reading it does."""
+        first = self.is_cached(begin, min(size, _LOOKED_AT))
+        return self.is_cached(begin + size - _LOOKED_AT, _LOOKED_AT) if first and size > _LOOKED_AT else first
 
-        Only if some of it is not in the page cache, and the system says so.
-        """
-        if self.is_cached(begin, view.nbytes) is not False:
-            return 0
+    def _read_past_cache(self, begin: int, view: memoryview) -> None:
+        for at in range(0, view.nbytes, READ_BYTES):
+            part = view[at : at + READ_BYTES]
+            self._read_through_cache(begin + at, part, self._read_directly(begin + at, part))
+
+    def _read_directly(self, begin: int, view: memoryview) -> int:
+        """Read past the page cache. Returns how many bytes came before something did not suit."""
         direct = self._direct_descriptor()
         if direct is None:
             return 0
+        if self._takes_any_memory and begin % DIRECT_ALIGNMENT == view.nbytes % DIRECT_ALIGNMENT == 0:
+            try:
+                return os.preadv(direct, (view,), begin)
+            except OSError as error:
+                if error.errno not in CANNOT_BE_DIRECT:
+                    raise
+                self._takes_any_memory = False
+        return self._read_through_buffer(direct, begin, view)
+
+    def _read_through_buffer(self, direct: int, begin: int, view: memoryview) -> int:
         start = begin // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
         ahead = begin - start
         buffer = _aligned_buffer(rounded_up(ahead + view.nbytes))

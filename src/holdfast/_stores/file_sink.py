@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 
 from holdfast._base.tuning import DIRECT_FROM
-from holdfast._stores.direct_files import DirectFile
+from holdfast._stores.large_files import LargeFile
 from holdfast._stores.os_errors import naming, some
 from holdfast._stores.store import Buffer, BufferedSink
 
 
 class FileSink(BufferedSink):
-    """A small file is written as it comes. A large one is collected in buffers and written past the page cache."""
+    """A small file is written as it comes. A large one is collected in buffers."""
 
     def __init__(self, descriptor: int, path: str, size: int | None, memory: int | None = None) -> None:
         self.descriptor = descriptor
@@ -19,7 +19,7 @@ class FileSink(BufferedSink):
         self.size = 0
         self._expected = size or 0
         self._memory = memory
-        self._direct: DirectFile | None = None
+        self._large: LargeFile | None = None
 
     def write(self, buffer: Buffer) -> None:
         """Write all of it, in as many calls as the system wants."""
@@ -43,21 +43,23 @@ class FileSink(BufferedSink):
 
     def advance(self, count: int) -> None:
         """So many bytes of the buffer are filled."""
-        assert self._direct is not None
-        self._direct.advance(count)
+        assert self._large is not None
+        self._large.advance(count)
         self.size += count
 
     def finish(self) -> None:
         """Make everything durable."""
-        if self._direct is not None:
-            self._direct.finish()
-        os.fsync(self.descriptor)
+        if self._large is None:
+            os.fsync(self.descriptor)
+            return
+        self._large.finish()
+        self._large.make_durable()
 
     def close(self) -> None:
         """No write is under way any more, and none can follow."""
         try:
-            if self._direct is not None:
-                self._direct.close()
+            if self._large is not None:
+                self._large.close()
         finally:
             descriptor, self.descriptor = self.descriptor, -1  # the number will soon mean another file
             os.close(descriptor)
@@ -67,7 +69,7 @@ class FileSink(BufferedSink):
         while written < view.nbytes:
             written += some(os.write(self.descriptor, view[written:]))
 
-    def _large_file(self) -> DirectFile:
-        if self._direct is None:
-            self._direct = DirectFile(self.descriptor, self.path, self._expected, self._memory)
-        return self._direct
+    def _large_file(self) -> LargeFile:
+        if self._large is None:
+            self._large = LargeFile(self.descriptor, self.path, self._expected, self._memory)
+        return self._large

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from holdfast._base.byte_counts import count_bytes
 from holdfast._base.tuning import READ_BYTES
 from holdfast.errors import CommitConflictError, DamagedCheckpointError, HoldfastError, UnsafePathError
 
@@ -40,7 +42,7 @@ class Sink(Protocol):
 class Reader(Protocol):
     """An object that is open for reading. Any number of threads may read from it at once.
 
-    It may be a ``CachedReader`` and a ``SharedReader`` too.
+    It may be a ``CachedReader``, a ``SharedReader`` and a ``PiecewiseReader`` too.
     """
 
     @property
@@ -91,6 +93,29 @@ class SharedReader(Protocol):
         """As ``read_into``, for bytes that other processes of this machine will want too."""
 
 
+@runtime_checkable
+class PiecewiseReader(Protocol):
+    """A reader that fills memory bit by bit, and decides for itself how large the bits are."""
+
+    def read_in_pieces(
+        self, begin: int, memory: memoryview, step: int, *, shared: bool = False
+    ) -> Iterator[tuple[int, int]]:
+        """As ``fill_in_pieces`` does with other readers."""
+
+
+FillInPieces: TypeAlias = Callable[..., Iterator[tuple[int, int]]]
+"""Takes where to begin, memory, the size of a step, and whether the bytes are shared."""
+
+
+def filling_from(reader: Reader) -> FillInPieces:
+    """``fill_in_pieces`` of one reader. What the reader is able to do is found out now, and not with every call."""
+    if hasattr(reader, "read_in_pieces"):
+        own: FillInPieces = reader.read_in_pieces
+        return own
+    cached = reader if isinstance(reader, CachedReader) else None
+    return partial(_fill_in_pieces, reader, cached)
+
+
 def fill_in_pieces(
     reader: Reader, begin: int, memory: memoryview, step: int, *, shared: bool = False
 ) -> Iterator[tuple[int, int]]:
@@ -99,12 +124,18 @@ def fill_in_pieces(
     What is cached comes in pieces of ``step`` bytes, so that whoever sums them up finds them in the processor's own
     cache; for the rest a disk works better with one large request. ``shared`` if others will want the same bytes.
     """
-    cached = reader if memory.nbytes >= step and isinstance(reader, CachedReader) else None
+    return filling_from(reader)(begin, memory, step, shared=shared)
+
+
+def _fill_in_pieces(
+    reader: Reader, cached: CachedReader | None, begin: int, memory: memoryview, step: int, *, shared: bool = False
+) -> Iterator[tuple[int, int]]:
     done = 0
-    while cached is not None and done < memory.nbytes:
+    while cached is not None and memory.nbytes >= step and done < memory.nbytes:
         end = min(done + step, memory.nbytes)
         if not cached.read_cached(begin + done, memory[done:end]):
             break
+        count_bytes(end - done)
         yield done, end
         done = end
     if done < memory.nbytes:
@@ -112,6 +143,7 @@ def fill_in_pieces(
             reader.read_shared(begin + done, memory[done:])
         else:
             reader.read_into(begin + done, memory[done:])
+        count_bytes(memory.nbytes - done)
         yield done, memory.nbytes
 
 

@@ -513,3 +513,39 @@ def test_a_thread_too_many_leaves_when_there_is_nothing_to_wait_for(cached, stay
     job = reading._Job(opened, [file], [""], BLOCK, {}, fill_cache=False)
     assert job.read(todo, stays=stays) == (3 - left) * BLOCK
     assert len(list(todo)) == left
+
+
+@pytest.mark.parametrize(("cached", "shared", "expected"), [(True, False, 3), (True, True, 1), (False, True, READERS)])
+def test_what_is_cached_is_read_by_as_many_threads_as_there_are_processors(cached, shared, expected, monkeypatch):
+    """Others would wait for a disk; here they would take the processors from those that read, or from other ranks."""
+    monkeypatch.setattr(reading, "processors_of_a_rank", lambda *, shared: 1 if shared else 3)
+    file = readable_files.ReadableFile("file", 3 * BLOCK, lambda: contextlib.nullcontext(Zeros(cached)), None)
+    into = [np.empty(BLOCK, np.uint8) for _ in range(3)] * 2
+    rows = [(0, n % 3 * BLOCK, BLOCK, array.ctypes.data, 0) for n, array in enumerate(into)]
+    workers: list[int] = []
+    monkeypatch.setattr(reading, "share_work", lambda _, each, __: workers.append(len(each)) or [0])
+    monkeypatch.setattr(reading, "plan_reads", lambda *_: [read_plan.DirectRead(*row) for row in rows])
+    with sizes(threaded=True):
+        reading.read_all(read_plan.ByteRanges.of(rows), [], [""], [file], BLOCK, shared=shared)
+    assert workers == [expected]
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 30 * BLOCK), st.integers(1, 3 * BLOCK)), min_size=1, max_size=8),
+    gap=st.sampled_from([0, BLOCK, 2 * BLOCK, 2 * BLOCK + 1]),
+)
+def test_runs_of_blocks_are_those_that_ranges_touch_and_small_gaps_between_them(rows, gap):
+    rows = sorted(rows)
+    first, end = rows[0][0] // BLOCK, -(-max(begin + nbytes for begin, nbytes in rows) // BLOCK) * BLOCK
+    ranges = read_plan.ByteRanges.of([(0, begin, nbytes, 1, 0) for begin, nbytes in rows])
+    read = read_plan.BufferedRead(0, first, end, ranges, [])
+    touched = [
+        any(at // BLOCK <= block <= (at + n - 1) // BLOCK for at, n in rows) for block in range(first, end // BLOCK)
+    ]
+    expected = list(touched)
+    for low, high in read_plan.runs_of(~np.array(touched)):
+        if (high - low) * BLOCK < gap:
+            expected[low:high] = [True] * (high - low)
+    with mock.patch.object(read_plan, "MERGE_GAP", gap):
+        assert read.needed_runs(BLOCK) == read_plan.runs_of(np.array(expected))
+        assert read.needed_runs(BLOCK, without=[0]) == read_plan.runs_of(np.array([False, *expected[1:]]))

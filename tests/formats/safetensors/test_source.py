@@ -21,6 +21,8 @@ except ImportError:  # until torch 2.7
     StockWriter = None
 
 from holdfast._base.boxes import Box
+from holdfast._formats import ranged_files
+from holdfast._formats.safetensors import source as safetensors_source
 from holdfast._formats.safetensors.source import SafetensorsSource
 from holdfast._formats.source import ReadRequest
 from holdfast._load.opening import open_source
@@ -85,7 +87,12 @@ def test_any_region_goes_into_any_memory(file: Path, folder: Path, data: st.Data
     source = SafetensorsSource(data.draw(st.sampled_from([file, folder])))
     requests = data.draw(requests_for(source))
 
-    source.read(requests)
+    with pytest.MonkeyPatch.context() as patch:
+        if data.draw(st.booleans()):  # as if all were large: by several threads
+            patch.setattr(safetensors_source, "SMALL_TENSOR", -1)
+            patch.setattr(safetensors_source, "SEVERAL_READERS_FROM", 0)
+            patch.setattr(ranged_files, "SEVERAL_READERS_FROM", 0)
+        source.read(requests)
 
     assert wrong(requests, KINDS) == []
 

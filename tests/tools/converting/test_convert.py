@@ -9,6 +9,7 @@ import sys
 from contextlib import contextmanager
 from fractions import Fraction
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -18,9 +19,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import holdfast
+from holdfast import _settings as settings
 from holdfast._load.checkpoint import source_of
 from holdfast._load.renaming import rename as rename_leaves
 from holdfast._load.stored_nodes import StoredNode
+from holdfast._stores import large_files
 from holdfast._stores.memory_store import MemoryStore
 from holdfast.errors import (
     CheckpointExistsError,
@@ -399,3 +402,19 @@ assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
     assert torch.equal(holdfast.open(tmp_path / "back")["w"][...], torch.ones(3, 4, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("check", "ways"), [(True, {"avoid"}), (False, {"auto"})])
+def test_what_is_read_back_comes_from_the_disk(tmp_path, monkeypatch, check, ways):
+    seen = set()
+    choose = large_files.choose_way
+
+    def noting(*arguments: Any) -> Any:
+        seen.add(settings.current().page_cache)
+        return choose(*arguments)
+
+    holdfast.save({"w": torch.arange(1_000_000)}, tmp_path / "saved")
+    monkeypatch.setattr(large_files, "choose_way", noting)
+    for to, name in (("native", "native"), ("safetensors", "one.safetensors"), ("dcp", "dcp")):
+        holdfast.convert(tmp_path / "saved", tmp_path / name, to=to, check=check)
+    assert seen == ways

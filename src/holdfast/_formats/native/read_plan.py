@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -54,9 +54,14 @@ class ByteRanges(NamedTuple):
         return ByteRanges(self.file, begin, end - begin, address, self.key)
 
 
-def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+def memory_at(address: int, nbytes: int) -> memoryview:
     """Memory that somebody else keeps alive."""
-    return np.frombuffer(memoryview((ctypes.c_ubyte * nbytes).from_address(address)), np.uint8)
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """The same as an array."""
+    return np.frombuffer(memory_at(address, nbytes), np.uint8)
 
 
 def straight_and_rest(ranges: ByteRanges, file_bytes: Numbers, block_bytes: int) -> tuple[ByteRanges, ByteRanges]:
@@ -205,8 +210,24 @@ class BufferedRead(NamedTuple):
         """Where it begins in the file."""
         return self.first_block * block_bytes
 
-    def needed_blocks(self, block_bytes: int) -> npt.NDArray[np.bool_]:
-        """Which blocks are to be read, counted from the first. Small gaps are read too, rather than to begin anew."""
+    def needed_runs(self, block_bytes: int, without: Collection[int] = ()) -> list[tuple[int, int]]:
+        """Which blocks are to be read, counted from the first: where runs of them begin, and where they have ended.
+
+        Small gaps are read too, rather than to begin anew. All ``without`` some blocks that are had from elsewhere.
+        """
+        if without or self.copies:
+            needed = self._needed_blocks(block_bytes)
+            needed[list(without)] = False
+            return runs_of(needed)
+        ends = self.ranges.begin + self.ranges.nbytes  # of ranges in the order of the file
+        first = self.ranges.begin // block_bytes - self.first_block
+        last = (np.maximum.accumulate(ends) - 1) // block_bytes - self.first_block
+        gaps = first[1:] - last[:-1] - 1
+        cuts = np.flatnonzero((gaps > 0) & (gaps * block_bytes >= MERGE_GAP))
+        begins, after = [int(first[0]), *first[cuts + 1].tolist()], [*(last[cuts] + 1).tolist(), int(last[-1]) + 1]
+        return list(zip(begins, after, strict=True))
+
+    def _needed_blocks(self, block_bytes: int) -> npt.NDArray[np.bool_]:
         counts = np.zeros(-(-self.end // block_bytes) - self.first_block + 1, np.int32)
         begin, end = self.ranges.begin, self.ranges.begin + self.ranges.nbytes
         np.add.at(counts, begin // block_bytes - self.first_block, 1)

@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast._base.tuning import READ_BYTES
 from holdfast._formats.native.blocks import Digests
-from holdfast._stores.store import Reader
+from holdfast._stores.store import CachedReader, FillInPieces, Reader, filling_from
+
+_KEPT_OPEN = 4
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,22 @@ class ReadableFile:
         return self.read_bytes > READ_BYTES
 
 
+class FileInUse(NamedTuple):
+    """A file that is open, with what there is to know of its reader. To find that out takes longer than to read."""
+
+    reader: Reader
+    fill: FillInPieces
+    cached: CachedReader | None
+    """The reader, if it knows which bytes can be had without waiting."""
+    opened: ExitStack
+    """What closes it."""
+
+
 class OpenFiles:
     """Gives out readers of files. A file is opened when it is first needed, and closed when that was the last time.
 
-    At first each of them is opened once, so that one which is missing is found before anything is read. Those that are
-    far away stay open: they take no descriptors, and opening them is a request.
+    At first each of them is opened once, so that one which is missing is found before anything is read. A few stay
+    open from then on, and those that are far away: they take no descriptors, and opening them is a request.
     """
 
     def __init__(self, files: Sequence[ReadableFile], uses: Iterable[int]) -> None:
@@ -48,10 +61,14 @@ class OpenFiles:
         self._uses_left = Counter(uses)
         """How often the file of that number will still be asked for."""
         self._lock = threading.Lock()
-        self._opened: dict[int, tuple[Reader, ExitStack]] = {}
+        self._opened: dict[int, FileInUse] = {}
         try:
             for number in sorted(self._uses_left):
-                self._try_to_open(number)
+                if files[number].is_far or len(self._opened) < _KEPT_OPEN:
+                    self.look_at(number)
+                else:
+                    with files[number].open():
+                        pass
         except BaseException:
             self.close()
             raise
@@ -59,38 +76,35 @@ class OpenFiles:
     @contextmanager
     def using(self, number: int) -> Iterator[Reader]:
         """A reader of a file, for one of its uses."""
-        reader = self._reader(number)
         try:
-            yield reader
+            yield self.look_at(number).reader
         finally:
-            self._used(number)
+            self.used(number)
 
-    def close(self) -> None:
-        """Close what is open. Nothing is being read any more."""
-        with ExitStack() as all_of_them:
-            for _, opened in self._opened.values():
-                all_of_them.push(opened)
-            self._opened.clear()
-
-    def _try_to_open(self, number: int) -> None:
-        if self._files[number].is_far:
-            self._reader(number)
-        else:
-            with self._files[number].open():
-                pass
-
-    def _reader(self, number: int) -> Reader:
+    def look_at(self, number: int) -> FileInUse:
+        """A file that will still be used, or is about to be. Whoever uses it says so when that is done."""
+        found = self._opened.get(number)
+        if found is not None:
+            return found
         with self._lock:
             if number not in self._opened:
                 with ExitStack() as stack:
                     reader = stack.enter_context(self._files[number].open())
-                    self._opened[number] = reader, stack.pop_all()
-            return self._opened[number][0]
+                    cached = reader if isinstance(reader, CachedReader) else None
+                    self._opened[number] = FileInUse(reader, filling_from(reader), cached, stack.pop_all())
+            return self._opened[number]
 
-    def _used(self, number: int) -> None:
+    def used(self, number: int) -> None:
+        """One of its uses is over. Nobody looks at it after the last one."""
         with self._lock:
             self._uses_left[number] -= 1
-            if self._uses_left[number]:
-                return
-            _, opened = self._opened.pop(number)
-        opened.close()
+            found = None if self._uses_left[number] else self._opened.pop(number, None)
+        if found is not None:
+            found.opened.close()
+
+    def close(self) -> None:
+        """Close what is open. Nothing is being read any more."""
+        with ExitStack() as all_of_them:
+            for file in self._opened.values():
+                all_of_them.push(file.opened)
+            self._opened.clear()

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
-from holdfast._base.threads import count_processors, share_work
+from holdfast._base.threads import processors_of_a_rank, share_work
 from holdfast._base.tuning import (
     CACHED_READ_BYTES,
     MEMORY_BUDGET,
@@ -28,19 +27,21 @@ from holdfast._base.tuning import (
     SEVERAL_READERS_FROM,
     SMALLEST_BUFFER,
 )
-from holdfast._formats.native.blocks import Digests, digest_blocks
+from holdfast._formats.native.blocks import Digests, as_digests, long_digests
 from holdfast._formats.native.read_plan import (
     BufferedRead,
     ByteRanges,
     DirectRead,
     StridedCopy,
-    bytes_at,
+    memory_at,
     plan_reads,
-    runs_of,
 )
-from holdfast._formats.native.readable_files import OpenFiles, ReadableFile
-from holdfast._stores.store import CachedReader, Reader, fill_in_pieces
+from holdfast._formats.native.readable_files import FileInUse, OpenFiles, ReadableFile
+from holdfast._stores.store import FillInPieces
 from holdfast.errors import DamagedCheckpointError
+
+_LOOKED_AT = 4
+"""Reads, to find out whether there is something to wait for."""
 
 
 def read_size(memory: int | None, block_bytes: int, *, is_far: bool = False) -> int:
@@ -56,12 +57,14 @@ def reader_count(memory: int | None, size: int) -> int:
 
 
 def read_with_digests(
-    reader: Reader, begin: int, into: npt.NDArray[np.uint8], block_bytes: int, *, shared: bool = False
-) -> Iterator[tuple[int, Digests]]:
-    """Fill memory with whole blocks. Yields where in it some of them begin, and their digests."""
+    fill: FillInPieces, begin: int, into: memoryview, block_bytes: int, *, shared: bool = False
+) -> Digests:
+    """Fill memory with whole blocks, and return their digests. Each is taken while its bytes are at hand."""
     step = max(CACHED_READ_BYTES // block_bytes, 1) * block_bytes
-    for low, high in fill_in_pieces(reader, begin, into.data, step, shared=shared):
-        yield low, digest_blocks(into[low:high], block_bytes)
+    found: list[int] = []
+    for low, high in fill(begin, into, step, shared=shared):
+        found += long_digests(into, low, high, block_bytes)
+    return as_digests(found)
 
 
 def read_all(
@@ -73,24 +76,27 @@ def read_all(
     memory: int | None = None,
     *,
     shared: bool = False,
+    fill_cache: bool = False,
 ) -> int:
     """Read everything to where it goes, and return how many bytes were read.
 
-    ``names`` are those of the keys. ``shared`` if other processes of this machine are likely to want the same bytes.
+    ``names`` are those of the keys. ``shared`` if other processes of this machine read at the same time, and
+    ``fill_cache`` if they are likely to want the same bytes.
     """
     is_far = any(file.is_far for file in files)
     size = read_size(memory, block_bytes, is_far=is_far)
     straight = max(file.read_bytes for file in files) if is_far else None
     reads = plan_reads(ranges, copies, [file.nbytes for file in files], block_bytes, size, straight)
     wanted = int(ranges.nbytes.sum()) + sum(copy.into.size * copy.into.itemsize for copy in copies)
-    threads = 1
-    if is_far or wanted >= SEVERAL_READERS_FROM:
-        threads = max(1, min(reader_count(memory, size), len(reads)))
     with closing(OpenFiles(files, (read.file for read in reads))) as opened:
         # Of an object that is far away, a block is rather read twice than asked for by itself.
         several = {} if is_far else _blocks_of_several(reads, block_bytes)
-        job = _Job(opened, files, names, block_bytes, several, fill_cache=shared)
-        workers = [partial(job.read, stays=number < count_processors()) for number in range(threads)]
+        job = _Job(opened, files, names, block_bytes, several, fill_cache=fill_cache)
+        threads, processors = 1, processors_of_a_rank(shared=shared)
+        if is_far or wanted >= SEVERAL_READERS_FROM:
+            most = processors if not is_far and job.looks_cached(reads) else READERS
+            threads = max(1, min(most, reader_count(memory, size), len(reads)))
+        workers = [partial(job.read, stays=number < processors) for number in range(threads)]
         return sum(share_work(reads, workers, "holdfast-read"))
 
 
@@ -101,7 +107,7 @@ class _BlockOfSeveral:
         self.lock = threading.Lock()
         self.awaited = 1
         """How many reads have not had it yet."""
-        self.content: npt.NDArray[np.uint8] | None = None
+        self.content: bytes | None = None
 
 
 def _blocks_of_several(
@@ -136,7 +142,7 @@ class _Job:
         A thread that does not stay is one more than there are processors, to wait for a disk as well. Where there is
         nothing to wait for, it would only take time from the others, and leaves them alone.
         """
-        buffer = np.empty(0, np.uint8)
+        buffer = memoryview(b"")
         total = 0
         for read in reads:
             if isinstance(read, DirectRead):
@@ -144,60 +150,66 @@ class _Job:
             else:
                 needed = read.end - read.begin(self.block_bytes)
             if buffer.nbytes < needed:
-                buffer = np.empty(needed, np.uint8)
-            with self.opened.using(read.file) as reader:
-                leaves = not stays and self._is_cached(reader, read)
+                buffer = np.empty(needed, np.uint8).data
+            file = self.opened.look_at(read.file)
+            try:
+                leaves = not stays and self._is_cached(file, read)
                 if isinstance(read, DirectRead):
-                    total += self._read_directly(reader, read, buffer)
+                    total += self._read_directly(file, read, buffer)
                 else:
-                    total += self._read_buffered(reader, read, buffer[:needed])
+                    total += self._read_buffered(file, read, buffer[:needed])
+            finally:
+                self.opened.used(read.file)
             if leaves:
                 break
         return total
 
-    def _is_cached(self, reader: Reader, read: DirectRead | BufferedRead) -> bool:
-        if not isinstance(reader, CachedReader):
+    def looks_cached(self, reads: Sequence[DirectRead | BufferedRead]) -> bool:
+        """Whether there is probably nothing to wait for: some reads from everywhere can be had without."""
+        some = reads[:: max(1, len(reads) // _LOOKED_AT)]
+        return all(self._is_cached(self.opened.look_at(read.file), read) for read in some)
+
+    def _is_cached(self, file: FileInUse, read: DirectRead | BufferedRead) -> bool:
+        """Whether at least its first block can be had without waiting."""
+        if file.cached is None:
             return False
         begin = read.begin if isinstance(read, DirectRead) else read.begin(self.block_bytes)
         end = begin + read.nbytes if isinstance(read, DirectRead) else read.end
-        return bool(reader.is_cached(begin, end - begin))
+        return bool(file.cached.is_cached(begin, min(self.block_bytes, end - begin)))
 
-    def _read_directly(self, reader: Reader, read: DirectRead, buffer: npt.NDArray[np.uint8]) -> int:
+    def _read_directly(self, file: FileInUse, read: DirectRead, buffer: memoryview) -> int:
         if not read.address:
-            self._fill(reader, read.file, read.begin, buffer[: read.nbytes], lambda begin, end: [read.key])
+            self._fill(file, read.file, read.begin, buffer[: read.nbytes], lambda begin, end: [read.key])
             return read.nbytes
-        into = bytes_at(read.address, read.nbytes)
+        into = memory_at(read.address, read.nbytes)
         try:
-            self._fill(reader, read.file, read.begin, into, lambda begin, end: [read.key])
+            self._fill(file, read.file, read.begin, into, lambda begin, end: [read.key])
         except BaseException:
-            into[:] = 0  # so that nothing of what is damaged can be taken for what was saved
+            np.frombuffer(into, np.uint8)[:] = 0  # so that nothing of what is damaged is taken for what was saved
             raise
         return read.nbytes
 
-    def _read_buffered(self, reader: Reader, read: BufferedRead, view: npt.NDArray[np.uint8]) -> int:
-        begin = read.begin(self.block_bytes)
-        needed = read.needed_blocks(self.block_bytes)
+    def _read_buffered(self, file: FileInUse, read: BufferedRead, view: memoryview) -> int:
+        begin, size = read.begin(self.block_bytes), self.block_bytes
+        last = (view.nbytes - 1) // size
         total = 0
-        for block in {0, len(needed) - 1}:
+        elsewhere = {}
+        for block in {0, last} if self.blocks_of_several else ():
             several = self.blocks_of_several.get((read.file, read.first_block + block))
-            if several is not None and needed[block]:
-                needed[block] = False
-                total += self._read_for_several(reader, read, block, several, view)
-        for first, end in runs_of(needed):
-            part = view[first * self.block_bytes : end * self.block_bytes]
-            self._fill(
-                reader,
-                read.file,
-                begin + first * self.block_bytes,
-                part,
-                lambda low, high: _touched(read, low, high),
-            )
+            if several is not None:
+                elsewhere[block] = several
+        runs = read.needed_runs(size, without=elsewhere)
+        for block, several in elsewhere.items():
+            total += self._read_for_several(file, read, block, several, view)
+        for first, end in runs:
+            part = view[first * size : end * size]
+            self._fill(file, read.file, begin + first * size, part, lambda low, high: _touched(read, low, high))
             total += part.nbytes
         _copy_out(read, view, begin)
         return total
 
     def _read_for_several(
-        self, reader: Reader, read: BufferedRead, block: int, several: _BlockOfSeveral, view: npt.NDArray[np.uint8]
+        self, file: FileInUse, read: BufferedRead, block: int, several: _BlockOfSeveral, view: memoryview
     ) -> int:
         """Get a block that other reads need as well. Returns the bytes that were read for that."""
         part = view[block * self.block_bytes : (block + 1) * self.block_bytes]
@@ -209,25 +221,20 @@ class _Job:
                     several.content = None
                 return 0
             begin = (read.first_block + block) * self.block_bytes
-            self._fill(reader, read.file, begin, part, lambda low, high: _touched(read, low, high))
-            several.content = part.copy()
+            self._fill(file, read.file, begin, part, lambda low, high: _touched(read, low, high))
+            several.content = bytes(part)
             return part.nbytes
 
     def _fill(
-        self,
-        reader: Reader,
-        file: int,
-        begin: int,
-        into: npt.NDArray[np.uint8],
-        keys: Callable[[int, int], list[int]],
+        self, file: FileInUse, number: int, begin: int, into: memoryview, keys: Callable[[int, int], list[int]]
     ) -> None:
         """Read whole blocks and check them, if there is something to compare them with."""
-        if self.files[file].digests is None:
-            for _ in fill_in_pieces(reader, begin, into.data, CACHED_READ_BYTES, shared=self.fill_cache):
+        if self.files[number].digests is None:
+            for _ in file.fill(begin, into, CACHED_READ_BYTES, shared=self.fill_cache):
                 pass
             return
-        for at, found in read_with_digests(reader, begin, into, self.block_bytes, shared=self.fill_cache):
-            self._check(file, begin + at, found, keys)
+        found = read_with_digests(file.fill, begin, into, self.block_bytes, shared=self.fill_cache)
+        self._check(number, begin, found, keys)
 
     def _check(self, number: int, begin: int, found: Digests, keys: Callable[[int, int], list[int]]) -> None:
         file = self.files[number]
@@ -250,16 +257,20 @@ def _touched(read: BufferedRead, begin: int, end: int) -> list[int]:
     return found + [copy.key for copy in read.copies if copy.begin < end and copy.begin + copy.span > begin]
 
 
-def _copy_out(read: BufferedRead, view: npt.NDArray[np.uint8], begin: int) -> None:
+def _copy_out(read: BufferedRead, view: memoryview, begin: int) -> None:
     """Put everything where it goes."""
-    wanted = read.ranges.chosen(read.ranges.address != 0)
-    sources = wanted.begin + (view.ctypes.data - begin)
-    # There is no cheaper way from Python: a view of numpy or torch takes longer to make than a small tensor to copy.
-    move = ctypes.memmove
-    for address, source, nbytes in zip(wanted.address.tolist(), sources.tolist(), wanted.nbytes.tolist(), strict=True):
-        move(address, source, nbytes)
+    ranges = read.ranges
+    if len(ranges.file):
+        first = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+        sources = (ranges.begin + (first - begin)).tolist()
+        # There is no cheaper way from Python: a view of numpy or torch takes longer to make than a small tensor to
+        # copy.
+        move = ctypes.memmove
+        for address, source, nbytes in zip(ranges.address.tolist(), sources, ranges.nbytes.tolist(), strict=True):
+            if address:
+                move(address, source, nbytes)
     for copy in read.copies:
-        copy.into[...] = np.ndarray(copy.into.shape, copy.into.dtype, view.data, copy.begin - begin, copy.strides)
+        copy.into[...] = np.ndarray(copy.into.shape, copy.into.dtype, view, copy.begin - begin, copy.strides)
 
 
 def _refuse(file: ReadableFile, begin: int, end: int, expected: int, found: int, touched: Sequence[str]) -> NoReturn:

@@ -127,7 +127,7 @@ class NativeSource(Source):
         verify: bool,
         shared: bool,
     ) -> int:
-        shared = shared and self._mostly_whole(requests, wholes)
+        fill_cache = shared and self._mostly_whole(requests, wholes)
         alone, others = self._only_chunks(wholes)
         requests = [*requests, *others.requests(self.tensors)]
         check_requests(requests, self.tensors)
@@ -141,7 +141,9 @@ class NativeSource(Source):
         needed_for = first_keys(ranges, cutter.copies)
         if verify:
             ranges = ByteRanges.joined([ranges, self._headers(needed_for)])
-        read = self._read_all(ranges, cutter.copies, needed_for, memory, verify=verify, shared=shared)
+        read = self._read_all(
+            ranges, cutter.copies, needed_for, memory, verify=verify, shared=shared, fill_cache=fill_cache
+        )
         if verify:
             self._checked_headers |= set(needed_for)
         return read
@@ -269,6 +271,7 @@ class NativeSource(Source):
         *,
         verify: bool,
         shared: bool = False,
+        fill_cache: bool = False,
     ) -> int:
         """Read from the files that are needed. Only these are numbered there, since there may be very many others."""
         numbers = sorted(needed_for)
@@ -276,7 +279,16 @@ class NativeSource(Source):
         places = {number: place for place, number in enumerate(numbers)}
         copies = [copy._replace(file=places[copy.file]) for copy in copies]
         files = [self._readable(number, needed_for[number], verify=verify) for number in numbers]
-        return read_all(ranges, copies, self._names, files, self.record.block_bytes, memory, shared=shared)
+        return read_all(
+            ranges,
+            copies,
+            self._names,
+            files,
+            self.record.block_bytes,
+            memory,
+            shared=shared,
+            fill_cache=fill_cache,
+        )
 
     def _readable(self, number: int, key: int, *, verify: bool) -> ReadableFile:
         file = self.record.files[number]

@@ -13,14 +13,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast._base.boxes import Box, overlaps, volume
-from holdfast._base.tuning import SMALL_TENSOR
-from holdfast._formats.box_reads import ArrayPlace, ChunkRead, WantedRegion
+from holdfast._base.byte_counts import count_bytes
+from holdfast._base.threads import work_through
+from holdfast._base.tuning import SEVERAL_READERS_FROM, SMALL_TENSOR
+from holdfast._formats.box_reads import ArrayPlace, ByteRange, ChunkRead, WantedRegion
 from holdfast._formats.hf_folder.commit import Folder
 from holdfast._formats.hf_folder.folder import Contents, FolderChunk, IndexCheck, check_index, read_contents, read_files
 from holdfast._formats.hf_folder.names import COMMIT_NAME, INDEX_NAME, SUFFIX, opened_as_described
 from holdfast._formats.native.names import generation_of
 from holdfast._formats.native.refs import TensorRef
-from holdfast._formats.ranged_files import StreamRanges, read_size, refuse_short_chunk
+from holdfast._formats.ranged_files import (
+    Ranges,
+    StreamRanges,
+    ranges_behind,
+    read_size,
+    refuse_short_chunk,
+    seems_cached,
+    useful_threads,
+)
 from holdfast._formats.safetensors.header import read_header
 from holdfast._formats.source import ChunkPlace, ReadRequest, Source, check_requests, part_of, sizes_of
 from holdfast._stores.store import Store
@@ -135,9 +145,8 @@ class SafetensorsSource(Source):
         total = 0
         for parts in self._by_file(requests).values():
             file, digest = parts[0].chunk.file, parts[0].chunk.header_digest
-            with opened_as_described(self._fs, file, digest) as stream:
-                for of_chunk in _by_chunk(parts):
-                    total += _read_chunk(stream, of_chunk, read_size(memory, at_once=1))
+            with opened_as_described(self._fs, file, digest) as stream, ranges_behind(stream, self._fs, file) as ranges:
+                total += _read_parts(stream, ranges, parts, memory)
         return total
 
     def _by_file(self, requests: Sequence[ReadRequest]) -> dict[str, list[_Part]]:
@@ -178,22 +187,40 @@ def _by_chunk(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
         yield list(of_chunk)
 
 
-def _read_chunk(stream: Any, parts: Sequence[_Part], most: int) -> int:
-    chunk, key = parts[0].chunk, parts[0].key
-    nbytes = int(volume(chunk.sizes) * parts[0].into.itemsize)
-    if len(parts) == 1 and nbytes <= SMALL_TENSOR and parts[0].region.sizes == chunk.sizes:
-        stream.seek(chunk.position)
-        data = stream.read(nbytes)
-        if len(data) == nbytes:  # or else the code below says what is wrong
-            parts[0].into[...] = np.frombuffer(data, parts[0].into.dtype).reshape(chunk.sizes)
-            return nbytes
-    file = StreamRanges(stream, chunk.file)
-    wanted = [WantedRegion(part.region, ArrayPlace(part.into)) for part in parts]
-    reading = ChunkRead(file, chunk.position, chunk.sizes, parts[0].into.itemsize, wanted, most=most)
-    refuse_short_chunk(file, chunk.position, reading.nbytes, chunk.file, key)
-    for run in reading.reads():
-        reading.read(run, summed=False)
-    return reading.bytes_read
+def _read_parts(stream: Any, file: Ranges, parts: Sequence[_Part], memory: int | None) -> int:
+    """Read what is wanted of one file: small tensors one after the other, large ones by several threads."""
+    wanted = sum(part.into.nbytes for part in parts)
+    may_share = not isinstance(file, StreamRanges) and wanted >= SEVERAL_READERS_FROM
+    threads = useful_threads(wanted, cached=seems_cached(file, parts[0].chunk.position)) if may_share else 1
+    most = read_size(memory, at_once=threads)
+    total = 0
+    large: list[tuple[ChunkRead, ByteRange]] = []
+    for of_chunk in _by_chunk(parts):
+        if _read_small(stream, of_chunk):
+            total += of_chunk[0].into.nbytes
+            continue
+        chunk = of_chunk[0].chunk
+        regions = [WantedRegion(part.region, ArrayPlace(part.into)) for part in of_chunk]
+        reading = ChunkRead(file, chunk.position, chunk.sizes, of_chunk[0].into.itemsize, regions, most=most)
+        refuse_short_chunk(file, chunk.position, reading.nbytes, chunk.file, of_chunk[0].key)
+        total += reading.bytes_read
+        large += [(reading, run) for run in reading.reads()]
+    work_through(large, lambda part: part[0].read(part[1], summed=False), min(threads, len(large)), "holdfast-read")
+    return total
+
+
+def _read_small(stream: Any, parts: Sequence[_Part]) -> bool:
+    """Read all of a small chunk, if that is what is wanted and it is there."""
+    chunk, into = parts[0].chunk, parts[0].into
+    if len(parts) > 1 or into.nbytes > SMALL_TENSOR or parts[0].region.sizes != chunk.sizes:
+        return False
+    stream.seek(chunk.position)
+    data = stream.read(into.nbytes)
+    count_bytes(len(data))
+    if len(data) != into.nbytes:
+        return False
+    into[...] = np.frombuffer(data, into.dtype).reshape(chunk.sizes)
+    return True
 
 
 def _contents_of(folder: Folder) -> Contents:

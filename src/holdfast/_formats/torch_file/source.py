@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,18 +16,21 @@ import torch
 
 from holdfast._base.box_bytes import boxes_of_run
 from holdfast._base.boxes import Box, cut, volume
+from holdfast._base.byte_counts import count_bytes
+from holdfast._base.threads import map_in_threads
 from holdfast._base.tuning import READ_BYTES, STREAM_BYTES
 from holdfast._formats.archives.zip_layout import LOCAL_MAGIC, ZipEntry, damaged
 from holdfast._formats.box_reads import ArrayPlace, ChunkRead, WantedRegion
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.torch_elements import as_array
-from holdfast._formats.ranged_files import Ranges, read_size, read_with_crc
+from holdfast._formats.ranged_files import Ranges, read_size, read_with_crc, seems_cached, useful_threads
 from holdfast._formats.source import ByteStream, ChunkPlace, ReadRequest, Source, check_requests, part_of
 from holdfast._formats.tensor_places import arrangement_of, narrowed
 from holdfast._formats.torch_file.access import LocalFile, StoreObject
 from holdfast._formats.torch_file.opened_states import open_state
 from holdfast._formats.torch_file.reading import read_torch_file
 from holdfast._formats.torch_file.reserved_memory import ReservedFile
+from holdfast._stores.file_reader import FileReader
 from holdfast._stores.store import Store
 from holdfast.errors import RefusedPickleError, UnsupportedValueError
 
@@ -115,6 +120,8 @@ class TorchFileSource(Source):
         self._access = LocalFile(str(path)) if store is None else StoreObject(store, str(path))
         self.location = self._access.path
         self._unchecked: dict[int, tuple[str, ZipEntry]] = {}
+        self._presence = threading.Lock()
+        """Held while a part of the reserved memory is there for one tensor, and may be for another."""
         with self._access.opened() as file:
             start = bytearray(min(len(LOCAL_MAGIC), file.size))
             file.read_into(0, start)
@@ -171,12 +178,16 @@ class TorchFileSource(Source):
         parts: of those only the ranges that are wanted are read, unchecked.
         """
         check_requests(requests, self._refs)
-        total = 0
+        if not requests:
+            return 0
+        wanted = sum(request.into.nbytes for request in requests)
         with self._access.opened() as file:
-            for request in requests:
-                reading = _Reading(file, self._tensors[request.key], request, read_size(memory, at_once=1))
-                total += self._read_one(reading, verify=verify)
-        return total
+            threads = 1
+            if isinstance(file, FileReader):  # others have windows that they share
+                threads = min(useful_threads(wanted, cached=seems_cached(file, file.size // 2)), len(requests))
+            most = read_size(memory, at_once=threads)
+            readings = [_Reading(file, self._tensors[request.key], request, most) for request in requests]
+            return sum(map_in_threads(partial(self._read_one, verify=verify), readings, threads, "holdfast-read"))
 
     @contextmanager
     def stream(self, key: str, *, memory: int, scratch: str | os.PathLike[str] | None = None) -> Iterator[ByteStream]:
@@ -271,9 +282,10 @@ class TorchFileSource(Source):
             checked = unchecked[1].length
         if chunk is not None:
             return checked + self._read_chunk(chunk, request, None)
-        return checked + self._read_in_parts(
-            self._file, file, narrowed(tensor, request.offsets, request.sizes), request
-        )
+        with self._presence:
+            return checked + self._read_in_parts(
+                self._file, file, narrowed(tensor, request.offsets, request.sizes), request
+            )
 
     def _read_chunk(self, chunk: ChunkRead, request: ReadRequest, unchecked: tuple[str, ZipEntry] | None) -> int:
         """Read ranges straight into the memory of a request, and compare them if they are an unchecked entry."""
@@ -338,5 +350,6 @@ def _digest(file: Ranges) -> str:
     for begin in range(0, file.size, STREAM_BYTES):
         piece = memory[: file.size - begin]
         file.read_into(begin, piece)
+        count_bytes(piece.nbytes)
         digest.update(piece)
     return digest.hexdigest()

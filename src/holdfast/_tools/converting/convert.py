@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from holdfast import _settings as settings
 from holdfast._base.arguments import Size, checked_budget, checked_size
 from holdfast._base.patterns import Patterns, Rename
 from holdfast._base.torch_needed import needing_torch
@@ -149,10 +151,11 @@ def carry_out(
     outgoing.advance = advance
     final = _local_destination(destination)
     options: dict[str, Any] = {"overwrite": overwrite, "check": check, "advance": advance}
-    if final is None:
-        written, not_compared = _write_to_store(prepared, target, destination, **options)
-    else:
-        written, not_compared = _write_locally(prepared, target, final, **options)
+    with _proof_from_the_disk() if check else nullcontext():
+        if final is None:
+            written, not_compared = _write_to_store(prepared, target, destination, **options)
+        else:
+            written, not_compared = _write_locally(prepared, target, final, **options)
     return ConversionReport(
         source=outgoing.source.location,
         destination=str(final) if final is not None else store_at(destination).location,
@@ -174,6 +177,16 @@ def carry_out(
         unused=prepared.unused,
         not_compared=not_compared,
     )
+
+
+@contextmanager
+def _proof_from_the_disk() -> Iterator[None]:
+    """Write past the page cache, unless somebody wants it otherwise: what is read back is to come from the disk."""
+    if settings.current().page_cache != "auto":
+        yield
+        return
+    with settings.override(page_cache="avoid"):
+        yield
 
 
 def _write_locally(

@@ -22,6 +22,7 @@ from holdfast._formats.native.record import Record
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.source import NativeSource
 from holdfast._formats.native.stored_files import StoredFile
+from holdfast._stores.store import filling_from
 from holdfast._tools.inspecting.damage import Damage
 from holdfast._watching.progress import Progress
 from holdfast.errors import HoldfastError
@@ -243,8 +244,8 @@ class NativeCheck:
         expected = expected[begin // block_bytes : count_blocks(end, block_bytes)]
         try:
             with opened.using(number) as reader:
-                parts = read_with_digests(reader, begin, self._buffer(end - begin), block_bytes)
-                found = np.concatenate([digests for _, digests in parts])
+                memory = self._buffer(end - begin).data
+                found = read_with_digests(filling_from(reader), begin, memory, block_bytes)
         except (OSError, HoldfastError) as error:
             self._note_unreadable(region, error)
         else:

@@ -33,7 +33,7 @@ from holdfast._formats.native.record import (
 from holdfast._formats.native.stored_files import StoredFile
 from holdfast._formats.native.writing import remove_unfinished
 from holdfast._formats.safetensors.header import Header, read_header
-from holdfast._stores.store import Store
+from holdfast._stores.store import Store, filling_from
 from holdfast._tools.repairing.data_files import Parts, header_in, parts_of_unknown
 from holdfast._tools.repairing.report import keep_copy
 from holdfast._tools.repairing.rewriting import number_of
@@ -68,9 +68,9 @@ class Digesting:
                 own.buffer = np.empty(size, np.uint8)
             part = own.buffer[: min(size, files[number].data_end - begin)]
             with opened.using(number) as reader:
-                for at, digests in read_with_digests(reader, begin, part, block_bytes):
-                    first = starts[number] + (begin + at) // block_bytes
-                    found[first : first + len(digests)] = digests
+                digests = read_with_digests(filling_from(reader), begin, part.data, block_bytes)
+            first = starts[number] + begin // block_bytes
+            found[first : first + len(digests)] = digests
             progress.advance(part.nbytes)
 
         readable = [ReadableFile(file.name, file.data_end, partial(store.reader, file.name), None) for file in files]

@@ -64,7 +64,7 @@ class SimulatedLink(Exchanges):
         """With how many ranks this one is connected."""
         return sum(len(group.members) - 1 for group in self._groups)
 
-    def ask(self, payload: bytes, join: Join | None = None) -> bytes | None:
+    def ask(self, payload: bytes, join: Join | None = None, *, last: bool = False) -> bytes | None:
         """See ``Link``."""
         for group in self._groups:
             if group.leader != self.rank:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import holdfast.dcp as dcp
 from holdfast._dcp import writer as writer_module
-from holdfast._dcp.data_files import direct_stream
+from holdfast._dcp.data_files import large_stream
 from holdfast._dcp.save_planner import DefaultSavePlanner
-from holdfast._stores.direct_files import DirectFile
 from holdfast._stores.durable_files import flush_to_disk
+from holdfast._stores.large_files import LargeFile
 from holdfast.dcp.filesystem import FileSystem, FileSystemWriter
 from holdfast.errors import CheckpointException
 from tests.properties import examples
@@ -37,7 +37,7 @@ def test_whatever_was_expected_the_file_is_what_was_written(
 ) -> None:
     path = tmp_path_factory.mktemp("stream") / "file"
     written = bytearray()
-    with direct_stream(path, expected, memory) as stream:
+    with large_stream(path, expected, memory) as stream:
         for number, size in enumerate(pieces):
             piece = bytearray([number % 251]) * size
             assert stream.write(piece) == size
@@ -49,7 +49,7 @@ def test_whatever_was_expected_the_file_is_what_was_written(
 
 
 def test_a_file_that_is_complete_takes_no_more(tmp_path: Path) -> None:
-    with direct_stream(tmp_path / "file", 4096, MIB) as stream:
+    with large_stream(tmp_path / "file", 4096, MIB) as stream:
         stream.write(b"all of it")
         stream.complete()
         with pytest.raises(ValueError, match="file is complete, and 4 more bytes were written to it"):
@@ -101,13 +101,13 @@ def test_everything_comes_back(
 
 def count_direct_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
-    real = DirectFile.__init__
+    real = LargeFile.__init__
 
-    def counting(self: DirectFile, descriptor: int, path: str, *rest: Any) -> None:
+    def counting(self: LargeFile, descriptor: int, path: str, *rest: Any) -> None:
         made.append(path)
         real(self, descriptor, path, *rest)
 
-    monkeypatch.setattr(DirectFile, "__init__", counting)
+    monkeypatch.setattr(LargeFile, "__init__", counting)
     return made
 
 
@@ -131,10 +131,10 @@ def test_a_file_system_of_ones_own_gets_all_bytes_as_before(tmp_path: Path, monk
 def test_a_full_disk_is_reported_with_the_file_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: DirectFile, *_: Any) -> None:
+    def full(self: LargeFile, *_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(DirectFile, "_write_all", full)
+    monkeypatch.setattr(LargeFile, "_write_all", full)
 
     with pytest.raises(CheckpointException, match=r"No space left on device: '.*\.distcp'"):
         dcp.save(STATE, checkpoint_id=tmp_path, no_dist=True)
@@ -164,13 +164,13 @@ def test_a_planner_that_makes_tensors_larger_or_smaller_than_planned(tmp_path: P
 
 def test_the_memory_is_shared_by_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     granted: list[int] = []
-    real = writer_module.direct_stream
+    real = writer_module.large_stream
 
     def watching(path: Any, expected: int, memory: int) -> Any:
         granted.append(memory)
         return real(path, expected, memory)
 
-    monkeypatch.setattr(writer_module, "direct_stream", watching)
+    monkeypatch.setattr(writer_module, "large_stream", watching)
     state = {f"t{number}": torch.zeros(MIB) for number in range(4)}
     dcp.save(state, storage_writer=FileSystemWriter(tmp_path, thread_count=4), no_dist=True)
 
