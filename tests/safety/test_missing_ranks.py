@@ -101,8 +101,8 @@ def do_to_this_rank(fault: str, place: str, verb: Callable[[Path], Any], folder:
         return verb(folder)
     if fault == "calls something else":
         return holdfast.load(state_of(0.0), folder / "old", timeout=TIMEOUT)
-    if fault == "calls in the background":
-        return async_save(folder)
+    if fault == "calls in the background":  # and waits there for longer than the others do
+        return holdfast.async_save(state_of(), folder / "new", timeout=3 * TIMEOUT).result()
     owner, name = PLACES[place]
     original = getattr(owner, name)
 
@@ -125,7 +125,10 @@ def meet_a_fault(verb_name: str, fault: str, place: str, culprit: int, folder: P
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if met_before:
         holdfast.save(state_of(), folder / "before", timeout=60)
-        holdfast.async_save(state_of(), folder / "before", overwrite=True, timeout=60).result()
+        # Its process is started once, which takes longer on a busy machine than a rank may be without progress here.
+        writer = "process" if verb is async_save_in_process else "thread"
+        holdfast.async_save(state_of(), folder / "before", overwrite=True, timeout=60, writer=writer).result()
+    dist.barrier()  # ranks that begin at different times would wait for each other as well
     began = time.monotonic()
     error: Any = None
     try:

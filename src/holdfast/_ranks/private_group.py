@@ -355,10 +355,7 @@ class PrivateGroup(TreeConnection, Exchanges):
                 self._watch.transfers += 1
                 self._watch.waits_at_once, self._watch.waits_for = len(ranks) > 1, ranks
 
-        try:
-            self._in_background(partial(work, waits_for), (), elsewhere=True)
-        finally:
-            self._watch.waits_at_once = False
+        self._in_background(partial(work, waits_for), (), elsewhere=True)
 
     def _group_with(self, rank: int) -> GlooGroup:
         """The only group that another rank and this one are both in."""

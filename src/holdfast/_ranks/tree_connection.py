@@ -237,6 +237,7 @@ class TreeConnection:
 
         end = None if patience is None else time.monotonic() + patience
         self._woken.clear()
+        self._watch.waits_at_once = True
         self._watch.waits_for = [rank for rank in ranks if rank != self.rank]
         threading.Thread(target=run, name="holdfast-connect", daemon=True).start()
         try:
@@ -249,7 +250,7 @@ class TreeConnection:
                     )
                 self._woken.clear()
         finally:
-            self._watch.waits_for = ()
+            self._watch.waits_for, self._watch.waits_at_once = (), False
         if self._verdict is not None:
             self._fail(self._verdict)
         if failure and elsewhere:
