@@ -247,4 +247,4 @@ def test_ranks_of_a_tree_that_leave_out_calls_have_part_in_the_next(size, culpri
                 assert outcome == "left out"
             else:
                 assert isinstance(outcome, MissingRanksError), (rank, outcome)
-                assert set(outcome.ranks) <= set(culprits)
+                assert set(outcome.ranks) <= set(culprits), (rank, str(outcome))
