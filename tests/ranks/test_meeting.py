@@ -153,6 +153,20 @@ def test_progress_starts_the_time_anew(clock):
     assert "last seen in call, 7.0 KB done" in first._look((0, 1)).missing[1]
 
 
+def test_time_in_which_a_rank_was_stopped_itself_is_not_held_against_others(clock):
+    store = dist.HashStore()
+    first, other = (watch_over(rank, store) for rank in range(2))
+    note(first, 1, 2, "call", [1])
+    note(other, 1, 1, "call", [])
+    assert first._look((0, 1)) is None
+    clock.now = 60.5
+    first.oversleep(60.0)
+    assert first._look((0, 1)) is None
+    clock.now = 70.0
+    first.oversleep(0.1)  # as it happens to everybody
+    assert list(first._look((0, 1)).missing) == [1]
+
+
 def test_bytes_of_the_process_pass_for_progress_but_not_for_ever(clock, monkeypatch):
     store = dist.HashStore()
     first, busy = (watch_over(rank, store) for rank in range(2))

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,14 @@ def leave_out(verb_name: str, left_out: Sequence[int], culprits: Sequence[int], 
     return outcomes
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("left_out", [(1,), (0,), (1, 2), (0, 2)], ids=str)
-@pytest.mark.parametrize("verb", VERBS)
+QUICK = [*((verb, (1, 2), 1) for verb in VERBS), ("save", (0, 2), 0), ("save", (1,), 1)]
+LONG = list(product(VERBS, [(1,), (0,), (1, 2), (0, 2)], [0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("verb", "left_out", "culprit"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG if case not in QUICK)],
+)
 def test_a_rank_that_leaves_out_calls_has_part_in_the_next(verb, left_out, culprit, tmp_path: Path):
     found = run_forked(SIZE, leave_out, verb, left_out, [culprit], tmp_path, group_timeout=PATIENCE)
     for rank, outcomes in enumerate(found):
@@ -94,6 +100,9 @@ def test_a_rank_that_leaves_out_calls_has_part_in_the_next(verb, left_out, culpr
             else:
                 assert isinstance(outcome, MissingRanksError), (rank, number, outcome)
                 assert outcome.ranks == [culprit]
+
+
+LATER = ("async_save", "mixed")
 
 
 def come_late(verb_name: str, calls: int, others_wait: bool, folder: Path) -> list[Any]:
@@ -110,8 +119,8 @@ def come_late(verb_name: str, calls: int, others_wait: bool, folder: Path) -> li
 
 
 @pytest.mark.parametrize("others_wait", [True, False])
-@pytest.mark.parametrize("calls", [1, 3])
-@pytest.mark.parametrize("verb", ["save", "async_save", "dcp_save", "mixed"])
+@pytest.mark.parametrize("calls", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("verb", ["save", "dcp_save", *(pytest.param(x, marks=pytest.mark.long) for x in LATER)])
 def test_a_rank_that_is_late_has_part_in_the_next_call(verb, calls, others_wait, tmp_path: Path):
     found = run_forked(SIZE, come_late, verb, calls, others_wait, tmp_path, group_timeout=PATIENCE)
     for rank, (*missed, first, second) in enumerate(found):
@@ -247,4 +256,4 @@ def test_ranks_of_a_tree_that_leave_out_calls_have_part_in_the_next(size, culpri
                 assert outcome == "left out"
             else:
                 assert isinstance(outcome, MissingRanksError), (rank, outcome)
-                assert set(outcome.ranks) <= set(culprits)
+                assert set(outcome.ranks) <= set(culprits), (rank, str(outcome))

@@ -32,6 +32,9 @@ _RANKS_PER_SECOND = 1000
 """How many ranks may look at the store each second."""
 
 
+_OVERSLEPT = 1.0
+"""Seconds by which the watch may wake up late. If it is more, its own process was stopped, or got no time to run."""
+
 _SIGNS_COUNT_FOR = 10
 """Timeouts in which the bytes of a process pass for progress if nothing else does. They may be of something else."""
 
@@ -302,14 +305,21 @@ class Watch:
                     self._changed.wait()
                 if self._closed:
                     return
-                place = self.place
-                if self._changed.wait_for(partial(self._is_over, place), self.tick()):
+                place, began, tick = self.place, time.monotonic(), self.tick()
+                if self._changed.wait_for(partial(self._is_over, place), tick):
                     continue
+            self.oversleep(time.monotonic() - began - tick)
             verdict = self._look(place)
             if verdict is not None and not self._is_over(place):
                 self.on_verdict(verdict)
                 with self._changed:
                     self._changed.wait_for(partial(self._is_over, place))
+
+    def oversleep(self, seconds: float) -> None:
+        """Hold no time against others in which this rank did not run itself: it may have been so for all of them."""
+        if seconds > _OVERSLEPT:
+            for seen in self._seen.values():
+                seen.since += seconds
 
     def _is_over(self, place: Place) -> bool:
         return self._closed or not self._active or self.place != place
