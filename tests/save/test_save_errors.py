@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import stat
 from pathlib import Path
@@ -355,7 +356,8 @@ def test_a_rank_that_does_not_come_is_named(ranks: RankPool, tmp_path, calls_bef
     outcomes = ranks(3).run(all_but_one, str(tmp_path / "x"), calls_before, group_timeout=2)
     for missing, told in (outcomes[0], outcomes[2]):
         assert missing == [1]
-        assert "rank 1 (it has not joined this call)" in told
+        # Which of both depends on whether the call before took long enough for the rank to leave a note.
+        assert re.search(r"rank 1 \(it has not (joined this call|called Holdfast again since)", told)
     assert not (tmp_path / "x").exists()
 
 
