@@ -17,6 +17,7 @@ import torch
 from benchmarks.scales import MIB
 from benchmarks.states import State
 from holdfast._stores.direct_files import begin_to_write_back
+from holdfast._stores.durable_files import sync_folder
 
 WRITE_BYTES = 8 * MIB
 READ_BYTES = 4 * MIB
@@ -49,9 +50,7 @@ def write_directly(path: Path, size: int, writers: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    sync_folder(path.parent)
 
 
 def write_cached(path: Path, size: int) -> None:
@@ -70,9 +69,7 @@ def write_cached(path: Path, size: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    sync_folder(path.parent)
 
 
 def read_buffered(path: Path, place: State, readers: int) -> None:

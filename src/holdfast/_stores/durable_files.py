@@ -226,7 +226,7 @@ def _give_name(descriptor: int, name: Path) -> None:
         os.close(folder)
 
 
-# A large local file that appears complete or not at all, and is written past the page cache.
+# A large local file that appears complete or not at all.
 
 
 @contextmanager
