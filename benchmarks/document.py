@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.machine import is_changed
 from benchmarks.plot import draw
 from benchmarks.rounds import Measure
 from benchmarks.rows import fill_in
@@ -26,7 +28,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=ROOT / "docs" / "performance.json", help="the results")
     parser.add_argument("--root", type=Path, default=ROOT, help="where README.md and docs/ are")
     args = parser.parse_args()
-    write_documents(json.loads(args.json.read_text()), args.root)
+    results = json.loads(args.json.read_text())
+    refuse_changed_code(results)
+    write_documents(results, args.root)
+
+
+def refuse_changed_code(results: dict[str, Any]) -> None:
+    """Nobody could measure again what is in no commit."""
+    runs = (results["machine"]["holdfast"], *results.get("later", ()))
+    changed = [run["commit"] for run in runs if is_changed(run["commit"])]
+    if changed:
+        sys.exit(f"measured with code that is in no commit ({changed[0]}): commit it and measure again")
 
 
 def write_documents(results: dict[str, Any], root: Path) -> None:

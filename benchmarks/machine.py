@@ -66,10 +66,16 @@ def _version(package: str) -> str | None:
 def _holdfast() -> dict[str, Any]:
     from holdfast import __version__
 
-    return {"version": __version__, "commit": _commit()}
+    return {"version": __version__, "commit": commit()}
 
 
-def _commit() -> str | None:
+def is_changed(commit: str | None) -> bool:
+    """Whether the code had changes that are in no commit, by what ``commit`` says of it."""
+    return (commit or "").endswith("-dirty")
+
+
+def commit() -> str | None:
+    """Which code this is, if it is in a repository."""
     try:
         found = subprocess.run(
             ["git", "describe", "--always", "--dirty"],

@@ -27,6 +27,7 @@ ELEMENTS = 256
 
 FIRST, LATER, LOAD = "first save", "later saves", "load"
 VERBS = (FIRST, LATER, LOAD)
+ROUNDS = (1, 2, 3)
 DEADLINE = 600.0
 
 
@@ -70,7 +71,7 @@ def _import_all() -> None:
 
 
 def _job(folder: Path, tensors: int, names: tuple[str, ...]) -> dict[str, Answers]:
-    """One job: a process group that is new, the first save with it, two more, and two loads, by each contender."""
+    """One job: a process group that is new, the first save with it, three more, and three loads, by each contender."""
     state = _state(tensors)
     expected = {key: tensor.to_local().clone() for key, tensor in state.items()}
     contenders = {name: MAKERS[name]() for name in names}
@@ -93,11 +94,11 @@ def _job(folder: Path, tensors: int, names: tuple[str, ...]) -> dict[str, Answer
     with quietly():
         for name in names:
             answers[FIRST][name].append(save(name, 0))
-        for number in (1, 2):
-            for name in names[::-1] if number == 1 else names:
+        for number in ROUNDS:
+            for name in names[::-1] if number % 2 else names:
                 answers[LATER][name].append(save(name, number))
-        for number in (1, 2):
-            for name in names[::-1] if number == 1 else names:
+        for number in ROUNDS:
+            for name in names[::-1] if number % 2 else names:
                 answers[LOAD][name].append(load(name, number))
     dist.barrier()
     return answers

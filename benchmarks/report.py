@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.machine import is_changed
 from benchmarks.rounds import Measure
 from benchmarks.rows import NOT_MEASURED, Row, rate, seconds, spread
 
@@ -153,7 +154,7 @@ def _cautions(results: Mapping[str, Any]) -> list[str]:
     cautions = []
     if results["scale"]["name"] != "full":
         cautions.append(f"this is the {results['scale']['name']} suite, not the full one")
-    if (found["holdfast"]["commit"] or "").endswith("-dirty"):
+    if is_changed(found["holdfast"]["commit"]):
         cautions.append("the code had changes that are in no commit")
     if found["load_average_before"] > found["cores"] / 2:
         cautions.append("the machine was busy with other things")

@@ -49,11 +49,11 @@ def measure_pairs(
     what = (suite.folder, nbytes, scale.resharded_tensors)
     try:
         for size in savers:
-            answers = ranks(size).run(_save, *what, scale.fewest_rounds, deadline=DEADLINE)
+            answers = ranks(size).run(_save, *what, scale.rounds, deadline=DEADLINE)
             add_both(measures, f"{part} save by {size}", f"{part}: save by {size}", nbytes, answers)
         for before, after in pairs:
             key, title = f"{part} {before} to {after}", f"{part}: {before} to {after}"
-            answers = ranks(after).run(_load, *what, scale.fewest_rounds, before, deadline=DEADLINE)
+            answers = ranks(after).run(_load, *what, scale.rounds, before, deadline=DEADLINE)
             add_both(measures, key, title, nbytes, answers)
             suite.facts[key] = _sum(ranks(after).run(_load_and_count, *what, before))
     finally:

@@ -62,6 +62,7 @@ PARTS: dict[str, Callable[[Suite], None]] = {
 def main(argv: Sequence[str] | None = None, ranks: RankPool | None = None) -> None:
     args = parse_arguments(argv)
     scale = SCALES[args.scale]
+    refuse_changed_code(args.json)
     refuse_small_disk(args.folder, scale)
     pool = ranks or RankPool()
     try:
@@ -85,6 +86,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--update", action="store_true", help="keep what the file has of other parts, and say so")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="only some parts")
     return parser.parse_args(argv)
+
+
+def refuse_changed_code(file: Path) -> None:
+    """Documents are made from the file if it is one of them: nobody could measure again what is in no commit."""
+    if file.resolve().is_relative_to(ROOT / "docs") and machine.is_changed(machine.commit()):
+        sys.exit("the code has changes that are in no commit: commit them, or choose another --json")
 
 
 def refuse_small_disk(folder: Path, scale: Scale) -> None:

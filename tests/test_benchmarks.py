@@ -19,7 +19,7 @@ import holdfast
 from benchmarks import page_cache, probes
 from benchmarks.big_plans import PLANS
 from benchmarks.contenders import LOADING_PEERS, MAKERS, OURS, OURS_DCP, PEERS, STOCK, why_missing
-from benchmarks.document import DOCUMENTS, PLOT, ROOT, write_documents
+from benchmarks.document import DOCUMENTS, PLOT, ROOT, refuse_changed_code, write_documents
 from benchmarks.rank_turns import Taken, add_both
 from benchmarks.report import machine, on_terminal
 from benchmarks.rounds import Allowance, Measure, Turn, measure
@@ -283,6 +283,24 @@ def test_a_document_tells_what_a_run_is_not_worth() -> None:
     assert machine(busy, {}).startswith(
         "**Caution: the code had changes that are in no commit; the machine was busy with other things.**"
     )
+
+
+@pytest.mark.parametrize("changed", ["first", "later"])
+def test_documents_are_not_made_from_code_that_is_in_no_commit(changed: str) -> None:
+    results: dict[str, Any] = {"machine": {"holdfast": {"commit": "abc"}}, "later": [{"commit": "def"}]}
+    refuse_changed_code(results)
+    run = results["later"][0] if changed == "later" else results["machine"]["holdfast"]
+    run["commit"] += "-dirty"
+    with pytest.raises(SystemExit, match=f"{run['commit']}.*commit it"):
+        refuse_changed_code(results)
+
+
+def test_a_measurement_for_the_documents_is_refused_at_once_if_the_code_has_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("benchmarks.machine.commit", lambda: "abc-dirty")
+    with pytest.raises(SystemExit, match="changes that are in no commit"):
+        main(["--json", str(ROOT / "docs" / "performance.json")])
 
 
 def test_what_is_read_twice_is_found() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from holdfast._base.tuning import NOTED_WRITE_BYTES, TRY_AGAIN_AFTER
+from holdfast._base.tuning import FIRST_TRY_AGAIN, NOTED_WRITE_BYTES, TRY_AGAIN_AFTER
 from holdfast._settings import override
 from holdfast._stores import write_ways
 from holdfast._stores.large_files import LargeFile
@@ -36,19 +37,40 @@ def file(tmp_path: Path) -> Iterator[int]:
 
 @pytest.mark.parametrize("faster", list(WriteWay))
 def test_both_ways_are_tried_and_the_faster_one_is_kept_and_now_and_then_compared(file, faster):
+    taken = write_many(file, 300, lambda way, _: 1.0 if way is faster else 1.1)
+    assert taken[:3] == [WriteWay.CACHED, WriteWay.CACHED, WriteWay.DIRECT]
+    others = [number for number, way in enumerate(taken) if way is not faster and number > 2]
+    assert others[0] == FIRST_TRY_AGAIN
+    pauses = [later - earlier for earlier, later in itertools.pairwise(others)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == TRY_AGAIN_AFTER + 1
+    assert pauses[0] < TRY_AGAIN_AFTER
+
+
+@pytest.mark.parametrize("faster", list(WriteWay))
+def test_a_slow_first_file_does_not_decide(file, faster):
+    """The first one of a program gets memory that nobody has used yet, which can take several times as long."""
+    taken = write_many(file, FIRST_TRY_AGAIN, lambda way, number: 5.0 if number == 0 else 1.0 if way is faster else 1.1)
+    assert set(taken[3:]) == {faster}
+
+
+def test_one_file_that_something_else_slows_down_changes_nothing(file):
+    write_many(file, 4, lambda way, _: 1.0 if way is WriteWay.CACHED else 1.1)
+    note_speed(file, WriteWay.CACHED, SIZE, 5.0)
+    assert choose_way(file, SIZE) is WriteWay.CACHED
+
+
+def write_many(file: int, count: int, seconds: Callable[[WriteWay, int], float]) -> list[WriteWay]:
+    """Note files in the ways that are chosen for them, which are returned."""
     taken = []
-    for _ in range(2 * TRY_AGAIN_AFTER + 1):
-        way = choose_way(file, SIZE)
-        taken.append(way)
-        note_speed(file, way, SIZE, 1.0 if way is faster else 1.1)
-    assert set(taken[:2]) == set(WriteWay)
-    others = [number for number, way in enumerate(taken) if way is not faster]
-    assert [number for number in others if number > 1] == [TRY_AGAIN_AFTER, 2 * TRY_AGAIN_AFTER]
+    for number in range(count):
+        taken.append(choose_way(file, SIZE))
+        note_speed(file, taken[-1], SIZE, seconds(taken[-1], number))
+    return taken
 
 
 def test_a_disk_that_changes_is_noticed(file):
-    for way, seconds in ((WriteWay.CACHED, 1.0), (WriteWay.DIRECT, 2.0)):
-        note_speed(file, way, SIZE, seconds)
+    write_many(file, 4, lambda way, _: 1.0 if way is WriteWay.CACHED else 2.0)
     assert choose_way(file, SIZE) is WriteWay.CACHED
     for _ in range(3):
         note_speed(file, WriteWay.CACHED, SIZE, 8.0)

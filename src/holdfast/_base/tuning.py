@@ -30,8 +30,13 @@ WRITE_BACK_BYTES = 8 * MIB
 NOTED_WRITE_BYTES = 16 * MIB
 """Files of so many bytes show how fast a disk is. Of smaller ones the calls cost more than the bytes."""
 
+NOTED_WRITES = 3
+"""The fastest of so many files shows how fast a way of writing is: others may have been slowed down by something else,
+as the first one of a program often is."""
+
+FIRST_TRY_AGAIN = 8
 TRY_AGAIN_AFTER = 50
-"""Files that are written to a disk in the faster way, before the slower one is tried again."""
+"""Files that are written to a disk before the slower way is tried again: at first, and at most later."""
 
 PAGE_CACHE_SHARE = 2
 """The page cache must have room for so many times a file, of what memory is available, for the file to go there. Others

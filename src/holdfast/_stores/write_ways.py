@@ -10,11 +10,18 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from enum import Enum
 from pathlib import Path
 
 from holdfast import _settings as settings
-from holdfast._base.tuning import NOTED_WRITE_BYTES, PAGE_CACHE_SHARE, TRY_AGAIN_AFTER
+from holdfast._base.tuning import (
+    FIRST_TRY_AGAIN,
+    NOTED_WRITE_BYTES,
+    NOTED_WRITES,
+    PAGE_CACHE_SHARE,
+    TRY_AGAIN_AFTER,
+)
 
 
 class WriteWay(Enum):
@@ -33,21 +40,25 @@ class _Disk:
     """How fast files were written to one disk."""
 
     def __init__(self) -> None:
-        self._speeds: dict[WriteWay, float] = {}
+        self._speeds: dict[WriteWay, deque[float]] = {way: deque(maxlen=NOTED_WRITES) for way in WriteWay}
         self._files = 0
+        self._try_again_at = FIRST_TRY_AGAIN
 
     def choose(self) -> WriteWay:
-        """The faster way, or one to be tried."""
-        for way in WriteWay:
-            if way not in self._speeds:
-                return way
-        faster = max(self._speeds, key=self._speeds.__getitem__)
-        return faster.other if self._files % TRY_AGAIN_AFTER == 0 else faster
+        """The faster way, or one to be tried. The first file of a program says little: it is slow in any way."""
+        if len(self._speeds[WriteWay.CACHED]) < 2:
+            return WriteWay.CACHED
+        if not self._speeds[WriteWay.DIRECT]:
+            return WriteWay.DIRECT
+        faster = max(WriteWay, key=lambda way: max(self._speeds[way]))
+        return faster.other if self._files >= self._try_again_at else faster
 
     def note(self, way: WriteWay, speed: float) -> None:
-        """A file was written so many bytes per second. What was seen last counts for half of what is known."""
+        """A file was written so many bytes per second."""
         self._files += 1
-        self._speeds[way] = (self._speeds.get(way, speed) + speed) / 2
+        self._speeds[way].append(speed)
+        if self._files > self._try_again_at:
+            self._try_again_at = self._files + min(self._files, TRY_AGAIN_AFTER)
 
 
 _disks: dict[int, _Disk] = {}
