@@ -49,11 +49,11 @@ def measure_pairs(
     what = (suite.folder, nbytes, scale.resharded_tensors)
     try:
         for size in savers:
-            answers = ranks(size).run(_save, *what, scale.rounds, deadline=DEADLINE)
+            answers = ranks(size).run(_save, *what, scale.most_rounds, deadline=DEADLINE)
             add_both(measures, f"{part} save by {size}", f"{part}: save by {size}", nbytes, answers)
         for before, after in pairs:
             key, title = f"{part} {before} to {after}", f"{part}: {before} to {after}"
-            answers = ranks(after).run(_load, *what, scale.rounds, before, deadline=DEADLINE)
+            answers = ranks(after).run(_load, *what, scale.most_rounds, before, deadline=DEADLINE)
             add_both(measures, key, title, nbytes, answers)
             suite.facts[key] = _sum(ranks(after).run(_load_and_count, *what, before))
     finally:
@@ -118,6 +118,8 @@ def _by_turns(folder: Path, rounds: int, turn: Callable[[str], Taken | str]) -> 
     answers: Answers = {name: [] for name in NAMES}
     with quietly():
         _first_calls(folder)
+        for name in NAMES:
+            turn(name)  # which gets the memory that the others use again
         for number in range(rounds):
             for name in NAMES if number % 2 else reversed(NAMES):
                 answers[name].append(turn(name))

@@ -56,8 +56,8 @@ class Settings:
     system says which machine it is, and the launcher how many ranks each has (``LOCAL_WORLD_SIZE``)."""
 
     page_cache: PageCache = "auto"
-    """Whether large files are written to disks through the page cache or past it. ``auto`` tries both and goes on with
-    the faster one; files for which there is not enough memory go past it."""
+    """Whether large files are written to disks through the page cache and stay in it (``use``), or past it (``avoid``).
+    ``auto`` tries to go past it and through a little of it, and goes on with what was faster."""
 
     def __post_init__(self) -> None:
         for knob in fields(self):

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import itertools
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from holdfast._base.tuning import FIRST_TRY_AGAIN, NOTED_WRITE_BYTES, TRY_AGAIN_AFTER
+from holdfast._base.tuning import (
+    CACHED_WRITE_BYTES,
+    FIRST_TRY_AGAIN,
+    LEFT_IN_PAGE_CACHE,
+    MIB,
+    NOTED_WRITE_BYTES,
+    TRY_AGAIN_AFTER,
+    WRITE_BACK_BYTES,
+)
 from holdfast._settings import override
-from holdfast._stores import write_ways
+from holdfast._stores import direct_files, write_ways
+from holdfast._stores.direct_files import count_cached_pages
 from holdfast._stores.large_files import LargeFile
 from holdfast._stores.local_store import LocalStore
-from holdfast._stores.write_ways import WriteWay, available_memory, choose_way, note_speed
+from holdfast._stores.write_ways import WriteWay, choose_way, note_speed
 from tests.stores.test_direct_files import direct_disk, is_cached
 
 __all__ = ["direct_disk"]
@@ -25,7 +38,6 @@ SIZE = 2 * NOTED_WRITE_BYTES
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_ways, "_disks", {})
-    monkeypatch.setattr(write_ways, "available_memory", lambda: float("inf"))
     monkeypatch.delenv("HOLDFAST_PAGE_CACHE", raising=False)
 
 
@@ -57,30 +69,30 @@ def test_a_slow_first_file_does_not_decide(file, faster):
 def test_one_file_that_something_else_slows_down_changes_nothing(file):
     write_many(file, 4, lambda way, _: 1.0 if way is WriteWay.CACHED else 1.1)
     note_speed(file, WriteWay.CACHED, SIZE, 5.0)
-    assert choose_way(file, SIZE) is WriteWay.CACHED
+    assert choose_way(file) is WriteWay.CACHED
 
 
 def write_many(file: int, count: int, seconds: Callable[[WriteWay, int], float]) -> list[WriteWay]:
     """Note files in the ways that are chosen for them, which are returned."""
     taken = []
     for number in range(count):
-        taken.append(choose_way(file, SIZE))
+        taken.append(choose_way(file))
         note_speed(file, taken[-1], SIZE, seconds(taken[-1], number))
     return taken
 
 
 def test_a_disk_that_changes_is_noticed(file):
     write_many(file, 4, lambda way, _: 1.0 if way is WriteWay.CACHED else 2.0)
-    assert choose_way(file, SIZE) is WriteWay.CACHED
+    assert choose_way(file) is WriteWay.CACHED
     for _ in range(3):
         note_speed(file, WriteWay.CACHED, SIZE, 8.0)
-    assert choose_way(file, SIZE) is WriteWay.DIRECT
+    assert choose_way(file) is WriteWay.DIRECT
 
 
 def test_small_files_say_nothing_about_a_disk(file):
     for _ in range(3):
-        note_speed(file, choose_way(file, NOTED_WRITE_BYTES - 1), NOTED_WRITE_BYTES - 1, 1.0)
-    assert choose_way(file, SIZE) is WriteWay.CACHED
+        note_speed(file, choose_way(file), NOTED_WRITE_BYTES - 1, 1.0)
+    assert choose_way(file) is WriteWay.CACHED
 
 
 def test_what_a_file_took_until_it_was_on_the_disk_is_noted(tmp_path, monkeypatch):
@@ -97,34 +109,13 @@ def test_what_a_file_took_until_it_was_on_the_disk_is_noted(tmp_path, monkeypatc
     assert noted == expected
 
 
-def test_what_was_written_through_the_page_cache_is_still_there(direct_disk):
+def test_what_is_wished_to_stay_in_the_page_cache_is_still_there(direct_disk):
     with override(page_cache="use"):
-        LocalStore(direct_disk).put("used", bytes(SIZE))
+        LocalStore(direct_disk).put("used", bytes(2 * LEFT_IN_PAGE_CACHE))
     with override(page_cache="avoid"):
         LocalStore(direct_disk).put("avoided", bytes(SIZE))
     assert is_cached(direct_disk / "used")
     assert not is_cached(direct_disk / "avoided")
-
-
-def test_a_file_for_which_there_is_not_enough_memory_goes_past_the_page_cache(file, monkeypatch):
-    monkeypatch.setattr(write_ways, "available_memory", lambda: 2 * SIZE)
-    assert choose_way(file, SIZE) is WriteWay.CACHED
-    assert choose_way(file, SIZE + 1) is WriteWay.DIRECT
-    with override(page_cache="use"):
-        assert choose_way(file, SIZE + 1) is WriteWay.CACHED
-
-
-def test_available_memory_is_the_least_that_the_machine_and_the_container_have(tmp_path):
-    system, group = tmp_path / "meminfo", tmp_path / "group"
-    assert available_memory(system, group) == float("inf")
-    system.write_text("MemTotal:       24684100 kB\nMemAvailable:       1000 kB\n")
-    assert available_memory(system, group) == 1000 * 1024
-    group.mkdir()
-    (group / "memory.max").write_text("max\n")
-    (group / "memory.stat").write_text("anon 100000\nfile 5\nshmem 24000\n")
-    assert available_memory(system, group) == 1000 * 1024
-    (group / "memory.max").write_text("500000\n")
-    assert available_memory(system, group) == 500_000 - 124_000
 
 
 def test_the_system_is_told_early_to_write_back_and_only_what_it_has_not_been_told(tmp_path, monkeypatch):
@@ -140,3 +131,58 @@ def test_the_system_is_told_early_to_write_back_and_only_what_it_has_not_been_to
     assert [begin for begin, _ in told] == [0, *(begin + size for begin, size in told[:-1])]
     assert sum(size for _, size in told) == SIZE
     assert os.path.getsize(tmp_path / "file") == SIZE
+
+
+def test_a_file_that_goes_through_the_page_cache_takes_little_of_it_and_leaves_nothing(direct_disk, monkeypatch):
+    largest = 0
+    written = os.pwrite
+
+    def pwrite(descriptor: int, *arguments: Any) -> int:
+        nonlocal largest
+        count = written(descriptor, *arguments)
+        largest = max(largest, (count_cached_pages(descriptor, 0, 1 << 40) or 0) * mmap.PAGESIZE)
+        return count
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    content = os.urandom(MIB) * (3 * LEFT_IN_PAGE_CACHE // MIB) + b"end"
+    LocalStore(direct_disk).put("file", content)
+    assert (direct_disk / "file").read_bytes() == content
+    os.truncate(direct_disk / "file", 0)  # what was just read is in the page cache
+    LocalStore(direct_disk).put("other", content)
+    assert LEFT_IN_PAGE_CACHE <= largest <= LEFT_IN_PAGE_CACHE + WRITE_BACK_BYTES + CACHED_WRITE_BYTES
+    assert not is_cached(direct_disk / "other")
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_what_the_disk_reports_of_early_write_back_is_raised(tmp_path, monkeypatch, code):
+    """The system reports it once: a flush after that would succeed."""
+    calls = sync_file_range_that_fails(monkeypatch, code)
+    with pytest.raises(OSError, match=str(tmp_path / "file")) as raised:
+        LocalStore(tmp_path).put("file", bytes(2 * LEFT_IN_PAGE_CACHE))
+    assert raised.value.errno == code
+    assert not (tmp_path / "file").exists()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EINVAL, errno.ESPIPE])
+def test_file_systems_that_cannot_write_back_a_part_get_all_bytes(tmp_path, monkeypatch, code):
+    calls = sync_file_range_that_fails(monkeypatch, code)
+    content = bytes(2 * LEFT_IN_PAGE_CACHE)
+    LocalStore(tmp_path).put("file", content)
+    assert (tmp_path / "file").read_bytes() == content
+    assert calls
+
+
+def sync_file_range_that_fails(monkeypatch: pytest.MonkeyPatch, code: int) -> list[int]:
+    """Where it waits, which is noted. It is told how to fail, as no disk here can be."""
+    calls: list[int] = []
+
+    def fail(_: int, begin: int, __: int, flags: int) -> int:
+        if flags != 7:
+            return 0
+        calls.append(begin)
+        ctypes.set_errno(code)
+        return -1
+
+    monkeypatch.setattr(direct_files, "_sync_file_range", fail)
+    return calls

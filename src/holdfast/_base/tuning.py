@@ -24,8 +24,13 @@ CACHED_WRITE_BYTES = MIB
 """A write to the page cache: what was put together for it is still in the processor's cache when it is copied. Writes
 of 2 MiB and more have Linux look for pages of that size, which can take longer than all the rest."""
 
-WRITE_BACK_BYTES = 8 * MIB
+WRITE_BACK_BYTES = 4 * MIB
 """What the system is told at once to write from the page cache to the disk."""
+
+LEFT_IN_PAGE_CACHE = 32 * MIB
+"""What a file that is being written takes of the page cache: enough for the disk to be busy, and so little that the
+same memory is used again and again. To find more can cost several times as much as to fill it: where others must give
+it up for that, and on virtual machines that have never used it."""
 
 NOTED_WRITE_BYTES = 16 * MIB
 """Files of so many bytes show how fast a disk is. Of smaller ones the calls cost more than the bytes."""
@@ -37,10 +42,6 @@ as the first one of a program often is."""
 FIRST_TRY_AGAIN = 8
 TRY_AGAIN_AFTER = 50
 """Files that are written to a disk before the slower way is tried again: at first, and at most later."""
-
-PAGE_CACHE_SHARE = 2
-"""The page cache must have room for so many times a file, of what memory is available, for the file to go there. Others
-write, too."""
 
 WRITERS = 2
 """Direct writes under way at once. One leaves the disk idle between two writes; more than two gain nothing."""

@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 from holdfast._base.tuning import DIRECT_ALIGNMENT
@@ -56,6 +57,9 @@ def rounded_up(size: int, step: int = DIRECT_ALIGNMENT) -> int:
 
 _HAS_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SYNC_FILE_RANGE_WRITE = 2
+_SYNC_FILE_RANGE_ALL = 7
+"""Write, and wait until that and what was begun before is on the disk."""
+_CANNOT_SYNC_A_RANGE = {errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP}
 _CACHESTAT = 451
 """Its number is the same on all processors. Linux has it from version 6.5 on."""
 
@@ -75,6 +79,24 @@ def begin_to_write_back(descriptor: int, begin: int, size: int) -> None:
     """Let the system write a part of the page cache to the disk now, rather than all of it when the file is flushed."""
     if _sync_file_range is not None:
         _sync_file_range(descriptor, begin, size, _SYNC_FILE_RANGE_WRITE)
+
+
+def write_back_and_let_go(descriptor: int, begin: int, size: int) -> None:
+    """Have a part of the page cache written, and its memory free for what comes next. Raises what the disk reports: the
+    system says so once, and would no longer when the file is flushed."""
+    if _sync_file_range is None:
+        return
+    if _sync_file_range(descriptor, begin, size, _SYNC_FILE_RANGE_ALL) != 0:
+        number = ctypes.get_errno()
+        if number not in _CANNOT_SYNC_A_RANGE:
+            raise OSError(number, os.strerror(number))
+    let_go(descriptor, begin, size)
+
+
+def let_go(descriptor: int, begin: int = 0, size: int = 0) -> None:
+    """What of a part of a file is on the disk, or of all of it, need not stay in the page cache."""
+    with suppress(OSError, AttributeError):  # it is advice, and there are systems without it
+        os.posix_fadvise(descriptor, begin, size, os.POSIX_FADV_DONTNEED)
 
 
 def count_cached_pages(descriptor: int, begin: int, size: int) -> int | None:

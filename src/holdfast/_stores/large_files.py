@@ -1,7 +1,8 @@
 """A large new file of the local disk: through the page cache, or past it while its next bytes are being prepared.
 
 Through the page cache, the system is told early to write to the disk what it has got, so that little is left to be
-flushed in the end. Which of both ways is taken is decided anew for each file (``holdfast._stores.write_ways``).
+flushed in the end, and what is on the disk is let go, so that its memory is used again for what comes next. Which of both
+ways is taken is decided anew for each file (``holdfast._stores.write_ways``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from holdfast._base.threads import some_threads, wait_for_all
 from holdfast._base.tuning import (
     CACHED_WRITE_BYTES,
     DIRECT_ALIGNMENT,
+    LEFT_IN_PAGE_CACHE,
     SMALLEST_BUFFER,
     WRITE_BACK_BYTES,
     WRITE_BUFFER_BYTES,
@@ -27,12 +29,14 @@ from holdfast._stores.direct_files import (
     CANNOT_BE_DIRECT,
     aligned_memory,
     begin_to_write_back,
+    let_go,
     open_directly,
     reserve,
     rounded_up,
+    write_back_and_let_go,
 )
 from holdfast._stores.os_errors import some
-from holdfast._stores.write_ways import WriteWay, choose_way, note_speed
+from holdfast._stores.write_ways import WriteWay, choose_way, note_speed, stays_in_page_cache
 
 
 class LargeFile:
@@ -43,7 +47,7 @@ class LargeFile:
         self._began = time.monotonic()
         reserve(descriptor, size)
         self._direct: int | None = None
-        if choose_way(descriptor, size) is WriteWay.DIRECT:
+        if choose_way(descriptor) is WriteWay.DIRECT:
             self._direct = open_directly(path, descriptor, os.O_WRONLY)
         self.way = WriteWay.CACHED if self._direct is None else WriteWay.DIRECT
         # A write to the page cache is done when the call returns: there is nothing to do beside it.
@@ -60,6 +64,9 @@ class LargeFile:
         self._position = 0
         self._written_back = 0
         """Up to where the system was told to write to the disk what is in the page cache."""
+        self._let_go = 0
+        """Up to where that is no longer in the page cache."""
+        self._stays = stays_in_page_cache()
         self._error: BaseException | None = None
         self._pool = None if self._direct is None else some_threads(WRITERS, "holdfast-write")
         self._writes: list[Future[None]] = []
@@ -103,6 +110,8 @@ class LargeFile:
     def make_durable(self) -> None:
         """Wait until all of it is on the disk, after ``finish``."""
         os.fsync(self._descriptor)
+        if self._let_go:
+            let_go(self._descriptor)
         note_speed(self._descriptor, self.way, self._position, time.monotonic() - self._began)
 
     def close(self) -> None:
@@ -159,6 +168,9 @@ class LargeFile:
         elif position + count - self._written_back >= WRITE_BACK_BYTES:
             begin_to_write_back(self._descriptor, self._written_back, position + count - self._written_back)
             self._written_back = position + count
+            while not self._stays and self._written_back - self._let_go > LEFT_IN_PAGE_CACHE:
+                write_back_and_let_go(self._descriptor, self._let_go, WRITE_BACK_BYTES)
+                self._let_go += WRITE_BACK_BYTES
 
     def _write_directly(self, descriptor: int, view: memoryview, position: int) -> int:
         """Write as much as can be written directly."""

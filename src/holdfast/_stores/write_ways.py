@@ -1,9 +1,10 @@
 """Whether large files are written through the page cache or past it: whichever was faster on the same disk before.
 
 Neither is faster everywhere. The page cache copies everything once more; but on many machines that costs less than what
-a processor has to do to fill memory again that a device has just read, and what was saved is still there for whoever
-loads it next. So a program that saves several times tries both, remembers how fast each was until everything was on the
-disk, and tries the slower one again from time to time. Files that would fill the memory go past the page cache.
+a processor has to do to fill memory again that a device has just read. So a program that saves several times tries
+both, remembers how fast each was until everything was on the disk, and tries the slower one again from time to time.
+
+Either way a large file takes little of the page cache, and drives nothing else out of it, unless it is wished to stay.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ import os
 import threading
 from collections import deque
 from enum import Enum
-from pathlib import Path
 
 from holdfast import _settings as settings
 from holdfast._base.tuning import (
     FIRST_TRY_AGAIN,
     NOTED_WRITE_BYTES,
     NOTED_WRITES,
-    PAGE_CACHE_SHARE,
     TRY_AGAIN_AFTER,
 )
 
@@ -65,15 +64,18 @@ _disks: dict[int, _Disk] = {}
 _lock = threading.Lock()
 
 
-def choose_way(descriptor: int, size: int) -> WriteWay:
-    """How a new file of so many bytes is to be written."""
+def choose_way(descriptor: int) -> WriteWay:
+    """How a new file is to be written."""
     wish = settings.current().page_cache
     if wish != "auto":
         return WriteWay.CACHED if wish == "use" else WriteWay.DIRECT
-    if size * PAGE_CACHE_SHARE > available_memory():
-        return WriteWay.DIRECT
     with _lock:
         return _disks.setdefault(os.fstat(descriptor).st_dev, _Disk()).choose()
+
+
+def stays_in_page_cache() -> bool:
+    """Whether what goes through the page cache is to stay there."""
+    return settings.current().page_cache == "use"
 
 
 def note_speed(descriptor: int, way: WriteWay, size: int, seconds: float) -> None:
@@ -81,28 +83,3 @@ def note_speed(descriptor: int, way: WriteWay, size: int, seconds: float) -> Non
     if size >= NOTED_WRITE_BYTES and seconds > 0:
         with _lock:
             _disks.setdefault(os.fstat(descriptor).st_dev, _Disk()).note(way, size / seconds)
-
-
-def available_memory(system: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> float:
-    """How many bytes the page cache can take without anything being swapped; infinite where nobody says.
-
-    A container may have less than the machine: what it is allowed, without what its programs use.
-    """
-    return min(_of_machine(system), _of_group(group))
-
-
-def _of_machine(system: Path) -> float:
-    try:
-        lines = dict(line.split(":", 1) for line in system.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError, IndexError):
-        return float("inf")
-
-
-def _of_group(group: Path) -> float:
-    try:
-        limit = int((group / "memory.max").read_text())  # "max" if there is none
-        numbers = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return limit - int(numbers["anon"]) - int(numbers["shmem"])
-    except (OSError, KeyError, ValueError):
-        return float("inf")
