@@ -1,8 +1,8 @@
 """A large new file of the local disk: through the page cache, or past it while its next bytes are being prepared.
 
 Through the page cache, the system is told early to write to the disk what it has got, so that little is left to be
-flushed in the end, and what is on the disk is let go, so that its memory is used again for what comes next. Which of both
-ways is taken is decided anew for each file (``holdfast._stores.write_ways``).
+flushed in the end; and what is on the disk is let go, so that its memory is used again for what comes next. Which of
+both ways is taken is decided anew for each file (``holdfast._stores.write_ways``).
 """
 
 from __future__ import annotations
