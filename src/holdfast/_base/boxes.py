@@ -109,6 +109,16 @@ def overlap(
     return tuple(start), tuple(lengths)
 
 
+def contains(outer: BoxLike, inner: BoxLike) -> bool:
+    """Whether all cells of a box are in another one of as many dimensions.
+
+    >>> contains(Box((0, 2), (4, 4)), Box((1, 2), (3, 1)))
+    True
+    """
+    sides = zip(outer.offsets, outer.sizes, inner.offsets, inner.sizes, strict=True)
+    return all(first <= start and start + length <= first + size for first, size, start, length in sides)
+
+
 def overlaps(targets: Sequence[BoxLike], sources: Sequence[BoxLike]) -> list[Overlap]:
     """Every pair of a target and a source that share cells, by target position, then by the source's offsets.
 
@@ -159,6 +169,8 @@ def uncovered(target: BoxLike, pieces: Sequence[BoxLike]) -> Box | None:
     inside = []
     for piece in pieces:
         common = overlap(target.offsets, target.sizes, piece.offsets, piece.sizes)
+        if common == (target.offsets, target.sizes):
+            return None
         if common is not None:
             inside.append(_Span.of(*common))
     gap = _first_gap(_Span.of(target.offsets, target.sizes), inside, 0)

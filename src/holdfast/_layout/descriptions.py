@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
-from holdfast._base.boxes import Box, place_of
+from holdfast._base.boxes import Box, contains, place_of
 from holdfast._base.divisions import Division
 from holdfast._compat.tensors import local_part
 from holdfast._formats.dcp.metadata import MetadataIndex
@@ -134,16 +134,13 @@ class LocalTensor(NamedTuple):
         """A box of the tensor, which is in one of the chunks that this rank holds."""
         if _is_plain(self.value):
             return cast("torch.Tensor", part_of(self.value, box))
-        from holdfast._layout.tensor_items import create_chunk_list, find_tensor_shard
+        from holdfast._layout.tensor_items import local_chunks
 
-        for chunk in create_chunk_list(self.value, key=self.key):
-            inside = all(
-                first <= start and start + length <= first + size
-                for first, size, start, length in zip(chunk.offsets, chunk.sizes, box.offsets, box.sizes, strict=True)
-            )
-            if inside:
-                held = find_tensor_shard(self.value, MetadataIndex(self.key, chunk.offsets))
-                return cast("torch.Tensor", part_of(held.detach(), box, origin=chunk.offsets))
+        for held, data in local_chunks(self.value, key=self.key):
+            if held == box:
+                return data.detach()
+            if contains(held, box):
+                return cast("torch.Tensor", part_of(data.detach(), box, origin=held.offsets))
         raise AssertionError(f"this rank was asked for a part of {self.key!r} that it does not hold: {box}")
 
 
@@ -301,21 +298,17 @@ def _describe_distributed(
     key: str, tensor: Any, stored_dtype: torch.dtype | None, ranks: SavingRanks
 ) -> TensorDescription:
     from holdfast._layout.tensor_items import (
-        create_chunk_list,
-        find_tensor_shard,
         follows_its_placements,
+        local_chunks,
         refuse_if_it_has_no_bytes,
         size_and_dtype,
     )
 
     size, dtype = size_and_dtype(tensor)
-    boxes = tuple(
-        Box(tuple(chunk.offsets), tuple(chunk.sizes))
-        for chunk in create_chunk_list(tensor, key=key)
-        if all(chunk.sizes)
-    )
-    for box in boxes[:1]:
-        refuse_if_it_has_no_bytes(key, find_tensor_shard(tensor, MetadataIndex(key, box.offsets)))
+    held = [(box, data) for box, data in local_chunks(tensor, key=key) if all(box.sizes)]
+    for _, data in held[:1]:
+        refuse_if_it_has_no_bytes(key, data)
+    boxes = tuple(box for box, _ in held)
     shape = tuple(size)
     whole = is_dtensor(tensor) and all(placement.is_replicate() for placement in tensor.placements)
     division = None

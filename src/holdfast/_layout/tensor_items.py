@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from holdfast._base.box_bytes import span_of
+from holdfast._base.boxes import Box
 from holdfast._compat.dtensors import AsyncCollectiveTensor
 from holdfast._compat.sharded_tensors import ShardedTensor
 from holdfast._compat.tensors import is_wrapper_subclass, local_part
@@ -76,6 +77,17 @@ def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tenso
             f"there is none at offset {tuple(index.offset)}"
         )
     return tensor
+
+
+def local_chunks(tensor: torch.Tensor, *, key: str = "") -> list[tuple[Box, torch.Tensor]]:
+    """The boxes that this rank's part of ``tensor`` consists of, each with its local data."""
+    if isinstance(tensor, DTensor) and follows_its_placements(tensor):
+        local = local_tensor(tensor)
+        return [(Box(piece.offsets, piece.sizes), _narrowed(local, piece)) for piece in dtensor_pieces(tensor, key=key)]
+    return [
+        (Box(tuple(chunk.offsets), tuple(chunk.sizes)), find_tensor_shard(tensor, MetadataIndex(key, chunk.offsets)))
+        for chunk in create_chunk_list(tensor, key=key)
+    ]
 
 
 def may_be_replicated(value: Any) -> bool:
@@ -203,11 +215,16 @@ def _local_part(local: torch.Tensor, pieces: list[LocalPiece], index: MetadataIn
         return local
     for piece in pieces:
         if index.offset is not None and tuple(piece.offsets) == tuple(index.offset):
-            for dim, (start, length) in enumerate(zip(piece.local_offsets, piece.sizes, strict=True)):
-                local = local.narrow(dim, start, length)
-            return local
+            return _narrowed(local, piece)
     held = [tuple(piece.offsets) for piece in pieces]
     raise ValueError(f"'{index.fqn}' has chunks at offsets {held} on this rank, none at {index.offset}")
+
+
+def _narrowed(local: torch.Tensor, piece: LocalPiece) -> torch.Tensor:
+    if piece.sizes != local.shape:
+        for dim, (start, length) in enumerate(zip(piece.local_offsets, piece.sizes, strict=True)):
+            local = local.narrow(dim, start, length)
+    return local
 
 
 def _find_local_shard(tensor: ShardedTensor, index: MetadataIndex) -> LocalShard:

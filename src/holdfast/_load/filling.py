@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,13 @@ import torch
 from holdfast._base.boxes import Box, cut, place_of, volume
 from holdfast._base.tuning import COMPARED_BYTES
 from holdfast._compat.sharded_tensors import ShardedTensor
-from holdfast._formats.dcp.metadata import MetadataIndex
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.torch_elements import as_array, as_tensor, torch_dtype
 from holdfast._formats.native.values import numpy_dtype_from
 from holdfast._formats.source import ArrayDestination, DiscardingArray, Into, ReadRequest, Source, WholeReads
 from holdfast._formats.tensor_bytes import has_its_memory
-from holdfast._layout.tensor_items import create_chunk_list, find_tensor_shard, on_this_rank
+from holdfast._layout.descriptions import memory_of
+from holdfast._layout.tensor_items import local_chunks, on_this_rank
 from holdfast.errors import UnsupportedTensorError
 
 # Tensors of a state that are to be filled.
@@ -157,6 +157,38 @@ class Region:
     made: Any = None
     """What a function of the user made for it, if that is to be written and not what is stored."""
 
+    @cached_property
+    def same_memory(self) -> tuple[Any, ...] | None:
+        """What regions in the very same memory have in common; None if there are no elements."""
+        return memory_of(self.memory)
+
+    @cached_property
+    def span(self) -> MemorySpan | None:
+        """Where its memory is; None if there are no elements."""
+        if self.same_memory is None:
+            return None
+        device, address, strides, shape, itemsize = memory_layout(self.memory)
+        ends = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
+        low = address + sum(end for end in ends if end < 0)
+        return MemorySpan(device, low, address + sum(end for end in ends if end > 0) + itemsize)
+
+
+class MemorySpan(NamedTuple):
+    """A part of the memory of a device."""
+
+    device: str
+    begin: int
+    end: int
+    """The address after the last byte."""
+
+
+def memory_layout(memory: Any) -> tuple[str, int, Sequence[int], Sequence[int], int]:
+    """The device, the address, the strides in bytes, the shape and the element size of a tensor or numpy array."""
+    if isinstance(memory, np.ndarray):
+        return "cpu", memory.__array_interface__["data"][0], memory.strides, memory.shape, memory.itemsize
+    size = memory.element_size()
+    return str(memory.device), memory.data_ptr(), [stride * size for stride in memory.stride()], memory.shape, size
+
 
 def regions_of(fill: Fill) -> list[Region]:
     """What this rank holds of a target. Nothing if it is spread over other ranks."""
@@ -165,12 +197,7 @@ def regions_of(fill: Fill) -> list[Region]:
         return [Region(fill, Box((0,) * target.ndim, target.shape), target)] if target.size else []
     if not on_this_rank(target):
         return []
-    found = []
-    for chunk in create_chunk_list(target, key=fill.key):
-        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-        if volume(box.sizes):
-            found.append(Region(fill, box, find_tensor_shard(target, MetadataIndex(fill.key, chunk.offsets)).detach()))
-    return found
+    return [Region(fill, box, data.detach()) for box, data in local_chunks(target, key=fill.key) if volume(box.sizes)]
 
 
 def read_regions(

@@ -13,7 +13,7 @@ import torch
 
 from holdfast._formats.source import Source
 from holdfast._layout.descriptions import memory_of
-from holdfast._load.filling import Region, elements_in, put, small_parts
+from holdfast._load.filling import MemorySpan, Region, elements_in, memory_layout, put, small_parts
 from holdfast._load.findings import LoadFindings
 
 
@@ -32,7 +32,7 @@ def settle_missing_names(found: LoadFindings) -> None:
 
 def once_each(regions: Sequence[Region]) -> list[Region]:
     """One region for all names of the same memory: the first one."""
-    return _first_of_each(regions, lambda region: memory_of(region.memory))
+    return _first_of_each(regions, lambda region: region.same_memory)
 
 
 def conflicts(regions: Sequence[Region], source: Source) -> dict[str, str]:
@@ -58,21 +58,20 @@ def _first_of_each(regions: Sequence[Region], kind: Callable[[Region], Any]) -> 
 
 
 def _memory_and_content(region: Region) -> Any:
-    memory = memory_of(region.memory)
+    memory = region.same_memory
     return None if memory is None or region.made is not None else (memory, region.fill.ref.key, region.box)
 
 
 def _sharing(regions: Sequence[Region]) -> Iterator[tuple[Region, Region]]:
     """Pairs that have elements in common."""
-    spans = sorted((span for region in regions if (span := _span(region)) is not None), key=lambda span: span[:2])
-    open_: list[Any] = []
-    for span in spans:
-        device, begin, _, region = span
-        open_ = [other for other in open_ if other[0] == device and other[2] > begin]
-        for other in open_:
-            if _have_common_elements(other[3], region):
-                yield other[3], region
-        open_.append(span)
+    spans = [(region.span, region) for region in regions if region.span is not None]
+    open_: list[tuple[MemorySpan, Region]] = []
+    for span, region in sorted(spans, key=lambda found: found[0][:2]):
+        open_ = [other for other in open_ if other[0].device == span.device and other[0].end > span.begin]
+        for _, other in open_:
+            if _have_common_elements(other, region):
+                yield other, region
+        open_.append((span, region))
 
 
 def _agree(one: Region, other: Region, source: Source) -> bool:
@@ -87,20 +86,16 @@ def _agree(one: Region, other: Region, source: Source) -> bool:
 
 def _agree_when_written(one: Region, other: Region, source: Source) -> bool:
     """Region both to spare memory that is laid out in the same way, and see whether the first one is still there."""
-    spans = [_span(one), _span(other)]
-    assert spans[0] is not None
-    assert spans[1] is not None
-    start = min(span[1] for span in spans if span is not None)
-    end = max(span[2] for span in spans if span is not None)
+    spans = [span for span in (one.span, other.span) if span is not None]
+    start, end = min(span.begin for span in spans), max(span.end for span in spans)
     scratch = torch.empty(end - start + 16, dtype=torch.uint8, device="cpu")
     views = []
     for region, span in zip((one, other), spans, strict=True):
         memory = region.memory
-        assert span is not None
-        if isinstance(memory, np.ndarray) or (span[1] - start) % memory.element_size():
+        if isinstance(memory, np.ndarray) or (span.begin - start) % memory.element_size():
             return False
         empty = torch.empty(0, dtype=memory.dtype, device="cpu")
-        place = (span[1] - start) // memory.element_size()
+        place = (span.begin - start) // memory.element_size()
         views.append(empty.set_(scratch.untyped_storage(), place, memory.shape, memory.stride()))
     put(views[0], _elements(one, source))
     before = views[0].clone()
@@ -122,33 +117,13 @@ def _same_bits(one: Any, other: Any) -> bool:
 
 
 def _is_same_memory(one: Region, other: Region) -> bool:
-    return memory_of(one.memory) == memory_of(other.memory)
-
-
-def _span(region: Region) -> tuple[str, int, int, Region] | None:
-    """The device, and the addresses of the first byte and of that after the last one."""
-    described = _described(region.memory)
-    if described is None:
-        return None
-    device, address, strides, shape, itemsize = described
-    ends = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
-    low = address + sum(end for end in ends if end < 0)
-    return device, low, address + sum(end for end in ends if end > 0) + itemsize, region
+    return one.same_memory == other.same_memory
 
 
 def host_memory(region: Region) -> tuple[int, int] | None:
     """The addresses of the first byte and of that after the last one, if they are in host memory."""
-    span = _span(region)
-    return None if span is None or span[0] != "cpu" else span[1:3]
-
-
-def _described(memory: Any) -> tuple[str, int, Sequence[int], Sequence[int], int] | None:
-    if memory_of(memory) is None:
-        return None
-    if isinstance(memory, np.ndarray):
-        return "cpu", memory.__array_interface__["data"][0], memory.strides, memory.shape, memory.itemsize
-    size = memory.element_size()
-    return str(memory.device), memory.data_ptr(), [stride * size for stride in memory.stride()], memory.shape, size
+    span = region.span
+    return None if span is None or span.device != "cpu" else span[1:]
 
 
 def _have_common_elements(one: Region, other: Region) -> bool:
@@ -163,9 +138,7 @@ class _Addresses:
     """Memory of any device as far as numpy's arithmetic on addresses needs it. Nothing is ever read through it."""
 
     def __init__(self, memory: Any) -> None:
-        described = _described(memory)
-        assert described is not None
-        _, address, strides, shape, itemsize = described
+        _, address, strides, shape, itemsize = memory_layout(memory)
         self.__array_interface__: Mapping[str, Any] = {
             "version": 3,
             "data": (address, False),

@@ -16,7 +16,7 @@ import torch
 
 from holdfast._background.copy_jobs import Copies, Copy
 from holdfast._background.queues import Lane
-from holdfast._base.boxes import Box
+from holdfast._base.boxes import Box, contains
 from holdfast._formats.tensor_bytes import array_pieces, digest_of_small, tensor_pieces
 from holdfast._layout.descriptions import Bytes, LocalTensor, TensorDescription, digest_pieces, part_of
 from holdfast._save.capture import Captured
@@ -60,11 +60,7 @@ class CopiedTensor(NamedTuple):
 
     def _around(self, box: Box) -> tuple[Box, Any]:
         for held, part in self.parts:
-            inside = all(
-                first <= start and start + length <= first + size
-                for first, size, start, length in zip(held.offsets, held.sizes, box.offsets, box.sizes, strict=True)
-            )
-            if inside:
+            if contains(held, box):
                 return held, part
         raise AssertionError(f"this rank was asked for a part of {self.key!r} that it does not hold: {box}")
 

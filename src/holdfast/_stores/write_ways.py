@@ -44,12 +44,16 @@ class _Disk:
         self._try_again_at = FIRST_TRY_AGAIN
 
     def choose(self) -> WriteWay:
-        """The faster way, or one to be tried. The first file of a program says little: it is slow in any way."""
-        if len(self._speeds[WriteWay.CACHED]) < 2:
+        """The faster way, or one to be tried. The first files of a program say little: they are slow in any way, since
+        they get memory that nobody has used yet."""
+        cached = self._speeds[WriteWay.CACHED]
+        if len(cached) < 2:
             return WriteWay.CACHED
         if not self._speeds[WriteWay.DIRECT]:
             return WriteWay.DIRECT
         faster = max(WriteWay, key=lambda way: max(self._speeds[way]))
+        if faster is WriteWay.DIRECT and len(cached) < NOTED_WRITES:
+            return WriteWay.CACHED  # once more, now that the first files are not to blame
         return faster.other if self._files >= self._try_again_at else faster
 
     def note(self, way: WriteWay, speed: float) -> None:

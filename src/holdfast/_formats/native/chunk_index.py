@@ -123,6 +123,8 @@ class TableIndex:
         self._tables: dict[int, FileTable] = {}
         self._division_of = np.asarray(record.places.division_of, np.int64)
         self._first_of = np.asarray(record.places.first_of, np.int64)
+        self._known_parts: dict[tuple[int, int, tuple[int, ...], Box], _Parts] = {}
+        """Found for tensors of the same shape before, of which models have many."""
 
     def find(self, wanted: Sequence[tuple[int, BoxLike | None]]) -> Sequence[Sequence[StoredChunk]]:
         """The chunks of the parts that share cells with boxes. They are proven to tile these parts."""
@@ -327,11 +329,16 @@ class TableIndex:
         division, first = self._record.places.divisions[number], self._record.places.first_of[tensor]
         if not division.cuts:
             return _Parts([[0] * len(shape)], [list(shape)], self._counted(number, np.array([first])).tolist())
-        numbers = division.overlapping(shape, whole if box is None else box)
-        offsets, sizes = division.boxes(shape, numbers)
-        # With a circle that is large enough these are positions, and not ranks.
-        positions = division._replace(ranks=None).ranks_with(numbers, first=first, world_size=1 << 62)[:, 0]
-        return _Parts(offsets.tolist(), sizes.tolist(), self._counted(number, positions).tolist())
+        asked = number, first, shape, whole if box is None else Box(tuple(box.offsets), tuple(box.sizes))
+        known = self._known_parts.get(asked)
+        if known is None:
+            numbers = division.overlapping(shape, asked[-1])
+            offsets, sizes = division.boxes(shape, numbers)
+            # With a circle that is large enough these are positions, and not ranks.
+            positions = division._replace(ranks=None).ranks_with(numbers, first=first, world_size=1 << 62)[:, 0]
+            known = _Parts(offsets.tolist(), sizes.tolist(), self._counted(number, positions).tolist())
+            self._known_parts[asked] = known
+        return known
 
     def _chunks(self, tensor: int, parts: _Parts) -> list[StoredChunk]:
         """The chunks that parts are stored as."""
