@@ -11,6 +11,7 @@ from holdfast._stores.roots import LocalRoot, MemoryRoot, Root, root_at
 from holdfast._stores.store import (
     BufferedSink,
     CachedReader,
+    InPlaceSink,
     Listed,
     Reader,
     SharedReader,
@@ -30,6 +31,7 @@ __all__ = [
     "CachedReader",
     "FsspecRoot",
     "FsspecStore",
+    "InPlaceSink",
     "Listed",
     "LocalRoot",
     "LocalStore",

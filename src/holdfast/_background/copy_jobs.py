@@ -164,7 +164,7 @@ class Copies:
             copy.twin = self._memory.twin_of(source)
         there.append(copy)
         self._waiting.append(copy)
-        self.nbytes += aligned(bytes_of(source))
+        self.nbytes += aligned(bytes_of(source)) if self._of_their_own else bytes_of(source)
         return copy
 
     def begin(self, pool: ArenaPool, nbytes: int | None = None, *, check: bool = False) -> None:
@@ -172,9 +172,11 @@ class Copies:
 
         ``check`` takes digests now, to be compared with those of the copies.
         """
-        size = self.nbytes if nbytes is None else nbytes
+        size = aligned(self.nbytes if nbytes is None else nbytes)  # which is a whole number of elements of any type
         self._memory = _Memory(pool.lend(size), size, of_their_own=self._of_their_own)
-        for copy in self._waiting:
+        # The largest elements first, so that all are aligned without gaps, as in files: runs of copies are written as
+        # they are.
+        for copy in sorted(self._waiting, key=lambda copy: copy.source.element_size(), reverse=True):
             copy.twin = self._memory.twin_of(copy.source)
             if check:
                 copy.digest = digest_pieces(tensor_pieces(copy.source))
@@ -306,7 +308,7 @@ class _Memory:
     def twin_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor like this one, whose elements are whatever was in memory."""
         begin, nbytes = self._used, bytes_of(tensor)
-        self._used += aligned(nbytes)
+        self._used += nbytes if self._lease is None else aligned(nbytes)
         if nbytes == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         if self._lease is not None:

@@ -92,6 +92,8 @@ class Captured:
     """The keys whose digests are still to be taken, because other ranks may hold the same."""
     kinds: Mapping[str, str] = field(default_factory=dict)
     """The classes of optimizers, by their keys."""
+    is_private: bool = False
+    """Whether the tensors are copies, which nobody changes."""
 
 
 _Whose = Literal["shared", "first rank's", "own"]

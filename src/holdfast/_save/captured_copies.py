@@ -100,7 +100,7 @@ class CapturedCopy:
         for key, parts in self._parts.items():
             made = tuple((box, part.twin if isinstance(part, Copy) else part) for box, part in parts)
             local[key] = CopiedTensor(key, made, self._captured.local[key].stored_dtype)
-        return replace(self._captured, local=local)
+        return replace(self._captured, local=local, is_private=True)
 
 
 def _noted(copies: Copies, local: LocalTensor, box: Any) -> Any:

@@ -141,7 +141,7 @@ class SaveRun:
                 files = write_chunks(
                     self.store,
                     plan.chunks,
-                    bytes_of(captured.local, self.options.memory_budget),
+                    bytes_of(captured.local, self.options.memory_budget, private=captured.is_private),
                     generation=plan.generation,
                     rank=self.ranks.rank,
                     max_file_size=self.options.max_file_size,

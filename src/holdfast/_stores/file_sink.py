@@ -7,10 +7,10 @@ import os
 from holdfast._base.tuning import DIRECT_FROM
 from holdfast._stores.large_files import LargeFile
 from holdfast._stores.os_errors import naming, some
-from holdfast._stores.store import Buffer, BufferedSink
+from holdfast._stores.store import Buffer, InPlaceSink
 
 
-class FileSink(BufferedSink):
+class FileSink(InPlaceSink):
     """A small file is written as it comes. A large one is collected in buffers."""
 
     def __init__(self, descriptor: int, path: str, size: int | None, memory: int | None = None) -> None:
@@ -46,6 +46,16 @@ class FileSink(BufferedSink):
         assert self._large is not None
         self._large.advance(count)
         self.size += count
+
+    def write_in_place(self, view: memoryview) -> bool:
+        """Have the next bytes written from where they are, where that can be."""
+        if self._expected < DIRECT_FROM:
+            return False
+        with naming(self.path):
+            taken = self._large_file().write_in_place(view)
+        if taken:
+            self.size += view.nbytes
+        return taken
 
     def finish(self) -> None:
         """Make everything durable."""

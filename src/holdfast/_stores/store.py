@@ -74,6 +74,14 @@ class BufferedSink(Protocol):
 
 
 @runtime_checkable
+class InPlaceSink(BufferedSink, Protocol):
+    """A sink that can write from memory of others, as long as nobody changes it, which saves all copies."""
+
+    def write_in_place(self, view: memoryview) -> bool:
+        """Take the next bytes, which stay as they are until the sink is closed. False if it cannot: none is taken."""
+
+
+@runtime_checkable
 class CachedReader(Protocol):
     """A reader that knows which bytes can be had without waiting."""
 

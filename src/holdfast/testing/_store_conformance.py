@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast._stores.store import BufferedSink, CachedReader, Listed, SharedReader, Sink, Store
+from holdfast._stores.store import BufferedSink, CachedReader, InPlaceSink, Listed, SharedReader, Sink, Store
 from holdfast.errors import CommitConflictError, DamagedCheckpointError, UnsafePathError
 
 # What a store may have to be faster, as tests: whoever has such a method keeps to the same contract with it.
@@ -48,6 +49,16 @@ class FastMethods:
             lender.advance(4)
             self._write_in_buffers(sink, _CONTENT[4:])
         assert store.read("data") == b"0123" + _CONTENT[4:]
+
+    def test_memory_that_stays_as_it_is_is_written_or_not_taken(self, store: Store) -> None:
+        pages = mmap.mmap(-1, len(_CONTENT))
+        pages[:] = _CONTENT
+        with store.create("data", len(_CONTENT)) as sink:
+            placing = _able(sink, InPlaceSink)
+            for begin, end in itertools.pairwise([0, 4096, 5_000, 1 << 20, 3 << 20, len(_CONTENT)]):
+                if not placing.write_in_place(memoryview(pages)[begin:end]):
+                    sink.write(_CONTENT[begin:end])
+        assert store.read("data") == _CONTENT
 
     def test_what_is_cached_is_read_or_nothing_is_promised(self, store: Store) -> None:
         store.put("data", _CONTENT)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from holdfast._base.commits import Commit
 from holdfast._base.garbage import no_garbage_collection
-from holdfast._base.tuning import MEMORY_BUDGET, SHARE_OF_WRITE_BUFFERS, WRITE_BUFFER_BYTES
+from holdfast._base.tuning import DIRECT_FROM, MEMORY_BUDGET, SHARE_OF_WRITE_BUFFERS, WRITE_BUFFER_BYTES
 from holdfast._formats.native.blocks import Digests, digest_blocks
 from holdfast._formats.native.columns import digest_of
 from holdfast._formats.native.layout import ChunkToWrite, FileLayout, lay_out
@@ -30,7 +30,7 @@ from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.stored_files import StoredFile, TablePlace
 from holdfast._formats.native.stored_parts import StoredParts, places_of
 from holdfast._formats.native.tables import CHECK_BYTES
-from holdfast._stores.store import BufferedSink, Sink, Store, is_unanswered
+from holdfast._stores.store import BufferedSink, InPlaceSink, Sink, Store, is_unanswered
 from holdfast.errors import CheckpointExistsError, IncompleteSaveError, NotAFolderError
 
 logger = logging.getLogger(__name__)
@@ -109,11 +109,17 @@ Gather = Callable[[int, Bytes], tuple[int, int]]
 fit, perhaps none. Returns how many, and how many bytes they took."""
 
 
+Run = Callable[[int], tuple[int, Bytes] | None]
+"""Whole chunks, beginning with the one of that number, whose bytes are one behind the other in memory that nobody
+changes before the file is written: how many, and that memory. None if that one is elsewhere."""
+
+
 class ChunkBytes(NamedTuple):
     """Where the bytes of the chunks of a file come from. They are asked for in the order of the layout."""
 
     pieces: Pieces
     gather: Gather | None = None
+    run: Run | None = None
 
 
 OpenChunks = Callable[[FileLayout], AbstractContextManager[ChunkBytes]]
@@ -173,6 +179,10 @@ def write_data_file(
     buffers.take(np.frombuffer(layout.header, np.uint8))
     number, count = 0, len(layout.chunks)
     while number < count:
+        run = None if given.run is None else given.run(number)
+        if run is not None and buffers.take_in_place(run[1]):
+            number += run[0]
+            continue
         if given.gather is not None:
             gathered, filled = given.gather(number, buffers.rest())
             buffers.filled(filled)
@@ -205,6 +215,7 @@ class _WriteBuffers:
     def __init__(self, sink: Sink, block_bytes: int, memory: int | None, advance: Callable[[int], None] | None) -> None:
         self._sink = sink
         self._lending = sink if isinstance(sink, BufferedSink) else None
+        self._in_place = sink if isinstance(sink, InPlaceSink) else None
         self._advance = advance
         self._block_bytes = block_bytes
         self._memory = memory
@@ -229,6 +240,33 @@ class _WriteBuffers:
             if self._filled == self._buffer.nbytes:
                 self._hand_on()
                 self._begin()
+
+    def take_in_place(self, data: Bytes) -> bool:
+        """The next bytes of the file, which nobody changes any more: whole blocks are written from where they are.
+
+        False, and nothing is taken, if they are not worth it, or if the sink cannot do that.
+        """
+        if self._in_place is None or data.nbytes < DIRECT_FROM:
+            return False
+        first = -self._filled % self._block_bytes
+        last = first + self._whole_blocks(data.nbytes - first)
+        if first:
+            self.take(data[:first])
+        if self._filled:
+            self._hand_on()
+        for begin in range(first, last, WRITE_BUFFER_BYTES):
+            part = data[begin : min(begin + WRITE_BUFFER_BYTES, last)]
+            digests = digest_blocks(part, self._block_bytes)
+            if not self._in_place.write_in_place(part.data):
+                self._in_place = None  # if it is not on whole pages here, then nowhere in the file, as a rule
+                last = begin
+                break
+            self._digests.append(digests)
+            if self._advance is not None:
+                self._advance(part.nbytes)
+        self._begin()
+        self.take(data[last:])
+        return True
 
     def rest(self) -> Bytes:
         """What is free of the buffer, for bytes to be put there."""
