@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,8 +11,9 @@ from holdfast._base.garbage import no_garbage_collection
 from holdfast._base.tuning import MEMORY_BUDGET, PIECE_BYTES, SHARE_OF_A_PIECE
 from holdfast._formats.native.layout import ChunkToWrite, FileLayout
 from holdfast._formats.native.writing import Bytes, ChunkBytes, OpenChunks
-from holdfast._formats.tensor_bytes import gather
+from holdfast._formats.tensor_bytes import SmallTensors, plain_addresses
 from holdfast._layout.descriptions import WritableTensor
+from holdfast._layout.many_descriptions import LocalTensors
 
 
 def bytes_of(local: Mapping[str, WritableTensor], memory_budget: int | None = None) -> OpenChunks:
@@ -25,15 +26,18 @@ def bytes_of(local: Mapping[str, WritableTensor], memory_budget: int | None = No
 
     def open_chunks(layout: FileLayout) -> AbstractContextManager[ChunkBytes]:
         with no_garbage_collection():
-            ends = [*(position for _, position in layout.chunks), layout.table_begin][1:]
-            tensors = [
-                (_stored_as_it_is(local[chunk.key]), end - position)
-                for (chunk, position), end in zip(layout.chunks, ends, strict=True)
-            ]
-        return nullcontext(ChunkBytes(pieces, lambda number, buffer: gather(tensors, number, buffer)))
+            small = SmallTensors(*_in_memory(local, layout.columns.keys), layout.chunk_bytes)
+        return nullcontext(ChunkBytes(pieces, small.gather))
 
     return open_chunks
 
 
-def _stored_as_it_is(held: WritableTensor) -> Any:
-    return held.value if held.stored_dtype is None else None
+def _in_memory(local: Mapping[str, WritableTensor], keys: Sequence[str]) -> tuple[Sequence[Any], Sequence[int]]:
+    """The tensors of chunks, and where those are that are stored as they are in memory."""
+    if isinstance(local, LocalTensors) and local.stored_dtypes is None:  # which has looked at them already
+        positions = [local.positions[key] for key in keys]
+        values, addresses = local.values_in_order, local.addresses
+        return [values[position] for position in positions], [addresses[position] for position in positions]
+    held = [local[key] for key in keys]
+    tensors = [each.value if each.stored_dtype is None else None for each in held]
+    return tensors, plain_addresses(tensors)

@@ -14,39 +14,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 
+from holdfast._base.alike import numbered_by_identity
 from holdfast._base.boxes import Box
 from holdfast._base.divisions import Cut, Division, DivisionNumbers
 from holdfast._base.tuning import SMALLEST_SHARE
-from holdfast._formats.native.layout import ChunkToWrite
-from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.layout import Chunks, ChunkToWrite
+from holdfast._formats.native.refs import TensorRefs
+from holdfast._formats.native.stored_parts import PartsByRule
 from holdfast._layout.descriptions import TensorDescription
-from holdfast._save.agreement import agreed_ties, ref_of
+from holdfast._layout.many_descriptions import Descriptions
+from holdfast._save.agreement import ref_of, ties_of_one
 
 SHARES_OF_A_RANK = 4
 """Parts that are larger than this share of what a rank writes are cut: what is left to be balanced is then smaller."""
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of the checkpoint, and who writes which part of it."""
-
-    ref: TensorRef
-    division: Division
-    """Without copies."""
-    first: int
-    """At which of its ranks counting begins."""
 
 
 @dataclass(frozen=True)
 class SharedPlan:
     """What is stored, by whom. All ranks have the same but for ``chunks``."""
 
-    tensors: Sequence[StoredTensor]
-    chunks: Sequence[ChunkToWrite]
+    tensors: TensorRefs
+    parts: Sequence[PartsByRule]
+    """Of each tensor: who writes which part of it."""
+    chunks: Chunks
     """That this rank writes."""
     ties: Mapping[str, str]
     """Keys that are other names of tensors."""
@@ -78,34 +73,50 @@ def share_out(
 
     Without ``cut_copies`` all of a part is written by one rank: copies that nobody has compared must not be mixed.
     """
-    ties = agreed_ties({described.key: [(0, described)] for described in descriptions})
-    kept = [described for described in descriptions if described.key not in ties] if ties else descriptions
-    refs = [ref_of(described) for described in kept]
-    largest = max(smallest_share, sum(ref.nbytes for ref in refs) // (world_size * SHARES_OF_A_RANK))
+    kept = Descriptions.of(descriptions)
+    ties = ties_of_one(kept)
+    if ties:
+        kept = kept.chosen(np.array([number for number, key in enumerate(kept.keys) if key not in ties], np.int64))
+    refs = [ref_of(like) for like in kept.likes]
+    total = sum(ref.nbytes * count for ref, count in zip(refs, kept.how_often(), strict=True))
+    largest = max(smallest_share, total // (world_size * SHARES_OF_A_RANK))
     kinds: dict[tuple[object, ...], _Kind] = {}
-    kind_of: list[_Kind] = []
+    kind_of_like: list[_Kind] = []
     numbers = DivisionNumbers()
-    for described, ref in zip(kept, refs, strict=True):
+    for described, ref in zip(kept.likes, refs, strict=True):
         division = described.division
         assert division is not None
         known = numbers.of(division), ref.shape, ref.dtype.itemsize, described.from_first_rank
         if known not in kinds:
             rule = division._replace(copies=()) if described.from_first_rank else division
             kinds[known] = _Kind.of(rule, ref.shape, ref.dtype.itemsize, world_size, largest if cut_copies else None)
-        kind_of.append(kinds[known])
+        kind_of_like.append(kinds[known])
+    kind_of = kept.each(kind_of_like)
     choices = _balanced(kind_of, world_size)
-    stored: list[StoredTensor] = []
-    chunks: list[ChunkToWrite] = []
-    for number, (ref, kind, choice) in enumerate(zip(refs, kind_of, choices, strict=True)):
-        stored.append(StoredTensor(ref, kind.division, kind.firsts[choice]))
-        chunks += [
-            ChunkToWrite(number, ref.key, ref.dtype, ref.shape, offsets, sizes)
-            for offsets, sizes in kind.boxes_of(rank, choice)
-        ]
+    stored_as = list(zip(kept.kinds.tolist(), choices, strict=True))
+    parts: dict[tuple[int, int], PartsByRule] = {}
+    boxes: dict[tuple[int, int], list[ChunkToWrite]] = {}
     writes = np.zeros(world_size, np.bool_)
-    for kind, choice in set(zip(kind_of, choices, strict=True)):  # once for all tensors that are stored alike
+    for look in set(stored_as):  # once for all tensors that are stored alike
+        like, choice = look
+        kind, ref = kind_of_like[like], refs[like]
+        parts[look] = PartsByRule(kind.division, kind.firsts[choice])
+        boxes[look] = [ChunkToWrite(0, "", ref.dtype, ref.shape, *box) for box in kind.boxes_of(rank, choice)]
         writes[kind.writers[kind.nbytes > 0, choice]] = True
-    return SharedPlan(stored, chunks, ties, int(writes.sum()))
+    return SharedPlan(
+        TensorRefs(kept.keys, refs, kept.kinds),
+        [parts[look] for look in stored_as],
+        _chunks_of(kept.keys, [boxes[look] for look in stored_as]),
+        ties,
+        int(writes.sum()),
+    )
+
+
+def _chunks_of(keys: Sequence[str], boxes: Sequence[Sequence[ChunkToWrite]]) -> Chunks:
+    """The chunks of tensors with these keys, given what the chunks of each look like."""
+    likes, kinds = numbered_by_identity(chain.from_iterable(boxes))
+    tensors = np.repeat(np.arange(len(keys)), np.fromiter(map(len, boxes), np.int64, len(boxes)))
+    return Chunks([keys[number] for number in tensors.tolist()], likes, kinds, tensors)
 
 
 class _Kind:

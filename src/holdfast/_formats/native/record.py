@@ -19,7 +19,7 @@ from holdfast._formats.native.blocks import refuse
 from holdfast._formats.native.dtypes import DType, dtype_named
 from holdfast._formats.native.names import is_generation
 from holdfast._formats.native.numpy_types import numpy_dtype_from
-from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.refs import TensorRef, TensorRefs
 from holdfast._formats.native.stored_files import (
     LARGEST_FILE,
     MOST_DIMENSIONS,
@@ -290,17 +290,13 @@ def _table(name: str, rows: Iterable[str]) -> str:
 
 def _tensor_rows(record: Record) -> list[str]:
     """What the record says of each tensor; all but the key is put into words once for those that are alike."""
-    alike: dict[Any, str] = {}
-    rows = []
-    places = record.places if record.has_tables else Places((), [0] * len(record.tensors), [0] * len(record.tensors))
-    for tensor, division, first in zip(record.tensors, places.division_of, places.first_of, strict=True):
-        form = (tensor.dtype.name, tensor.shape, tensor.kind, tensor.rank, division, first)
-        if tensor.numpy is None:
-            members = alike.get(form) or alike.setdefault(form, _members_but_key(tensor, division, first))
-        else:  # a list, perhaps
-            members = _members_but_key(tensor, division, first)
-        rows.append(f'{{"key":{encode_basestring_ascii(tensor.key)},{members}')
-    return rows
+    tensors, places = TensorRefs.of(record.tensors), record.places
+    if not record.has_tables:
+        places = Places((), [0] * len(tensors), [0] * len(tensors))
+    looks = list(zip(tensors.kinds.tolist(), places.division_of, places.first_of, strict=True))
+    said = {look: _members_but_key(tensors.likes[look[0]], look[1], look[2]) for look in set(looks)}
+    quoted = map(encode_basestring_ascii, tensors.keys)
+    return [f'{{"key":{key},{said[look]}' for key, look in zip(quoted, looks, strict=True)]
 
 
 def _members_but_key(tensor: TensorRef, division: int, first: int) -> str:

@@ -99,19 +99,17 @@ NO_PLACES = Places((), (), ())
 def places_of(parts: Sequence[StoredParts]) -> Places:
     """What a record says of where tensors are stored."""
     numbers = DivisionNumbers()
-    division_of, first_of = [], []
-    for stored in parts:
+    known: dict[int, tuple[int, int]] = {}  # by identity: thousands of tensors have the very same
+    for stored in {id(stored): stored for stored in parts}.values():
         if isinstance(stored, PartsByList):
-            division_of.append(-1)
-            first_of.append(0)
-            continue
-        division_of.append(numbers.of(stored.division))
-        first_of.append(stored.first)
+            known[id(stored)] = -1, 0
+        else:
+            known[id(stored)] = numbers.of(stored.division), stored.first
     divisions = [division for division in numbers.known if division is not None]
     for division in divisions:
         if division.copies:
             raise ValueError(f"a stored division has each part once, and {division} has copies")
-    return Places(divisions, division_of, first_of)
+    return Places(divisions, [known[id(stored)][0] for stored in parts], [known[id(stored)][1] for stored in parts])
 
 
 def division_rows(divisions: Sequence[Division]) -> tuple[list[str], list[str]]:
