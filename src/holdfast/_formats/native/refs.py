@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -37,6 +37,10 @@ class TensorRefs(AlikeItems[TensorRef]):
 
     def _made(self, like: TensorRef, position: int) -> TensorRef:
         return TensorRef(self.keys[position], like.dtype, like.shape, like.kind, like.numpy, like.rank)
+
+    def __iter__(self) -> Iterator[TensorRef]:
+        likes = self.each([(like.dtype, like.shape, like.kind, like.numpy, like.rank) for like in self.likes])
+        return iter([TensorRef(key, *like) for key, like in zip(self.keys, likes, strict=True)])
 
     @classmethod
     def of(cls, tensors: Sequence[TensorRef]) -> TensorRefs:
