@@ -96,11 +96,3 @@ def numbered(looks: Iterable[Any]) -> tuple[list[Any], Numbers]:
     looks = list(looks)
     numbers = {look: number for number, look in enumerate(dict.fromkeys(looks))}
     return list(numbers), np.fromiter(map(numbers.__getitem__, looks), np.int64, len(looks))
-
-
-def numbered_by_identity(items: Iterable[T]) -> tuple[list[T], Numbers]:
-    """The same for things of which the very same one is there many times; two that are just equal are two."""
-    items = list(items)
-    numbers, which = numbered(map(id, items))
-    by_identity = dict(zip(map(id, items), items, strict=True))
-    return [by_identity[number] for number in numbers], which

@@ -154,20 +154,19 @@ class Matcher:
         prefix = self._dense_prefix(target, stored, path)
         if prefix is None or stored is None:
             return {}
-        candidates = {
+        targets = {
             name: child
             for name, child in parts
             if type(child) in PLAIN and type(name) is str and name.isascii() and (prefix or not name.startswith("["))
         }
-        found = stored.tensors_called(list(candidates))
-        called = {name: pair for name, pair in zip(candidates, found, strict=True) if pair is not None}
-        refs = [ref for _, ref in called.values()]
-        fits = self.found.dense.take_fitting(
-            [prefix + name for name in called], refs, [candidates[name] for name in called]
-        )
-        dense = {name: prefix + name for name in compress(called, fits)}
-        self._note_taken([called[name][0] for name in dense], list(dense.values()))
-        return dense
+        found = stored.tensors_called(list(targets))
+        if None in found:
+            targets = dict(compress(targets.items(), [pair is not None for pair in found]))
+        pairs = [pair for pair in found if pair is not None]
+        keys = [prefix + name for name in targets]
+        fits = self.found.dense.take_fitting(keys, [ref for _, ref in pairs], list(targets.values()))
+        self._note_taken([node for node, _ in compress(pairs, fits)], list(compress(keys, fits)))
+        return dict(compress(zip(targets, keys, strict=True), fits))
 
     def _note_taken(self, nodes: Sequence[StoredNode], keys: Sequence[str]) -> None:
         """Note that tensors of these keys take what is stored at these nodes."""

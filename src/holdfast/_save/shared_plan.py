@@ -19,12 +19,13 @@ from math import prod
 
 import numpy as np
 
-from holdfast._base.alike import numbered_by_identity
+from holdfast._base.alike import Numbers, numbered
 from holdfast._base.boxes import Box
 from holdfast._base.divisions import Cut, Division, DivisionNumbers
 from holdfast._base.tuning import SMALLEST_SHARE
 from holdfast._formats.native.layout import Chunks, ChunkToWrite
 from holdfast._formats.native.refs import TensorRefs
+from holdfast._formats.native.shapes import numbers_of, starts_of
 from holdfast._formats.native.stored_parts import PartsByRule
 from holdfast._layout.descriptions import TensorDescription
 from holdfast._layout.many_descriptions import Descriptions
@@ -93,30 +94,31 @@ def share_out(
         kind_of_like.append(kinds[known])
     kind_of = kept.each(kind_of_like)
     choices = _balanced(kind_of, world_size)
-    stored_as = list(zip(kept.kinds.tolist(), choices, strict=True))
-    parts: dict[tuple[int, int], PartsByRule] = {}
-    boxes: dict[tuple[int, int], list[ChunkToWrite]] = {}
+    looks, which = numbered(zip(kept.kinds.tolist(), choices, strict=True))
+    parts: list[PartsByRule] = []
+    likes: list[list[ChunkToWrite]] = []
     writes = np.zeros(world_size, np.bool_)
-    for look in set(stored_as):  # once for all tensors that are stored alike
-        like, choice = look
+    for like, choice in looks:  # once for all tensors that are stored alike
         kind, ref = kind_of_like[like], refs[like]
-        parts[look] = PartsByRule(kind.division, kind.firsts[choice])
-        boxes[look] = [ChunkToWrite(0, "", ref.dtype, ref.shape, *box) for box in kind.boxes_of(rank, choice)]
+        parts.append(PartsByRule(kind.division, kind.firsts[choice]))
+        likes.append([ChunkToWrite(0, "", ref.dtype, ref.shape, *box) for box in kind.boxes_of(rank, choice)])
         writes[kind.writers[kind.nbytes > 0, choice]] = True
     return SharedPlan(
         TensorRefs(kept.keys, refs, kept.kinds),
-        [parts[look] for look in stored_as],
-        _chunks_of(kept.keys, [boxes[look] for look in stored_as]),
+        [parts[look] for look in which.tolist()],
+        _chunks_of(kept.keys, likes, which),
         ties,
         int(writes.sum()),
     )
 
 
-def _chunks_of(keys: Sequence[str], boxes: Sequence[Sequence[ChunkToWrite]]) -> Chunks:
-    """The chunks of tensors with these keys, given what the chunks of each look like."""
-    likes, kinds = numbered_by_identity(chain.from_iterable(boxes))
-    tensors = np.repeat(np.arange(len(keys)), np.fromiter(map(len, boxes), np.int64, len(boxes)))
-    return Chunks([keys[number] for number in tensors.tolist()], likes, kinds, tensors)
+def _chunks_of(keys: list[str], likes: Sequence[Sequence[ChunkToWrite]], which: Numbers) -> Chunks:
+    """The chunks of tensors with these keys, given what those of a kind of tensors are like, and the kind of each."""
+    counts = np.fromiter(map(len, likes), np.int64, len(likes))
+    kinds = numbers_of(starts_of(counts), counts, which)
+    tensors = np.repeat(np.arange(len(keys)), counts[which])
+    own = keys if len(tensors) == len(keys) and (counts == 1).all() else [keys[number] for number in tensors.tolist()]
+    return Chunks(own, list(chain.from_iterable(likes)), kinds, tensors)
 
 
 class _Kind:
@@ -195,9 +197,13 @@ def _balanced(kinds: Sequence[_Kind], world_size: int) -> list[int]:
     """
     loads = np.zeros(world_size, np.int64)
     choices = [0] * len(kinds)
-    for kind, count in Counter(kind for kind in kinds if len(kind.firsts) == 1).items():
-        loads[kind.writers[:, 0]] += kind.nbytes * count
-    largest = {kind: int(kind.nbytes.max(initial=0)) for kind in set(kinds)}
+    how_often = Counter(kinds)
+    for kind, count in how_often.items():
+        if len(kind.firsts) == 1:
+            loads[kind.writers[:, 0]] += kind.nbytes * count
+    if all(len(kind.firsts) == 1 for kind in how_often):
+        return choices
+    largest = {kind: int(kind.nbytes.max(initial=0)) for kind in how_often}
     to_choose = [number for number, kind in enumerate(kinds) if len(kind.firsts) > 1]
     for number in sorted(to_choose, key=lambda number: -largest[kinds[number]]):
         kind = kinds[number]
