@@ -10,9 +10,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast._base.tuning import SMALL_TENSOR as SMALL
-from holdfast._formats.tensor_bytes import digest_of_small, gather, is_plain_contiguous
+from holdfast._formats.tensor_bytes import SmallTensors, digest_of_small, is_plain_contiguous, plain_addresses
 from tests.dcp.states import bits
 from tests.save.random_states import Drawn, tensors
+
+
+def gather(tensors, first: int, room: np.ndarray) -> tuple[int, int]:
+    """Of pairs of a tensor and the bytes that it is to take."""
+    values = [tensor for tensor, _ in tensors]
+    nbytes = np.array([planned for _, planned in tensors], np.int64)
+    return SmallTensors(values, plain_addresses(values), nbytes).gather(first, room)
 
 
 def content(tensor: torch.Tensor) -> bytes:
@@ -34,7 +41,8 @@ def test_what_is_gathered_are_the_bytes_of_the_next_tensors_and_nothing_else_is_
     assert room[:filled].tobytes() == b"".join(map(content, taken))
     assert set(memory[:16]) | set(memory[16 + filled :]) <= {0xA5}
     if rest:  # it ended for a reason
-        assert not is_plain_contiguous(rest[0]) or filled + len(content(rest[0])) > space
+        is_taken = is_plain_contiguous(rest[0]) and rest[0].numel()
+        assert not is_taken or filled + len(content(rest[0])) > space
 
 
 @given(tensors().map(lambda tensor: Drawn({"tensor": tensor})))
@@ -82,6 +90,29 @@ def test_a_tensor_whose_memory_was_given_back_is_not_taken(left):
     tensor.untyped_storage().resize_(left)
     assert gather([(tensor, 8)], 0, room) == (0, 0)
     assert digest_of_small(tensor) is None
+
+
+@given(st.lists(tensors(), max_size=8).map(lambda drawn: Drawn({str(n): tensor for n, tensor in enumerate(drawn)})))
+def test_many_tensors_are_looked_at_as_one_is(drawn):
+    state = list(drawn.state.values())
+    expected = [tensor.data_ptr() if is_plain_contiguous(tensor) and tensor.numel() else 0 for tensor in state]
+    assert plain_addresses(state) == expected
+
+
+@pytest.mark.parametrize("left", [0, 4, 11, 12])
+def test_many_tensors_are_only_taken_with_all_their_memory(left):
+    tensor = torch.ones(4)[1:3]
+    tensor.untyped_storage().resize_(left)
+    assert bool(plain_addresses([tensor])[0]) == (left == 12)
+
+
+@pytest.mark.parametrize("change", [lambda tensor: tensor.untyped_storage().resize_(0), lambda tensor: tensor.set_()])
+def test_memory_that_was_given_back_after_it_was_looked_at_is_not_taken(change):
+    tensors, room = [torch.ones(1), torch.ones(2), torch.ones(1)], np.zeros(64, np.uint8)
+    small = SmallTensors(tensors, plain_addresses(tensors), np.array([4, 8, 4]))
+    change(tensors[1])
+    assert small.gather(0, room) == (1, 4)
+    assert not room[4:].any()
 
 
 def test_large_tensors_are_left_to_others():

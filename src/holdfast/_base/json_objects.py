@@ -9,10 +9,13 @@ from typing import Any, NoReturn
 from holdfast.errors import DamagedCheckpointError
 
 
-def parse_json_object(data: bytes | str, source: str, part: str | None = None) -> dict[str, Any]:
+def parse_json_object(
+    data: bytes | str, source: str, part: str | None = None, *, instead_of_nan: Any = None
+) -> dict[str, Any]:
     """The JSON object in ``data``, which is the file ``source`` or a ``part`` of it.
 
-    A name that is there twice is refused: which of the two counts would depend on who reads it.
+    A name that is there twice is refused: which of the two counts would depend on who reads it. ``instead_of_nan`` is
+    put where there is a NaN, which JSON has none of: whoever has taken something out can put one there.
 
     >>> parse_json_object(b'{"weight": 1}', "index.json")
     {'weight': 1}
@@ -33,7 +36,11 @@ def parse_json_object(data: bytes | str, source: str, part: str | None = None) -
                 seen.add(name)
         return found
 
-    def refuse_constant(name: str) -> NoReturn:
+    left_out = [] if instead_of_nan is None else [instead_of_nan]
+
+    def constant(name: str) -> Any:
+        if name == "NaN" and left_out:
+            return left_out.pop()
         raise ValueError(f"there is no {name} in JSON")
 
     def finite(digits: str) -> float:
@@ -44,7 +51,7 @@ def parse_json_object(data: bytes | str, source: str, part: str | None = None) -
 
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
-        content = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant, parse_float=finite)
+        content = json.loads(text, object_pairs_hook=unique, parse_constant=constant, parse_float=finite)
     except (ValueError, RecursionError) as error:
         _refuse(source, part, f"is not JSON ({error!s:.200})", type(error).__name__)
     if not isinstance(content, dict):

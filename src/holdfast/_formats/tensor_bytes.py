@@ -60,6 +60,8 @@ def bytes_in_place(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+Numbers = npt.NDArray[np.int64]
+
 _REAL = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8})
 """Types that are neither complex nor quantized, so that there are questions that need not be asked."""
 
@@ -104,30 +106,69 @@ def has_its_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= nbytes and tensor.data_ptr() != 0
 
 
-def gather(tensors: Sequence[tuple[Any, int]], first: int, buffer: npt.NDArray[np.uint8]) -> tuple[int, int]:
-    """Put the bytes of tensors into a buffer, one behind the other, beginning with the ``first`` of them.
+def plain_addresses(values: Sequence[Any]) -> list[int]:
+    """Where the elements of tensors begin that are plain and contiguous and have bytes; 0 for all other values.
 
-    Each comes with its number of bytes. It ends before one that is not small, is not contiguous, has another number
-    of bytes, or for which there is no space. Returns how many there are, and how many bytes they take.
+    The same as to ask ``is_plain_contiguous`` for each, without a call for each.
 
-    >>> buffer = np.zeros(4, np.uint8)
-    >>> gather([(torch.tensor([1, 2], dtype=torch.uint8), 2), (torch.zeros(3), 12)], 0, buffer), buffer.tolist()
-    ((1, 2), [1, 2, 0, 0])
+    >>> plain_addresses([torch.zeros(2, 3).T, torch.zeros(0), None])
+    [0, 0, 0]
     """
-    filled = 0
-    address, space = buffer.ctypes.data, buffer.nbytes
-    for number in range(first, len(tensors)):
-        tensor, nbytes = tensors[number]
-        if (
-            nbytes > SMALL_TENSOR
-            or filled + nbytes > space
-            or not is_plain_contiguous(tensor)
-            or tensor.nbytes != nbytes
+    strided = torch.strided
+    return [
+        value.data_ptr()
+        if type(value) in _PLAIN
+        and value.is_cpu
+        and value.layout is strided
+        and not value.is_nested
+        and value.is_contiguous()
+        and not value.is_neg()
+        and (value.dtype in _REAL or not (value.is_conj() or value.is_quantized))
+        and 0 < value.nbytes <= value.untyped_storage().nbytes()
+        and (not value.storage_offset() or has_its_memory(value))
+        else 0
+        for value in values
+    ]
+
+
+class SmallTensors:
+    """Tensors whose bytes are to be put one behind the other, many at once where they are small."""
+
+    def __init__(self, values: Sequence[Any], addresses: Sequence[int], nbytes: Numbers) -> None:
+        """Each comes with its address as ``plain_addresses`` has it, and with the bytes that it is to take."""
+        self._values = values
+        self._addresses = addresses
+        self._begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(nbytes)])
+        """Counted from the first, and the end of the last."""
+        own = [value.nbytes if address else 0 for value, address in zip(values, addresses, strict=True)]
+        # A tensor that is cut has other bytes than each of its parts.
+        taken = (np.array(own, np.int64) == nbytes) & (nbytes > 0) & (nbytes <= SMALL_TENSOR)
+        self._others = np.append(np.flatnonzero(~taken), len(taken))
+        """The positions of those that have to be written in another way, and the end."""
+
+    def gather(self, first: int, buffer: npt.NDArray[np.uint8]) -> tuple[int, int]:
+        """Put the bytes of tensors into a buffer, beginning with the ``first`` of them.
+
+        It ends before one that is not small or not plain, whose memory is no longer where it was, or for which there is
+        no space. Returns how many there are, and how many bytes they take.
+
+        >>> buffer, tensors = np.zeros(4, np.uint8), [torch.tensor([1, 2], dtype=torch.uint8), torch.zeros(3)]
+        >>> SmallTensors(tensors, plain_addresses(tensors), np.array([2, 12])).gather(0, buffer), buffer.tolist()
+        ((1, 2), [1, 2, 0, 0])
+        """
+        begins = self._begins
+        fitting = int(np.searchsorted(begins, begins[first] + buffer.nbytes, "right")) - 1
+        end = min(fitting, int(self._others[np.searchsorted(self._others, first)]))
+        places = (begins[first : end + 1] + (buffer.ctypes.data - begins[first])).tolist()
+        position = first
+        for value, address, begin, behind in zip(
+            self._values[first:end], self._addresses[first:end], places[:-1], places[1:], strict=True
         ):
-            return number - first, filled
-        move_small(address + filled, tensor.data_ptr(), nbytes)
-        filled += nbytes
-    return len(tensors) - first, filled
+            if value.data_ptr() != address:  # whoever has it may have given back its memory
+                break
+            move_small(begin, address, behind - begin)
+            position += 1
+        return position - first, int(begins[position] - begins[first])
 
 
 def digest_of_small(tensor: torch.Tensor) -> bytes | None:

@@ -154,9 +154,8 @@ def describe(
 ) -> tuple[TensorDescription, LocalTensor]:
     """Describe what this rank has of a tensor or numpy array. ``compare`` if other ranks may have the same."""
     local = LocalTensor(key, value, stored_dtype)
-    dense = _is_dense(value)
-    if dense and (said := _said_of_dense(stored_dtype or value.dtype, value.shape, ranks)) is not None:
-        described = tuple.__new__(TensorDescription, (key, *said))
+    if _is_dense(value) and (said := said_of_dense(stored_dtype or value.dtype, value.shape, ranks)) is not None:
+        described = said._replace(key=key)
     elif isinstance(value, np.ndarray):
         described = _describe_array(key, value)._replace(division=ranks.everywhere)
     elif _is_plain(value):
@@ -250,10 +249,15 @@ def _is_dense(value: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _said_of_dense(dtype: torch.dtype, size: torch.Size, ranks: SavingRanks) -> tuple[Any, ...] | None:
-    """All but the key of a description, made once for tensors that are alike; None for an unknown element type."""
+def said_of_dense(dtype: torch.dtype, size: torch.Size, ranks: SavingRanks) -> TensorDescription | None:
+    """All but the key of a description, made once for tensors that are alike.
+
+    None if they have to be looked at one by one, to say what is wrong with each.
+    """
     known = dtype_of(dtype)
-    return None if known is None else _whole("", known.name, size)._replace(division=ranks.everywhere)[1:]
+    if known is None or len(size) > MOST_DIMENSIONS:
+        return None
+    return _whole("", known.name, size)._replace(division=ranks.everywhere)
 
 
 def _describe_plain(key: str, tensor: torch.Tensor, stored_dtype: torch.dtype | None) -> TensorDescription:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,11 +16,12 @@ import torch
 from holdfast._base.boxes import Box, cut, place_of, volume
 from holdfast._base.tuning import COMPARED_BYTES
 from holdfast._compat.sharded_tensors import ShardedTensor
+from holdfast._formats.native.dtypes import DType
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.native.torch_elements import as_array, as_tensor, torch_dtype
 from holdfast._formats.native.values import numpy_dtype_from
 from holdfast._formats.source import ArrayDestination, DiscardingArray, Into, ReadRequest, Source, WholeReads
-from holdfast._formats.tensor_bytes import has_its_memory
+from holdfast._formats.tensor_bytes import plain_addresses
 from holdfast._layout.descriptions import memory_of
 from holdfast._layout.tensor_items import local_chunks, on_this_rank
 from holdfast.errors import UnsupportedTensorError
@@ -52,30 +54,24 @@ class DenseFills:
     keys: list[str] = field(default_factory=list)
     refs: list[TensorRef] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
-    _types: dict[str, torch.dtype | None] = field(default_factory=dict)
 
     def take(self, key: str, ref: TensorRef, target: torch.Tensor) -> bool:
         """Add a tensor if its memory is just what is stored: in host memory, whole, without gaps, of the same type."""
-        name = ref.dtype.name
-        if name not in self._types:
-            found = torch_dtype(ref.dtype)
-            self._types[name] = None if found is None or found.is_complex else found
-        fits = (
-            target.dtype is self._types[name]
-            and target.is_cpu
-            and not target.is_nested
-            and target.layout is torch.strided
-            and target.shape == ref.shape
-            and target.is_contiguous()
-            and not target.is_neg()
-            and ref.numpy is None
-            and 0 not in ref.shape
-            and has_its_memory(target)
-        )
-        if fits:
-            self.keys.append(key)
-            self.refs.append(ref)
-            self.targets.append(target)
+        return self.take_fitting([key], [ref], [target])[0]
+
+    def take_fitting(
+        self, keys: Sequence[str], refs: Sequence[TensorRef], targets: Sequence[torch.Tensor]
+    ) -> Sequence[bool]:
+        """Add those tensors of which that can be said; which ones these are."""
+        types = {ref.dtype.name: _as_it_is_stored(ref.dtype) for ref in {id(ref.dtype): ref for ref in refs}.values()}
+        fits = [
+            address != 0 and target.dtype is types[ref.dtype.name] and target.shape == ref.shape and ref.numpy is None
+            for address, target, ref in zip(plain_addresses(targets), targets, refs, strict=True)
+        ]
+        everything = all(fits)
+        self.keys += keys if everything else compress(keys, fits)
+        self.refs += refs if everything else compress(refs, fits)
+        self.targets += targets if everything else compress(targets, fits)
         return fits
 
     def fills(self) -> list[Fill]:
@@ -89,27 +85,33 @@ class DenseFills:
         fills = self.fills()
         out = set(positions)
         kept = [fill for position, fill in enumerate(fills) if position not in out]
-        columns = DenseFills([f.key for f in kept], [f.ref for f in kept], [f.target for f in kept], self._types)
+        columns = DenseFills([f.key for f in kept], [f.ref for f in kept], [f.target for f in kept])
         return columns, [fills[position] for position in sorted(out)]
 
     @cached_property
     def reads(self) -> WholeReads:
         """Where all of them go, when there are no more to come. The tensors must stay alive until that is done."""
         count = len(self.targets)
-        addresses = np.fromiter((tensor.data_ptr() for tensor in self.targets), np.int64, count)
+        addresses = np.fromiter([tensor.data_ptr() for tensor in self.targets], np.int64, count)
         if not addresses.all():
             raise _lost_memory(self.keys[int(np.argmin(addresses))])
-        nbytes = np.fromiter((tensor.nbytes for tensor in self.targets), np.int64, count)
+        nbytes = np.fromiter([tensor.nbytes for tensor in self.targets], np.int64, count)
         return WholeReads([ref.key for ref in self.refs], addresses, nbytes)
 
-    @property
+    @cached_property
     def elements(self) -> int:
-        """How many there are in all."""
-        return sum(tensor.numel() for tensor in self.targets)
+        """How many there are in all, when there are no more to come."""
+        return sum([tensor.numel() for tensor in self.targets])
 
     def count_change(self) -> None:
         """Let autograd know that they were changed."""
         torch.autograd.graph.increment_version([tensor for tensor in self.targets if not tensor.is_inference()])
+
+
+def _as_it_is_stored(dtype: DType) -> torch.dtype | None:
+    """The type of tensors that take stored elements of a type as they are."""
+    found = torch_dtype(dtype)
+    return None if found is None or found.is_complex else found
 
 
 def _lost_memory(key: str) -> UnsupportedTensorError:

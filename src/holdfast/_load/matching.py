@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -119,11 +120,16 @@ class Matcher:
         if stored is not None and _is_empty(stored):
             stored.take()  # all that it lacks is reported
         # Most of a state are tensors that fit. They stay what they are, so once they are read nothing is left to do.
-        prefix = self._dense_prefix(target, stored, path)
+        dense = self._match_dense(target, parts, stored, path)
+        if len(dense) == len(parts):
+            self.found.read.update(dict.fromkeys(dense.values()))
+            parts = ()
         children = {}
         for name, child in parts:
-            below = None if stored is None else stored.child(name)
-            if prefix is None or type(child) not in PLAIN or not self._match_dense(child, below, prefix, name):
+            if name in dense:
+                self.found.read[dense[name]] = None
+            else:
+                below = None if stored is None else stored.child(name)
                 children[name] = self.match(child, below, (*path, name))
         if self._live:
             return Template(target, children)
@@ -141,16 +147,38 @@ class Matcher:
         prefix = key_of(path)
         return None if prefix.startswith("[") else f"{prefix}." if path else ""
 
-    def _match_dense(self, target: torch.Tensor, stored: StoredNode | None, prefix: str, name: Any) -> bool:
-        """Match a tensor that takes the stored bytes as they are; False if it is none."""
-        if stored is None or type(name) is not str or not name.isascii():
-            return False
-        ref, key = stored.value, prefix + name
-        if type(ref) is not TensorRef or key.startswith("[") or not self.found.dense.take(key, ref, target):
-            return False
-        stored.take()
-        self._note_read(key, stored)
-        return True
+    def _match_dense(
+        self, target: Any, parts: Sequence[tuple[Any, Any]], stored: StoredNode | None, path: Path
+    ) -> dict[Any, str]:
+        """Match all tensors in a container that take the stored bytes as they are. Returns their names and keys."""
+        prefix = self._dense_prefix(target, stored, path)
+        if prefix is None or stored is None:
+            return {}
+        targets = {
+            name: child
+            for name, child in parts
+            if type(child) in PLAIN and type(name) is str and name.isascii() and (prefix or not name.startswith("["))
+        }
+        found = stored.tensors_called(list(targets))
+        if None in found:
+            targets = dict(compress(targets.items(), [pair is not None for pair in found]))
+        pairs = [pair for pair in found if pair is not None]
+        keys = [prefix + name for name in targets]
+        fits = self.found.dense.take_fitting(keys, [ref for _, ref in pairs], list(targets.values()))
+        self._note_taken([node for node, _ in compress(pairs, fits)], list(compress(keys, fits)))
+        return dict(compress(zip(targets, keys, strict=True), fits))
+
+    def _note_taken(self, nodes: Sequence[StoredNode], keys: Sequence[str]) -> None:
+        """Note that tensors of these keys take what is stored at these nodes."""
+        for node in nodes:
+            node.taken = True
+        identities = list(map(id, nodes))
+        is_first = len(set(identities)) == len(identities) and self._claims.keys().isdisjoint(identities)
+        if is_first and [node.key for node in nodes] == keys:
+            self._claims.update(zip(identities, keys, strict=True))
+            return
+        for node, key in zip(nodes, keys, strict=True):
+            self._note_claim(key, node)
 
     def _match_tensor(self, target: Any, stored: StoredNode | None, path: Path) -> Outcome:
         key = key_of(path)
@@ -365,6 +393,9 @@ class Matcher:
 
     def _note_read(self, key: str, leaf: StoredNode) -> None:
         self.found.read[key] = None
+        self._note_claim(key, leaf)
+
+    def _note_claim(self, key: str, leaf: StoredNode) -> None:
         other = self._claims.setdefault(id(leaf), key)
         if other != key:
             self.found.misfits[key] = (

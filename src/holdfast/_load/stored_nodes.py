@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -142,6 +142,12 @@ class StoredNode:
         if not isinstance(name, str):
             return None
         return self._nested(name) or self._without_wrappers(name)
+
+    def tensors_called(self, names: Sequence[str]) -> list[tuple[StoredNode, TensorRef] | None]:
+        """The tensors below that a state calls so, as ``child`` finds them; None where there is something else."""
+        children = self.children
+        found = [children.get(name) or self.child(name) for name in names]
+        return [(node, node._value) if node is not None and type(node._value) is TensorRef else None for node in found]
 
     def _below(self, name: str) -> Mapping[str, StoredNode]:
         """What has ``name`` and a dot before its own name."""

@@ -14,7 +14,8 @@ from holdfast._base.tiling import refuse_bad_tiling, tiling_problems
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.layout import ChunkToWrite
 from holdfast._formats.native.refs import TensorRef
-from holdfast._layout.descriptions import TensorDescription, WritableTensor, address_of, memory_of
+from holdfast._layout.descriptions import TensorDescription, address_of, memory_of
+from holdfast._layout.many_descriptions import Descriptions, LocalTensors
 from holdfast._layout.owners import balanced_owners
 from holdfast._ranks.differences import Differing, differing, refuse_different_kinds
 
@@ -27,22 +28,39 @@ from holdfast._ranks.differences import Differing, differing, refuse_different_k
 # it has.
 
 
-def noted_ties(descriptions: list[TensorDescription], local: Mapping[str, WritableTensor]) -> list[TensorDescription]:
+def noted_ties(descriptions: Descriptions, local: LocalTensors) -> Descriptions:
     """One rank's descriptions, with those that are further names of the same memory, stored alike, marked as such."""
-    addresses = [address_of(local[description.key].value) for description in descriptions]
-    how_often = Counter(addresses)
-    if len(how_often) == len(addresses):
+    values = local.values_in_order
+    addresses = [address or address_of(value) for address, value in zip(local.addresses, values, strict=True)]
+    if len(set(addresses)) == len(addresses):
         return descriptions
+    how_often = Counter(addresses)
     first: dict[Any, str] = {}
-    for number, (description, address) in enumerate(zip(descriptions, addresses, strict=True)):
-        memory = memory_of(local[description.key].value) if how_often[address] > 1 else None
+    tied: dict[int, TensorDescription] = {}
+    for number, address in enumerate(addresses):
+        memory = memory_of(values[number]) if how_often[address] > 1 else None
         if memory is not None:
+            description = descriptions[number]
             name = first.setdefault(
                 (memory, description.dtype, description.kind, str(description.numpy)), description.key
             )
             if name != description.key:
-                descriptions[number] = description._replace(tied_to=name)
-    return descriptions
+                tied[number] = description._replace(tied_to=name)
+    return descriptions.with_others(tied) if tied else descriptions
+
+
+def ties_of_one(descriptions: Descriptions) -> dict[str, str]:
+    """The keys that are stored under another one, given what one rank holds, or all of them alike."""
+    names = {like.tied_to for like in descriptions.likes if like.tied_to is not None}
+    if not names:
+        return {}
+    is_tied = descriptions.each([like.tied_to is not None for like in descriptions.likes])
+    positions = [
+        position
+        for position, (key, tied) in enumerate(zip(descriptions.keys, is_tied, strict=True))
+        if tied or key in names
+    ]
+    return agreed_ties({descriptions.keys[position]: [(0, descriptions[position])] for position in positions})
 
 
 def agreed_ties(by_key: Mapping[str, Sequence[tuple[int, TensorDescription]]]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -17,9 +17,9 @@ from holdfast._formats.native.refs import Slot, UnregisteredValue
 from holdfast._formats.native.registered_types import registered_type, registrable_kind
 from holdfast._formats.native.trees import NOTHING, children_of, part_of, pruned
 from holdfast._formats.native.values import Encoder, Path, key_of
+from holdfast._formats.tensor_bytes import plain_addresses
 from holdfast._layout import tensor_kinds as partitioned
 from holdfast._layout.descriptions import (
-    LocalTensor,
     SavingRanks,
     TensorDescription,
     WritableTensor,
@@ -27,6 +27,7 @@ from holdfast._layout.descriptions import (
     dtype_of_whole,
     others_may_have_it,
 )
+from holdfast._layout.many_descriptions import Descriptions, LocalTensors, describe_dense
 from holdfast._save.agreement import noted_ties
 from holdfast._save.options import CheckedOptions
 from holdfast._state.expanding import Expanded, expand
@@ -86,7 +87,7 @@ class Captured:
     """Its typed value, with slots where every rank has a value of its own."""
     own: Mapping[str, Any]
     """The typed values for the slots, by name."""
-    descriptions: list[TensorDescription]
+    descriptions: Sequence[TensorDescription]
     local: Mapping[str, WritableTensor]
     to_compare: frozenset[str] = frozenset()
     """The keys whose digests are still to be taken, because other ranks may hold the same."""
@@ -99,8 +100,13 @@ class Captured:
 _Whose = Literal["shared", "first rank's", "own"]
 """Shared: all ranks that have one should have the same."""
 
-_Tensor = tuple[str, Any, _Whose]
-"""The key and the value of a tensor or numpy array of the state."""
+
+class _Tensors(NamedTuple):
+    """The tensors and numpy arrays of a state, in columns."""
+
+    keys: list[str]
+    values: list[Any]
+    whose: list[_Whose]
 
 
 class _Encoded(NamedTuple):
@@ -108,7 +114,7 @@ class _Encoded(NamedTuple):
 
     tree: Any
     own: Mapping[str, Any]
-    tensors: list[_Tensor]
+    tensors: _Tensors
 
 
 @dataclass(frozen=True)
@@ -145,58 +151,81 @@ class Capture:
         if not self.selection.is_everything:
             expanded = select(expanded, self.selection, self.rank)
         encoded = self._encoded(expanded)
-        descriptions, local = self._described(encoded.tensors)
+        local = self._local(encoded.tensors)
+        descriptions = self._described(encoded.tensors, local)
         to_compare = self._to_compare(encoded.tensors, descriptions) if self.compare_later else frozenset()
         kinds = {readable(path): kind for path, kind in expanded.kinds.items()}
         return Captured(encoded.tree, encoded.own, noted_ties(descriptions, local), local, to_compare, kinds)
 
     def _encoded(self, expanded: Expanded) -> _Encoded:
         """The state as typed values, and the tensors that were met on the way."""
-        met: list[tuple[Path, Any]] = []
+        paths: list[Path] = []
+        values: list[Any] = []
 
         def meet(path: Path, tensor: Any) -> None:
-            met.append((path, tensor))
+            paths.append(path)
+            values.append(tensor)
 
         encoder = Encoder(meet, allow_pickle=self.allow_pickle)
         tree = encoder.encode(expanded.tree)
+        keys = encoder.keys()
         of_first = expanded.from_first_rank
-        tensors: list[_Tensor] = [
-            (key, tensor, "first rank's" if of_first and path in of_first else "shared")
-            for key, (path, tensor) in zip(encoder.keys(), met, strict=True)
-        ]
+        whose: list[_Whose] = ["shared"] * len(values)
+        if of_first:
+            whose = ["first rank's" if path in of_first else "shared" for path in paths]
         own = {}
         for name, (path, value) in expanded.slots.items():
-            met.clear()
             own[name] = encoder.encode(value, (*path, self.rank))
-            tensors += [(key, tensor, "own") for key, (_, tensor) in zip(encoder.keys(), met, strict=True)]
-        return _Encoded(tree, own, tensors)
+            keys += encoder.keys()
+        whose += ["own"] * (len(values) - len(whose))
+        return _Encoded(tree, own, _Tensors(keys, values, whose))
 
-    def _described(self, tensors: list[_Tensor]) -> tuple[list[TensorDescription], dict[str, LocalTensor]]:
+    def _local(self, tensors: _Tensors) -> LocalTensors:
+        """The tensors themselves, and where those are whose memory can be taken as it is."""
+        stored_dtypes = None
+        if self.cast:
+            stored_dtypes = [
+                self._stored_dtype(key, value) for key, value in zip(tensors.keys, tensors.values, strict=True)
+            ]
+        return LocalTensors(tensors.keys, tensors.values, plain_addresses(tensors.values), stored_dtypes)
+
+    def _described(self, tensors: _Tensors, local: LocalTensors) -> Descriptions:
         """Describe all tensors, or raise one error for all that cannot be stored."""
-        descriptions: list[TensorDescription] = []
-        local: dict[str, LocalTensor] = {}
+        compare = self.compare_copies and not self.compare_later
+        addresses = local.addresses
+        if compare or tensors.whose.count("shared") < len(tensors.whose):  # each may have something of its own
+            addresses = [
+                address if whose == "shared" and not compare else 0
+                for address, whose in zip(addresses, tensors.whose, strict=True)
+            ]
+        likes, kinds = describe_dense(tensors.values, addresses, local.stored_dtypes, self.ranks)
         refused: list[UnsupportedTensorError] = []
-        for key, value, whose in tensors:
-            stored_dtype = self._stored_dtype(key, value) if self.cast else None
-            compare = self.compare_copies and not self.compare_later and whose == "shared"
+        for position in np.flatnonzero(kinds < 0).tolist():
+            key, value, whose = (column[position] for column in tensors)
             try:
-                description, local[key] = describe(
-                    key, value, stored_dtype=stored_dtype, compare=compare, ranks=self.ranks
+                description, _ = describe(
+                    key,
+                    value,
+                    stored_dtype=local.stored_dtypes[position] if local.stored_dtypes else None,
+                    compare=compare and whose == "shared",
+                    ranks=self.ranks,
                 )
-                descriptions.append(description if whose == "shared" else self._marked(description, value, whose))
+                likes.append(description if whose == "shared" else self._marked(description, value, whose))
             except UnsupportedTensorError as error:
                 refused.append(error)
+            kinds[position] = len(likes) - 1
         if refused:
             raise _all_refused(refused)
-        return descriptions, local
+        return Descriptions(tensors.keys, likes, kinds)
 
-    def _to_compare(self, tensors: list[_Tensor], descriptions: list[TensorDescription]) -> frozenset[str]:
+    def _to_compare(self, tensors: _Tensors, descriptions: Descriptions) -> frozenset[str]:
         if not self.compare_copies:
             return frozenset()
+        have_boxes = descriptions.each([bool(like.boxes) for like in descriptions.likes])
         return frozenset(
             key
-            for (key, value, whose), description in zip(tensors, descriptions, strict=True)
-            if whose == "shared" and description.boxes and others_may_have_it(value)
+            for key, value, whose, has_boxes in zip(*tensors, have_boxes, strict=True)
+            if whose == "shared" and has_boxes and others_may_have_it(value)
         )
 
     def _marked(self, description: TensorDescription, value: Any, whose: _Whose) -> TensorDescription:

@@ -13,19 +13,21 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from holdfast._base.json_parts import dumps
 from holdfast._base.notices import warn_caller
 from holdfast._base.provenance import noted_optimizers, stamp
-from holdfast._formats.native.layout import ChunkToWrite
+from holdfast._formats.native.layout import Chunks, ChunkToWrite
 from holdfast._formats.native.names import new_generation
-from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.refs import TensorRef, TensorRefs
 from holdfast._formats.native.stored_parts import WHOLE, PartsByRule, StoredParts, parts_of_shares
 from holdfast._formats.native.writing import CheckpointContents, Existing, inspect_destination
 from holdfast._layout.descriptions import TensorDescription
+from holdfast._layout.many_descriptions import Descriptions
 from holdfast._ranks.differences import Differing, describe_differing, refuse_differing
-from holdfast._save.agreement import agree, agreed_ties, ref_of
+from holdfast._save.agreement import agree, ref_of, ties_of_one
 from holdfast._save.capture import Captured
 from holdfast._save.common_ground import Ballot, digest_of_layout, digest_of_tree, joined, sum_of_copies
 from holdfast._save.merged_trees import fill_slots, merge_trees, refuse_shared_keys, renamed_tensors, tensor_keys
@@ -70,13 +72,12 @@ class AgreedSave:
         tree = self.agreed.tree
         if any(part.values for part in own):
             tree = _with_own(tree, [part.values for part in own])
+        own_tensors = TensorRefs.of([ref for part in own for ref in part.tensors])
+        own_parts = [PartsByRule(WHOLE, rank) for rank, part in enumerate(own) for _ in part.tensors]
         return replace(
             self.agreed,
-            tensors=[*self.agreed.tensors, *(ref for part in own for ref in part.tensors)],
-            parts=[
-                *self.agreed.parts,
-                *(PartsByRule(WHOLE, rank) for rank, part in enumerate(own) for _ in part.tensors),
-            ],
+            tensors=TensorRefs.of(self.agreed.tensors).followed_by(own_tensors),
+            parts=[*self.agreed.parts, *own_parts],
             tree=renamed_tensors(tree, ties) if ties else tree,
         )
 
@@ -128,10 +129,15 @@ class _Planning:
         shared = layout.shared_out() if self.ranks.world_size == 1 else known_plan(layout)
         # After those of all come those of each rank, of which all have as many.
         number = len(shared.tensors) + self.ranks.rank * outcome.own_tensors
-        chunks = [*shared.chunks, *(chunk._replace(tensor=number + chunk.tensor) for chunk in own_chunks)]
+        own_chunks = [chunk._replace(tensor=number + chunk.tensor) for chunk in own_chunks]
+        chunks = shared.chunks.followed_by(Chunks.of(own_chunks))
         decision = self._decided(shared, existing[0]) if existing else None
         writers = self.ranks.world_size if outcome.own_tensors else shared.writers
         return WritePlan(outcome.generation, chunks, writers, decision, own)
+
+    @property
+    def _descriptions(self) -> Descriptions:
+        return Descriptions.of(self.captured.descriptions)
 
     @property
     def _may_cut(self) -> bool:
@@ -143,13 +149,14 @@ class _Planning:
         """Those that must be the same on all ranks."""
         return self.options.replica_mismatch, self.options.overwrite, self.options.max_file_size
 
-    def _parts(self) -> tuple[list[TensorDescription], OwnPart, list[ChunkToWrite]]:
+    def _parts(self) -> tuple[Descriptions, OwnPart, list[ChunkToWrite]]:
         """What all ranks should have alike, what this one has of its own, and that as chunks."""
-        common = [described for described in self.captured.descriptions if described.rank is None]
+        every = self._descriptions
         if not self.captured.own:
-            return common, _NOTHING, []
-        of_rank = [described for described in self.captured.descriptions if described.rank is not None]
-        ties = agreed_ties({described.key: [(0, described)] for described in of_rank})
+            return every, _NOTHING, []
+        is_own = np.array(every.each([like.rank is not None for like in every.likes]), np.bool_)
+        common, of_rank = every.chosen(np.flatnonzero(~is_own)), every.chosen(np.flatnonzero(is_own))
+        ties = ties_of_one(of_rank)
         kept = [described for described in of_rank if described.key not in ties]
         refs = [ref_of(described) for described in kept]
         chunks = [
@@ -160,7 +167,7 @@ class _Planning:
         return common, OwnPart(self.captured.own, refs, ties), chunks
 
     def _ballot(self, layout: _Layout, own: OwnPart) -> Ballot:
-        agree = all(map(has_a_rule, self.captured.descriptions)) and not self._is_empty(self.captured.tree)
+        agree = all(map(has_a_rule, self._descriptions.likes)) and not self._is_empty(self.captured.tree)
         if self.ranks.world_size == 1:
             return Ballot(b"", agree, len(own.tensors))
         digest = layout.digest + digest_of_tree(self.captured.tree, self.captured.kinds)
@@ -168,9 +175,8 @@ class _Planning:
         return Ballot(digest, agree, len(own.tensors), copies)
 
     def _decided(self, shared: SharedPlan, existing: Existing) -> AgreedSave:
-        refs = [stored.ref for stored in shared.tensors]
-        parts = [PartsByRule(stored.division, stored.first) for stored in shared.tensors]
-        return AgreedSave(existing, self._contents(refs, parts, self.captured.tree, [self.captured.kinds]), shared)
+        contents = self._contents(shared.tensors, shared.parts, self.captured.tree, [self.captured.kinds])
+        return AgreedSave(existing, contents, shared)
 
     def _contents(
         self,

@@ -14,39 +14,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 
+from holdfast._base.alike import Numbers, numbered
 from holdfast._base.boxes import Box
 from holdfast._base.divisions import Cut, Division, DivisionNumbers
 from holdfast._base.tuning import SMALLEST_SHARE
-from holdfast._formats.native.layout import ChunkToWrite
-from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.layout import Chunks, ChunkToWrite
+from holdfast._formats.native.refs import TensorRefs
+from holdfast._formats.native.shapes import numbers_of, starts_of
+from holdfast._formats.native.stored_parts import PartsByRule
 from holdfast._layout.descriptions import TensorDescription
-from holdfast._save.agreement import agreed_ties, ref_of
+from holdfast._layout.many_descriptions import Descriptions
+from holdfast._save.agreement import ref_of, ties_of_one
 
 SHARES_OF_A_RANK = 4
 """Parts that are larger than this share of what a rank writes are cut: what is left to be balanced is then smaller."""
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of the checkpoint, and who writes which part of it."""
-
-    ref: TensorRef
-    division: Division
-    """Without copies."""
-    first: int
-    """At which of its ranks counting begins."""
 
 
 @dataclass(frozen=True)
 class SharedPlan:
     """What is stored, by whom. All ranks have the same but for ``chunks``."""
 
-    tensors: Sequence[StoredTensor]
-    chunks: Sequence[ChunkToWrite]
+    tensors: TensorRefs
+    parts: Sequence[PartsByRule]
+    """Of each tensor: who writes which part of it."""
+    chunks: Chunks
     """That this rank writes."""
     ties: Mapping[str, str]
     """Keys that are other names of tensors."""
@@ -78,34 +74,51 @@ def share_out(
 
     Without ``cut_copies`` all of a part is written by one rank: copies that nobody has compared must not be mixed.
     """
-    ties = agreed_ties({described.key: [(0, described)] for described in descriptions})
-    kept = [described for described in descriptions if described.key not in ties] if ties else descriptions
-    refs = [ref_of(described) for described in kept]
-    largest = max(smallest_share, sum(ref.nbytes for ref in refs) // (world_size * SHARES_OF_A_RANK))
+    kept = Descriptions.of(descriptions)
+    ties = ties_of_one(kept)
+    if ties:
+        kept = kept.chosen(np.array([number for number, key in enumerate(kept.keys) if key not in ties], np.int64))
+    refs = [ref_of(like) for like in kept.likes]
+    total = sum(ref.nbytes * count for ref, count in zip(refs, kept.how_often(), strict=True))
+    largest = max(smallest_share, total // (world_size * SHARES_OF_A_RANK))
     kinds: dict[tuple[object, ...], _Kind] = {}
-    kind_of: list[_Kind] = []
+    kind_of_like: list[_Kind] = []
     numbers = DivisionNumbers()
-    for described, ref in zip(kept, refs, strict=True):
+    for described, ref in zip(kept.likes, refs, strict=True):
         division = described.division
         assert division is not None
         known = numbers.of(division), ref.shape, ref.dtype.itemsize, described.from_first_rank
         if known not in kinds:
             rule = division._replace(copies=()) if described.from_first_rank else division
             kinds[known] = _Kind.of(rule, ref.shape, ref.dtype.itemsize, world_size, largest if cut_copies else None)
-        kind_of.append(kinds[known])
+        kind_of_like.append(kinds[known])
+    kind_of = kept.each(kind_of_like)
     choices = _balanced(kind_of, world_size)
-    stored: list[StoredTensor] = []
-    chunks: list[ChunkToWrite] = []
-    for number, (ref, kind, choice) in enumerate(zip(refs, kind_of, choices, strict=True)):
-        stored.append(StoredTensor(ref, kind.division, kind.firsts[choice]))
-        chunks += [
-            ChunkToWrite(number, ref.key, ref.dtype, ref.shape, offsets, sizes)
-            for offsets, sizes in kind.boxes_of(rank, choice)
-        ]
+    looks, which = numbered(zip(kept.kinds.tolist(), choices, strict=True))
+    parts: list[PartsByRule] = []
+    likes: list[list[ChunkToWrite]] = []
     writes = np.zeros(world_size, np.bool_)
-    for kind, choice in set(zip(kind_of, choices, strict=True)):  # once for all tensors that are stored alike
+    for like, choice in looks:  # once for all tensors that are stored alike
+        kind, ref = kind_of_like[like], refs[like]
+        parts.append(PartsByRule(kind.division, kind.firsts[choice]))
+        likes.append([ChunkToWrite(0, "", ref.dtype, ref.shape, *box) for box in kind.boxes_of(rank, choice)])
         writes[kind.writers[kind.nbytes > 0, choice]] = True
-    return SharedPlan(stored, chunks, ties, int(writes.sum()))
+    return SharedPlan(
+        TensorRefs(kept.keys, refs, kept.kinds),
+        [parts[look] for look in which.tolist()],
+        _chunks_of(kept.keys, likes, which),
+        ties,
+        int(writes.sum()),
+    )
+
+
+def _chunks_of(keys: list[str], likes: Sequence[Sequence[ChunkToWrite]], which: Numbers) -> Chunks:
+    """The chunks of tensors with these keys, given what those of a kind of tensors are like, and the kind of each."""
+    counts = np.fromiter(map(len, likes), np.int64, len(likes))
+    kinds = numbers_of(starts_of(counts), counts, which)
+    tensors = np.repeat(np.arange(len(keys)), counts[which])
+    own = keys if len(tensors) == len(keys) and (counts == 1).all() else [keys[number] for number in tensors.tolist()]
+    return Chunks(own, list(chain.from_iterable(likes)), kinds, tensors)
 
 
 class _Kind:
@@ -184,9 +197,13 @@ def _balanced(kinds: Sequence[_Kind], world_size: int) -> list[int]:
     """
     loads = np.zeros(world_size, np.int64)
     choices = [0] * len(kinds)
-    for kind, count in Counter(kind for kind in kinds if len(kind.firsts) == 1).items():
-        loads[kind.writers[:, 0]] += kind.nbytes * count
-    largest = {kind: int(kind.nbytes.max(initial=0)) for kind in set(kinds)}
+    how_often = Counter(kinds)
+    for kind, count in how_often.items():
+        if len(kind.firsts) == 1:
+            loads[kind.writers[:, 0]] += kind.nbytes * count
+    if all(len(kind.firsts) == 1 for kind in how_often):
+        return choices
+    largest = {kind: int(kind.nbytes.max(initial=0)) for kind in how_often}
     to_choose = [number for number, kind in enumerate(kinds) if len(kind.firsts) > 1]
     for number in sorted(to_choose, key=lambda number: -largest[kinds[number]]):
         kind = kinds[number]

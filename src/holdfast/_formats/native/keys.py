@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from holdfast._formats.native.encoding import Encoder, Path
@@ -23,7 +24,7 @@ def keys_of(paths: Iterable[Path]) -> list[str]:
     ['["a.b"]', '["a"]["b"]', 'c']
     """
     paths = list(paths)
-    keys = [key_of(path) for path in paths]
+    keys = _dotted_at_once(paths) or [key_of(path) for path in paths]
     if len(set(keys)) == len(keys):
         return keys
     shared = {key for key, count in collections.Counter(keys).items() if count > 1 and not key.startswith("[")}
@@ -32,6 +33,15 @@ def keys_of(paths: Iterable[Path]) -> list[str]:
     meanings = {(keys[n], text) for n, text in bracketed.items()}
     unclear = {key for key, count in collections.Counter(key for key, _ in meanings).items() if count > 1}
     return [bracketed[n] if key in unclear else key for n, key in enumerate(keys)]
+
+
+def _dotted_at_once(paths: list[Path]) -> list[str] | None:
+    """The keys that ``key_of`` makes, if it is plain for all of them that they are steps joined by dots."""
+    if not {str}.issuperset(map(type, chain.from_iterable(paths))):
+        return None
+    keys = [".".join(path) for path in paths]
+    together = "".join(keys)
+    return keys if together.isascii() and "[" not in together else None
 
 
 def key_of(path: Path) -> str:

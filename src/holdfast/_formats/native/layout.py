@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from json.encoder import encode_basestring
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
+
+from holdfast._base.alike import AlikeItems, Numbers, numbered
 from holdfast._base.boxes import cut
 from holdfast._formats.native.blocks import Digests, count_blocks
-from holdfast._formats.native.dtypes import DType
+from holdfast._formats.native.dtypes import DType, dtype_named
 from holdfast._formats.native.record import BLOCK_BYTES
-from holdfast._formats.native.tables import TABLE_NAME, encode_table, table_bytes
+from holdfast._formats.native.tables import TABLE_NAME, Boxes, encode_table, table_bytes
 from holdfast._formats.safetensors.header import LENGTH_BYTES, METADATA_KEY
 
 DATA_ALIGNMENT = 4096
@@ -39,12 +44,51 @@ class ChunkToWrite(NamedTuple):
         return prod(self.sizes) * self.dtype.itemsize
 
 
+class Chunks(AlikeItems[ChunkToWrite]):
+    """Chunks that are written one after the other, as columns."""
+
+    def __init__(self, keys: list[str], likes: list[ChunkToWrite], kinds: Numbers, tensors: Numbers) -> None:
+        super().__init__(keys, likes, kinds)
+        self.tensors = tensors
+        """The numbers of their tensors."""
+
+    def _made(self, like: ChunkToWrite, position: int) -> ChunkToWrite:
+        return like._replace(tensor=int(self.tensors[position]), key=self.keys[position])
+
+    @classmethod
+    def of(cls, chunks: Sequence[ChunkToWrite]) -> Chunks:
+        """The same chunks, as columns."""
+        if isinstance(chunks, cls):
+            return chunks
+        found, kinds = numbered((dtype.name, shape, offsets, sizes) for _, _, dtype, shape, offsets, sizes in chunks)
+        likes = [ChunkToWrite(0, "", dtype_named(name), *box) for name, *box in found]
+        tensors = np.fromiter((chunk.tensor for chunk in chunks), np.int64, len(chunks))
+        return cls([chunk.key for chunk in chunks], likes, kinds, tensors)
+
+    def chosen(self, positions: Numbers) -> Chunks:
+        """Some of them, in that order."""
+        keys = [self.keys[position] for position in positions.tolist()]
+        return Chunks(keys, self.likes, self.kinds[positions], self.tensors[positions])
+
+    def followed_by(self, more: Chunks) -> Chunks:
+        """All of these, and then others."""
+        kinds = np.concatenate([self.kinds, more.kinds + len(self.likes)])
+        tensors = np.concatenate([self.tensors, more.tensors])
+        return Chunks([*self.keys, *more.keys], [*self.likes, *more.likes], kinds, tensors)
+
+    def of_kinds(self, numbers: Iterable[int]) -> Numbers:
+        """For each chunk a number that was found out about its kind."""
+        return np.fromiter(numbers, np.int64, len(self.likes))[self.kinds]
+
+
 @dataclass(frozen=True)
 class FileLayout:
     """A data file: its first bytes, the chunks that follow, each with its position in the file, and the table."""
 
     header: bytes
-    chunks: Sequence[tuple[ChunkToWrite, int]]
+    columns: Chunks
+    """The chunks, in the order in which they are stored."""
+    positions: Numbers
     table_begin: int
     """Where the last chunk ends."""
     table_bytes: int
@@ -58,9 +102,22 @@ class FileLayout:
         """Of the whole file."""
         return self.table_begin + self.table_bytes
 
+    @cached_property
+    def chunks(self) -> Sequence[tuple[ChunkToWrite, int]]:
+        """The chunks one by one, each with its position."""
+        return list(zip(self.columns, self.positions.tolist(), strict=True))
+
+    @property
+    def chunk_bytes(self) -> Numbers:
+        """Of each chunk: they follow each other without gaps."""
+        return np.diff(np.append(self.positions, self.table_begin))
+
     def table(self, digests: Digests) -> bytes:
         """The table, given the digests of what is before it."""
-        data = encode_table([(chunk[0], at, chunk[4], chunk[5]) for chunk, at in self.chunks], digests, self.notes)
+        order = np.argsort(self.columns.tensors, kind="stable")
+        kinds, likes = self.columns.kinds[order], self.columns.likes
+        boxes = Boxes.of([like.offsets for like in likes], [like.sizes for like in likes]).chosen(kinds)
+        data = encode_table(self.columns.tensors[order], self.positions[order], boxes, digests, self.notes)
         if len(data) != self.table_bytes:
             raise AssertionError(f"a table was planned with {self.table_bytes} bytes and has {len(data)}")
         return data
@@ -80,36 +137,37 @@ def lay_out(
     Chunks that are larger are cut, down to single elements. ``writers`` is how many ranks write files, if that is
     known: the tables note it, with other ``notes``.
     """
-    files = _distributed(chunks, max_file_size)
+    files = _distributed(Chunks.of(chunks), max_file_size)
     notes = {"files": str(len(files)), **(notes or {})}
     if writers is not None:
         notes["ranks"] = str(writers)
     return [_lay_out_file(file, generation, notes, block_bytes) for file in files]
 
 
-def _distributed(chunks: Sequence[ChunkToWrite], max_file_size: int | None) -> Sequence[Sequence[ChunkToWrite]]:
+def _distributed(chunks: Chunks, max_file_size: int | None) -> Sequence[Chunks]:
     """The chunks of each file."""
     if max_file_size is not None and max_file_size < 1:
         raise ValueError(f"a file cannot have {max_file_size} bytes at most; give a larger max_file_size, or None")
-    if max_file_size is None and sum(map(_most_bytes_in_header, chunks)) <= _LARGEST_HEADER:
+    if max_file_size is None and int(_most_bytes_in_header(chunks).sum()) <= _LARGEST_HEADER:
         return [chunks] if chunks else []
-    files: list[list[ChunkToWrite]] = []
+    if max_file_size is not None and any(like.nbytes > max_file_size for like in chunks.likes):
+        chunks = Chunks.of([part for chunk in chunks for part in _cut(chunk, max_file_size)])
+    begins: list[int] = []
     remaining = remaining_header = 0
-    for chunk in chunks:
-        for part in [chunk] if max_file_size is None else _cut(chunk, max_file_size):
-            size, entry = part.nbytes, _most_bytes_in_header(part)
-            if not files or (max_file_size is not None and size > remaining) or entry > remaining_header:
-                files.append([])
-                remaining, remaining_header = max_file_size or 0, _LARGEST_HEADER
-            files[-1].append(part)
-            remaining -= size
-            remaining_header -= entry
-    return files
+    sizes, entries = chunks.of_kinds(like.nbytes for like in chunks.likes), _most_bytes_in_header(chunks)
+    for position, (size, entry) in enumerate(zip(sizes.tolist(), entries.tolist(), strict=True)):
+        if not begins or (max_file_size is not None and size > remaining) or entry > remaining_header:
+            begins.append(position)
+            remaining, remaining_header = max_file_size or 0, _LARGEST_HEADER
+        remaining -= size
+        remaining_header -= entry
+    return [chunks.chosen(np.arange(begin, end)) for begin, end in pairwise([*begins, len(chunks)])]
 
 
-def _most_bytes_in_header(chunk: ChunkToWrite) -> int:
-    """An upper limit: a character takes up to 7 bytes with escapes, a number up to 20."""
-    return 7 * len(chunk.key) + 64 * len(chunk.sizes) + 200
+def _most_bytes_in_header(chunks: Chunks) -> Numbers:
+    """An upper limit for each: a character takes up to 7 bytes with escapes, a number up to 20."""
+    lengths = np.fromiter(map(len, chunks.keys), np.int64, len(chunks))
+    return 7 * lengths + chunks.of_kinds(64 * len(like.sizes) + 200 for like in chunks.likes)
 
 
 def _cut(chunk: ChunkToWrite, largest: int) -> Iterator[ChunkToWrite]:
@@ -118,30 +176,20 @@ def _cut(chunk: ChunkToWrite, largest: int) -> Iterator[ChunkToWrite]:
         yield chunk._replace(offsets=offsets, sizes=sizes)
 
 
-def _lay_out_file(
-    chunks: Sequence[ChunkToWrite], generation: str, notes: Mapping[str, str], block_bytes: int
-) -> FileLayout:
-    entries = [f'"{METADATA_KEY}":{{"holdfast":"2","generation":{encode_basestring(generation)}}}']
-    taken = {METADATA_KEY, TABLE_NAME}
-    placed: list[tuple[ChunkToWrite, int]] = []
-    position = 0
-    # The JSON is put together by hand, since all is the same for chunks of one dtype and size but name and place.
-    alike: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
-    for chunk in _by_alignment(chunks):
-        _, key, dtype, shape, _, sizes = chunk
-        known = alike.get((dtype.name, sizes))
-        if known is None:
-            known = alike[dtype.name, sizes] = _described(dtype, sizes), chunk.nbytes
-        described, nbytes = known
-        name = key if sizes == shape else _name_of_part(chunk)
-        if name in taken or not name.isascii():
-            name = _free_name(name, taken)
-        taken.add(name)
-        end = position + nbytes
-        entries.append(f"{encode_basestring(name)}:{described}[{position},{end}]}}")
-        placed.append((chunk, position))
-        position = end
-    dimensions = sum(len(chunk.sizes) for chunk in chunks)
+def _lay_out_file(chunks: Chunks, generation: str, notes: Mapping[str, str], block_bytes: int) -> FileLayout:
+    chunks = _by_alignment(chunks)
+    ends = np.cumsum(chunks.of_kinds(like.nbytes for like in chunks.likes))
+    begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+    # The JSON is put together by hand, since all is the same for chunks of a kind but name and place.
+    described = chunks.each([_described(like.dtype, like.sizes) for like in chunks.likes])
+    names = map(encode_basestring, _names_in_file(chunks))
+    rows = zip(names, described, begins.tolist(), ends.tolist(), strict=True)
+    entries = [
+        f'"{METADATA_KEY}":{{"holdfast":"2","generation":{encode_basestring(generation)}}}',
+        *[f"{name}:{said}[{begin},{end}]}}" for name, said, begin, end in rows],
+    ]
+    position = int(ends[-1])
+    dimensions = int(chunks.of_kinds(len(like.sizes) for like in chunks.likes).sum())
     text = ",".join(entries).encode()
     # How long the header is depends on the digits of how long the table is, and that on how many blocks there are.
     start = 0
@@ -154,9 +202,7 @@ def _lay_out_file(
         start = needed
     text = (b"{" + text + table.encode()).ljust(start - LENGTH_BYTES)
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    return FileLayout(
-        header, [(chunk, start + at) for chunk, at in placed], start + position, nbytes, notes, block_bytes
-    )
+    return FileLayout(header, chunks, begins + start, start + position, nbytes, notes, block_bytes)
 
 
 def _described(dtype: DType, sizes: tuple[int, ...]) -> str:
@@ -165,13 +211,12 @@ def _described(dtype: DType, sizes: tuple[int, ...]) -> str:
     return f'{{"dtype":"{dtype.stored_as}","shape":[{shape}],"data_offsets":'
 
 
-def _by_alignment(chunks: Sequence[ChunkToWrite]) -> Sequence[ChunkToWrite]:
+def _by_alignment(chunks: Chunks) -> Chunks:
     """Those that need most alignment first, so that each has it: readers that map a file need it."""
-    alignments = [_alignment(chunk.dtype.itemsize) for chunk in chunks]
+    alignments = [_alignment(like.dtype.itemsize) for like in chunks.likes]
     if len(set(alignments)) <= 1:
         return chunks
-    order = sorted(range(len(chunks)), key=alignments.__getitem__, reverse=True)  # stable also in reverse
-    return [chunks[number] for number in order]
+    return chunks.chosen(np.argsort(-chunks.of_kinds(alignments), kind="stable"))
 
 
 def _alignment(itemsize: int) -> int:
@@ -179,9 +224,25 @@ def _alignment(itemsize: int) -> int:
     return itemsize & -itemsize
 
 
-def _name_of_part(chunk: ChunkToWrite) -> str:
-    ranges = (f"{start}:{start + size}" for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    return f"{chunk.key}[{','.join(ranges)}]"
+def _names_in_file(chunks: Chunks) -> list[str]:
+    """What the chunks are called in the header, each in another way."""
+    taken = {METADATA_KEY, TABLE_NAME}
+    keys, is_whole = chunks.keys, [like.sizes == like.shape for like in chunks.likes]
+    if all(is_whole) and "".join(keys).isascii() and len(taken.union(keys)) == len(taken) + len(keys):
+        return keys
+    names = []
+    for key, whole, chunk in zip(keys, chunks.each(is_whole), chunks.each(chunks.likes), strict=True):
+        name = key if whole else _name_of_part(key, chunk)
+        if name in taken or not name.isascii():
+            name = _free_name(name, taken)
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def _name_of_part(key: str, like: ChunkToWrite) -> str:
+    ranges = (f"{start}:{start + size}" for start, size in zip(like.offsets, like.sizes, strict=True))
+    return f"{key}[{','.join(ranges)}]"
 
 
 def _free_name(name: str, taken: set[str]) -> str:

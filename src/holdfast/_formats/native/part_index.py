@@ -19,9 +19,9 @@ _STORED = {"part_tensor": U32, "part_rank": U32, "part_offsets": U64, "part_size
 
 def encode_index(parts: Sequence[StoredParts]) -> bytes | None:
     """The bytes of the index of tensors, given where each of them is stored; None if all follow rules."""
-    listed = [(number, stored) for number, stored in enumerate(parts) if isinstance(stored, PartsByList)]
-    if not listed:
+    if PartsByList not in set(map(type, parts)):
         return None
+    listed = [(number, stored) for number, stored in enumerate(parts) if isinstance(stored, PartsByList)]
     arrays = {
         "part_tensor": np.concatenate([np.full(len(stored.ranks), number, np.int64) for number, stored in listed]),
         "part_rank": np.concatenate([stored.ranks for _, stored in listed]),

@@ -6,23 +6,17 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
-from json.encoder import encode_basestring_ascii
-from math import prod
+from functools import cached_property
 from typing import Any, Literal
 
 import xxhash
 
-from holdfast._base.json_objects import are_sizes, parse_json_object
+from holdfast._base.json_objects import are_sizes
 from holdfast._base.json_parts import dumps
 from holdfast._formats.native.blocks import refuse
-from holdfast._formats.native.dtypes import DType, dtype_named
 from holdfast._formats.native.names import is_generation
-from holdfast._formats.native.numpy_types import numpy_dtype_from
-from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.refs import TensorRef, TensorRefs
 from holdfast._formats.native.stored_files import (
-    LARGEST_FILE,
-    MOST_DIMENSIONS,
     StoredFile,
     file_row,
     files_from,
@@ -37,7 +31,8 @@ from holdfast._formats.native.stored_parts import (
     division_rows,
     divisions_from,
 )
-from holdfast.errors import DamagedCheckpointError, UnsupportedValueError, UnsupportedVersionError
+from holdfast._formats.native.tensor_rows import TensorRows, parse_record, tensor_lines, tensors_from
+from holdfast.errors import UnsupportedValueError, UnsupportedVersionError
 
 # What was rebuilt of a checkpoint, as it is noted in it (``written.repaired``), and what follows for trusting it.
 
@@ -135,7 +130,6 @@ LARGEST_RECORD = 1 << 31
 HEAD_BYTES = 1 << 18
 """So many bytes of a record have everything but its contents."""
 
-KINDS = ("sharded", "replicated", "per_rank")
 _HEAD = re.compile(rb'\{"format":"holdfast",\n"version":\[([0-9]{1,9}),([0-9]{1,9})\],')
 _WRITTEN = re.compile(rb'\n"written":(\{[^\n]*\}),\n')
 _TAIL = re.compile(rb',"check":"([0-9a-f]{32})"\}\n')
@@ -162,6 +156,11 @@ class Record:
     """Who has stored what of the tensors; in version 1 the columns say it."""
     tensor_lists: Sequence[Sequence[int]] = ()
     """What tensor numbers in tables of files stand for, where they are not those of this record."""
+
+    @cached_property
+    def columns(self) -> TensorRefs:
+        """The tensors as columns."""
+        return TensorRefs.of(self.tensors)
 
     @property
     def has_tables(self) -> bool:
@@ -201,7 +200,10 @@ def encode_record(record: Record) -> bytes:
         lines.append(_table("rank_lists", rank_lists))
     if record.has_tables:
         lines.append(_table("divisions", divisions))
-    lines += [_table("tensors", _tensor_rows(record)), _member("tree", record.tree)]
+    places = record.places
+    if not record.has_tables:
+        places = Places((), [0] * len(record.tensors), [0] * len(record.tensors))
+    lines += [_table("tensors", tensor_lines(record.columns, places)), _member("tree", record.tree)]
     # Escapes for all but ASCII: a str may hold what UTF-8 cannot, such as half of a surrogate pair.
     body = ("{" + ",\n".join(lines)).encode("ascii")
     if len(body) > LARGEST_RECORD - _TAIL_BYTES:
@@ -228,7 +230,12 @@ def decode_record(data: bytes, source: str) -> Record:
     written = members.get("written", {})
     if not isinstance(written, dict):
         refuse(source, "does not say how it was written", "an object", type(written).__name__)
-    tensors = _tensors(members.get("tensors"), source)
+    rows = members.get("tensors")
+    if isinstance(rows, list):
+        rows = TensorRows.of(rows)
+    if not isinstance(rows, TensorRows):
+        refuse(source, "lists no tensors", "a list", type(rows).__name__)
+    tensors = tensors_from(rows, source)
     common: dict[str, Any] = {
         "generation": generation,
         "tensors": tensors,
@@ -247,9 +254,9 @@ def decode_record(data: bytes, source: str) -> Record:
     lists = tensor_lists_from(members.get("tensor_lists", []), len(tensors), source)
     index = index_from(members["index"], generation, source) if "index" in members else None
     divisions = divisions_from(members.get("divisions"), members.get("rank_lists", []), world_size, source)
-    places = checked_places(tensors, members["tensors"], divisions, source)
+    places = checked_places(tensors, rows.members, divisions, source)
     if index is None and -1 in places.division_of:
-        key = tensors[places.division_of.index(-1)].key
+        key = tensors.keys[places.division_of.index(-1)]
         refuse(source, f"names no index, which would say where {key!r} is stored", "an index", None)
     return Record(
         files=files_from(members.get("files"), source, tables=(world_size, len(lists))),
@@ -288,34 +295,6 @@ def _table(name: str, rows: Iterable[str]) -> str:
     return f'"{name}":[\n' + ",\n".join(rows) + "]"
 
 
-def _tensor_rows(record: Record) -> list[str]:
-    """What the record says of each tensor; all but the key is put into words once for those that are alike."""
-    alike: dict[Any, str] = {}
-    rows = []
-    places = record.places if record.has_tables else Places((), [0] * len(record.tensors), [0] * len(record.tensors))
-    for tensor, division, first in zip(record.tensors, places.division_of, places.first_of, strict=True):
-        form = (tensor.dtype.name, tensor.shape, tensor.kind, tensor.rank, division, first)
-        if tensor.numpy is None:
-            members = alike.get(form) or alike.setdefault(form, _members_but_key(tensor, division, first))
-        else:  # a list, perhaps
-            members = _members_but_key(tensor, division, first)
-        rows.append(f'{{"key":{encode_basestring_ascii(tensor.key)},{members}')
-    return rows
-
-
-def _members_but_key(tensor: TensorRef, division: int, first: int) -> str:
-    members: dict[str, Any] = {"dtype": tensor.dtype.name, "shape": list(tensor.shape), "kind": tensor.kind}
-    if tensor.rank is not None:
-        members["rank"] = tensor.rank
-    if tensor.numpy is not None:
-        members["numpy"] = tensor.numpy
-    if division:
-        members["division"] = None if division < 0 else division
-    if first:
-        members["first"] = first
-    return dumps(members)[1:]
-
-
 def _opened(data: bytes, source: str) -> dict[str, Any]:
     body, tail = data[:-_TAIL_BYTES], _TAIL.fullmatch(data[-_TAIL_BYTES:])
     head = _HEAD.match(data)
@@ -329,73 +308,4 @@ def _opened(data: bytes, source: str) -> dict[str, Any]:
         refuse(source, "was changed after it was written: its digest differs", tail.group(1).decode(), found)
     if head is None:
         refuse(source, "does not begin as a record must", '{"format":"holdfast",', data[:60])
-    return parse_json_object(data, source)
-
-
-def _tensors(rows: Any, source: str) -> list[TensorRef]:
-    if not isinstance(rows, list):
-        refuse(source, "lists no tensors", "a list", type(rows).__name__)
-    tensors = _alike(rows, source) if _have_plain_shapes(rows) else [_tensor(row, source) for row in rows]
-    if len({tensor.key for tensor in tensors}) < len(tensors):
-        refuse(source, "lists a tensor twice", "each key once", "a key more than once")
-    return tensors
-
-
-def _have_plain_shapes(rows: list[Any]) -> bool:
-    """Whether all sizes are ints, and not just equal to one, so that shapes that are equal are equally valid."""
-    try:
-        shapes = [row["shape"] for row in rows]
-        return {list}.issuperset(map(type, shapes)) and {int}.issuperset(map(type, chain.from_iterable(shapes)))
-    except (KeyError, TypeError):
-        return False
-
-
-def _alike(rows: list[Any], source: str) -> list[TensorRef]:
-    """The tensors of a table. Thousands are of a few types and shapes, of which one each is looked at."""
-    tensors: list[TensorRef] = []
-    known: dict[tuple[Any, ...], TensorRef] = {}
-    for row in rows:
-        looks = (row.get("dtype"), row.get("kind"), *row["shape"])
-        key = row.get("key")
-        others = len(row) - 4  # than the four members of most tensors
-        is_plain = not others or others == ("division" in row) + ("first" in row)
-        if not is_plain or type(key) is not str or type(looks[0]) is not str or type(looks[1]) is not str:
-            tensors.append(_tensor(row, source))
-            continue
-        like = known.get(looks)
-        if like is None:
-            like = known[looks] = _tensor(row, source)
-        tensors.append(TensorRef(key, like.dtype, like.shape, like.kind))
-    return tensors
-
-
-def _tensor(row: Any, source: str) -> TensorRef:
-    if not isinstance(row, dict):
-        refuse(source, "describes a tensor in a wrong way", "an object", row)
-    name: Any = row.get("dtype")
-    key, shape, kind, rank = row.get("key"), row.get("shape"), row.get("kind"), row.get("rank")
-    if not isinstance(key, str):
-        refuse(source, "has a tensor without a key", "a str", key)
-    if not isinstance(shape, list) or not are_sizes(shape) or len(shape) > MOST_DIMENSIONS:
-        refuse(source, f"has no valid shape for {key!r}", f"up to {MOST_DIMENSIONS} sizes", shape)
-    if kind not in KINDS or (kind == "per_rank") != are_sizes([rank]):
-        refuse(source, f"has no valid kind for {key!r}", f"one of {KINDS}", (kind, rank))
-    try:
-        dtype = dtype_named(name)
-    except (ValueError, TypeError):
-        refuse(source, f"has an unknown dtype for {key!r}", "a dtype of the format", name)
-    if prod(size or 1 for size in shape) * dtype.itemsize > LARGEST_FILE:  # no library can make it, even if empty
-        refuse(source, f"has a tensor {key!r} that cannot be", f"at most {LARGEST_FILE} bytes", shape)
-    if "numpy" in row and not _is_numpy_type_of(dtype, row["numpy"]):
-        refuse(source, f"has a numpy type that does not fit {key!r}", f"one for elements of {dtype}", row["numpy"])
-    return TensorRef(key, dtype, tuple(shape), kind, row.get("numpy"), rank)
-
-
-def _is_numpy_type_of(dtype: DType, stored: Any) -> bool:
-    try:
-        found = numpy_dtype_from(stored)
-    except UnsupportedValueError:
-        return True  # of a numpy that has more types: everything else can still be read
-    except DamagedCheckpointError:
-        return False
-    return found.itemsize == dtype.itemsize and dtype.numpy in (None, found)
+    return parse_record(data, source)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
+
+from holdfast._base.alike import AlikeItems, numbered
 from holdfast._formats.native.dtypes import DType
 
 
@@ -27,6 +30,27 @@ class TensorRef:
     def nbytes(self) -> int:
         """The bytes of its elements."""
         return prod(self.shape) * self.dtype.itemsize
+
+
+class TensorRefs(AlikeItems[TensorRef]):
+    """The tensors of a checkpoint, as columns."""
+
+    def _made(self, like: TensorRef, position: int) -> TensorRef:
+        return TensorRef(self.keys[position], like.dtype, like.shape, like.kind, like.numpy, like.rank)
+
+    def __iter__(self) -> Iterator[TensorRef]:
+        likes = self.each([(like.dtype, like.shape, like.kind, like.numpy, like.rank) for like in self.likes])
+        return iter([TensorRef(key, *like) for key, like in zip(self.keys, likes, strict=True)])
+
+    @classmethod
+    def of(cls, tensors: Sequence[TensorRef]) -> TensorRefs:
+        """The same tensors, as columns."""
+        if isinstance(tensors, cls):
+            return tensors
+        looks = [(ref.dtype.name, ref.shape, ref.kind, ref.rank, str(ref.numpy)) for ref in tensors]
+        kinds = numbered(looks)[1]
+        first = np.unique(kinds, return_index=True)[1].tolist()
+        return cls([ref.key for ref in tensors], [tensors[position] for position in first], kinds)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast._formats.native.blocks import refuse
-from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.refs import TensorRef, TensorRefs
 
 Numbers = npt.NDArray[np.int64]
 
@@ -19,13 +19,14 @@ class TensorShapes:
     """The sizes of tensors, by tensor number."""
 
     def __init__(self, tensors: Sequence[TensorRef]) -> None:
-        count = len(tensors)
-        self.dimensions = np.fromiter((len(tensor.shape) for tensor in tensors), np.int64, count)
-        self.itemsizes = np.fromiter((tensor.dtype.itemsize for tensor in tensors), np.int64, count)
-        elements = {shape: prod(shape) for shape in {tensor.shape for tensor in tensors}}
-        self.elements = np.fromiter((elements[tensor.shape] for tensor in tensors), np.int64, count)
-        self._sizes = np.fromiter(chain.from_iterable(tensor.shape for tensor in tensors), np.int64)
+        columns = TensorRefs.of(tensors)
+        likes, kinds = columns.likes, columns.kinds
+        of_kind = np.array([(len(like.shape), like.dtype.itemsize, prod(like.shape)) for like in likes], np.int64)
+        self.dimensions, self.itemsizes, self.elements = of_kind.reshape(-1, 3)[kinds].T.copy()
         self._first = starts_of(self.dimensions)
+        sizes = np.fromiter(chain.from_iterable(like.shape for like in likes), np.int64)
+        dimensions = of_kind.reshape(-1, 3)[:, 0]
+        self._sizes = sizes[numbers_of(starts_of(dimensions), dimensions, kinds)]
 
     def __len__(self) -> int:
         return len(self.dimensions)

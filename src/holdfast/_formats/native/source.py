@@ -44,7 +44,7 @@ class NativeSource(Source):
         self.location = store.location
         self.record = read_record(store) if record is None else record
         self.identity = self.record.generation
-        self._numbers = {ref.key: number for number, ref in enumerate(self.record.tensors)}
+        self._numbers = dict(zip(self.record.columns.keys, range(len(self.record.tensors)), strict=True))
         self._checked_headers: set[int] = set()
         self._kept = KeptReaders()
         stored = IndexBytes(self._read_table, self._read_index, store.path_of)
@@ -56,7 +56,7 @@ class NativeSource(Source):
     @cached_property
     def tensors(self) -> Mapping[str, TensorRef]:
         """Every stored tensor, by its key."""
-        return {ref.key: ref for ref in self.record.tensors}
+        return dict(zip(self.record.columns.keys, self.record.tensors, strict=True))
 
     @cached_property
     def tree(self) -> Any:
@@ -234,7 +234,7 @@ class NativeSource(Source):
     @cached_property
     def _names(self) -> list[str]:
         """The keys of all tensors, and then that of what belongs to none."""
-        return [*(ref.key for ref in self.record.tensors), ""]
+        return [*self.record.columns.keys, ""]
 
     def _numbered(self, keys: Sequence[str]) -> Numbers:
         try:
@@ -323,10 +323,10 @@ class NativeSource(Source):
 
     def _refuse_claims(self) -> None:
         """Raise if large tensors cannot be what the record says, before anyone takes memory for them."""
-        kinds = {(id(ref.dtype), id(ref.shape)): ref for ref in self.record.tensors}  # mostly there are a few of them
+        kinds = self.record.columns.likes  # mostly there are a few of them
         if self.tables is not None:
-            self._refuse_more_than_files(max((ref.nbytes for ref in kinds.values()), default=0))
-        if all(ref.nbytes < _LARGE for ref in kinds.values()):
+            self._refuse_more_than_files()
+        if all(ref.nbytes < _LARGE for ref in kinds):
             return
         for number, ref in enumerate(self.record.tensors):
             if ref.nbytes >= _LARGE:
@@ -338,12 +338,11 @@ class NativeSource(Source):
                         path = self.store.path_of(file.name)
                         refuse(path, "does not have the size that was recorded", file.nbytes, found, ref.key)
 
-    def _refuse_more_than_files(self, largest: int) -> None:
-        """Raise if all tensors together, of which none has more bytes than that, do not fit into the files."""
+    def _refuse_more_than_files(self) -> None:
+        """Raise if all tensors together do not fit into the files."""
         there = sum(file.data_end for file in self.record.files)
-        if largest * len(self.record.tensors) <= there:
-            return
-        claimed = sum(ref.nbytes for ref in self.record.tensors)
+        columns = self.record.columns
+        claimed = sum(ref.nbytes * count for ref, count in zip(columns.likes, columns.how_often(), strict=True))
         if claimed > there:
             path = self.store.path_of(RECORD)
             refuse(path, "has tensors that are larger than all its files", f"{there} bytes at most", claimed)

@@ -13,7 +13,7 @@ from holdfast._base.divisions import Cut, Division, DivisionNumbers
 from holdfast._base.json_objects import are_sizes
 from holdfast._base.json_parts import dumps
 from holdfast._formats.native.blocks import refuse
-from holdfast._formats.native.refs import TensorRef
+from holdfast._formats.native.refs import TensorRef, TensorRefs
 
 Numbers = npt.NDArray[np.int64]
 
@@ -99,19 +99,17 @@ NO_PLACES = Places((), (), ())
 def places_of(parts: Sequence[StoredParts]) -> Places:
     """What a record says of where tensors are stored."""
     numbers = DivisionNumbers()
-    division_of, first_of = [], []
-    for stored in parts:
+    known: dict[int, tuple[int, int]] = {}  # by identity: thousands of tensors have the very same
+    for stored in {id(stored): stored for stored in parts}.values():
         if isinstance(stored, PartsByList):
-            division_of.append(-1)
-            first_of.append(0)
-            continue
-        division_of.append(numbers.of(stored.division))
-        first_of.append(stored.first)
+            known[id(stored)] = -1, 0
+        else:
+            known[id(stored)] = numbers.of(stored.division), stored.first
     divisions = [division for division in numbers.known if division is not None]
     for division in divisions:
         if division.copies:
             raise ValueError(f"a stored division has each part once, and {division} has copies")
-    return Places(divisions, division_of, first_of)
+    return Places(divisions, [known[id(stored)][0] for stored in parts], [known[id(stored)][1] for stored in parts])
 
 
 def division_rows(divisions: Sequence[Division]) -> tuple[list[str], list[str]]:
@@ -165,34 +163,32 @@ def _is_cut(cut: Any) -> bool:
     return are_sizes(cut) and len(cut) == 2 and cut[0] < 1 << 10 and 1 <= cut[1] <= MOST_PARTS
 
 
-def _divisions_in(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """What stands in each row as ``division`` and as ``first``."""
-    if set(map(len, rows)) <= {4}:  # a tensor has four members that it cannot lack
-        return [0] * len(rows), [0] * len(rows)
-    return [row.get("division", 0) for row in rows], [row.get("first", 0) for row in rows]
-
-
 def checked_places(
-    tensors: Sequence[TensorRef], rows: Sequence[Mapping[str, Any]], divisions: Sequence[Division], source: str
+    tensors: TensorRefs, rows: Sequence[Mapping[str, Any]], divisions: Sequence[Division], source: str
 ) -> Places:
-    """What a record says of each tensor as ``division`` and ``first``."""
-    given, first_of = _divisions_in(rows)
+    """What a record says of each tensor as ``division`` and ``first``, given the rows of those that are alike."""
+    given, first_of = [row.get("division", 0) for row in rows], [row.get("first", 0) for row in rows]
     if not {int, type(None)}.issuperset(map(type, given)) or not {int}.issuperset(map(type, first_of)):
         refuse(source, "does not say how tensors are divided", "numbers", "others")
-    # Thousands of tensors are divided in a few ways, of which one each is looked at.
     dims = [max((cut.dim for cut in division.cuts), default=-1) for division in divisions]
-    shapes = [tensor.shape for tensor in tensors]
-    for looks in set(zip(given, first_of, map(len, shapes), strict=True)):
-        division, first, ndim = looks
+    for kind, (ref, division, first) in enumerate(zip(tensors.likes, given, first_of, strict=True)):
         if division is not None and not 0 <= division < len(divisions):
             what, expected, found = "has an unknown division for", f"below {len(divisions)}", division
         elif not 0 <= first < MOST_RANKS:
             what, expected, found = "has no valid first rank for", f"below {MOST_RANKS}", first
-        elif division is not None and dims[division] >= ndim:
-            what, expected, found = "cuts a dimension that does not exist, of", f"below {ndim}", dims[division]
+        elif division is not None and dims[division] >= len(ref.shape):
+            what, expected, found = (
+                "cuts a dimension that does not exist, of",
+                f"below {len(ref.shape)}",
+                dims[division],
+            )
         else:
             continue
-        for ref, *other in zip(tensors, given, first_of, map(len, shapes), strict=True):
-            if tuple(other) == looks and 0 not in ref.shape:
-                refuse(source, f"{what} {ref.key!r}", expected, found)
-    return Places(divisions, [-1 if division is None else division for division in given], first_of)
+        if 0 not in ref.shape:
+            key = tensors.keys[int(np.argmax(tensors.kinds == kind))]
+            refuse(source, f"{what} {key!r}", expected, found)
+    return Places(
+        divisions,
+        tensors.each([-1 if division is None else division for division in given]),
+        tensors.each(first_of),
+    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -28,8 +27,31 @@ TABLE_ARRAYS = {
     "check": U8,
 }
 
-Row = tuple[int, int, tuple[int, ...], tuple[int, ...]]
-"""Of a table: tensor, position, offsets, sizes."""
+
+class Boxes(NamedTuple):
+    """Offsets and sizes of boxes, those of one behind those of the other, however many dimensions each has."""
+
+    offsets: Numbers
+    sizes: Numbers
+    dimensions: Numbers
+
+    @classmethod
+    def of(cls, offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> Boxes:
+        """Boxes, given one by one."""
+        return cls(
+            np.fromiter(chain.from_iterable(offsets), np.int64),
+            np.fromiter(chain.from_iterable(sizes), np.int64),
+            np.fromiter(map(len, sizes), np.int64, len(sizes)),
+        )
+
+    def chosen(self, rows: Numbers) -> Boxes:
+        """Some of them, in that order, perhaps several times.
+
+        >>> Boxes.of([(0,), (1, 2)], [(4,), (5, 6)]).chosen(np.array([1, 0, 1])).sizes.tolist()
+        [5, 6, 4, 5, 6]
+        """
+        numbers = numbers_of(starts_of(self.dimensions), self.dimensions, rows)
+        return Boxes(self.offsets[numbers], self.sizes[numbers], self.dimensions[rows])
 
 
 def table_bytes(chunks: int, dimensions: int, blocks: int, notes: Mapping[str, str]) -> int:
@@ -45,14 +67,13 @@ def table_bytes(chunks: int, dimensions: int, blocks: int, notes: Mapping[str, s
     return count_bytes(lengths, TABLE_ARRAYS, notes)
 
 
-def encode_table(rows: Sequence[Row], digests: Digests, notes: Mapping[str, str]) -> bytes:
-    """The bytes of a table of chunks, which are given in any order."""
-    rows = sorted(rows, key=itemgetter(0))
+def encode_table(tensors: Numbers, begins: Numbers, boxes: Boxes, digests: Digests, notes: Mapping[str, str]) -> bytes:
+    """The bytes of a table of chunks, which are given in the order of their tensors."""
     arrays: dict[str, Any] = {
-        "chunk_tensor": np.fromiter((row[0] for row in rows), np.uint32, len(rows)),
-        "chunk_begin": np.fromiter((row[1] for row in rows), np.uint64, len(rows)),
-        "chunk_offsets": np.fromiter(chain.from_iterable(row[2] for row in rows), np.uint64),
-        "chunk_sizes": np.fromiter(chain.from_iterable(row[3] for row in rows), np.uint64),
+        "chunk_tensor": tensors,
+        "chunk_begin": begins,
+        "chunk_offsets": boxes.offsets,
+        "chunk_sizes": boxes.sizes,
         "digests": digests,
         "check": np.zeros(CHECK_BYTES, np.uint8),
     }

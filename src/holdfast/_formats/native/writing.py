@@ -177,7 +177,7 @@ def write_data_file(
     """
     buffers = _WriteBuffers(sink, layout.block_bytes, memory, advance)
     buffers.take(np.frombuffer(layout.header, np.uint8))
-    number, count = 0, len(layout.chunks)
+    number, count = 0, len(layout.columns)
     while number < count:
         run = None if given.run is None else given.run(number)
         if run is not None and buffers.take_in_place(run[1]):
@@ -188,15 +188,15 @@ def write_data_file(
             buffers.filled(filled)
             number += gathered
         if number < count:  # the next one does not fit whole, or has to be converted
-            _write_chunk(buffers, layout.chunks[number][0], given.pieces)
+            _write_chunk(buffers, layout.columns[number], given.pieces)
             number += 1
     with no_garbage_collection():
         table = layout.table(buffers.end_of_blocks())
         buffers.take(np.frombuffer(table, np.uint8))
     buffers.finish()
-    tensors = [chunk.tensor for chunk, _ in layout.chunks]
-    digest = table[-CHECK_BYTES:].hex()
-    return TablePlace(layout.table_begin, len(table), digest, min(tensors, default=0), max(tensors, default=-1))
+    tensors = layout.columns.tensors
+    first, last = (int(tensors.min()), int(tensors.max())) if len(tensors) else (0, -1)
+    return TablePlace(layout.table_begin, len(table), table[-CHECK_BYTES:].hex(), first, last)
 
 
 def _write_chunk(buffers: _WriteBuffers, chunk: ChunkToWrite, pieces: Pieces) -> None:

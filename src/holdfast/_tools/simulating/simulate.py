@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from holdfast._base.divisions import Division, Numbers
+from holdfast._base.divisions import Numbers
 from holdfast._formats.native.layout import lay_out
 from holdfast._formats.native.names import data_file, new_generation
 from holdfast._formats.native.record import Record, decode_record, encode_record
@@ -26,7 +26,6 @@ from holdfast._ranks.meeting import LinkedCollectives
 from holdfast._save.capture import Captured
 from holdfast._save.options import CheckedOptions
 from holdfast._save.planning import AgreedSave, WritePlan, known_plan, plan_save
-from holdfast._save.shared_plan import StoredTensor
 from holdfast._stores.memory_store import MemoryStore
 from holdfast._tools.simulating.layouts import (
     GROUPED,
@@ -125,7 +124,9 @@ class _Simulated:
         assert self.decision is not None, "only the root knows it"
         assert self.decision.shared is not None, "all ranks have the same"
         written = np.zeros(self.ranks, np.int64)
-        for (shape, division, first), count in Counter(map(_alike, self.decision.shared.tensors)).items():
+        tensors, parts = self.decision.shared.tensors, self.decision.shared.parts
+        shapes = tensors.each([like.shape for like in tensors.likes])
+        for (shape, (division, first)), count in Counter(zip(shapes, parts, strict=True)).items():
             sizes = division.boxes(shape)[1].prod(axis=1) * count
             np.add.at(written, division.ranks_with(first=first, world_size=self.ranks)[:, 0], sizes * ITEMSIZE)
         return written
@@ -183,11 +184,6 @@ class _Simulated:
             "bytes_written": self.written,
             "files": self.files,
         }
-
-
-def _alike(stored: StoredTensor) -> tuple[tuple[int, ...], Division, int]:
-    """What decides who writes how many bytes of a tensor."""
-    return stored.ref.shape, stored.division, stored.first
 
 
 def _peak_memory() -> int:
