@@ -18,7 +18,7 @@ import xxhash
 from holdfast._base.divisions import Division, Numbers
 from holdfast._compat.sharded_tensors import ShardedTensor
 from holdfast._dcp.replicas import fingerprint
-from holdfast._dcp.state_objects import find_state_dict_object
+from holdfast._dcp.state_objects import find_state_dict_object, is_ordinary
 from holdfast._formats.dcp.columns import ChunkColumns, ChunksLater
 from holdfast._formats.dcp.metadata import (
     STORAGE_TYPES,
@@ -90,6 +90,8 @@ def describe(state_dict: Mapping[Any, Any], members: tuple[int, ...]) -> Descrip
 def _kept(fqn: str, value: Any, members: tuple[int, ...]) -> EntryKind | None:
     if not isinstance(value, torch.Tensor):
         return _VALUE
+    if is_ordinary(value):
+        return EntryKind(WriteItemType.TENSOR, tuple(value.shape), _properties(value))
     if is_dtensor(value):
         return _kept_of_dtensor(fqn, value, members)
     if hasattr(type(value), WRITE_HOOK) or isinstance(value, ShardedTensor) or is_checkpointable(value):
@@ -194,6 +196,7 @@ class ComputedPlan:
         self._owned = owned
         self._value_bytes = value_bytes
         self._columns: dict[tuple[int, int], ChunkColumns] = {}
+        self._write_data: dict[tuple[int, int], TensorWriteData] = {}
 
     @cached_property
     def key_numbers(self) -> dict[str, int]:
@@ -220,9 +223,17 @@ class ComputedPlan:
             nbytes = self._value_bytes.get(number)
             size = None if nbytes is None else BytesIOWriteData(nbytes)
             return WriteItem(MetadataIndex(fqn), kept.type, bytes_io_data=size)
-        chunk = self._chunk(kind, int(self._owned[number].numbers[hint]))
-        data = TensorWriteData(chunk, self._properties[kind], torch.Size(kept.size))
-        return WriteItem(MetadataIndex(fqn, chunk.offsets, hint), kept.type, tensor_data=data)
+        data = self._data(kind, int(self._owned[number].numbers[hint]))
+        return WriteItem(MetadataIndex(fqn, data.chunk.offsets, hint), kept.type, tensor_data=data)
+
+    def _data(self, kind: int, part: int) -> TensorWriteData:
+        """What a part is, which is the same object for all keys of one kind."""
+        data = self._write_data.get((kind, part))
+        if data is None:
+            size = torch.Size(self.description.kinds[kind].size)
+            data = TensorWriteData(self._chunk(kind, part), self._properties[kind], size)
+            self._write_data[kind, part] = data
+        return data
 
     def _chunk(self, kind: int, part: int) -> ChunkStorageMetadata:
         parts = self.layout._parts[kind]
