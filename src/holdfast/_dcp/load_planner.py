@@ -166,7 +166,8 @@ class DefaultLoadPlanner(LoadPlanner):
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """The part of ``tensor`` that the item fills."""
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            tensor = tensor.narrow(dim, start, length)
+            if start or length != tensor.size(dim):
+                tensor = tensor.narrow(dim, start, length)
         return tensor
 
     def _warn_of_unloaded(self, metadata: Metadata) -> None:

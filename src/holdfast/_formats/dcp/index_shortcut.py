@@ -27,19 +27,19 @@ _Value: TypeAlias = tuple[Any, tuple[Any, ...]]
 _Make: TypeAlias = Callable[..., Any]
 
 # Pickle has no jumps: what matches at the machine's position is what it would execute next.
-_GET = rb"(?:h.|j....)"
+GET = rb"(?:h.|j....)"
 _INT = rb"(?:K.|M..|J....|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
 _TEXT = rb"\x8c(?:%b)\x94?" % b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(1, 256))
-_NUMBERS = rb"(?:\)|%(int)b\x85|%(int)b{2}\x86|%(int)b{3}\x87|\(%(int)b*t)\x94?" % {b"int": _INT}
-_GET_OR_SHAPE = rb"%b(?:%b\x85\x94?R\x94?)?" % (_GET, _NUMBERS)
-_FIELD = rb"(%b)(%b)" % (_GET, b"|".join((_GET_OR_SHAPE, _INT, rb"N", _TEXT, _NUMBERS)))
+NUMBERS = rb"(?:\)|%(int)b\x85|%(int)b{2}\x86|%(int)b{3}\x87|\(%(int)b*t)\x94?" % {b"int": _INT}
+GET_OR_SHAPE = rb"%b(?:%b\x85\x94?R\x94?)?" % (GET, NUMBERS)
+_FIELD = rb"(%b)(%b)" % (GET, b"|".join((GET_OR_SHAPE, _INT, rb"N", _TEXT, NUMBERS)))
 
 # From behind the empty argument tuple to BUILD, with two to four fields. "\x94" puts into the memo.
 _RECORD = rb"\x81(\x94?)\}(\x94?)\(%(field)b%(field)b(?:%(field)b(?:%(field)b)?)?ub" % {b"field": _FIELD}
 _FIRST = re.compile(_RECORD, re.DOTALL)
-_NEXT = re.compile(rb"(%b)\)" % _GET + _RECORD, re.DOTALL)
+_NEXT = re.compile(rb"(%b)\)" % GET + _RECORD, re.DOTALL)
 
-_SHAPE_PARTS = re.compile(rb"(%b)(%b)\x85(\x94?)R(\x94?)" % (_GET, _NUMBERS), re.DOTALL)
+_SHAPE_PARTS = re.compile(rb"(%b)(%b)\x85(\x94?)R(\x94?)" % (GET, NUMBERS), re.DOTALL)
 _EACH_INT = re.compile(_INT, re.DOTALL)
 _INT_LENGTHS = {ord("K"): 2, ord("M"): 3, ord("J"): 5}
 _GET_LENGTHS = {ord("h"): 2, ord("j"): 5}
