@@ -6,7 +6,7 @@ ranks have the same of both, each of them knows what all of them write, and no p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from holdfast._base.divisions import Division, Numbers
+from holdfast._base.tuning import ENTRIES_AT_ONCE
 from holdfast._compat.sharded_tensors import ShardedTensor
 from holdfast._dcp.replicas import fingerprint
 from holdfast._dcp.state_objects import find_state_dict_object, is_ordinary
@@ -67,9 +68,20 @@ class Description(NamedTuple):
     kind_of: list[int]
     """For each key the number of its kind."""
 
-    def digest(self, *options: object) -> bytes:
-        """Equal on ranks that have the same keys, kinds of things and options."""
-        return xxhash.xxh3_128(repr((self, options)).encode("utf-8", "surrogatepass")).digest()
+    def digest(self, options: object, paths: Mapping[str, Any] | None) -> bytes:
+        """Equal on ranks that have the same keys, kinds of things, options and paths of keys."""
+        digest = xxhash.xxh3_128()
+        each = (self.keys, self.kind_of, list((paths or {}).items()))
+        for values in ([self.kinds, options, paths is None], *(part for many in each for part in _in_parts(many))):
+            digest.update(repr(values).encode("utf-8", "surrogatepass"))
+        return digest.digest()
+
+
+def _in_parts(values: list[Any]) -> Iterator[list[Any]]:
+    """While Python writes out one of them, no other thread runs."""
+    yield [len(values)]
+    for start in range(0, len(values), ENTRIES_AT_ONCE):
+        yield values[start : start + ENTRIES_AT_ONCE]
 
 
 def describe(state_dict: Mapping[Any, Any], members: tuple[int, ...]) -> Description | None:

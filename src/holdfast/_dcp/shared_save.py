@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from holdfast._base.garbage import no_garbage_collection
+from holdfast._base.garbage import let_go_in_parts, no_garbage_collection
 from holdfast._dcp.replicas import treat_differing
 from holdfast._dcp.save_planner import DefaultSavePlanner
 from holdfast._dcp.shared_plan import ComputedPlan, OwnCopies, SharedLayout, describe
@@ -101,7 +101,7 @@ class SharedSave:
         if on_mismatch != "ignore":
             self._copies = self._layout.copies(planner.state_dict)
         generation = self._writer.prepare_shared_plan()
-        return Offer(description.digest(options, self._destination, paths), self._copies.share, generation)
+        return Offer(description.digest((options, self._destination), paths), self._copies.share, generation)
 
     @property
     def copies(self) -> OwnCopies:
@@ -136,5 +136,8 @@ class SharedSave:
         assert self.plan is not None
         future = self._writer.write_data(self._planner.finish_plan(own), self._planner)
         future.wait()
+        results = future.value()
         with no_garbage_collection():
-            return StoredColumns.of(future.value(), self.plan.key_numbers)
+            stored = StoredColumns.of(results, self.plan.key_numbers)
+        let_go_in_parts(results)
+        return stored

@@ -126,7 +126,7 @@ class FlatRecord:
 
 
 class _Opcodes:
-    """What the opcodes of one pickle mean. References and shapes are looked up once per different bytes."""
+    """What the opcodes of one pickle mean. What may come again is looked up once per different bytes."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -164,14 +164,16 @@ class _Opcodes:
             if value is None:
                 return False
             values.append(value[0])
-            remembered += value[1]
+            if value[1]:
+                remembered += value[1]
         record = make(*values)
         # First the object comes into the memo, then its state, then what is in that.
         if in_memo:
             self._memo.append(record)
         if state_in_memo:
             self._memo.append(SKIPPED)
-        self._memo += remembered
+        if remembered:
+            self._memo += remembered
         self._machine.stack.append(record)
         return True
 
@@ -186,9 +188,13 @@ class _Opcodes:
         return cls.maker([None if name is None else name[0] for name in names])
 
     def _value(self, encoded: bytes) -> _Value | None:
+        value: _Value | None
         opcode = encoded[0]
         if _INT_LENGTHS.get(opcode) == len(encoded):
-            return int.from_bytes(encoded[1:], "little", signed=opcode == _INT32_OPCODE), ()
+            value = int.from_bytes(encoded[1:], "little", signed=opcode == _INT32_OPCODE), ()
+            if opcode != _INT32_OPCODE:  # there are few of those, and most come again: lengths, and which chunk it is
+                self._values[encoded] = value
+            return value
         if opcode == _TEXT_OPCODE:
             end = 2 + encoded[1]
             text = str(encoded[2:end], "utf-8", "surrogatepass")
