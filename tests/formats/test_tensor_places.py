@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast._base.tuning import SMALL_TENSOR
 from holdfast._dcp.destinations import resolve_target
 from holdfast._formats.dcp.metadata import MetadataIndex
 from holdfast._formats.dcp.plan import LoadItemType, ReadItem
 from holdfast._formats.safetensors.torch_dtypes import BY_NAME
-from holdfast._formats.tensor_places import fill, narrowed
+from holdfast._formats.tensor_places import TensorPlace, fill, narrowed
 from holdfast.errors import HoldfastError
 from tests.torches import dtypes
 
@@ -80,3 +81,49 @@ def test_a_part_shares_the_memory_of_the_whole() -> None:
     whole = torch.zeros(3, 4)
     narrowed(whole, (1, 2), (2, 1)).fill_(1)
     assert whole.nonzero().tolist() == [[1, 2], [2, 2]]
+
+
+def content_of(number: int) -> memoryview:
+    return memoryview(bytearray(range(number)))
+
+
+@pytest.mark.parametrize("dtype", [*BY_NAME.values(), *NARROW_INTEGERS], ids=str)
+def test_a_small_tensor_takes_bytes_as_they_are_stored(dtype: torch.dtype) -> None:
+    memory = torch.zeros(20 * dtype.itemsize, dtype=torch.uint8)
+    target = memory.view(dtype)[4:16].view(3, 4)
+
+    assert TensorPlace(target, dtype, "w").take_small(content_of(12 * dtype.itemsize))
+
+    begin, end = 4 * dtype.itemsize, 16 * dtype.itemsize
+    assert memory[begin:end].tolist() == list(range(end - begin))
+    assert memory.count_nonzero() == end - begin - 1  # nothing beside was touched
+
+
+@pytest.mark.parametrize(
+    ("target", "stored", "nbytes"),
+    [
+        (torch.zeros(3, 4).T, torch.float32, 48),
+        (torch.zeros(6)[::2], torch.float32, 12),
+        (torch.zeros(3), torch.int32, 12),
+        (torch.zeros(3), torch.float32, 8),
+        (torch.zeros(3), torch.float32, 16),
+        (torch.zeros(3, dtype=torch.complex64).conj(), torch.complex64, 24),
+        (torch.zeros(3, dtype=torch.complex64).conj().imag, torch.float32, 12),
+        (torch.zeros(3, device="meta"), torch.float32, 12),
+        (torch.zeros(SMALL_TENSOR + 1, dtype=torch.uint8), torch.uint8, SMALL_TENSOR + 1),
+        (torch.zeros(3).to_sparse(), torch.float32, 12),
+    ],
+)
+def test_other_tensors_are_left_to_the_general_way(target: torch.Tensor, stored: torch.dtype, nbytes: int) -> None:
+    content = memoryview(bytearray(b"\1" * nbytes))
+
+    assert not TensorPlace(target, stored, "w").take_small(content)
+    if not target.is_meta:
+        assert not target.to_dense().count_nonzero()
+
+
+def test_a_tensor_whose_memory_was_given_back_takes_no_bytes() -> None:
+    target = torch.zeros(3)
+    target.untyped_storage().resize_(0)
+
+    assert not TensorPlace(target, torch.float32, "w").take_small(content_of(12))

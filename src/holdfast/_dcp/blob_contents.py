@@ -21,7 +21,7 @@ from holdfast._formats.dcp.plan import LoadItemType, ReadItem
 from holdfast._formats.dcp.stored_chunks import archived_elements
 from holdfast._formats.dcp.transforms import ReaderTransforms
 from holdfast._formats.ranged_files import StreamRanges
-from holdfast._formats.tensor_places import narrowed
+from holdfast._formats.tensor_places import TensorPlace, narrowed
 from holdfast.errors import DamagedCheckpointError, HoldfastError
 
 Blob: TypeAlias = bytes | bytearray | memoryview
@@ -60,11 +60,13 @@ class BlobContents:
                 planner.load_bytes(item, _NamedBytes(blob, source, verify and info.seal is None))
                 progress.applied += 1
             return
-        tensor = self._tensor_of(blob, info, source, index, verify=verify)
+        elements = self._elements_of(blob, info, source, index, verify=verify)
         for item in items:
-            place = destination_of(item, planner, tensor.dtype)
-            whole = item.lengths == tensor.size()
-            place.take(tensor if whole else narrowed(tensor, item.storage_offsets, item.lengths))
+            place = destination_of(item, planner, elements.dtype)
+            whole = item.lengths == elements.sizes
+            if not (whole and isinstance(place, TensorPlace) and place.take_small(elements.payload)):
+                tensor = elements.tensor
+                place.take(tensor if whole else narrowed(tensor, item.storage_offsets, item.lengths))
             progress.applied += 1
             place.commit()
 
@@ -117,20 +119,20 @@ class BlobContents:
         entry, chunk = self._stored_chunk(item.storage_index)
         return chunk.sizes.numel() * (entry.properties.dtype.itemsize + _WIDEST_ELEMENT) + _ENVELOPE
 
-    def _tensor_of(
+    def _elements_of(
         self, blob: Blob, info: _StorageInfo, source: str, index: MetadataIndex, *, verify: bool
-    ) -> torch.Tensor:
+    ) -> _Elements:
         entry, chunk = self._stored_chunk(index)
         seal = info.seal
         if seal is not None and seal.payload_length < len(blob) and not info.transform_descriptors:
             payload = memoryview(blob)[seal.payload_offset : seal.payload_offset + seal.payload_length]
-            tensor = _from_payload(payload, entry.properties.dtype, chunk)
-            if tensor is not None:
-                return tensor
+            elements = _from_payload(payload, entry.properties.dtype, chunk)
+            if elements is not None:
+                return elements
         if seal is None and not info.transform_descriptors:
-            tensor = self._familiar_tensor(memoryview(blob), info, source, index, chunk, verify=verify)
-            if tensor is not None:
-                return tensor
+            elements = self._familiar_elements(memoryview(blob), info, source, index, chunk, verify=verify)
+            if elements is not None:
+                return elements
         tensor = read_tensor(blob, source=source, key=index.fqn, verify=verify and seal is None)
         if tensor.size() != chunk.sizes:
             raise DamagedCheckpointError(
@@ -141,9 +143,9 @@ class BlobContents:
                 expected=list(chunk.sizes),
                 found=list(tensor.size()),
             )
-        return tensor
+        return _Elements(tensor.dtype, chunk.sizes, None, tensor)
 
-    def _familiar_tensor(
+    def _familiar_elements(
         self,
         blob: memoryview,
         info: _StorageInfo,
@@ -152,8 +154,8 @@ class BlobContents:
         chunk: ChunkStorageMetadata,
         *,
         verify: bool,
-    ) -> torch.Tensor | None:
-        """The tensor in an archive that is like one before; None if it is not."""
+    ) -> _Elements | None:
+        """The elements in an archive that is like one before; None if it is not."""
         known = self._familiar.recognize(blob)
         if known is not None and known.sizes == tuple(chunk.sizes):
             if verify and (found := crc32(known.elements)) != known.crc:
@@ -177,13 +179,39 @@ class _NamedBytes(io.BytesIO):
         self.verify = verify
 
 
-def _from_payload(payload: memoryview, dtype: torch.dtype, chunk: ChunkStorageMetadata) -> torch.Tensor | None:
-    """The tensor behind raw bytes; None if they are not what the index describes."""
+class _Elements:
+    """The elements of a chunk: in row-major order in memory, or as a tensor."""
+
+    __slots__ = ("_tensor", "dtype", "payload", "sizes")
+
+    def __init__(
+        self, dtype: torch.dtype, sizes: torch.Size, payload: memoryview | None, tensor: torch.Tensor | None = None
+    ) -> None:
+        self.dtype = dtype
+        self.sizes = sizes
+        self.payload = payload
+        self._tensor = tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All of them. Making one takes longer than to copy a few, so it is made for those who need it."""
+        if self._tensor is None:
+            assert self.payload is not None
+            self._tensor = _tensor_in(self.payload, self.dtype, self.sizes)
+        return self._tensor
+
+
+def _from_payload(payload: memoryview, dtype: torch.dtype, chunk: ChunkStorageMetadata) -> _Elements | None:
+    """The elements behind raw bytes; None if these are not what the index describes."""
     if payload.nbytes != chunk.sizes.numel() * dtype.itemsize:
         return None
+    return _Elements(dtype, chunk.sizes, payload)
+
+
+def _tensor_in(payload: memoryview, dtype: torch.dtype, sizes: torch.Size) -> torch.Tensor:
     if payload.nbytes == 0:
-        return torch.empty(chunk.sizes, dtype=dtype)
+        return torch.empty(sizes, dtype=dtype)
     raw = torch.frombuffer(payload if not payload.readonly else bytearray(payload), dtype=torch.uint8)
     if raw.data_ptr() % dtype.itemsize:
         raw = raw.clone()
-    return raw.view(dtype).view(chunk.sizes)
+    return raw.view(dtype).view(sizes)

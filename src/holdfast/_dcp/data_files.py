@@ -18,7 +18,7 @@ from holdfast._dcp.device_copies import OverlappingCpuLoader
 from holdfast._dcp.planner import SavePlanner
 from holdfast._dcp.storage import WriteResult
 from holdfast._formats.archives.values import needs_pickle
-from holdfast._formats.dcp.blobs import IN_MEMORY, WrittenElements, write_blob
+from holdfast._formats.dcp.blobs import IN_MEMORY, BlobWriter, WrittenBlob, WrittenElements, write_blob
 from holdfast._formats.dcp.metadata import _StorageInfo
 from holdfast._formats.dcp.plan import WriteItem, WriteItemType, written_bytes
 from holdfast._formats.dcp.transforms import WriterTransforms
@@ -133,10 +133,12 @@ def write_file(
     position = 0
     is_short = file.expected_size() < SHORT_WRITE
     with create_stream(file.path, "wb") as stream, no_garbage_collection() if is_short else nullcontext():
+        blobs = BlobWriter(stream, transforms, elements)
         for item, data in resolved_items(file.items, planner, copy_ahead):
-            result = write_item(stream, position, file.name, item, data, transforms, elements)
+            result = _result(blobs.write(item, data), position, file.name, item, data)
             position += result.size_in_bytes
             results.append(result)
+        blobs.finish()
         if sync:
             flush_to_disk(stream)
     return results
@@ -152,7 +154,12 @@ def write_item(
     elements: WrittenElements = IN_MEMORY,
 ) -> WriteResult:
     """Write one item, which begins at ``position`` of the file."""
-    blob = write_blob(stream, item, data, transforms, elements)
+    return _result(write_blob(stream, item, data, transforms, elements), position, file_name, item, data)
+
+
+def _result(
+    blob: WrittenBlob, position: int, file_name: str, item: WriteItem, data: torch.Tensor | io.BytesIO
+) -> WriteResult:
     info = _StorageInfo(file_name, position, blob.length, blob.transform_descriptors, blob.seal)
     needs = needs_pickle(data.getvalue()) if isinstance(data, io.BytesIO) else None
     if needs is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from holdfast._base.notices import warn_caller
 from holdfast._dcp.load_problems import LoadProblems, unloaded_under
 from holdfast._dcp.planner import LoadPlanner, keeps_items_apart
 from holdfast._dcp.read_items import create_read_item_for_bytes, create_read_items_for_chunk_list
-from holdfast._dcp.state_objects import create_chunk_list, find_state_dict_object, size_and_dtype
+from holdfast._dcp.state_objects import create_chunk_list, find_state_dict_object, is_ordinary, size_and_dtype
 from holdfast._formats.archives.values import decode_value
 from holdfast._formats.dcp.metadata import (
     STATE_DICT_TYPE,
@@ -166,7 +167,8 @@ class DefaultLoadPlanner(LoadPlanner):
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """The part of ``tensor`` that the item fills."""
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            tensor = tensor.narrow(dim, start, length)
+            if start or length != tensor.size(dim):
+                tensor = tensor.narrow(dim, start, length)
         return tensor
 
     def _warn_of_unloaded(self, metadata: Metadata) -> None:
@@ -203,6 +205,10 @@ def plan_load(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: bool
                 f"put a tensor of that size there. (Invalid checkpoint metadata for {fqn}, expected "
                 "BytesStorageMetadata.)"
             )
+        elif is_ordinary(target) and entry.size == target.size():
+            if entry.properties.dtype != target.dtype:
+                problems.note_dtype(fqn, entry.properties.dtype, target.dtype)
+            items.extend(_fill(fqn, entry, partial(_all_of, target), problems))
         else:
             size, dtype = size_and_dtype(target)
             if is_partitioned(target):
@@ -212,17 +218,23 @@ def plan_load(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: bool
             elif on_this_rank(target):
                 if entry.properties.dtype != dtype:
                     problems.note_dtype(fqn, entry.properties.dtype, dtype)
-                items.extend(_fill(fqn, entry, target, problems))
+                items.extend(_fill(fqn, entry, partial(create_chunk_list, target, key=fqn), problems))
     problems.raise_or_warn(dtype_change)
     return LoadPlan(items)
 
 
-def _fill(fqn: str, entry: TensorStorageMetadata, target: torch.Tensor, problems: LoadProblems) -> list[ReadItem]:
+def _fill(
+    fqn: str, entry: TensorStorageMetadata, chunks: Callable[[], list[ChunkStorageMetadata]], problems: LoadProblems
+) -> list[ReadItem]:
     try:
-        return create_read_items_for_chunk_list(fqn, entry, create_chunk_list(target, key=fqn))
+        return create_read_items_for_chunk_list(fqn, entry, chunks())
     except StateMismatchError as error:
         problems.uncovered.update(error.uncovered)
         return []
+
+
+def _all_of(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
+    return [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())]
 
 
 def create_default_local_load_plan(state_dict: dict[str, Any], metadata: Metadata, strict: bool = True) -> LoadPlan:
@@ -339,5 +351,4 @@ def _whole(key: str, tensor: Any) -> TensorStorageMetadata:
         raise RuntimeError(  # noqa: TRY004 - the type that callers know from torch
             f"Non-tensor value identified at {key}. At this time DynamicMetaLoadPlanner only supports loading Tensors."
         )
-    whole = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())
-    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.size(), [whole])
+    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.size(), _all_of(tensor))

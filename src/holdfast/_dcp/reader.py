@@ -320,14 +320,17 @@ class FileSystemReader(StorageReader):
         entry = self._metadata.state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
         later = still_to_be_made(entry)
+        if later is None and index.index is not None and 0 <= index.index < len(entry.chunks):
+            hinted = entry.chunks[index.index]
+            if hinted.offsets == index.offset:
+                return entry, hinted
         if isinstance(later, ChunksLater) and index.index is not None and index.offset is not None:
             columns = later.columns()
             if 0 <= index.index < len(columns.offsets):
                 chunk = columns.chunk(index.index)
                 if chunk.offsets == index.offset:
                     return entry, chunk
-        hinted = entry.chunks[index.index : index.index + 1] if index.index is not None else []
-        for chunk in [*hinted, *entry.chunks]:
+        for chunk in entry.chunks:
             if chunk.offsets == index.offset:
                 return entry, chunk
         raise DamagedCheckpointError(

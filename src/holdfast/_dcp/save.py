@@ -98,10 +98,8 @@ class _Save:
         self.planner.peers = self.ranks.global_ranks()
         plan: SavePlan | None = None
         settled: Settled | None = None
-        agreed = Offer()
         try:
-            if self.ranks.world_size > 1:
-                agreed = self.ranks.combine("plan", self._offer, Offer.joined)
+            agreed = self.ranks.combine("plan", self._offer, Offer.joined)
             if agreed.digest is None:
                 plan = self.ranks.reduce_scatter("plan", self._propose, self._plan_for_one_destination)
             elif agreed.copies:
@@ -144,9 +142,10 @@ class _Save:
         assert self.shared is not None
         assert agreed.generation is not None
         with recorded("global_step", **self.about) if self.ranks.is_coordinator else nullcontext():
-            self.shared.decide(settled)
+            plan = self.shared.decide(settled, agreed.generation)
+        self.used += plan.items
         with recorded("write_data", **self.about):
-            return self.shared.write(agreed.generation)
+            return self.shared.write(plan)
 
     @recorded_step("finish_checkpoint")
     @no_garbage_collection()
@@ -154,6 +153,9 @@ class _Save:
         assert self.shared is not None
         assert self.shared.plan is not None
         metadata = self._describe_shares()
+        if self.ranks.world_size == 1:  # with more, nobody has the plans of all ranks
+            planner = cast(DefaultSavePlanner, self.planner)
+            planner.global_plan, planner.metadata = [planner.plan], metadata
         places = planned_places(self.shared.plan, stored)
         writer = cast(_FileSystemWriter, self.writer)
         writer.finish_shared_plan(metadata, places, [part.hosts() for part in stored])

@@ -6,7 +6,7 @@ ranks have the same of both, each of them knows what all of them write, and no p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -16,9 +16,10 @@ import torch
 import xxhash
 
 from holdfast._base.divisions import Division, Numbers
+from holdfast._base.tuning import ENTRIES_AT_ONCE
 from holdfast._compat.sharded_tensors import ShardedTensor
 from holdfast._dcp.replicas import fingerprint
-from holdfast._dcp.state_objects import find_state_dict_object
+from holdfast._dcp.state_objects import find_state_dict_object, is_ordinary
 from holdfast._formats.dcp.columns import ChunkColumns, ChunksLater
 from holdfast._formats.dcp.metadata import (
     STORAGE_TYPES,
@@ -67,9 +68,20 @@ class Description(NamedTuple):
     kind_of: list[int]
     """For each key the number of its kind."""
 
-    def digest(self, *options: object) -> bytes:
-        """Equal on ranks that have the same keys, kinds of things and options."""
-        return xxhash.xxh3_128(repr((self, options)).encode("utf-8", "surrogatepass")).digest()
+    def digest(self, options: object, paths: Mapping[str, Any] | None) -> bytes:
+        """Equal on ranks that have the same keys, kinds of things, options and paths of keys."""
+        digest = xxhash.xxh3_128()
+        each = (self.keys, self.kind_of, list((paths or {}).items()))
+        for values in ([self.kinds, options, paths is None], *(part for many in each for part in _in_parts(many))):
+            digest.update(repr(values).encode("utf-8", "surrogatepass"))
+        return digest.digest()
+
+
+def _in_parts(values: list[Any]) -> Iterator[list[Any]]:
+    """While Python writes out one of them, no other thread runs."""
+    yield [len(values)]
+    for start in range(0, len(values), ENTRIES_AT_ONCE):
+        yield values[start : start + ENTRIES_AT_ONCE]
 
 
 def describe(state_dict: Mapping[Any, Any], members: tuple[int, ...]) -> Description | None:
@@ -90,6 +102,8 @@ def describe(state_dict: Mapping[Any, Any], members: tuple[int, ...]) -> Descrip
 def _kept(fqn: str, value: Any, members: tuple[int, ...]) -> EntryKind | None:
     if not isinstance(value, torch.Tensor):
         return _VALUE
+    if is_ordinary(value):
+        return EntryKind(WriteItemType.TENSOR, tuple(value.shape), _properties(value))
     if is_dtensor(value):
         return _kept_of_dtensor(fqn, value, members)
     if hasattr(type(value), WRITE_HOOK) or isinstance(value, ShardedTensor) or is_checkpointable(value):
@@ -194,6 +208,7 @@ class ComputedPlan:
         self._owned = owned
         self._value_bytes = value_bytes
         self._columns: dict[tuple[int, int], ChunkColumns] = {}
+        self._write_data: dict[tuple[int, int], TensorWriteData] = {}
 
     @cached_property
     def key_numbers(self) -> dict[str, int]:
@@ -220,9 +235,17 @@ class ComputedPlan:
             nbytes = self._value_bytes.get(number)
             size = None if nbytes is None else BytesIOWriteData(nbytes)
             return WriteItem(MetadataIndex(fqn), kept.type, bytes_io_data=size)
-        chunk = self._chunk(kind, int(self._owned[number].numbers[hint]))
-        data = TensorWriteData(chunk, self._properties[kind], torch.Size(kept.size))
-        return WriteItem(MetadataIndex(fqn, chunk.offsets, hint), kept.type, tensor_data=data)
+        data = self._data(kind, int(self._owned[number].numbers[hint]))
+        return WriteItem(MetadataIndex(fqn, data.chunk.offsets, hint), kept.type, tensor_data=data)
+
+    def _data(self, kind: int, part: int) -> TensorWriteData:
+        """What a part is, which is the same object for all keys of one kind."""
+        data = self._write_data.get((kind, part))
+        if data is None:
+            size = torch.Size(self.description.kinds[kind].size)
+            data = TensorWriteData(self._chunk(kind, part), self._properties[kind], size)
+            self._write_data[kind, part] = data
+        return data
 
     def _chunk(self, kind: int, part: int) -> ChunkStorageMetadata:
         parts = self.layout._parts[kind]

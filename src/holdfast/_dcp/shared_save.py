@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from holdfast._base.garbage import let_go_in_parts, no_garbage_collection
 from holdfast._dcp.replicas import treat_differing
 from holdfast._dcp.save_planner import DefaultSavePlanner
 from holdfast._dcp.shared_plan import ComputedPlan, OwnCopies, SharedLayout, describe
@@ -100,7 +101,7 @@ class SharedSave:
         if on_mismatch != "ignore":
             self._copies = self._layout.copies(planner.state_dict)
         generation = self._writer.prepare_shared_plan()
-        return Offer(description.digest(options, self._destination, paths), self._copies.share, generation)
+        return Offer(description.digest((options, self._destination), paths), self._copies.share, generation)
 
     @property
     def copies(self) -> OwnCopies:
@@ -121,18 +122,22 @@ class SharedSave:
             settled[key, part] = owner, self._layout.bytes_of(key, part, copies[owner].value_bytes)
         return settled
 
-    def decide(self, settled: Settled | None) -> ComputedPlan:
-        """What each rank writes."""
+    @no_garbage_collection()
+    def decide(self, settled: Settled | None, generation: str) -> SavePlan:
+        """What each rank writes, and in particular this one, to files with ``generation`` in their names."""
         assert self._layout is not None
         self.plan = self._layout.plan(
             self._copies.value_bytes, by_lowest=self._planner.dedup_save_to_lowest_rank, settled=settled
         )
-        return self.plan
+        return SavePlan(self.plan.items_of(self._rank), self._writer.shared_prefix(generation))
 
-    def write(self, generation: str) -> StoredColumns:
+    def write(self, own: SavePlan) -> StoredColumns:
         """Write what the plan says that this rank writes."""
         assert self.plan is not None
-        own = SavePlan(self.plan.items_of(self._rank), self._writer.shared_prefix(generation))
         future = self._writer.write_data(self._planner.finish_plan(own), self._planner)
         future.wait()
-        return StoredColumns.of(future.value(), self.plan.key_numbers)
+        results = future.value()
+        with no_garbage_collection():
+            stored = StoredColumns.of(results, self.plan.key_numbers)
+        let_go_in_parts(results)
+        return stored

@@ -14,9 +14,28 @@ import torch
 from holdfast._compat.sharded_tensors import ShardedTensor
 from holdfast._formats.dcp.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast._formats.dcp.plan import TensorWriteData, WriteItem, WriteItemType
+from holdfast._formats.tensor_bytes import is_plain_contiguous
 from holdfast._layout import tensor_items
-from holdfast._layout.checkpointable import CheckpointableTensor, chunks_of, is_checkpointable, shard_of
-from holdfast._layout.tensor_kinds import is_dtensor
+from holdfast._layout.checkpointable import FIELDS, CheckpointableTensor, chunks_of, is_checkpointable, shard_of
+from holdfast._layout.tensor_kinds import is_dtensor, is_partitioned
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what most are: dense, contiguous in memory, and nothing more to be said about it.
+
+    It takes a few questions, where it takes many to tell apart all kinds that there are.
+    """
+    return (
+        type(tensor) in _ORDINARY
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and is_plain_contiguous(tensor)
+        and not hasattr(tensor, FIELDS[0])
+        and not is_partitioned(tensor)
+    )
+
+
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def create_write_items(fqn: str, object: Any) -> list[WriteItem]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from holdfast._base.tuning import ENTRIES_AT_ONCE
 from holdfast._dcp.shared_plan import ComputedPlan
 from holdfast._dcp.storage import WriteResult
 from holdfast._formats.dcp.columns import NO_HINT, Column, PlaceColumns
@@ -32,7 +33,9 @@ class StoredColumns(NamedTuple):
             info = result.storage_data
             file = files.setdefault(info.relative_path, len(files))
             rows.append((keys[result.index.fqn], file, info.offset, info.length, *info.seal))
-        columns = np.array(rows, np.int64).reshape(len(rows), 4 + len(Seal._fields))
+        columns = np.empty((len(rows), 4 + len(Seal._fields)), np.int64)
+        for start in range(0, len(rows), ENTRIES_AT_ONCE):  # no other thread runs while one of them is converted
+            columns[start : start + ENTRIES_AT_ONCE] = rows[start : start + ENTRIES_AT_ONCE]
         # Most numbers are small, and all of them travel.
         return cls(socket.gethostname(), tuple(files), columns.astype(np.min_scalar_type(int(columns.max(initial=0)))))
 
@@ -68,25 +71,33 @@ def planned_places(plan: ComputedPlan, stored: Sequence[StoredColumns]) -> Place
 
 def _chunk_of_each(plan: ComputedPlan, key: Column, rank: Column) -> Column:
     """Which chunk of its key each item is, by the rank that has written it."""
-    hint = np.empty(len(key), np.int64)
     # The items of each key in the order of the ranks, which is that of its chunks.
     order = np.lexsort((rank, key))
     begins = np.searchsorted(key[order], np.arange(len(plan.description.keys) + 1))
+    owners = [plan.owners(number) for number in range(len(plan.description.keys))]
+    counts = np.array([len(own) for own in owners], np.int64)
+    planned = [np.concatenate(owners[at : at + ENTRIES_AT_ONCE]) for at in range(0, len(owners), ENTRIES_AT_ONCE)]
+    if not np.array_equal(np.diff(begins), counts) or not np.array_equal(
+        rank[order], np.concatenate([*planned, np.empty(0, np.int64)])
+    ):
+        _refuse_what_was_not_planned(plan, rank[order], begins)
+    hint = np.empty(len(key), np.int64)
+    hint[order] = np.arange(len(key)) - np.repeat(begins[:-1], counts)
+    return hint
+
+
+def _refuse_what_was_not_planned(plan: ComputedPlan, rank: Column, begins: Column) -> None:
+    """Raise. ``rank`` are those that have written the items of each key, from where ``begins`` says."""
     missing: list[str] = []
     for number in range(len(plan.description.keys)):
-        rows = order[begins[number] : begins[number + 1]]
-        owners = plan.owners(number)
-        if not np.array_equal(rank[rows], owners):
-            missing += _not_written(plan, number, rank[rows])
-        else:
-            hint[rows] = np.arange(len(rows))
-    if missing:
-        raise IncompleteSaveError(
-            f"{len(missing)} planned item(s) were not written by any rank, or by another one than planned: "
-            f"{', '.join(missing[:10])}. Nothing was committed; look for a writer that dropped them.",
-            missing=missing,
-        )
-    return hint
+        wrote = rank[begins[number] : begins[number + 1]]
+        if not np.array_equal(wrote, plan.owners(number)):
+            missing += _not_written(plan, number, wrote)
+    raise IncompleteSaveError(
+        f"{len(missing)} planned item(s) were not written by any rank, or by another one than planned: "
+        f"{', '.join(missing[:10])}. Nothing was committed; look for a writer that dropped them.",
+        missing=missing,
+    )
 
 
 def _not_written(plan: ComputedPlan, number: int, ranks: Column) -> list[str]:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast._base.boxes import Box
+from holdfast._base.tuning import SMALL_TENSOR
 from holdfast._formats.box_reads import Buffer, ChunkRead, Place, WantedRegion
 from holdfast._formats.ranged_files import Ranges, StreamRanges, refuse_short_chunk
-from holdfast._formats.tensor_bytes import bytes_in_place
+from holdfast._formats.tensor_bytes import bytes_in_place, is_plain_contiguous, move_small
 from holdfast.errors import HoldfastError
 
 # Puts stored elements into the tensors that a load fills, in the same way whatever they were read from.
@@ -82,6 +83,16 @@ class TensorPlace:
     def take(self, elements: torch.Tensor) -> None:
         """Copy everything."""
         fill(self.target, elements, self._key)
+
+    def take_small(self, content: memoryview | None) -> bool:
+        """Copy everything from its bytes, if the tensor is small and has them as they are stored; else do nothing."""
+        target = self.target
+        if content is None or content.nbytes > SMALL_TENSOR or target.dtype != self._stored:
+            return False
+        if target.layout is not torch.strided or target.nbytes != content.nbytes or not is_plain_contiguous(target):
+            return False
+        move_small(target.data_ptr(), bytes(content), content.nbytes)
+        return True
 
     def clear(self) -> None:
         """Leave zeros where there would be something that is not what was saved."""

@@ -77,6 +77,14 @@ class Machine:
             raise ValueError("an unfinished object at the end")
         return result
 
+    def run_to(self, end: int) -> None:
+        """Execute the opcodes up to a position at which one ends. For shortcuts, which know that there is one."""
+        while self.position < end:
+            execute = _OPCODES[self.data[self.position]]
+            assert execute is not None
+            self.position += 1
+            execute(self)
+
     def known(self, value: Any) -> AllowedName | None:
         """The entry behind something that the file has named, or that a call has found for it."""
         known = self._named.get(id(value))

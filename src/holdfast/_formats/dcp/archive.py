@@ -58,6 +58,8 @@ ALIGNMENT = 64
 
 _DESCRIPTION, _PAYLOAD = "data.pkl", "data/0"
 _PAYLOAD_NAME = (layout.ROOT + _PAYLOAD).encode()
+_CRC_IN_DESCRIPTOR, _CRC_IN_LINE = 4, 16
+"""Where the record behind an entry, and its line in the directory, have the CRC."""
 
 
 class _Envelope(NamedTuple):
@@ -92,6 +94,13 @@ class TensorArchive:
     def total_length(self) -> int:
         """The length of the blob."""
         return len(self.prefix) + self.payload_length + len(self.suffix(0))
+
+    @property
+    def crc_places(self) -> tuple[int, ...]:
+        """Where the blob has the CRC-32 of the raw bytes: behind these, and in their line of the directory."""
+        behind = len(self.prefix) + self.payload_length
+        form = layout.DESCRIPTOR64 if self.payload_length >= layout.MAX32 else layout.DESCRIPTOR
+        return behind + _CRC_IN_DESCRIPTOR, behind + form.size + len(self._envelope.lines) + _CRC_IN_LINE
 
     def suffix(self, payload_crc: int) -> bytes:
         """What follows the raw bytes, whose CRC-32 it records."""
@@ -189,7 +198,6 @@ def read_tensor(
 
 _MOST = 1024
 """Forms that are remembered. A model has a few dozen; where every tensor has its own, remembering them is no use."""
-_CRC_IN_LINE = 16
 _UNCHECKED = ".data/serialization_id"
 """An id of the content, which differs from archive to archive. Nothing is made of it."""
 

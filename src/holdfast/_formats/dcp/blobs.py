@@ -15,6 +15,7 @@ from holdfast._base.tuning import PIECE_BYTES, SMALL_TENSOR, STREAM_BYTES
 from holdfast._formats.dcp.archive import TensorArchive
 from holdfast._formats.dcp.metadata import Seal
 from holdfast._formats.dcp.plan import WriteItem
+from holdfast._formats.dcp.small_archives import SmallArchives
 from holdfast._formats.dcp.transforms import WriterTransforms
 from holdfast._formats.tensor_bytes import as_bytes
 from holdfast._formats.tensor_places import narrowed
@@ -53,6 +54,32 @@ class WrittenElements:
 
 
 IN_MEMORY = WrittenElements()
+
+
+class BlobWriter:
+    """Writes blobs to a stream, one behind the other. Small ones are collected: the stream may have them later."""
+
+    def __init__(self, stream: Any, transforms: WriterTransforms, elements: WrittenElements = IN_MEMORY) -> None:
+        self._stream = stream
+        self._transforms = transforms
+        self._elements = elements
+        self._small = SmallArchives(stream) if elements is IN_MEMORY and not transforms.extensions else None
+
+    def write(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> WrittenBlob:
+        """Write the data of ``item`` behind what was written before."""
+        if self._small is not None:
+            if isinstance(data, torch.Tensor):
+                _check_shape(item, data)
+                added = self._small.add(data)
+                if added is not None:
+                    return WrittenBlob(*added, data.dtype)
+            self._small.flush()
+        return write_blob(self._stream, item, data, self._transforms, self._elements)
+
+    def finish(self) -> None:
+        """Let the stream have all of it."""
+        if self._small is not None:
+            self._small.flush()
 
 
 def write_blob(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ import torch
 from holdfast._compat.tensors import DTYPES
 from holdfast._formats.archives.known_names import AllowedName, Inert, Name, brief, draft_of
 from holdfast._formats.archives.value_names import find_plain
+from holdfast._formats.dcp.index_alike import repeat_tensor
 from holdfast._formats.dcp.index_shortcut import SIZE, FlatRecord, count, make_size
 from holdfast._formats.dcp.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -212,10 +214,11 @@ def _typed(value: Any, cls: type[T], what: str) -> T:
 
 
 def _shared() -> Iterator[tuple[Name, AllowedName]]:
+    tensors = draft_of("TensorStorageMetadata", tensor)
     chunks = FlatRecord("ChunkStorageMetadata", ("offsets", "sizes"), chunk).known()
     items = FlatRecord("MetadataIndex", ("fqn", "index", "offset"), item).known()
     for module in METADATA_MODULES:
-        yield (module, "TensorStorageMetadata"), draft_of("TensorStorageMetadata", tensor)
+        yield (module, "TensorStorageMetadata"), replace(tensors, shortcut=repeat_tensor)
         yield (module, "ChunkStorageMetadata"), chunks
         yield (module, "MetadataIndex"), items
         yield (module, "StorageMeta"), draft_of("StorageMeta", storage_meta)

@@ -27,19 +27,19 @@ _Value: TypeAlias = tuple[Any, tuple[Any, ...]]
 _Make: TypeAlias = Callable[..., Any]
 
 # Pickle has no jumps: what matches at the machine's position is what it would execute next.
-_GET = rb"(?:h.|j....)"
+GET = rb"(?:h.|j....)"
 _INT = rb"(?:K.|M..|J....|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
 _TEXT = rb"\x8c(?:%b)\x94?" % b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(1, 256))
-_NUMBERS = rb"(?:\)|%(int)b\x85|%(int)b{2}\x86|%(int)b{3}\x87|\(%(int)b*t)\x94?" % {b"int": _INT}
-_GET_OR_SHAPE = rb"%b(?:%b\x85\x94?R\x94?)?" % (_GET, _NUMBERS)
-_FIELD = rb"(%b)(%b)" % (_GET, b"|".join((_GET_OR_SHAPE, _INT, rb"N", _TEXT, _NUMBERS)))
+NUMBERS = rb"(?:\)|%(int)b\x85|%(int)b{2}\x86|%(int)b{3}\x87|\(%(int)b*t)\x94?" % {b"int": _INT}
+GET_OR_SHAPE = rb"%b(?:%b\x85\x94?R\x94?)?" % (GET, NUMBERS)
+_FIELD = rb"(%b)(%b)" % (GET, b"|".join((GET_OR_SHAPE, _INT, rb"N", _TEXT, NUMBERS)))
 
 # From behind the empty argument tuple to BUILD, with two to four fields. "\x94" puts into the memo.
 _RECORD = rb"\x81(\x94?)\}(\x94?)\(%(field)b%(field)b(?:%(field)b(?:%(field)b)?)?ub" % {b"field": _FIELD}
 _FIRST = re.compile(_RECORD, re.DOTALL)
-_NEXT = re.compile(rb"(%b)\)" % _GET + _RECORD, re.DOTALL)
+_NEXT = re.compile(rb"(%b)\)" % GET + _RECORD, re.DOTALL)
 
-_SHAPE_PARTS = re.compile(rb"(%b)(%b)\x85(\x94?)R(\x94?)" % (_GET, _NUMBERS), re.DOTALL)
+_SHAPE_PARTS = re.compile(rb"(%b)(%b)\x85(\x94?)R(\x94?)" % (GET, NUMBERS), re.DOTALL)
 _EACH_INT = re.compile(_INT, re.DOTALL)
 _INT_LENGTHS = {ord("K"): 2, ord("M"): 3, ord("J"): 5}
 _GET_LENGTHS = {ord("h"): 2, ord("j"): 5}
@@ -126,7 +126,7 @@ class FlatRecord:
 
 
 class _Opcodes:
-    """What the opcodes of one pickle mean. References and shapes are looked up once per different bytes."""
+    """What the opcodes of one pickle mean. What may come again is looked up once per different bytes."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -164,14 +164,16 @@ class _Opcodes:
             if value is None:
                 return False
             values.append(value[0])
-            remembered += value[1]
+            if value[1]:
+                remembered += value[1]
         record = make(*values)
         # First the object comes into the memo, then its state, then what is in that.
         if in_memo:
             self._memo.append(record)
         if state_in_memo:
             self._memo.append(SKIPPED)
-        self._memo += remembered
+        if remembered:
+            self._memo += remembered
         self._machine.stack.append(record)
         return True
 
@@ -186,9 +188,13 @@ class _Opcodes:
         return cls.maker([None if name is None else name[0] for name in names])
 
     def _value(self, encoded: bytes) -> _Value | None:
+        value: _Value | None
         opcode = encoded[0]
         if _INT_LENGTHS.get(opcode) == len(encoded):
-            return int.from_bytes(encoded[1:], "little", signed=opcode == _INT32_OPCODE), ()
+            value = int.from_bytes(encoded[1:], "little", signed=opcode == _INT32_OPCODE), ()
+            if opcode != _INT32_OPCODE:  # there are few of those, and most come again: lengths, and which chunk it is
+                self._values[encoded] = value
+            return value
         if opcode == _TEXT_OPCODE:
             end = 2 + encoded[1]
             text = str(encoded[2:end], "utf-8", "surrogatepass")

@@ -86,7 +86,7 @@ class IndexWriter:
         self._sizes: dict[tuple[int, ...], bytes] = {}
         self._states: dict[tuple[Any, ...], bytes] = {}
         self._others: dict[int, bytes] = {}
-        self._columns: dict[int, tuple[ChunkColumns, bytes]] = {}
+        self._alike: dict[tuple[Any, ...], tuple[ChunkColumns, bytes]] = {}
         # First the names of fields, which come in every record: references to the first 256 slots are short.
         self._names = {value: self._remember(op.name(*name)) for value, name in _GLOBALS.items()}
         for name in _FIELD_NAMES:
@@ -140,12 +140,21 @@ class IndexWriter:
         if type(described) is not TensorStorageMetadata:
             return self._text(fqn), self._others[id(described)]
         later = still_to_be_made(described)
-        if isinstance(later, ChunksLater):
-            chunks = self._chunks_in_columns(later.columns())
-        else:
+        if not isinstance(later, ChunksLater):
             chunks = self._chunks((chunk.offsets, chunk.sizes) for chunk in described.chunks)
+            return (self._text(fqn), *self._tensor(described, chunks))
+        # Tensors that are divided alike have the same columns, and if they are alike otherwise the same opcodes.
+        columns = later.columns()
+        which = id(columns), described.size, described.properties.__getstate__()
+        known = self._alike.get(which)
+        if known is None:
+            boxes = zip(map(tuple, columns.offsets.tolist()), map(tuple, columns.sizes.tolist()), strict=True)
+            opcodes = b"".join(self._tensor(described, self._chunks(boxes)))
+            known = self._alike[which] = columns, opcodes
+        return self._text(fqn), known[1]
+
+    def _tensor(self, described: TensorStorageMetadata, chunks: list[bytes]) -> tuple[bytes, ...]:
         return (
-            self._text(fqn),
             self._names[TensorStorageMetadata] + _RECORD,
             self._text("properties"),
             self._names[TensorProperties] + op.NEW_WITHOUT_ARGUMENTS,
@@ -166,15 +175,6 @@ class IndexWriter:
         for offsets, sizes in boxes:
             chunks += (chunk_class, self._size(offsets), middle, self._size(sizes), end)
         return chunks
-
-    def _chunks_in_columns(self, columns: ChunkColumns) -> list[bytes]:
-        """Tensors that are divided alike have the same columns, and from the second one on the same opcodes."""
-        known = self._columns.get(id(columns))
-        if known is None:
-            boxes = zip(map(tuple, columns.offsets.tolist()), map(tuple, columns.sizes.tolist()), strict=True)
-            opcodes = b"".join(self._chunks(boxes))
-            known = self._columns[id(columns)] = columns, opcodes
-        return [known[1]]
 
     def _places(self, columns: PlaceColumns) -> None:
         """What ``_place`` makes of each item, with all that items have in common made once."""

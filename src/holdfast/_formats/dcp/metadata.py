@@ -181,10 +181,12 @@ class MetadataIndex:
     index: int | None = field(hash=False, compare=False, default=None)
 
     def __init__(self, fqn: str, offset: Sequence[int] | None = None, index: int | None = None) -> None:
-        vars(self).update(fqn=fqn, index=index)  # a frozen class takes its values in no other way
+        own = vars(self)  # a frozen class takes its values in no other way
+        own["fqn"] = fqn
+        own["index"] = index
         # Without an offset the attribute stays on the class: that is the form stored indexes have.
         if offset is not None:
-            vars(self)["offset"] = torch.Size(offset)
+            own["offset"] = offset if type(offset) is torch.Size else torch.Size(offset)
 
 
 # Where one item of a DCP checkpoint is stored, and what its bytes must add up to.
