@@ -101,7 +101,10 @@ class SharedSave:
         if on_mismatch != "ignore":
             self._copies = self._layout.copies(planner.state_dict)
         generation = self._writer.prepare_shared_plan()
-        return Offer(description.digest((options, self._destination), paths), self._copies.share, generation)
+        # A process on its own has nobody to compare it with.
+        alone = len(planner.peers) == 1
+        digest = b"" if alone else description.digest((options, self._destination), paths)
+        return Offer(digest, self._copies.share, generation)
 
     @property
     def copies(self) -> OwnCopies:
