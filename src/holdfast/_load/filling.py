@@ -167,9 +167,13 @@ class Region:
     @cached_property
     def span(self) -> MemorySpan | None:
         """Where its memory is; None if there are no elements."""
+        memory = self.memory
+        if type(memory) in PLAIN and memory.is_cpu and memory.numel() and memory.is_contiguous():
+            address = memory.data_ptr()
+            return MemorySpan("cpu", address, address + memory.nbytes)
         if self.same_memory is None:
             return None
-        device, address, strides, shape, itemsize = memory_layout(self.memory)
+        device, address, strides, shape, itemsize = memory_layout(memory)
         ends = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
         low = address + sum(end for end in ends if end < 0)
         return MemorySpan(device, low, address + sum(end for end in ends if end > 0) + itemsize)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast._base.boxes import overlaps, place_of, volume
+from holdfast._base.boxes import contains, overlaps, place_of, volume
 from holdfast._base.patterns import dotted
 from holdfast._base.provenance import optimizers_noted
 from holdfast._base.tiling import missing_part
@@ -25,7 +25,7 @@ from holdfast._load.matching import Matcher
 from holdfast._load.options import AllowedCasts, LoadOptions
 from holdfast._load.renamed_parameters import LiveState
 from holdfast._load.renaming import rename
-from holdfast._load.shared_memory import conflicts, host_memory, once_each, settle_missing_names
+from holdfast._load.shared_memory import conflicts, host_memory, once_each, settle_missing_names, share_memory
 from holdfast._load.stored_nodes import StoredNode
 from holdfast._load.targets import held_elements, shape_and_dtype, takes_numbers, why_not_fillable, why_not_real
 from holdfast._load.tensor_handles import TensorHandle
@@ -133,12 +133,15 @@ def plan_load(state: Any, source: Source, options: LoadOptions, *, rank: int, wo
     reads, uncovered = _reads([*found.fills, *special], source, rank)
     dense, tied = dense.without(_sharing(dense, [*reads, *made]))
     reads += _reads(tied, source, rank)[0]
-    if not uncovered:
-        found.misfits.update(conflicts([*reads, *made], source))
+    writes = [*reads, *made]
+    if share_memory(writes):
+        if not uncovered:
+            found.misfits.update(conflicts(writes, source))
+        writes = once_each(writes)
     unexpected, not_requested = _left_over(state, root, new_keys, used, options)
     return RankPlan(
         outcome=outcome,
-        writes=once_each([*reads, *made]),
+        writes=writes,
         dense=dense,
         found=found,
         uncovered=uncovered,
@@ -161,6 +164,8 @@ def _known_of(state: Any, context: Context) -> LiveState:
 
 def _sharing(dense: DenseFills, writes: Sequence[Region]) -> list[int]:
     """Which tensors share memory with others, or with something else that is written, by position."""
+    if not dense.keys:
+        return []
     places = dense.reads
     return sharing(places.addresses, places.addresses + places.nbytes, [*filter(None, map(host_memory, writes))])
 
@@ -187,9 +192,10 @@ def _reads(fills: Sequence[Fill], source: Source, rank: int) -> tuple[list[Regio
         if held is not None and held != planned:
             uncovered[fill.key] = f"of the {held} elements on rank {rank}, {planned} would be filled"
         boxes, chunks = [region.box for region in regions], source.covered(fill.ref.key)
-        gap = missing_part(boxes, chunks, fill.ref.shape, overlaps(boxes, chunks))
-        if gap is not None:
-            uncovered[fill.key] = gap
+        if len(chunks) != 1 or not all(contains(chunks[0], box) for box in boxes):
+            gap = missing_part(boxes, chunks, fill.ref.shape, overlaps(boxes, chunks))
+            if gap is not None:
+                uncovered[fill.key] = gap
         reads += regions
     return reads, uncovered
 

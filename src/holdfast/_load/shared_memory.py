@@ -30,6 +30,16 @@ def settle_missing_names(found: LoadFindings) -> None:
             found.notes.append(f"'{key}' is not stored; it is the same tensor as '{name}' and was loaded with it")
 
 
+def share_memory(regions: Sequence[Region]) -> bool:
+    """Whether two regions may have elements in common: their memory, or what is between their elements, overlaps."""
+    reach: dict[str, int] = {}
+    for device, begin, end in sorted(span for region in regions if (span := region.span) is not None):
+        if begin < reach.get(device, begin):
+            return True
+        reach[device] = end
+    return False
+
+
 def once_each(regions: Sequence[Region]) -> list[Region]:
     """One region for all names of the same memory: the first one."""
     return _first_of_each(regions, lambda region: region.same_memory)

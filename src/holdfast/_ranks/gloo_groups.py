@@ -72,6 +72,9 @@ class GlooGroup:
         def wait() -> None:
             for work in works:
                 work.wait(_FOR_EVER)
+            # On the same machine, Linux wakes up whoever receives it on the processor of the sender, which it has to
+            # wait for otherwise.
+            _let_others_run()
 
         return wait
 
@@ -127,6 +130,9 @@ class GlooGroup:
     def close(self) -> None:
         """End the connection."""
         self._backend = None
+
+
+_let_others_run: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
 def _over(memory: bytearray) -> torch.Tensor:

@@ -215,6 +215,8 @@ class BufferedRead(NamedTuple):
 
         Small gaps are read too, rather than to begin anew. All ``without`` some blocks that are had from elsewhere.
         """
+        if self.end <= (self.first_block + 1) * block_bytes:
+            return [] if without else [(0, 1)]
         if without or self.copies:
             needed = self._needed_blocks(block_bytes)
             needed[list(without)] = False
