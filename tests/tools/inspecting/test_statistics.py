@@ -21,7 +21,7 @@ import holdfast
 from holdfast._formats.native.dtypes import dtype_named
 from holdfast._formats.native.refs import TensorRef
 from holdfast._tools.inspecting.numbers import are_numbers
-from holdfast._tools.inspecting.statistics import Counts
+from holdfast._tools.inspecting.statistics import Counts, in_bins
 from holdfast.errors import UnknownKeyError, UnsupportedTensorError
 from tests.properties import examples
 
@@ -124,6 +124,42 @@ def test_histograms_are_those_of_numpy(
         return
     counts, edges = np.histogram(values, bins=bins)
     assert (found.histogram, found.edges) == (tuple(counts.tolist()), tuple(edges.tolist()))
+
+
+@given(
+    values=st.one_of(
+        npst.arrays(
+            np.float32, st.integers(1, 300), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)
+        ),
+        npst.arrays(np.float64, st.integers(1, 300), elements=st.floats(-1e300, 1e300)),
+        npst.arrays(np.float32, st.integers(1, 300), elements=st.integers(0, 64).map(lambda n: n / 64)),
+        npst.arrays(np.int64, st.integers(1, 300)),
+    ),
+    bins=st.integers(1, 70),
+    offset=st.sampled_from([0, 1, 1e6, -3e7]),
+)
+@example(values=np.array([0, 2**-149], np.float32), bins=64, offset=0)
+@settings(max_examples=examples(300))
+def test_numbers_are_in_the_bins_where_numpy_counts_them(
+    values: np.ndarray[Any, Any], bins: int, offset: float
+) -> None:
+    """On edges, near them, and where the numbers are nearer to each other than their digits tell."""
+    values = values + values.dtype.type(offset)
+    low, high = float(values.min()), float(values.max())
+    edges = np.linspace(low, high, bins + 1)
+    if not np.all(np.diff(edges) > 0) or not np.all(np.isfinite(edges)):
+        return
+    inside = np.minimum(np.searchsorted(edges, values.astype(np.float64), "right") - 1, bins - 1)
+    assert in_bins(values, edges).tolist() == np.bincount(inside, minlength=bins).tolist()
+
+
+def test_narrow_elements_are_read_once(tmp_path: Path) -> None:
+    """How often there is which of 65,536 numbers says all, whatever is found out later about the edges of bins."""
+    holdfast.save({"half": torch.randn(3000).bfloat16(), "byte": torch.arange(200).byte()}, tmp_path / "c")
+    seen: list[tuple[int, int]] = []
+    found = holdfast.open(tmp_path / "c").statistics(on_progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (6200, 6200)
+    assert sum(found.histogram) == 3200
 
 
 def test_tensors_larger_than_the_budget_are_counted_in_parts(tmp_path: Path) -> None:

@@ -13,12 +13,19 @@ import numpy as np
 from holdfast._base.arguments import Size, checked_budget
 from holdfast._base.texts import plain
 from holdfast._base.threads import work_through
+from holdfast._formats.native.dtypes import DType
 from holdfast._formats.native.refs import TensorRef
 from holdfast._formats.source import Source
-from holdfast._tools.inspecting.numbers import Array, are_numbers, blocks_of, is_nan, magnitudes, norm_of
+from holdfast._tools.inspecting.numbers import Array, are_numbers, blocks_of, is_nan, magnitudes, norm_of, numbers_of
 from holdfast._tools.inspecting.parts import Lot, elements_at_once, lots_of, read_parts, threads_for
 from holdfast._watching.progress import OnProgress, Progress
 from holdfast.errors import UnsupportedTensorError
+
+_NARROW_BYTES = 2
+"""Elements of so many bytes can be 65,536 numbers at most, which are soon counted with."""
+
+_SMALL, _LARGE = 1e-30, 1e30
+"""Between these, float32 has the distance of two numbers with all its digits, and its inverse."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +79,27 @@ def statistics_of(
     """The statistics of all elements of some tensors together. ``bins=0`` leaves the histogram out, and reads once."""
     if type(bins) is not int or bins < 0:
         raise ValueError(f"bins is the number of bins of the histogram, not {bins!r}")
+    # Of elements of 8 and 16 bits it is enough to know how often there is which: that takes one pass for all.
+    narrow, wide = list[TensorRef](), list[TensorRef]()
+    for ref in refs:
+        is_narrow = ref.dtype.itemsize <= _NARROW_BYTES and ref.numpy is None and are_numbers(ref)
+        (narrow if is_narrow else wide).append(ref)
+    once, again = sum(ref.nbytes for ref in narrow), sum(ref.nbytes for ref in wide)
+    total = once + again * (2 if bins else 1)
     whole = Counts()
-    found = count(source, refs, memory_budget=memory_budget, on_progress=_halved(on_progress, 0, bins))
-    for counts in found.values():
+    for counts in count(source, wide, memory_budget=memory_budget, on_progress=_part(on_progress, 0, total)).values():
         whole.add(counts)
+    patterns = _count_patterns(source, narrow, memory_budget, _part(on_progress, again, total))
+    for numbers, times in patterns:
+        whole.add(Counts.of_patterns(numbers, times))
     edges = _edges(whole, bins)
     histogram = np.zeros(max(len(edges) - 1, 0), np.int64)
     if edges.size:
-        progress, all_finite = _halved(on_progress, 1, bins), whole.finite == whole.count
-        histogram = _histogram(source, refs, edges, memory_budget, progress, all_finite=all_finite)
+        progress = _part(on_progress, again + once, total)
+        all_finite = whole.finite == whole.count
+        histogram = _histogram(source, wide, edges, memory_budget, progress, all_finite=all_finite)
+        for numbers, times in patterns:
+            histogram += _bins_of_patterns(numbers, times, edges)
     return whole.result(histogram.tolist(), edges.tolist())
 
 
@@ -146,14 +165,77 @@ def _histogram(
         own = np.zeros_like(whole)
         for part, raw in zip(lot.parts, bits, strict=True):
             for block in blocks_of(raw, part.ref):
-                numbers = magnitudes(block).astype(np.float64, copy=False)
-                numbers = numbers if all_finite else numbers[np.isfinite(numbers)]
-                own += np.histogram(numbers, bins=len(whole), range=(edges[0], edges[-1]))[0]
+                numbers = magnitudes(block)
+                own += in_bins(numbers if all_finite else numbers[np.isfinite(numbers)], edges)
         with lock:
             np.add(whole, own, out=whole)
 
     _through(source, refs, work, memory, on_progress)
     return whole
+
+
+def in_bins(numbers: Array, edges: Array) -> Array:
+    """How many of some numbers are between each two edges, which are equally far apart, and around all numbers.
+
+    These are the counts of ``numpy.histogram``, which compares every number with the edges of its bin. Here that is
+    done for those only that are so near an edge that rounding may have put them on the wrong side.
+
+    >>> in_bins(np.array([0.0, 0.5, 1.0, 2.0]), np.array([0.0, 1.0, 2.0])).tolist()
+    [2, 2]
+    """
+    low, high, bins = float(edges[0]), float(edges[-1]), len(edges) - 1
+    precise = np.float32 if numbers.dtype in (np.float16, np.float32) and _SMALL < high - low < _LARGE else np.float64
+    scale = bins / (high - low)
+    if not math.isfinite(scale):
+        return np.histogram(numbers.astype(np.float64), bins, (low, high))[0]
+    place = numbers.astype(precise)
+    place -= precise(low)
+    place *= precise(scale)
+    index = place.astype(np.intp)
+    place -= index
+    error = 16 * float(np.finfo(precise).eps) * bins * max(1.0, abs(low) / (high - low), abs(high) / (high - low))
+    doubtful = np.flatnonzero((place < error) | (place > 1 - error))
+    if doubtful.size:
+        index[doubtful] = _bins_of(numbers[doubtful], edges)
+    return np.bincount(index, minlength=bins)
+
+
+def _bins_of(numbers: Array, edges: Array) -> Array:
+    """The bin of each number. The last edge belongs to the last bin."""
+    return np.minimum(np.searchsorted(edges, numbers.astype(np.float64), "right") - 1, len(edges) - 2)
+
+
+def _count_patterns(
+    source: Source, refs: Sequence[TensorRef], memory: Size | None, on_progress: OnProgress | None
+) -> list[tuple[Array, Array]]:
+    """The numbers that elements of few bits can be, with how often each of them is there, for each type of element."""
+    found: dict[DType, Array] = {}
+    lock = threading.Lock()
+
+    def work(lot: Lot, bits: Sequence[Array]) -> None:
+        by_type: dict[DType, list[Array]] = {}
+        for part, raw in zip(lot.parts, bits, strict=True):
+            by_type.setdefault(part.ref.dtype, []).append(raw.reshape(-1))
+        for dtype, parts in by_type.items():
+            together = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            times = np.bincount(together, minlength=1 << 8 * dtype.itemsize)
+            with lock:
+                found[dtype] = found[dtype] + times if dtype in found else times
+
+    if refs:
+        _through(source, refs, work, memory, on_progress)
+    patterns = []
+    for dtype, times in found.items():
+        every = np.arange(len(times)).astype(dtype.carrier)
+        patterns.append((numbers_of(every, TensorRef("", dtype, every.shape)), times))
+    return patterns
+
+
+def _bins_of_patterns(numbers: Array, times: Array, edges: Array) -> Array:
+    ordered = magnitudes(numbers)
+    there = (times > 0) & np.isfinite(ordered)
+    index = _bins_of(ordered[there], edges)
+    return np.bincount(index, weights=times[there], minlength=len(edges) - 1).astype(np.int64)
 
 
 def _edges(whole: Counts, bins: int) -> Array:
@@ -169,11 +251,11 @@ def _edges(whole: Counts, bins: int) -> Array:
     return edges if np.all(np.diff(edges) > 0) else np.empty(0)  # so near each other that there is nothing between
 
 
-def _halved(on_progress: OnProgress | None, half: int, bins: int) -> OnProgress | None:
-    """Progress of one of two passes."""
-    if on_progress is None or not bins:
-        return on_progress
-    return lambda done, total: on_progress(half * total + done, 2 * total)
+def _part(on_progress: OnProgress | None, before: int, total: int) -> OnProgress | None:
+    """Progress of one of several passes, before which so many bytes have been read."""
+    if on_progress is None:
+        return None
+    return lambda done, _: on_progress(before + done, total)
 
 
 @dataclass
@@ -224,6 +306,24 @@ class Counts:
                 wide -= counts.mean
             counts.spread = norm_of(wide)
         counts.norm = math.hypot(counts.spread, counts.mean * math.sqrt(ordered.size))
+        return counts
+
+    @classmethod
+    def of_patterns(cls, numbers: Array, times: Array) -> Counts:
+        """Count elements of which it is known how often each number is there."""
+        there = times > 0
+        numbers, times = numbers[there], times[there]
+        ordered, nan = magnitudes(numbers), is_nan(numbers)
+        finite = np.isfinite(ordered) & ~nan
+        counts = cls(count=int(times.sum()), nan=int(times[nan].sum()), zeros=int(times[numbers == 0].sum()))
+        counts.inf = counts.count - counts.nan - int(times[finite].sum())
+        if finite.any():
+            ordered, times = ordered[finite], times[finite]
+            counts.minimum, counts.maximum = ordered.min().item(), ordered.max().item()
+            wide = ordered.astype(np.float64)
+            counts.mean = float((wide * times).sum()) / counts.finite
+            counts.spread = math.sqrt(float((np.square(wide - counts.mean) * times).sum()))
+            counts.norm = math.hypot(counts.spread, counts.mean * math.sqrt(counts.finite))
         return counts
 
     def add(self, other: Counts) -> None:
