@@ -244,7 +244,8 @@ class _WriteBuffers:
     def take_in_place(self, data: Bytes) -> bool:
         """The next bytes of the file, which nobody changes any more: whole blocks are written from where they are.
 
-        False, and nothing is taken, if they are not worth it, or if the sink cannot do that.
+        False, and nothing is taken, if they are too few for that, or the sink has no such method or has refused before.
+        What it refuses now is copied.
         """
         if self._in_place is None or data.nbytes < DIRECT_FROM:
             return False
