@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as stock
 
+from holdfast._formats.archives.pickle_machine import Machine
 from holdfast._formats.dcp import index_alike
 from holdfast._formats.dcp.index import decode_index, encode_index
 from holdfast._formats.dcp.metadata import (
@@ -125,3 +126,15 @@ def test_references_to_what_was_recognized_find_it() -> None:
     assert found.planner_data[1] is entry.chunks
     assert found.planner_data[2] == entry.size
     assert found.storage_data == {MetadataIndex("layer19", entry.chunks[0].offsets): "here"}
+
+
+def test_nothing_is_recognized_any_more_when_a_reference_means_something_else() -> None:
+    """No pickler writes a slot of the memo twice. A file that does must not be read in another way than by torch."""
+    machine = Machine(b"\x80\x02K\x01q\x00K\x02q\x01K\x03q\x00.", lambda *_: None, None)
+    machine.scratch["learned"] = True
+    machine.run_to(10)  # both slots are written for the first time
+    assert machine.memo == [1, 2]
+    assert machine.scratch
+    machine.run_to(14)
+    assert machine.memo == [3, 2]
+    assert not machine.scratch

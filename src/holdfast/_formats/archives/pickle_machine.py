@@ -294,6 +294,8 @@ class Machine:
             value.slots.append(slot)
         if slot > len(self.memo):
             raise ValueError(f"memo slot {slot} before slot {len(self.memo)}")
+        if slot < len(self.memo):
+            self.scratch.clear()  # references to it mean something else from here on
         self.memo[slot : slot + 1] = [value]
 
     def _memoize(self) -> None:
